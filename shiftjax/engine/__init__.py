@@ -1,0 +1,1 @@
+"""The serving loop: schedule, choose, run, commit."""

@@ -1,0 +1,1 @@
+"""Decoder models as Flax NNX modules."""

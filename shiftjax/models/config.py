@@ -1,0 +1,58 @@
+"""What a decoder looks like: the numbers that weights, sharding and steps derive from. No JAX."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary frequencies stretched for long contexts.
+
+    `linear` divides every frequency by `factor`; `llama3` divides the low frequencies only and
+    blends between the two wavelengths (Llama 3.1 model card, `rope_type: llama3`).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder of the Llama family; variants are flags here, not files elsewhere.
+
+    Sizes count elements. `head_dim` stands on its own because Qwen3 has
+    `num_heads * head_dim != hidden_size`.
+    """
+
+    name: str
+    architecture: str  # Hugging Face model_type: llama, mistral, qwen2, qwen3
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # bias on q, k and v (Qwen2)
+    output_bias: bool = False  # bias on o (Llama's attention_bias sets this too)
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim on q and k before rope (Qwen3)
+    sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the unpadded model, tied embeddings counted once."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size + 2)
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size
+        return self.num_layers * layer + (embeddings + 1) * self.hidden_size

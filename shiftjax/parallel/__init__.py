@@ -1,0 +1,1 @@
+"""Mesh axes, modes and sharding; Ulysses sequence parallelism."""

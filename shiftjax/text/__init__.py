@@ -1,0 +1,1 @@
+"""Tokenizers, incremental detokenising and chat templates."""

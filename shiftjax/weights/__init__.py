@@ -1,0 +1,1 @@
+"""Reading, checking, placing and converting checkpoints."""
