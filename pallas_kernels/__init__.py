@@ -1,0 +1,1 @@
+"""Attention kernels for accelerators, and the plain reference that they are held against."""

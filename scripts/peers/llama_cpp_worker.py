@@ -1,0 +1,169 @@
+"""llama.cpp with continuous batching, through llama-cpp-python's low-level interface.
+
+Every call to `llama_decode` takes one token of each decoding sequence and fills the rest of the
+batch with prompt chunks, as llama-server does. Contexts are made per number of slots and kept, so
+that a single stream does not pay for the slots of a large batch.
+
+    python scripts/peers/llama_cpp_worker.py MODEL.gguf [--slots 64] [--ubatch 512] ...
+"""
+
+# pyright: reportMissingImports=false
+import argparse
+import ctypes
+import functools
+from collections import deque
+from dataclasses import dataclass, field
+
+import llama_cpp
+import numpy as np
+from protocol import reserve_stdout, serve
+
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+
+
+@dataclass
+class Running:
+    """One request in a slot."""
+
+    slot: int
+    index: int
+    prompt: list[int]
+    max_tokens: int
+    num_computed_tokens: int = 0
+    output: list[int] = field(default_factory=list)
+
+
+class Context:
+    """A llama.cpp context with its own KV cache, and the batch that feeds it."""
+
+    def __init__(self, model, num_slots: int, args: argparse.Namespace) -> None:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = num_slots * args.max_model_len
+        params.n_seq_max = num_slots
+        params.n_batch, params.n_ubatch = args.batch, args.ubatch
+        params.n_threads = params.n_threads_batch = args.threads
+        params.flash_attn_type = FLASH_ATTENTION[args.flash_attention]
+        params.kv_unified = args.unified
+        self.batch_tokens = args.batch
+        self.pointer = llama_cpp.llama_init_from_model(model, params)
+        if not self.pointer:
+            raise RuntimeError(f"llama.cpp made no context of {params.n_ctx} tokens")
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self.batch = llama_cpp.llama_batch_init(args.batch, 0, 1)
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.pointer), False)
+
+    def add(self, token: int, position: int, slot: int, wants_logits: bool) -> None:
+        """Append one token to the batch."""
+        batch, n = self.batch, self.batch.n_tokens
+        batch.token[n], batch.pos[n], batch.logits[n] = token, position, wants_logits
+        batch.n_seq_id[n], batch.seq_id[n][0] = 1, slot
+        batch.n_tokens = n + 1
+
+    def room(self) -> int:
+        """Tokens that the batch can still take."""
+        return self.batch_tokens - self.batch.n_tokens
+
+    def decode(self, num_rows: int) -> list[int]:
+        """Run the batch; return the likeliest token of each row that wanted logits, in order."""
+        status = llama_cpp.llama_decode(self.pointer, self.batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}")
+        self.batch.n_tokens = 0
+        if num_rows == 0:
+            return []
+        logits = llama_cpp.llama_get_logits(self.pointer)
+        return np.ctypeslib.as_array(logits, (num_rows, self.vocab_size)).argmax(axis=1).tolist()
+
+
+def add_tokens(context: Context, request: Running) -> bool:
+    """Put the request's next token or prompt chunk into the batch; True if it will be sampled."""
+    if request.output:
+        position = len(request.prompt) + len(request.output) - 1
+        context.add(request.output[-1], position, request.slot, True)
+        return True
+    start = request.num_computed_tokens
+    end = min(len(request.prompt), start + context.room())
+    for position in range(start, end):
+        is_last = position == len(request.prompt) - 1
+        context.add(request.prompt[position], position, request.slot, is_last)
+    request.num_computed_tokens = end
+    return end > start and end == len(request.prompt)
+
+
+def step(context: Context, running: list[Running]) -> None:
+    """Advance every running request: decodes first, then prompt chunks."""
+    decodes_first = sorted(running, key=lambda request: not request.output)
+    rows = [request for request in decodes_first if add_tokens(context, request)]
+    for request, token in zip(rows, context.decode(len(rows)), strict=True):
+        request.output.append(token)
+
+
+def generate(
+    context: Context, num_slots: int, prompts: list[list[int]], max_tokens: list[int]
+) -> list[list[int]]:
+    """Run all requests, a slot's next one as soon as its last one ends."""
+    waiting = deque(enumerate(zip(prompts, max_tokens, strict=True)))
+    free, running = list(range(num_slots)), []
+    outputs: list[list[int]] = [[] for _ in prompts]
+    memory = llama_cpp.llama_get_memory(context.pointer)
+    while waiting or running:
+        while waiting and free:
+            index, (prompt, limit) = waiting.popleft()
+            running.append(Running(free.pop(), index, prompt, limit))
+        step(context, running)
+        for request in [r for r in running if len(r.output) >= r.max_tokens]:
+            outputs[request.index] = request.output
+            running.remove(request)
+            llama_cpp.llama_memory_seq_rm(memory, request.slot, -1, -1)
+            free.append(request.slot)
+    context.clear()
+    return outputs
+
+
+@llama_cpp.llama_log_callback
+def ignore_log(*_args: object) -> None:
+    """Keep llama.cpp quiet."""
+
+
+def arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="GGUF file")
+    parser.add_argument("--slots", type=int, default=64, help="sequences that run together")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4096, help="most tokens in one call")
+    parser.add_argument("--ubatch", type=int, default=512, help="most tokens computed together")
+    parser.add_argument("--max-model-len", type=int, default=640)
+    parser.add_argument("--flash-attention", choices=FLASH_ATTENTION, default="auto")
+    parser.add_argument("--unified", action="store_true", help="one KV buffer for all sequences")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Load the model and serve."""
+    channel, args = reserve_stdout(), arguments()
+    llama_cpp.llama_log_set(ignore_log, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(
+        args.model.encode(), llama_cpp.llama_model_default_params()
+    )
+    if not model:
+        raise FileNotFoundError(f"llama.cpp could not load {args.model}")
+
+    @functools.cache
+    def context_for(num_slots: int) -> Context:
+        return Context(model, num_slots, args)
+
+    def generate_all(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+        num_slots = min(args.slots, len(prompts))
+        return generate(context_for(num_slots), num_slots, prompts, max_tokens)
+
+    description = {"engine": "llama.cpp", "version": llama_cpp.__version__} | vars(args)
+    serve(channel, description | {"model": None}, generate_all)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""How the throughput benchmark talks to an engine's worker: JSON lines over stdin and stdout.
+
+    -> {"prompts": [[token id, ...], ...], "max_tokens": [int, ...]}
+    <- {"seconds": float, "cpu_seconds": float, "token_ids": [[token id, ...], ...]}
+
+The first line out describes the engine. A worker generates greedily, ignores end-of-sequence
+tokens and keeps nothing between requests; all prompts are there at once, and the clock runs from
+the request to the last token. Anything else that an engine prints goes to stderr.
+
+Standard library only and Python 3.11: every engine's environment imports this.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+
+
+def reserve_stdout():
+    """Keep stdout for the protocol and send what libraries print there to stderr."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return channel
+
+
+def send(channel, message: dict) -> None:
+    """Write one line."""
+    channel.write(json.dumps(message) + "\n")
+    channel.flush()
+
+
+def serve(channel, description: dict, generate: Generate) -> None:
+    """Describe the engine, then answer requests until stdin closes."""
+    send(channel, description)
+    for line in sys.stdin:
+        request = json.loads(line)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        token_ids = generate(request["prompts"], request["max_tokens"])
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        send(channel, {"seconds": seconds, "cpu_seconds": cpu_seconds, "token_ids": token_ids})

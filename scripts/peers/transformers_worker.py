@@ -1,0 +1,83 @@
+"""Hugging Face transformers on CPU, bfloat16: static batches, greedy.
+
+Prompts of unequal length are padded on the left. Requests are sorted by how many tokens they will
+generate and batched in that order, which only a benchmark can know and wastes the fewest steps.
+
+    python scripts/peers/transformers_worker.py MODEL_DIRECTORY [--batch 32] [--threads 2]
+"""
+
+# pyright: reportMissingImports=false
+import argparse
+import functools
+
+import torch
+import transformers
+from protocol import reserve_stdout, serve
+
+
+def pad_left(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `token_ids[requests, tokens]` and the mask of its real tokens."""
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(padded), torch.tensor(mask)
+
+
+def generate_batch(model, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Generate `num_tokens` for every prompt of one static batch."""
+    token_ids, mask = pad_left(prompts)
+    equal = bool(mask.all())  # no padding: let the model choose its causal fast path
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = model(
+        token_ids,
+        attention_mask=None if equal else mask,
+        position_ids=positions,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    tokens = [output.logits[:, -1].argmax(-1)]
+    for _ in range(num_tokens - 1):
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        positions = positions[:, -1:] + 1
+        output = model(
+            tokens[-1][:, None],
+            attention_mask=None if equal else mask,
+            position_ids=positions,
+            past_key_values=output.past_key_values,
+            use_cache=True,
+        )
+        tokens.append(output.logits[:, -1].argmax(-1))
+    return torch.stack(tokens, dim=1).tolist()
+
+
+@torch.inference_mode()
+def generate(model, batch: int, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+    """Run all requests in static batches of up to `batch`."""
+    order = sorted(range(len(prompts)), key=lambda i: (max_tokens[i], len(prompts[i])))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for first in range(0, len(order), batch):
+        members = order[first : first + batch]
+        longest = max(max_tokens[i] for i in members)
+        rows = generate_batch(model, [prompts[i] for i in members], longest)
+        for i, row in zip(members, rows, strict=True):
+            outputs[i] = row[: max_tokens[i]]
+    return outputs
+
+
+def main() -> None:
+    """Load the model and serve."""
+    channel = reserve_stdout()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="Hugging Face directory")
+    parser.add_argument("--batch", type=int, default=32, help="requests in one static batch")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    versions = {"version": transformers.__version__, "torch": torch.__version__}
+    description = {"engine": "transformers"} | versions | vars(args) | {"model": None}
+    serve(channel, description, functools.partial(generate, model.eval(), args.batch))
+
+
+if __name__ == "__main__":
+    main()

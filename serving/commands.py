@@ -1,0 +1,115 @@
+"""What the commands of `shiftjax` do, once flags and settings are known."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import shiftjax
+from serving.chat import run_chat
+from serving.progress import print_table, progress_bars, throughput
+from shiftjax.config import EngineConfig
+from shiftjax.engine.request import SamplingParams
+from shiftjax.options import ConfigError
+from shiftjax.settings import make_virtual_devices
+
+if TYPE_CHECKING:
+    from shiftjax.llm import LLM
+    from shiftjax.outputs import RequestOutput
+
+Command = Callable[[argparse.Namespace, EngineConfig, SamplingParams], int]
+
+
+def open_llm(config: EngineConfig) -> "LLM":
+    """Load and compile, with bars on a terminal."""
+    make_virtual_devices(config)
+    from shiftjax.llm import LLM
+
+    with progress_bars() as progress:
+        return LLM.from_config(config, progress=progress)
+
+
+def generate(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Continue the prompts: one is streamed, several come as blocks in their order."""
+    prompts = [*arguments.prompt, *_read_prompts(arguments.prompts)]
+    if not prompts:
+        raise ConfigError(["no prompt was given: write one, or name a file with --prompts"])
+    llm = open_llm(config)
+    start = time.monotonic()
+    streams = len(prompts) == 1 and sampling.n == 1
+    outputs = list((_streamed if streams else _blocks)(llm, prompts, sampling))
+    if arguments.stats:
+        num_tokens = sum(len(one.token_ids) for out in outputs for one in out.outputs)
+        rows = llm.stats() | throughput(num_tokens, time.monotonic() - start)
+        print_table("statistics", rows)
+    errors = [one.error for out in outputs for one in out.outputs if one.finish_reason == "error"]
+    for error in errors:
+        print(f"shiftjax: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _read_prompts(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--prompts {file}: cannot be read: {error}"]) from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _streamed(
+    llm: "LLM", prompts: list[str], sampling: SamplingParams
+) -> Iterator["RequestOutput"]:
+    with closing(llm.stream(prompts, sampling)) as stream:
+        for _, delta, output in stream:
+            print(delta, end="", flush=True)
+            if output is not None:
+                yield output
+    print()
+
+
+def _blocks(llm: "LLM", prompts: list[str], sampling: SamplingParams) -> Iterator["RequestOutput"]:
+    done: dict[int, RequestOutput] = {}
+    num_shown = 0
+    with closing(llm.stream(prompts, sampling)) as stream:
+        for index, _, output in stream:
+            if output is not None:
+                done[index] = output
+            while num_shown in done:
+                print(_block(num_shown, prompts[num_shown], done[num_shown]), flush=True)
+                yield done[num_shown]
+                num_shown += 1
+
+
+def _block(index: int, prompt: str, output: "RequestOutput") -> str:
+    short = prompt if len(prompt) <= 60 else prompt[:57] + "..."
+    many = len(output.outputs) > 1
+    blocks = (
+        f"--- {index + 1}{f'.{one.index + 1}' if many else ''}: {short!r}\n{one.text}"
+        for one in output.outputs
+    )
+    return "\n".join(blocks)
+
+
+def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Hold a conversation until the input ends."""
+    llm = open_llm(config)
+    run_chat(llm, sampling, arguments.system)
+    if arguments.stats:
+        print_table("statistics", llm.stats())
+    return 0
+
+
+def version(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Print the versions of ShiftJAX, Python and JAX."""
+    from importlib.metadata import version as installed
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    print(f"shiftjax {shiftjax.__version__}, python {python}, jax {installed('jax')}")
+    return 0

@@ -1,0 +1,227 @@
+"""The assembly root: from a config to devices, weights, KV pools, compiled steps and an engine."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shiftjax.cache.pool import block_bytes
+from shiftjax.cache.sizing import device_memory, num_blocks_for
+from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
+from shiftjax.engine.admission import RequestLimits
+from shiftjax.engine.engine import Engine, Group
+from shiftjax.engine.policy import make_policy
+from shiftjax.engine.request import Mode
+from shiftjax.engine.programs import PoolOptions, compile_programs
+from shiftjax.engine.runner import DeviceRunner
+from shiftjax.engine.scheduler import Scheduler
+from shiftjax.engine.scheduler_config import SchedulerConfig
+from shiftjax.engine.step import Bucket, StepDef, doubling, make_buckets
+from shiftjax.models.config import ModelConfig
+from shiftjax.parallel.sharding import Layout, make_mesh
+from shiftjax.settings import compile_cache_dir
+from shiftjax.weights.names import expected_tensors
+from shiftjax.weights.place import define, load, shift_weights
+from shiftjax.weights.source import TensorSource, check_complete
+
+Progress = Callable[[str, int, int], None]
+LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are compiled and known
+# dtype="auto": measured on each backend (docs/log.md)
+AUTO_DTYPES = {"cpu": jnp.bfloat16, "gpu": jnp.bfloat16, "tpu": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A running engine and what is worth knowing about how it came to be."""
+
+    engine: Engine
+    runners: list[DeviceRunner]
+    layout: Layout
+    load_seconds: float
+    compile_seconds: float
+
+
+def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Built:
+    """Place the weights, size the pools, compile every step.
+
+    Raises:
+        ConfigError: what the options ask for does not fit the model or the machine.
+        CheckpointError: the checkpoint is not what its config says.
+    """
+    _use_compile_cache(config)
+    model = source.config
+    devices = jax.devices()[: config.parallel.devices]
+    problems = check_model(config, model, len(devices))
+    if problems:
+        raise ConfigError(problems)
+    check_complete(source, expected_tensors(model))
+    dtype = compute_dtype(config.model.dtype, devices[0].platform)
+    layout = _choose_layout(config, model, devices, dtype)
+    placed, load_seconds = _timed(lambda: _place(config, layout, dtype, devices, source, progress))
+    runners, compile_seconds = _timed(lambda: _compile(config, placed, len(devices), progress))
+    engine = _make_engine(config, model, runners)
+    return Built(engine, runners, layout, load_seconds, compile_seconds)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One group: its step definition, and the weights of both modes on its devices."""
+
+    step: StepDef
+    params: dict[Mode, tuple[jax.Array, ...]]
+
+
+def compute_dtype(option: str, platform: str) -> np.dtype:
+    """Return the number format of weights and activations."""
+    return np.dtype(AUTO_DTYPES[platform] if option == "auto" else getattr(jnp, option))
+
+
+def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the longest prompt plus output, in tokens."""
+    return config.model.max_model_len or model.max_position_embeddings
+
+
+def _choose_layout(
+    config: EngineConfig, model: ModelConfig, devices: list[jax.Device], dtype: np.dtype
+) -> Layout:
+    weight_bytes = model.num_parameters * dtype.itemsize
+    total, _ = device_memory(devices[0], len(devices))
+    sp, tp = choose_degrees(config.parallel, model, len(devices), weight_bytes, total)
+    return Layout(model, sp, tp)
+
+
+def _place(
+    config: EngineConfig,
+    layout: Layout,
+    dtype: np.dtype,
+    devices: list[jax.Device],
+    source: TensorSource,
+    progress: Progress,
+) -> list[Placed]:
+    """Load the weights onto every group; groups are consecutive devices."""
+    strategy, size = config.parallel.weights, layout.num_devices
+    max_rows = _buckets(config, layout)[-1].rows
+    model = define(layout.model, layout, dtype)
+    groups = []
+    for index in range(config.parallel.dp):
+        mesh = make_mesh(devices[index * size : (index + 1) * size], layout.sp, layout.tp)
+        base = load(model, layout, mesh, source, strategy, progress)
+        shift = shift_weights(model, base, layout, strategy)
+        step = StepDef(model, layout, mesh, strategy, max_rows)
+        groups.append(Placed(step, {Mode.BASE: base, Mode.SHIFT: shift}))
+    return groups
+
+
+def _buckets(config: EngineConfig, layout: Layout) -> list[Bucket]:
+    scheduler, size = config.scheduler, layout.num_devices
+    sizes = config.compile.token_buckets or doubling(scheduler.max_num_batched_tokens)
+    return make_buckets(sizes, scheduler.max_num_seqs, size)
+
+
+def _compile(
+    config: EngineConfig, groups: list[Placed], num_devices: int, progress: Progress
+) -> list[DeviceRunner]:
+    """Compile every step of every group and allocate the pools.
+
+    The pool is sized by a guess of the temporaries first; only if the compiled steps then need
+    more is it made smaller, and the largest bucket compiled again.
+    """
+    layout = groups[0].step.layout
+    buckets = _buckets(config, layout)
+    workspace = LEAST_WORKSPACE_BYTES
+    while True:
+        pool = _pool_options(config, groups[0], num_devices, workspace)
+        largest = compile_programs(*_parts(groups[0], pool), buckets[-1:], progress)
+        if config.cache.num_blocks or largest[0].temporary_bytes <= workspace:
+            break
+        workspace = largest[0].temporary_bytes
+    runners = []
+    for group in groups:
+        known = largest if group is groups[0] else []
+        missing = buckets[: len(buckets) - len(known)]
+        programs = compile_programs(*_parts(group, pool), missing, progress) + known
+        swaps, seed = config.cache.preemption == "swap", config.model.seed
+        runners.append(DeviceRunner(*_parts(group, pool), programs, swaps=swaps, seed=seed))
+    return runners
+
+
+def _parts(group: Placed, pool: PoolOptions):
+    return group.step, group.params, pool
+
+
+def _pool_options(
+    config: EngineConfig, group: Placed, num_devices: int, workspace_bytes: int
+) -> PoolOptions:
+    """Size the pool: as configured, or what fits, but never more than could be used."""
+    cache, layout = config.cache, group.step.layout
+    longest = max_model_len(config, layout.model)
+    blocks_per_seq = -(-longest // cache.block_size)
+    weights = group.params[Mode.BASE][0].dtype
+    dtype = np.dtype(weights if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype)
+    num_blocks = cache.num_blocks
+    if num_blocks is None:
+        device = group.step.mesh.devices.flat[0]
+        total, free = device_memory(device, num_devices)
+        each = block_bytes(layout, cache.block_size, dtype)
+        fits = num_blocks_for(free, total, cache.memory_fraction, workspace_bytes, each)
+        num_blocks = min(stable(fits), 1 + config.scheduler.max_num_seqs * blocks_per_seq)
+    if num_blocks < 2:
+        raise ConfigError(["no memory is left for KV blocks: use more devices or a smaller model"])
+    return PoolOptions(num_blocks, cache.block_size, blocks_per_seq, dtype)
+
+
+def stable(count: int) -> int:
+    """Round down to 4 significant bits, so that starts on a busy machine agree.
+
+    The pool's size is part of every compiled program, and so of its key in the compilation cache.
+    """
+    shift = max(0, count.bit_length() - 4)
+    return count >> shift << shift
+
+
+def _make_engine(
+    config: EngineConfig, model: ModelConfig, runners: list[DeviceRunner]
+) -> Engine:
+    pool, scheduler = runners[0].pool, config.scheduler
+    budgets = SchedulerConfig(
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        eos_token_ids=model.eos_token_ids,
+        model=model.name,
+        prefix_caching=config.cache.prefix_caching,
+        preemption=config.cache.preemption,
+        num_host_blocks=config.cache.num_host_blocks,
+    )
+    limits = RequestLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len(config, model),
+        num_kv_tokens=(pool.num_blocks - 1) * pool.block_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+    return Engine(
+        [Group(Scheduler(budgets), runner) for runner in runners],
+        make_policy(scheduler.policy, scheduler.threshold_tokens),
+        limits,
+        overlap=scheduler.overlap,
+        seed=config.model.seed,
+        clock=time.monotonic,
+    )
+
+
+def _use_compile_cache(config: EngineConfig) -> None:
+    """Point JAX at the persistent cache; every program counts, however quick to compile."""
+    directory = compile_cache_dir(config)
+    if directory is not None:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _timed[T](function: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    return function(), time.perf_counter() - start

@@ -1,0 +1,198 @@
+"""Which block of the KV pool belongs to whom: reference counts and the prefix cache. No JAX.
+
+Every block but the null block 0 is in exactly one of three states::
+
+    free     no table holds it, contents worthless              _free (a stack)
+    cached   no table holds it, contents revivable by hash      _cached (least recently used first)
+    used     `ref_count` tables hold it; it may be in the hash index too
+"""
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+DIGEST_BYTES = 16
+
+
+def root_hash(model: str, adapter: str | None, salt: str | None) -> bytes:
+    """The parent of every first block: KV is shared only below the same root."""
+    identity = repr((model, adapter, salt)).encode()
+    return hashlib.blake2b(identity, digest_size=DIGEST_BYTES).digest()
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, token_ids: list[int], block_size: int) -> None:
+    """Append the chained hash of every full block of `token_ids` that has none yet."""
+    parent = hashes[-1] if hashes else root
+    for block in range(len(hashes), len(token_ids) // block_size):
+        tokens = array("i", block_tokens(token_ids, block, block_size)).tobytes()
+        parent = hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+        hashes.append(parent)
+
+
+def block_tokens(token_ids: list[int], block: int, block_size: int) -> list[int]:
+    """The tokens of the block with this number in a sequence."""
+    return token_ids[block * block_size : (block + 1) * block_size]
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """Contents of a block in the hash index."""
+
+    block_hash: bytes
+    tokens: list[int]
+
+
+class BlockAllocator:
+    """Hands out the blocks `1 .. num_blocks - 1`; block 0 takes the padding's reads and writes.
+
+    Every operation is O(1) per block. Freed blocks with a hash stay revivable until they are
+    needed, the least recently used going first.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(
+                f"A pool needs at least 2 blocks (one is the null block) of at least 1 token, "
+                f"not {num_blocks} of {block_size}."
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every table and every cached block: the pool's contents are gone."""
+        self._free = list(range(self.num_blocks - 1, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._ref_counts = [0] * self.num_blocks
+        self._contents: list[CachedPrefix | None] = [None] * self.num_blocks
+        self._index: dict[bytes, int] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no table holds and whose contents can be revived."""
+        return len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self) -> int:
+        """One block, referenced once. Check `num_free_blocks` first: none left is an error."""
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        else:
+            raise RuntimeError("The KV pool has no free block; the scheduler must preempt first.")
+        self._ref_counts[block] = 1
+        return block
+
+    def is_indexed(self, block_hash: bytes) -> bool:
+        """Whether some block is found under this hash."""
+        return block_hash in self._index
+
+    def match(self, hashes: Sequence[bytes], token_ids: list[int], limit: int) -> list[int]:
+        """The longest cached prefix, at most `limit` blocks; takes no reference.
+
+        The tokens are compared as well, so that a collision of hashes is a miss.
+        """
+        blocks: list[int] = []
+        for number, block_hash in enumerate(hashes[:limit]):
+            block = self._index.get(block_hash)
+            if block is None:
+                break
+            contents = self._contents[block]
+            tokens = block_tokens(token_ids, number, self.block_size)
+            if contents is None or contents.tokens != tokens:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_revived(self, blocks: Iterable[int]) -> int:
+        """How many of these `retain` would take from `num_free_blocks`."""
+        return sum(not self._ref_counts[block] for block in blocks)
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """One more table holds these blocks, each cached or used."""
+        for block in blocks:
+            if not self._ref_counts[block]:
+                del self._cached[block]
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One table less holds these blocks, given in the order of the table.
+
+        Later blocks become the first to go: a prefix is worth nothing without its beginning.
+        """
+        for block in reversed(blocks):
+            count = self._ref_counts[block] - 1
+            if count < 0:
+                raise RuntimeError(f"Block {block} was released more often than it was retained.")
+            self._ref_counts[block] = count
+            if not count:
+                self._return(block)
+
+    def register(self, block: int, block_hash: bytes, tokens: list[int]) -> None:
+        """Enter a used block, whose KV has been computed, into the prefix cache.
+
+        Of two blocks with the same contents the first stays the one that is found.
+        """
+        if block_hash not in self._index and self._contents[block] is None:
+            self._index[block_hash] = block
+            self._contents[block] = CachedPrefix(block_hash, tokens)
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache; tables keep their blocks."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        self._contents = [None] * self.num_blocks
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Conservation, against all tables that exist. Raises `RuntimeError` at the first breach.
+
+        Free, cached and used are a partition of the blocks; a reference count is the number of
+        tables that hold the block; index and contents agree.
+        """
+        held = Counter(block for table in tables for block in table)
+        used = {block for block, count in enumerate(self._ref_counts) if count}
+        everything = [*self._free, *self._cached, *used]
+        if sorted(everything) != list(range(1, self.num_blocks)):
+            raise RuntimeError(
+                f"{len(self._free)} free, {len(self._cached)} cached and {len(used)} used blocks "
+                f"are not a partition of 1..{self.num_blocks - 1}."
+            )
+        for block, count in enumerate(self._ref_counts):
+            if count != held[block]:
+                raise RuntimeError(
+                    f"Block {block} counts {count} references, {held[block]} tables hold it."
+                )
+        indexed = {block: block_hash for block_hash, block in self._index.items()}
+        known = {b: contents.block_hash for b, contents in enumerate(self._contents) if contents}
+        if indexed != known or not known.keys() <= used | self._cached.keys():
+            raise RuntimeError("The hash index does not agree with the contents of the blocks.")
+
+    def _return(self, block: int) -> None:
+        if self._contents[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def _forget(self, block: int) -> None:
+        contents = self._contents[block]
+        if contents is not None:
+            del self._index[contents.block_hash]
+            self._contents[block] = None

@@ -1,0 +1,377 @@
+"""Every setting of the engine, declared once: name, type, default, bounds, help, flags. No JAX.
+
+Keyword arguments of `LLM`, command line flags, `SHIFTJAX_*` variables and YAML keys all derive
+from the fields below (`SETTINGS`); `shiftjax/settings.py` reads the outside sources.
+"""
+
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from shiftjax.models.config import ModelConfig
+from shiftjax.options import (
+    ConfigError,
+    Setting,
+    option,
+    problem_with,
+    settings_of,
+    shown,
+    unknown_name,
+)
+
+DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
+WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
+
+
+def _power_of_two(value: int) -> str | None:
+    return None if value & (value - 1) == 0 else f"must be a power of two, got {shown(value)}"
+
+
+def _no_stages(value: int) -> str | None:
+    if value == 1:
+        return None
+    return f"pipeline parallelism is not available in this version, leave it at 1; got {value}"
+
+
+def _no_cost_policy(value: str) -> str | None:
+    later = "the cost policy is not available in this version; use threshold, base or shift"
+    return later if value == "cost" else None
+
+
+def _increasing(values: tuple[int, ...]) -> str | None:
+    grows = all(a < b for a, b in itertools.pairwise(values))
+    if values and values[0] >= 1 and grows:
+        return None
+    return f"must be positive and increasing, got {shown(values)}"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and in what number format."""
+
+    model: str = option("smollm2-135m", "directory, GGUF file, Orbax checkpoint, hub id or alias")
+    tokenizer: str | None = option(None, "tokenizer file or directory; default: the model's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "number format of weights and activations; auto: what suits the backend"
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt plus output, in tokens; default: the model's", low=1, high=1 << 24
+    )
+    seed: int = option(0, "seed of requests that bring none", low=0, high=2**32 - 1)
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """The mesh: `dp` groups of `sp * tp` devices. Base is (sp, tp), shift is (1, sp * tp)."""
+
+    sp: int | None = option(
+        None,
+        "Ulysses sequence parallel size; default: what tp leaves",
+        flags=("--sequence-parallel-size", "--sp"),
+        low=1,
+        high=1024,
+    )
+    tp: int | None = option(
+        None,
+        "tensor parallel size; default: the least that fits the memory",
+        flags=("--tensor-parallel-size", "--tp"),
+        low=1,
+        high=1024,
+    )
+    pp: int = option(
+        1,
+        "pipeline parallel size; only 1 in this version",
+        flags=("--pipeline-parallel-size", "--pp"),
+        check=_no_stages,
+    )
+    dp: int = option(
+        1,
+        "data parallel size: groups with their own requests",
+        flags=("--data-parallel-size", "--dp"),
+        low=1,
+        high=1024,
+    )
+    devices: int | None = option(
+        None, "devices to use; on CPU that many virtual ones are made", low=1, high=1024
+    )
+    weights: Literal["alias", "slice", "replicate"] = option(
+        "alias",
+        "shift weights: a view of the base weights, a slice taken in the step, or a second copy",
+    )
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "tokens in a KV block", low=1, high=512, check=_power_of_two)
+    num_blocks: int | None = option(
+        None, "KV blocks, the null block included; default: from free memory", low=2, high=1 << 28
+    )
+    memory_fraction: float = option(
+        0.9, "share of a device's memory for weights, KV blocks and temporaries", low=0.05, high=1.0
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "number format of the KV cache; auto: that of the model"
+    )
+    prefix_caching: bool = option(
+        True, "share KV blocks between equal prefixes", flags=("--enable-prefix-caching",)
+    )
+    preemption: Literal["recompute", "swap"] = option(
+        "recompute", "a preempted sequence's KV blocks are computed anew, or swapped to the host"
+    )
+    num_host_blocks: int = option(0, "KV blocks in host memory, for swap", low=0, high=1 << 28)
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What goes into a step, and in which mode it runs."""
+
+    max_num_seqs: int = option(64, "sequences in a step, at most", low=1, high=4096)
+    max_num_batched_tokens: int = option(1024, "tokens in a step, at most", low=1, high=1 << 20)
+    policy: Literal["threshold", "base", "shift"] = option(
+        "threshold", "how a step's mode is chosen", check=_no_cost_policy
+    )
+    shift_threshold: int | None = option(
+        None,
+        f"steps of more tokens run in base mode; default: {DEFAULT_SHIFT_THRESHOLD}, "
+        "or half of max_num_batched_tokens where that is less",
+        flags=("--shift-parallel-threshold", "--shift-threshold"),
+        low=0,
+        high=1 << 20,
+    )
+    overlap: bool = option(True, "schedule a step while the one before it runs")
+
+    @property
+    def threshold_tokens(self) -> int:
+        """The threshold in force: `shift_threshold`, or its default."""
+        if self.shift_threshold is not None:
+            return self.shift_threshold
+        return min(DEFAULT_SHIFT_THRESHOLD, self.max_num_batched_tokens // 2)
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Which steps are compiled, and where the results are kept."""
+
+    cache_dir: str = option(
+        "auto", "compilation cache: a directory, none, or auto (per user, under XDG_CACHE_HOME)"
+    )
+    token_buckets: tuple[int, ...] | None = option(
+        None, "token counts to compile steps for, increasing; default: geometric", check=_increasing
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings of one engine. An instance is valid: anything else raises ConfigError."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+
+    def __post_init__(self) -> None:
+        options = self.flat()
+        broken = {n: p for n, v in options.items() if (p := problem_with(SETTINGS[n], v))}
+        problems = [f"{name}: {problem}" for name, problem in broken.items()]
+        problems += rule_problems(options, broken)
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """A config from the flat names that `LLM` takes; raises ConfigError with all problems."""
+        problems = [unknown_name(name, SETTINGS) for name in options if name not in SETTINGS]
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
+        try:
+            config = cls(**{name: _part(part, values) for name, part in PARTS.items()})
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from None
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting by its flat name, in the order of the fields."""
+        parts = (getattr(self, name) for name in PARTS)
+        return {f.name: getattr(part, f.name) for part in parts for f in fields(part)}
+
+
+def _part(part: type, values: Mapping[str, Any]) -> Any:
+    return part(**{f.name: values[f.name] for f in fields(part) if f.name in values})
+
+
+PARTS: Mapping[str, type] = types.MappingProxyType(
+    {f.name: f.type for f in fields(EngineConfig) if isinstance(f.type, type)}
+)
+SETTINGS: Mapping[str, Setting] = types.MappingProxyType(
+    {name: setting for part in PARTS.values() for name, setting in settings_of(part).items()}
+)
+
+
+# ------------------------------------------------------- rules between settings
+# A rule's parameters name the settings it reads; it returns what is wrong, or None.
+
+
+def _budget_holds_the_decodes(max_num_batched_tokens: int, max_num_seqs: int) -> str | None:
+    if max_num_batched_tokens >= max_num_seqs:
+        return None
+    return (
+        f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = "
+        f"{max_num_seqs}: a step must hold one token of every sequence"
+    )
+
+
+def _mesh_fills_the_devices(
+    devices: int | None, sp: int | None, tp: int | None, dp: int
+) -> str | None:
+    used = dp * (sp or 1) * (tp or 1)
+    given = " * ".join(f"{n} {v}" for n, v in {"dp": dp, "sp": sp, "tp": tp}.items() if v)
+    if devices is None or devices == used:
+        return None
+    if sp and tp:
+        return (
+            f"{given} = {used} devices, but devices = {devices}: make them equal, or leave one out"
+        )
+    return (
+        None if devices % used == 0 else f"devices = {devices} is no multiple of {given} = {used}"
+    )
+
+
+def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
+    if policy == "threshold" or shift_threshold is None:
+        return None
+    return f"shift_threshold = {shift_threshold} has no meaning with policy = {policy}: drop one"
+
+
+def _swap_has_room(preemption: str, num_host_blocks: int) -> str | None:
+    if preemption == "swap" and num_host_blocks == 0:
+        return "preemption = swap needs host memory: set num_host_blocks"
+    if preemption != "swap" and num_host_blocks > 0:
+        return f"num_host_blocks = {num_host_blocks} is used by preemption = swap only: drop one"
+    return None
+
+
+def _pool_holds_a_sequence(
+    max_model_len: int | None, num_blocks: int | None, block_size: int
+) -> str | None:
+    if max_model_len is None or num_blocks is None:
+        return None
+    capacity = (num_blocks - 1) * block_size  # block 0 is the null block
+    if capacity >= max_model_len:
+        return None
+    return (
+        f"num_blocks = {num_blocks} of {block_size} tokens hold {capacity} tokens (block 0 is "
+        f"reserved), less than max_model_len = {max_model_len}"
+    )
+
+
+def _buckets_reach_the_budget(
+    token_buckets: tuple[int, ...] | None, max_num_batched_tokens: int
+) -> str | None:
+    if token_buckets is None or token_buckets[-1] >= max_num_batched_tokens:
+        return None
+    return (
+        f"token_buckets end at {token_buckets[-1]}, but a step may have "
+        f"max_num_batched_tokens = {max_num_batched_tokens} tokens"
+    )
+
+
+def _buckets_split_over_sp(token_buckets: tuple[int, ...] | None, sp: int | None) -> str | None:
+    odd = [bucket for bucket in token_buckets or () if bucket % (sp or 1)]
+    return f"token_buckets {shown(odd)} are no multiples of sp = {sp}" if odd else None
+
+
+RULES: tuple[Callable[..., str | None], ...] = (
+    _budget_holds_the_decodes,
+    _mesh_fills_the_devices,
+    _threshold_is_used,
+    _swap_has_room,
+    _pool_holds_a_sequence,
+    _buckets_reach_the_budget,
+    _buckets_split_over_sp,
+)
+
+
+def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> list[str]:
+    """What is wrong between settings; rules that read a setting in `broken` are left out."""
+    problems = []
+    for rule in RULES:
+        names = inspect.signature(rule).parameters
+        if not any(name in broken for name in names):
+            problems.append(rule(**{name: options[name] for name in names}))
+    return [problem for problem in problems if problem]
+
+
+# ------------------------------------------------------- what the model and the devices decide
+
+
+def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:
+    """What is wrong with `config` for this model on a machine of `num_devices` devices."""
+    limit, wanted = model.max_position_embeddings, config.model.max_model_len
+    parallel = config.parallel
+    degree = (parallel.sp or 1) * (parallel.tp or 1)
+    if parallel.devices:
+        degree = parallel.devices // parallel.dp
+    used = degree * parallel.dp
+    problems = []
+    if wanted is not None and wanted > limit:
+        problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
+    if used > num_devices:
+        problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
+    if degree > model.num_heads:
+        problems.append(
+            f"sp * tp = {degree} is more than {model.name}'s {model.num_heads} query heads: "
+            "some devices would hold none"
+        )
+    return problems
+
+
+def base_rule(weight_bytes: int, memory_bytes_per_device: int, num_devices: int) -> tuple[int, int]:
+    """(sp, tp) by the rule: the least TP whose share of the weights fits, the rest SP.
+
+    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory. Raises
+    ConfigError when not even TP = num_devices fits.
+    """
+    room = int(WEIGHT_SHARE * memory_bytes_per_device)
+    for tp in range(1, num_devices + 1):
+        if num_devices % tp == 0 and weight_bytes <= room * tp:
+            return num_devices // tp, tp
+    raise ConfigError(
+        [
+            f"the weights ({weight_bytes / 2**30:.1f} GiB) do not fit: {num_devices} devices offer "
+            f"{room / 2**30:.1f} GiB each for weights; use more devices or a smaller dtype"
+        ]
+    )
+
+
+def choose_degrees(
+    parallel: ParallelOptions,
+    model: ModelConfig,
+    num_devices: int,
+    weight_bytes: int,
+    memory_bytes_per_device: int,
+) -> tuple[int, int]:
+    """(sp, tp) of a group: as configured; what is left open follows `base_rule`.
+
+    Where the degrees leave it open, a group is the largest number of devices that all have a
+    query head, a divisor of the machine's share if there is one. `num_devices` counts those of
+    the machine; the options have passed `check_model`.
+    """
+    sp, tp = parallel.sp, parallel.tp
+    if sp and tp:
+        return sp, tp
+    group = (parallel.devices or num_devices) // parallel.dp
+    fixed = sp or tp or 1
+    sizes = range(fixed, min(group, model.num_heads) + 1, fixed)
+    size = max(sizes, key=lambda size: (group % size == 0, size))
+    if sp:
+        return sp, size // sp
+    if tp:
+        return size // tp, tp
+    return base_rule(weight_bytes, memory_bytes_per_device, size)

@@ -1,0 +1,47 @@
+"""The budgets of a scheduler, checked as one. No JAX."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Budgets of one group.
+
+    `num_blocks` and `num_host_blocks` count a null block each. `watermark` is the share of blocks
+    that an admission leaves free for running sequences to grow into. A sequence preempted
+    `max_preemptions` times is next admitted when it can run to its end undisturbed.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int  # sequences and logit rows of a step
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    model: str = ""
+    prefix_caching: bool = True
+    preemption: Literal["recompute", "swap"] = "recompute"
+    num_host_blocks: int = 0
+    watermark: float = 0.01
+    max_preemptions: int = 4
+
+    def __post_init__(self):
+        problems = []
+        if self.max_num_seqs < 1:
+            problems.append(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            problems.append(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes one token"
+            )
+        if self.preemption not in ("recompute", "swap"):
+            problems.append(f"preemption must be recompute or swap, not {self.preemption!r}")
+        if (self.preemption == "swap") != (self.num_host_blocks > 1):
+            problems.append(
+                f"preemption {self.preemption!r} does not go with {self.num_host_blocks} host "
+                "blocks: swap needs at least 2, recompute uses none"
+            )
+        if not 0 <= self.watermark < 1 or self.max_preemptions < 0:
+            problems.append("watermark must be in [0, 1) and max_preemptions at least 0")
+        if problems:
+            raise ValueError("; ".join(problems))

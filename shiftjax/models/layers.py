@@ -1,0 +1,75 @@
+"""Norms, rotary embedding and matrix products: the arithmetic that decoders share."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from shiftjax.models.config import ModelConfig, RopeScaling
+
+
+def rms_norm(
+    x: Float[Array, "... width"], weight: Float[Array, " width"], eps: float
+) -> Float[Array, "... width"]:
+    """Root-mean-square norm (arXiv 1910.07467), in float32, returned in the type of `x`."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    # Rounded before the weight is applied, as the published models were trained.
+    return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def project_out(
+    x: Float[Array, "tokens in"], weight: Float[Array, "out in"]
+) -> Float[Array, "tokens out"]:
+    """Multiply by a column-parallel weight, stored `[out, in]`."""
+    return jnp.einsum("ti,oi->to", x, weight)
+
+
+def project_in(
+    x: Float[Array, "tokens in"], weight: Float[Array, "in out"]
+) -> Float[Array, "tokens out"]:
+    """Multiply by a row-parallel weight, stored `[in, out]`; the result wants an all-reduce."""
+    return jnp.einsum("ti,io->to", x, weight)
+
+
+def rope_frequencies(config: ModelConfig) -> list[float]:
+    """Return the head_dim / 2 rotary frequencies in radians per position, scaling applied."""
+    exponents = (2 * i / config.head_dim for i in range(config.head_dim // 2))
+    frequencies = [config.rope_theta**-e for e in exponents]
+    if config.rope_scaling is None:
+        return frequencies
+    return [_scale_frequency(f, config.rope_scaling) for f in frequencies]
+
+
+def _scale_frequency(frequency: float, scaling: RopeScaling) -> float:
+    """Slow one rotary frequency down (Llama 3.1: only where the wavelength is long)."""
+    slow = frequency / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return blend * frequency + (1 - blend) * slow
+
+
+def rope_tables(
+    positions: Int[Array, " tokens"], config: ModelConfig
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """Return cosine and sine of every token's rotary angles, float32."""
+    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: Float[Array, "tokens heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+) -> Float[Array, "tokens heads head_dim"]:
+    """Rotate the halves of each head against each other (arXiv 2104.09864), in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

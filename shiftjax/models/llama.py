@@ -1,0 +1,230 @@
+"""The decoder of the Llama family: Llama, Mistral, SmolLM2, Qwen2, Qwen3, by flags of the config.
+
+Every weight is declared once, by `weight(...)`: stored shape, logical axes, the checkpoint's
+name and orientation. Loading, sharding and random initialisation derive from that. The forward
+pass is written for one device's shard, inside `shard_map`; `Parallel` talks to the others.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from shiftjax.models.attention import AttentionMetadata, ragged_paged_attention, write_kv
+from shiftjax.models.config import ModelConfig
+from shiftjax.models.layers import apply_rope, project_in, project_out, rms_norm, rope_tables
+from shiftjax.parallel.sharding import Layout
+from shiftjax.parallel.ulysses import Parallel
+
+LayerPool = tuple[jax.Array, jax.Array]
+
+
+class Rope(NamedTuple):
+    """Rotary tables of this device's tokens, made once per step."""
+
+    cos: Float[Array, "tokens half"]
+    sin: Float[Array, "tokens half"]
+
+
+def weight(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    source: str,
+    dtype: jnp.dtype,
+    *,
+    transposed: bool = False,
+) -> nnx.Param:
+    """Declare a weight: stored global BASE shape, logical axes and checkpoint tensor.
+
+    `transposed` marks row-parallel weights: checkpoints hold `[out, in]`, the engine `[in, out]`,
+    so that the dimension that is split comes first and a shard is contiguous.
+    """
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    return nnx.Param(struct, axes=axes, source=source, transposed=transposed)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions over the paged KV pool."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, prefix: str):
+        hidden, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = layout.num_heads, sum(map(len, layout.base_kv_heads))
+        self.config = config
+
+        def projection(name: str, axis: str, count: int) -> None:
+            source = f"{prefix}.{name}_proj"
+            transposed = name == "o"
+            shape = (count, head_dim, hidden)
+            setattr(
+                self,
+                name,
+                weight(shape, (axis, None, None), f"{source}.weight", dtype, transposed=transposed),
+            )
+            if config.attention_bias and name != "o":
+                bias = weight(shape[:2], (axis, None), f"{source}.bias", dtype)
+                setattr(self, f"{name}_bias", bias)
+
+        projection("q", "heads", heads)
+        projection("k", "kv_heads", kv_heads)
+        projection("v", "kv_heads", kv_heads)
+        projection("o", "heads", heads)
+        if config.output_bias:
+            self.o_bias = weight((hidden,), (None,), f"{prefix}.o_proj.bias", dtype)
+        if config.qk_norm:
+            self.q_norm = weight((head_dim,), (None,), f"{prefix}.q_norm.weight", dtype)
+            self.k_norm = weight((head_dim,), (None,), f"{prefix}.k_norm.weight", dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        pool: LayerPool,
+        rope: Rope,
+        metadata: AttentionMetadata,
+        parallel: Parallel,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+        """Return the (reduced) output and the pool with this step's keys and values written."""
+        config = self.config
+        q, k, v = (self._heads(x, name) for name in "qkv")
+        if config.qk_norm:
+            q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
+            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k, v = parallel.scatter_heads(q, k, v)
+        pool = write_kv(*pool, k, v, metadata.slot_mapping)
+        scale = config.head_dim**-0.5
+        out = ragged_paged_attention(
+            q, *pool, metadata, scale=scale, sliding_window=config.sliding_window
+        )
+        out = parallel.gather_heads(out)
+        o = self.o[...]
+        out = project_in(out.reshape(out.shape[0], -1), o.reshape(-1, o.shape[-1]))
+        out = parallel.reduce(out)
+        return (out + self.o_bias[...][None] if config.output_bias else out), pool
+
+    def _heads(
+        self, x: Float[Array, "tokens hidden"], name: str
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Project to the q, k or v heads of this device."""
+        w = getattr(self, name)[...]
+        out = project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:2])
+        if self.config.attention_bias:
+            out = out + getattr(self, f"{name}_bias")[...][None]
+        return out
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward part: down(silu(gate x) * up x)."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, prefix: str):
+        hidden, width = config.hidden_size, layout.intermediate_size
+        self.config = config
+        for name in ("gate", "up", "down"):
+            source = f"{prefix}.{name}_proj"
+            axes = ("intermediate", None)
+            transposed = name == "down"
+            declared = weight(
+                (width, hidden), axes, f"{source}.weight", dtype, transposed=transposed
+            )
+            setattr(self, name, declared)
+            if config.mlp_bias:
+                shape, axes = ((hidden,), (None,)) if transposed else ((width,), axes[:1])
+                setattr(self, f"{name}_bias", weight(shape, axes, f"{source}.bias", dtype))
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], parallel: Parallel
+    ) -> Float[Array, "tokens hidden"]:
+        """Return the (reduced) output."""
+        gate, up = project_out(x, self.gate[...]), project_out(x, self.up[...])
+        if self.config.mlp_bias:
+            gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
+        out = parallel.reduce(project_in(jax.nn.silu(gate) * up, self.down[...]))
+        return out + self.down_bias[...][None] if self.config.mlp_bias else out
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, index: int):
+        prefix = f"model.layers.{index}"
+        shape, axes = (config.hidden_size,), (None,)
+        self.eps = config.rms_norm_eps
+        self.input_norm = weight(shape, axes, f"{prefix}.input_layernorm.weight", dtype)
+        self.attention = Attention(config, layout, dtype, f"{prefix}.self_attn")
+        self.mlp_norm = weight(shape, axes, f"{prefix}.post_attention_layernorm.weight", dtype)
+        self.mlp = MLP(config, layout, dtype, f"{prefix}.mlp")
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        pool: LayerPool,
+        rope: Rope,
+        metadata: AttentionMetadata,
+        parallel: Parallel,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+        """Return the layer's output and its pool."""
+        normed = rms_norm(x, self.input_norm[...], self.eps)
+        out, pool = self.attention(normed, pool, rope, metadata, parallel)
+        x = x + out
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), parallel), pool
+
+
+class Llama(nnx.Module):
+    """A decoder-only language model; `nnx.split` it once and merge it inside the step."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype):
+        vocab, hidden = layout.vocab_size, config.hidden_size
+        embed = "model.embed_tokens.weight"
+        head = embed if config.tie_word_embeddings else "lm_head.weight"
+        self.config = config
+        self.embed = weight((vocab, hidden), ("vocab", None), embed, dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(config, layout, dtype, index) for index in range(config.num_layers)]
+        )
+        self.norm = weight((hidden,), (None,), "model.norm.weight", dtype)
+        self.lm_head = weight((vocab, hidden), ("lm_vocab", None), head, dtype)
+
+    def embed_tokens(
+        self, token_ids: Int[Array, " tokens"], parallel: Parallel
+    ) -> Float[Array, "tokens hidden"]:
+        """Look tokens up in a table whose rows are split over the weight axes."""
+        table = self.embed[...]
+        local = token_ids - jax.lax.axis_index(parallel.weight_axes) * table.shape[0]
+        mine = ((local >= 0) & (local < table.shape[0]))[:, None]
+        found = table[jnp.clip(local, 0, table.shape[0] - 1)]
+        return parallel.reduce(jnp.where(mine, found, jnp.zeros((), table.dtype)))
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        pools: list[LayerPool],
+        metadata: AttentionMetadata,
+        parallel: Parallel,
+    ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
+        """Return the hidden states after the embedding and each layer, and the written pools.
+
+        Token arrays hold this device's tokens (`parallel.local_tokens`). Unused hidden states
+        cost nothing in a compiled step; parity tests read them.
+        """
+        rope = Rope(*rope_tables(positions, self.config))
+        hidden, written = [self.embed_tokens(token_ids, parallel)], []
+        for layer, pool in zip(self.layers, pools, strict=True):
+            out, pool = layer(hidden[-1], pool, rope, metadata, parallel)
+            hidden.append(out)
+            written.append(pool)
+        return hidden, written
+
+    def logits(
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        rows: Int[Array, " rows"],
+        parallel: Parallel,
+    ) -> Float[Array, "rows_tp_sp vocab"]:
+        """Return float32 logits of the tokens at `rows`, each device holding its share of rows."""
+        sampled = parallel.take_rows(hidden, rows)
+        normed = rms_norm(sampled, self.norm[...], self.config.rms_norm_eps)
+        head = self.lm_head[...]
+        logits = jnp.einsum("ti,oi->to", normed, head, preferred_element_type=jnp.float32)
+        return parallel.rows_from_vocab(logits)

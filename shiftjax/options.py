@@ -1,0 +1,170 @@
+"""Settings as dataclass fields: how one is declared, described and checked. No JAX."""
+
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used; `problems` holds one line for each of them."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    check: Callable[[Any], str | None] | None = None,
+) -> Any:
+    """A dataclass field that is a setting; `check` returns what is wrong with a value, or None."""
+    metadata = {"help": help, "flags": flags, "low": low, "high": high, "check": check}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field as the outside sees it."""
+
+    name: str
+    kind: type  # bool, int, float, str, tuple or another class
+    item: type  # what a tuple holds
+    optional: bool  # None is allowed and means: derive it
+    choices: tuple[str, ...]
+    default: Any
+    help: str = ""
+    flags: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    check: Callable[[Any], str | None] | None = None
+
+
+def settings_of(options: type) -> dict[str, Setting]:
+    """The fields of a dataclass, whether declared with `option` or plainly."""
+    hints = get_type_hints(options)
+    return {f.name: _setting(f, hints[f.name]) for f in fields(options)}
+
+
+def _setting(f: Any, hint: Any) -> Setting:
+    kind, item, optional, choices = _kind_of(hint)
+    metadata = dict(f.metadata)
+    metadata["flags"] = metadata.get("flags") or ("--" + f.name.replace("_", "-"),)
+    return Setting(f.name, kind, item, optional, choices, f.default, **metadata)
+
+
+def _kind_of(hint: Any) -> tuple[type, type, bool, tuple[str, ...]]:
+    """(kind, item, optional, choices) of a field's annotation."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    bare = next(member for member in members if member is not types.NoneType)
+    optional = types.NoneType in members
+    if get_origin(bare) is Literal:
+        return str, str, optional, get_args(bare)
+    return get_origin(bare) or bare, (get_args(bare) or (str,))[0], optional, ()
+
+
+_KIND_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple: "a list of whole numbers",
+}
+
+
+def problem_with(setting: Setting, value: Any) -> str | None:
+    """What is wrong with `value` by itself, as "must be ..., got ..."; None if nothing is."""
+    if value is None and setting.optional:
+        return None
+    if not _has_kind(value, setting.kind):
+        return f"must be {_wanted(setting)}, got {shown(value)}"
+    if isinstance(value, str) and not value.strip():
+        return "must not be empty"
+    problem = setting.check(value) if setting.check else None
+    if problem:
+        return problem
+    if setting.choices and value not in setting.choices:
+        return f"must be {_wanted(setting)}, got {shown(value)}"
+    return _out_of_bounds(setting, value)
+
+
+def _wanted(setting: Setting) -> str:
+    one_of = f"one of {', '.join(setting.choices)}"
+    return one_of if setting.choices else _KIND_NAMES[setting.kind]
+
+
+def _has_kind(value: object, kind: type) -> bool:
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_has_kind(item, int) for item in value)
+    if isinstance(value, bool):  # bool is an int in Python, not in a config
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _out_of_bounds(setting: Setting, value: Any) -> str | None:
+    low, high = setting.low, setting.high
+    if setting.kind is float and isinstance(value, float) and not math.isfinite(value):
+        return f"must be a finite number, got {value}"
+    if low is not None and value < low:
+        return f"must be at least {low}, got {shown(value)}"
+    if high is not None and value > high:
+        return f"must be at most {high}, got {shown(value)}"
+    return None
+
+
+def from_text(setting: Setting, text: str) -> Any:
+    """The value that a flag or a variable spells; the text itself where it spells none.
+
+    `auto` stands for None where None is allowed, `1,2` is a tuple, `1:0.5,2:1` a mapping. Text
+    that is no value of the setting's kind is left for the check of values, which says so.
+    """
+    if setting.optional and text == "auto":
+        return None
+    try:
+        if setting.kind is tuple:
+            return tuple(_PARSERS[setting.item](item) for item in text.split(","))
+        return _PARSERS[setting.kind](text)
+    except (KeyError, ValueError):
+        return text
+
+
+def _mapping(text: str) -> dict[int, float]:
+    pairs = (pair.split(":", 1) for pair in text.split(","))
+    return {int(key): float(value) for key, value in pairs}
+
+
+_PARSERS: Mapping[type, Callable[[str], Any]] = types.MappingProxyType(
+    {
+        int: int,
+        float: float,
+        str: str,
+        bool: lambda text: {"1": True, "true": True, "0": False, "false": False}[text.lower()],
+        Mapping: _mapping,
+    }
+)
+
+
+def shown(value: object) -> str:
+    """A value in an error message: one short line, whatever was given."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, (tuple, list)):
+        kinds = (shown(item) for item in value[:6] if not isinstance(item, (tuple, list)))
+        return f"[{', '.join(kinds)}{', ...' if len(value) > 6 else ''}]"
+    text = repr(value) if isinstance(value, (str, int, float, type(None))) else ""
+    text = text or f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unknown_name(name: str, known: Iterable[str], what: str = "option") -> str:
+    """The sentence about a name nobody knows, with the nearest known one."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown {what} {shown(name)}{hint}"

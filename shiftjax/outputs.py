@@ -1,0 +1,118 @@
+"""What users get back, and how engine events become it: text is made here, never in the engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shiftjax.engine.request import Event, Request, RequestMetrics, TokenLogprobs
+from shiftjax.text.detokenizer import IncrementalDetokenizer, StopChecker
+from shiftjax.text.tokenizer import Tokenizer
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation. `stop_reason` is the stop string or stop token id that ended it."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None  # stop, length, error or abort
+    stop_reason: str | int | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass
+class RequestOutput:
+    """One request with all its continuations; `metrics` are those of the first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Queue time, TTFT and TPOT in seconds, cached tokens and steps by mode."""
+        return self.outputs[0].metrics
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every continuation has ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+class _TextStream:
+    """The text of one continuation as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopChecker(stop)
+
+    def push(self, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
+        """Return the new final text, and the stop string that has been met, if any."""
+        return self._check("".join(map(self._detokenizer.push, token_ids)))
+
+    def finish(self) -> tuple[str, str | None]:
+        """Return what was held back: it is final now."""
+        text, matched = self._check(self._detokenizer.finish())
+        return (text, matched) if matched else (text + self._stops.flush(), None)
+
+    def _check(self, text: str) -> tuple[str, str | None]:
+        return self._stops.push(text) if text else ("", None)
+
+
+class OutputAssembler:
+    """Collects the events of one request into its `RequestOutput`.
+
+    `stop_sequence(index)` is called when the text meets a stop string: the engine then ends that
+    continuation, and what its steps in flight still bring is dropped here.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        stop_sequence: Callable[[int], None],
+    ):
+        sampling = request.sampling
+        wants_logprobs = sampling.logprobs is not None
+        self.output = RequestOutput(
+            request.request_id,
+            prompt,
+            list(request.prompt_token_ids),
+            [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)],
+        )
+        self._streams = [_TextStream(tokenizer, sampling.stop) for _ in range(sampling.n)]
+        self._stop_sequence = stop_sequence
+
+    def apply(self, event: Event) -> str:
+        """Take in one event; return the text that it made final."""
+        output, stream = self.output.outputs[event.index], self._streams[event.index]
+        if output.finish_reason is not None:
+            output.metrics = output.metrics or event.metrics
+            return ""
+        if event.prompt_logprobs is not None:
+            self.output.prompt_logprobs = event.prompt_logprobs
+        output.token_ids.extend(event.token_ids)
+        if event.logprobs is not None and output.logprobs is not None:
+            output.logprobs.append(event.logprobs)
+        ids = event.token_ids
+        if event.stop_token_id is not None:
+            ids = ids[:-1]  # the token that stops is reported, but is no text
+        text, matched = stream.push(ids)
+        if matched is None and event.finish_reason is not None:
+            rest, matched = stream.finish()
+            text += rest
+        output.text += text
+        if matched is not None:
+            output.finish_reason, output.stop_reason = "stop", matched
+            if event.finish_reason is None:
+                self._stop_sequence(event.index)
+        elif event.finish_reason is not None:
+            output.finish_reason, output.stop_reason = event.finish_reason, event.stop_token_id
+        output.error = event.error
+        output.metrics = event.metrics
+        return text

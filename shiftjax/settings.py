@@ -1,0 +1,213 @@
+"""Where settings come from: flags, then `SHIFTJAX_*` variables, then a YAML file, then defaults.
+
+The only file that reads environment variables. No JAX.
+"""
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from shiftjax.config import PARTS, SETTINGS, EngineConfig, rule_problems
+from shiftjax.options import (
+    ConfigError,
+    Setting,
+    from_text,
+    problem_with,
+    settings_of,
+    unknown_name,
+)
+
+PREFIX = "SHIFTJAX_"
+MAX_FILE_BYTES = 1 << 20
+
+# Kubernetes puts these into every container beside a service that is called `shiftjax`.
+_SERVICE_LINK = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT)(_\w+)?$")
+
+
+class Given(NamedTuple):
+    """A setting that a source holds; `label` says where, for error messages."""
+
+    name: str
+    value: Any
+    label: str
+
+
+def resolve(
+    flags: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
+    yaml_text: str = "",
+    yaml_name: str = "config",
+) -> EngineConfig:
+    """The config that the sources give together; `environ` None means the process's own.
+
+    Raises ConfigError with every problem of every source, also of settings that another source
+    overrides: a file that is wrong is wrong.
+    """
+    from_file, problems = read_yaml(yaml_text, yaml_name)
+    from_environ, unknown = read_environ(os.environ if environ is None else environ)
+    problems += unknown
+    given = [*from_file, *from_environ, *read_flags(flags)]
+    wrong = [(g, p) for g in given if (p := problem_with(SETTINGS[g.name], g.value))]
+    problems += [f"{g.label}: {problem}" for g, problem in wrong]
+    options = {name: setting.default for name, setting in SETTINGS.items()}
+    options |= {g.name: g.value for g in given}
+    problems += rule_problems(options, {g.name for g, _ in wrong})
+    if problems:
+        raise ConfigError(problems)
+    return EngineConfig.from_options(**options)
+
+
+def read_flags(flags: Mapping[str, str]) -> list[Given]:
+    """Settings from the texts of command line flags, by field name."""
+    return [_from_text(SETTINGS[n], text, "/".join(SETTINGS[n].flags)) for n, text in flags.items()]
+
+
+def read_environ(environ: Mapping[str, str]) -> tuple[list[Given], list[str]]:
+    """(settings, problems) of the variables that start with SHIFTJAX_."""
+    given, problems = [], []
+    known = {name.upper(): setting for name, setting in SETTINGS.items()}
+    ours = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
+    for variable, text in ours.items():
+        name = variable.removeprefix(PREFIX)
+        if name in known:
+            given.append(_from_text(known[name], text, variable))
+        elif not _SERVICE_LINK.search(name):
+            problems.append(f"{variable}: {unknown_name(name, known, 'setting')}")
+    return given, problems
+
+
+def _from_text(setting: Setting, text: str, label: str) -> Given:
+    return Given(setting.name, from_text(setting, text), label)
+
+
+# ---------------------------------------------------------------- YAML
+
+
+def read_config_file(path: str | Path) -> str:
+    """The text of a config file; raises ConfigError where there is none to be had."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError([f"{path}: larger than 1 MB, this is no config file"])
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8 text (byte {error.start})"]) from None
+
+
+def read_yaml(text: str, name: str) -> tuple[list[Given], list[str]]:
+    """(settings, problems) of a YAML mapping from setting names to values.
+
+    Only YAML's own plain types are built, whatever tags the file has.
+    """
+    if len(text.encode()) > MAX_FILE_BYTES:
+        return [], [f"{name}: larger than 1 MB, this is no config file"]
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        return [], [_syntax_problem(error, name)]
+    except RecursionError:
+        return [], [f"{name}: nested too deeply"]
+    if root is None:
+        return [], []
+    if not isinstance(root, yaml.MappingNode):
+        return [], [f"{name}: must map setting names to values, like `tp: 2`"]
+    return _read_entries(root.value, name)
+
+
+def _read_entries(entries: list[tuple[Any, Any]], name: str) -> tuple[list[Given], list[str]]:
+    if len(entries) > 10 * len(SETTINGS):  # a search for near names in each would take minutes
+        return [], [f"{name}: {len(entries)} entries, but there are only {len(SETTINGS)} settings"]
+    given, problems, lines = [], [], {}
+    for key_node, value_node in entries:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        where = f"{name}, line {line}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(f"{where}: a setting's name must be plain text")
+        elif key not in SETTINGS:
+            problems.append(f"{where}: {unknown_name(key, SETTINGS)}")
+        elif key in lines:
+            problems.append(f"{where}: {key} is already set in line {lines[key]}")
+        else:
+            lines[key] = line
+            try:
+                given.append(Given(key, _construct(value_node), f"{where}: {key}"))
+            except (yaml.YAMLError, ValueError, RecursionError):
+                problems.append(f"{where}: {key}: not a plain YAML value")
+    return given, problems
+
+
+def _construct(node: yaml.Node) -> Any:
+    value = yaml.SafeLoader("").construct_object(node, deep=True)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{name}, line {mark.line + 1}" if mark else name
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
+    if "'\\t'" in problem:
+        problem = "a tab where YAML wants spaces"
+    return f"{where}: {' '.join(str(problem).split())}"
+
+
+def dump_yaml(config: EngineConfig) -> str:
+    """The config as a YAML file that gives the same config again."""
+    flat = config.flat()
+    lines = []
+    for name, part in PARTS.items():
+        values = {key: flat[key] for key in settings_of(part)}
+        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+        lines += [f"# {name}", yaml.safe_dump(plain, sort_keys=False, default_flow_style=False)]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- the process's surroundings
+
+
+def compile_cache_dir(
+    config: EngineConfig, environ: Mapping[str, str] | None = None
+) -> Path | None:
+    """The directory of the compilation cache, made if need be (mode 0700); None: no cache.
+
+    Compiled programs are code: a directory that others can write is refused with ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    if config.compile.cache_dir == "none":
+        return None
+    path = Path(config.compile.cache_dir).expanduser()
+    if config.compile.cache_dir == "auto":
+        home = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        path = Path(home) / "shiftjax" / "compiled"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError([f"cache_dir: {path} cannot be made: {error.strerror}"]) from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError([f"cache_dir: {path} can be written by others; chmod 700 it or move it"])
+    return path
+
+
+def make_virtual_devices(
+    config: EngineConfig, environ: MutableMapping[str, str] | None = None
+) -> None:
+    """Ask XLA for as many CPU devices as the config needs; call it before JAX is first used.
+
+    Only the CPU backend looks at this. A count that XLA_FLAGS already holds is kept unless
+    `devices` asks for another one.
+    """
+    environ = os.environ if environ is None else environ
+    parallel, option = config.parallel, "--xla_force_host_platform_device_count="
+    needed = parallel.devices or parallel.dp * (parallel.sp or 1) * (parallel.tp or 1)
+    present = environ.get("XLA_FLAGS", "").split()
+    others = [flag for flag in present if not flag.startswith(option)]
+    is_open = parallel.devices is not None or others == present
+    if needed > 1 and is_open:
+        environ["XLA_FLAGS"] = " ".join([*others, f"{option}{needed}"])

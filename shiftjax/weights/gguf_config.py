@@ -1,0 +1,149 @@
+"""GGUF metadata to ModelConfig."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shiftjax.models.config import ModelConfig, RopeScaling
+from shiftjax.weights.fields import Fields
+from shiftjax.weights.gguf_header import GgufHeader
+from shiftjax.weights.source import CheckpointError
+
+ROPE_FACTORS = "rope_freqs.weight"
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp calls Mistral llama too
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read_config(path: Path, header: GgufHeader, name: str | None = None) -> ModelConfig:
+    """ModelConfig from the metadata and from which tensors the file holds.
+
+    Raises CheckpointError with one line per problem. Llama 3's frequency factors are a tensor;
+    `rope_scaling` adds them.
+    """
+    metadata, tensors = header.metadata, header.tensors
+    architecture = metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise CheckpointError(
+            f"{path}: general.architecture must be one of {known}, found {architecture!r}"
+        )
+    fields = _fields(path, metadata, architecture)
+    shape = _attention_shape(fields)
+    window = fields.count("attention.sliding_window", 0, minimum=0) or None
+    bos = fields.token_ids("bos_token_id")
+    config = ModelConfig(
+        name=name or str(metadata.get("general.name") or path.stem),
+        architecture="mistral" if architecture == "llama" and window else architecture,
+        vocab_size=_vocab_size(fields, header),
+        intermediate_size=fields.count("feed_forward_length"),
+        num_layers=fields.count("block_count"),
+        max_position_embeddings=fields.count("context_length"),
+        **shape,
+        rms_norm_eps=_as_written(fields.positive("attention.layer_norm_rms_epsilon")),
+        rope_theta=_as_written(fields.positive("rope.freq_base", 10_000.0)),
+        rope_scaling=_linear_scaling(fields),
+        tie_word_embeddings="output.weight" not in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        sliding_window=window,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(
+            dict.fromkeys(token for name in _END_IDS for token in fields.token_ids(name))
+        ),
+    )
+    fields.raise_problems()
+    return config
+
+
+def _fields(path: Path, metadata: dict[str, Any], architecture: str) -> Fields:
+    """The model's and the tokenizer's keys without their prefixes."""
+    data = {
+        key.removeprefix(prefix): value
+        for prefix in (f"{architecture}.", "tokenizer.ggml.")
+        for key, value in metadata.items()
+        if key.startswith(prefix)
+    }
+    fields = Fields(data, f"{path}: {architecture}")
+    if data.get("expert_count"):
+        fields.problem(f"{data['expert_count']} experts: mixtures of experts are not supported")
+    return fields
+
+
+def _as_written(value: float) -> float:
+    """GGUF stores float32; return the short decimal that was meant (1e-05, not 9.99999975e-06)."""
+    return float(str(np.float32(value)))
+
+
+def _attention_shape(fields: Fields) -> dict[str, int]:
+    hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
+    kv_heads = fields.count("attention.head_count_kv", heads)
+    head_dim = fields.count("attention.key_length", max(1, hidden // heads))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.count(name, head_dim) != head_dim:
+            fields.problem(f"{name} must equal head_dim {head_dim}, found {fields.data[name]}")
+    if heads % kv_heads:
+        fields.problem(f"attention.head_count {heads} is no multiple of {kv_heads} KV heads")
+    if head_dim % 2:
+        fields.problem(f"head_dim must be even for rotary embeddings, found {head_dim}")
+    return {
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _vocab_size(fields: Fields, header: GgufHeader) -> int:
+    """Rows of the embedding; the tokenizer must not know more tokens than there are rows."""
+    embedding = header.tensors.get("token_embd.weight")
+    tokens = fields.data.get("tokens")
+    if embedding is None:
+        fields.problem("tensor token_embd.weight: expected the embedding, found nothing")
+        return 1
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        fields.problem(
+            f"tensor token_embd.weight: expected a row for each of {len(tokens)} tokens, "
+            f"found {embedding.shape[0]}"
+        )
+    return embedding.shape[0]
+
+
+def _linear_scaling(fields: Fields) -> RopeScaling | None:
+    kind = fields.data.get("rope.scaling.type", "none")
+    if kind == "linear":
+        return RopeScaling("linear", _as_written(fields.positive("rope.scaling.factor")))
+    if kind != "none":
+        fields.problem(f"rope.scaling.type must be none or linear, found {kind!r}")
+    if "rope.scale_linear" in fields.data:
+        fields.problem("rope.scale_linear is an old key; convert the model again")
+    return None
+
+
+def rope_scaling(path: Path, config: ModelConfig, factors: np.ndarray) -> ModelConfig:
+    """Recognise Llama 3's scaling from the divisors of the frequencies that llama.cpp stores.
+
+    Every published Llama 3 blends between wavelengths 8192 / 4 and 8192 / 1; the largest divisor
+    is the factor. Divisors that do not follow from that are refused.
+    """
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    scaling = RopeScaling("llama3", float(np.max(factors)))
+    if factors.shape != frequencies.shape or not np.allclose(
+        factors, _llama3_divisors(scaling, frequencies), rtol=1e-4
+    ):
+        raise CheckpointError(
+            f"{path}: tensor {ROPE_FACTORS}: expected the frequency factors of Llama 3, found "
+            f"{len(factors)} values between {np.min(factors):g} and {np.max(factors):g}"
+        )
+    return replace(config, rope_scaling=scaling)
+
+
+def _llama3_divisors(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
+    """Original frequency over scaled frequency (Llama 3.1 model card, `apply_scaling`)."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)

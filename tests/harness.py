@@ -1,0 +1,109 @@
+"""Run the model's forward pass directly, without the engine: one prompt, one prefill."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shiftjax.cache.pool import make_pools
+from shiftjax.engine.pack import pack_tokens
+from shiftjax.engine.request import (
+    Mode,
+    Request,
+    SamplingParams,
+    ScheduledSequence,
+    Sequence,
+    StepPlan,
+)
+from shiftjax.engine.step import StepDef
+from shiftjax.models.attention import AttentionMetadata, plan_attention
+from shiftjax.parallel.sharding import Layout, make_mesh, pool_spec, round_up
+from shiftjax.parallel.ulysses import Parallel
+from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.place import define, load, shift_weights
+
+BLOCK_SIZE = 8
+
+
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """A progress callback that shows nothing."""
+
+
+def prefill_plan(token_ids: list[int], block_size: int = BLOCK_SIZE) -> StepPlan:
+    """A plan that computes one prompt in one step, in blocks 1, 2, 3 ..."""
+    blocks = list(range(1, 2 + len(token_ids) // block_size))
+    sequence = Sequence(
+        request=Request("r", token_ids, SamplingParams()),
+        index=0,
+        seed=0,
+        order=(0, 0.0, 0, 0),
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids),
+        max_length=len(token_ids) + 1,
+        stop_ids=frozenset(),
+        siblings=[],
+        block_table=blocks,
+    )
+    n = len(token_ids)
+    return StepPlan([ScheduledSequence(sequence, 0, n, 1, -1)], n, 1, 0, [], [], step_id=0)
+
+
+def forward(directory: Path, token_ids: list[int], sp: int, tp: int, mode: Mode, strategy: str):
+    """Return (hidden states after embedding and each layer, logits of all tokens), NumPy."""
+    source = HuggingFaceSource(directory)
+    layout = Layout(source.config, sp, tp)
+    mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
+    model = define(source.config, layout, jnp.float32)
+    base = load(model, layout, mesh, source, strategy, silent)
+    params = base if mode is Mode.BASE else shift_weights(model, base, layout, strategy)
+    tokens = round_up(len(token_ids), sp * tp)
+    plan = prefill_plan(token_ids)
+    packed = pack_tokens(plan, tokens, tokens, tokens, BLOCK_SIZE)
+    work = plan_attention(
+        packed.block_tables,
+        packed.seq_lens,
+        packed.query_start_loc,
+        0,
+        num_tokens=tokens,
+        block_size=BLOCK_SIZE,
+        sliding_window=source.config.sliding_window,
+    )
+    metadata = AttentionMetadata(
+        packed.slot_mapping,
+        packed.block_tables,
+        packed.seq_lens,
+        packed.query_start_loc,
+        np.int32(0),
+        work,
+    )
+    step = StepDef(model, layout, mesh, strategy, tokens)
+    parallel = Parallel(layout, mode)
+
+    def run(params, pools, token_ids, positions, metadata):
+        llama = model.merge(step._localise(mode, params))
+        hidden, pools = llama(
+            parallel.local_tokens(token_ids),
+            parallel.local_tokens(positions),
+            pools,
+            metadata,
+            parallel,
+        )
+        logits = llama.logits(hidden[-1], jnp.arange(tokens, dtype=jnp.int32), parallel)
+        return hidden, parallel.all_rows(logits), pools
+
+    pools = make_pools(mesh, layout, 2 + len(token_ids) // BLOCK_SIZE, BLOCK_SIZE, jnp.float32)
+    split = P("sp") if parallel.splits_tokens else P()
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(step.weight_specs(mode), pool_spec(), P(), P(), P()),
+        out_specs=(split, P(), pool_spec()),
+        check_vma=False,
+    )
+    hidden, logits, pools = jax.jit(mapped)(
+        params, pools, packed.token_ids, packed.positions, metadata
+    )
+    n, vocab = len(token_ids), source.config.vocab_size
+    return [np.asarray(h)[:n] for h in hidden], np.asarray(logits)[:n, :vocab], pools

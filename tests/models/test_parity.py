@@ -1,0 +1,41 @@
+"""Layer by layer against Hugging Face transformers (tests/oracle/make_parity.py made the data)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import forward
+
+from shiftjax.engine.request import Mode
+
+DATA = Path(__file__).parent.parent / "data" / "parity"
+MODELS = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+# float32 keeps 24 bits; a layer sums a few hundred products, in another order than torch.
+TOLERANCE = 500 * np.finfo(np.float32).eps
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray, what: str) -> None:
+    error = np.abs(got - expected).max() / np.abs(expected).max()
+    assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("sp", "tp", "mode", "strategy"),
+    [
+        (1, 1, Mode.SHIFT, "alias"),
+        (2, 2, Mode.BASE, "alias"),
+        (2, 2, Mode.SHIFT, "alias"),
+        (3, 2, Mode.SHIFT, "slice"),
+        (3, 2, Mode.BASE, "slice"),
+    ],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
+    expected = np.load(DATA / name / "expected.npz")
+    for i in range(2):
+        token_ids = expected[f"token_ids_{i}"].tolist()
+        hidden, logits, _ = forward(DATA / name, token_ids, sp, tp, mode, strategy)
+        states = expected[f"hidden_states_{i}"]
+        for layer, (got, want) in enumerate(zip(hidden, states[:-1], strict=True)):
+            assert_close(got, want, f"{name} prompt {i} after layer {layer}")
+        assert_close(logits, expected[f"logits_{i}"], f"{name} prompt {i} logits")

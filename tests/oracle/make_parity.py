@@ -1,0 +1,178 @@
+"""Write `tests/data/parity`: tiny random models and what Hugging Face transformers makes of them.
+
+Both the script and the record of the layer-by-layer oracle. It runs in an environment with
+torch and transformers, which the project itself never needs:
+
+    python tests/oracle/make_parity.py [tests/data/parity]
+
+Every model is float32 with eager attention, and every parameter (norm weights and biases too) is
+drawn at random, since a default of one or zero would hide a tensor that was never applied.
+Each folder holds `config.json` and `model.safetensors` as `save_pretrained` writes them, and
+`expected.npz`, for prompts i = 0, 1:
+
+    token_ids_i      [tokens]                    int64
+    hidden_states_i  [layers + 2, tokens, hidden]  embedding, every layer's output, final norm
+    logits_i         [tokens, vocab]
+    greedy_i         [12]                        continuation, end-of-sequence ignored
+    margin_i         [12]                        logit of each over its runner-up
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import logging
+
+SEED = 20260801
+PROMPT_LENS = (37, 20)
+GREEDY_TOKENS = 12
+LEAST_MARGIN = 2e-3  # below this, float32 rounding could turn a greedy choice
+
+COMMON = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # small enough that all three bands occur
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
+
+# name: Hugging Face model_type, what differs from COMMON
+MODELS: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {"intermediate_size": 104, "rms_norm_eps": 1e-5}),
+    "llama3_rope": (
+        "llama",
+        {"head_dim": 16, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "linear_rope": (
+        "llama",
+        {"head_dim": 16, "rope_parameters": LINEAR_ROPE, "intermediate_size": 80},
+    ),
+    "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"head_dim": 16, "sliding_window": 8, "intermediate_size": 80}),
+    "qwen2": ("qwen2", {"rope_theta": 1_000_000.0}),
+    "qwen3": (
+        "qwen3",
+        {
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def build(model_type: str, overrides: dict, generator: torch.Generator) -> torch.nn.Module:
+    """Make one model and draw all of its parameters."""
+    config = transformers.AutoConfig.for_model(model_type, **(COMMON | overrides))
+    config.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            x = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                x = 1 + 0.3 * x
+            elif name.endswith(".bias"):
+                x = 0.3 * x
+            elif "embed_tokens" in name:  # small, or a tied model only repeats its last token
+                x = 0.2 * x
+            else:
+                x = x / parameter.shape[-1] ** 0.5
+            parameter.copy_(x)
+    return model.eval()
+
+
+def run(model: torch.nn.Module, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `hidden_states[layers + 2, tokens, hidden]` and `logits[tokens, vocab]`.
+
+    Hooks, because `output_hidden_states` gives the last layer's output only after the final norm.
+    """
+    inner, seen = model.model, []
+
+    def keep(_module: object, _inputs: object, output: torch.Tensor | tuple) -> None:
+        seen.append((output[0] if isinstance(output, tuple) else output)[0].float())
+
+    hooks = [m.register_forward_hook(keep) for m in (inner.embed_tokens, *inner.layers, inner.norm)]
+    logits = model(token_ids[None], use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen), logits
+
+
+def expect(model: torch.nn.Module, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
+    """Everything that `expected.npz` holds for one prompt."""
+    hidden_states, logits = run(model, token_ids)
+    greedy, margins, longer = [], [], token_ids
+    for _ in range(GREEDY_TOKENS):
+        best = run(model, longer)[1][-1].topk(2)
+        greedy.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        longer = torch.cat([longer, best.indices[:1]])
+    return {
+        "token_ids": token_ids.numpy(),
+        "hidden_states": hidden_states.numpy(),
+        "logits": logits.numpy(),
+        "greedy": np.array(greedy),
+        "margin": np.array(margins, np.float32),
+    }
+
+
+def write(directory: Path, name: str) -> float:
+    """Write one model's folder; return the smallest margin of its greedy choices."""
+    generator = torch.Generator().manual_seed(SEED + list(MODELS).index(name))
+    model = build(*MODELS[name], generator)
+    model.save_pretrained(directory / name)
+    expected: dict[str, np.ndarray] = {}
+    for i, length in enumerate(PROMPT_LENS):
+        token_ids = torch.randint(3, COMMON["vocab_size"], (length,), generator=generator)
+        expected |= {f"{key}_{i}": value for key, value in expect(model, token_ids).items()}
+    np.savez_compressed(directory / name / "expected.npz", **expected)
+    return min(float(expected[f"margin_{i}"].min()) for i in range(len(PROMPT_LENS)))
+
+
+def main() -> None:
+    """Write every model, refuse near-ties, and record the versions that made them."""
+    default = Path(__file__).parent.parent / "data" / "parity"
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    directory.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()
+    with torch.inference_mode():
+        margins = {name: write(directory, name) for name in MODELS}
+    close = {name: margin for name, margin in margins.items() if margin < LEAST_MARGIN}
+    if close:
+        sys.exit(f"greedy choices closer than {LEAST_MARGIN}: {close}; change SEED")
+    record = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seed": SEED,
+        "attention": "eager",
+        "dtype": "float32",
+        "prompt_lens": PROMPT_LENS,
+        "least_greedy_margin": {name: round(margin, 4) for name, margin in margins.items()},
+    }
+    (directory / "versions.json").write_text(json.dumps(record, indent=2) + "\n")
+    for path in sorted(directory.rglob("*.*")):
+        print(f"{path.stat().st_size:8d} {path.relative_to(directory)}")
+
+
+if __name__ == "__main__":
+    main()
