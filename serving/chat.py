@@ -6,7 +6,6 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from shiftjax.engine.request import RequestError, SamplingParams
-from shiftjax.options import ConfigError
 from shiftjax.text.errors import ChatRequestError
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ def run_chat(llm: "LLM", sampling: SamplingParams, system: str | None = None) ->
 
     A message or an answer that does not fit is reported on stderr and forgotten.
     """
-    if sampling.n != 1:
-        raise ConfigError([f"n: a conversation has one answer at a time, got {sampling.n}"])
     start: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     is_terminal = sys.stdin.isatty()

@@ -14,7 +14,6 @@ from serving.flags import (
     UsageParser,
     add_config_flags,
     add_sampling_flags,
-    add_setting,
     parse_args,
     settle,
 )
@@ -22,8 +21,9 @@ from shiftjax.engine.request import RequestError
 from shiftjax.options import ConfigError
 from shiftjax.settings import dump_yaml
 from shiftjax.text.errors import ChatTemplateError, TokenizerError
-from shiftjax.weights.source import CheckpointError
+from shiftjax.weights.source import DTYPES, CheckpointError
 
+UNSHOWN = ("logprobs", "prompt_logprobs")  # plain text has no place for them
 OK, FAILED, USAGE, NO_MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -58,7 +58,7 @@ def _fail(problems: Iterable[str], code: int) -> int:
 def _run(argv: list[str]) -> int:
     arguments = parse_args(make_parser(), argv)
     config, sampling = settle(arguments)
-    if getattr(arguments, "print_config", False):
+    if arguments.configured and arguments.print_config:
         sys.stdout.write(dump_yaml(config))
         return OK
     return arguments.run(arguments, config, sampling)
@@ -87,7 +87,7 @@ _STYLE: dict[str, Any] = {
 
 def _add(subparsers: Any, name: str, run: commands.Command, text: str) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=text, description=text, **_STYLE)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, configured=False)
     return parser
 
 
@@ -96,7 +96,7 @@ def _add_generate(subparsers: Any) -> None:
     parser.add_argument("prompt", nargs="*", help="one streams; several print a block each")
     parser.add_argument("--prompts", metavar="FILE", help="more prompts, one a line; - is stdin")
     parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, without=UNSHOWN)
     add_config_flags(parser)
 
 
@@ -104,7 +104,8 @@ def _add_chat(subparsers: Any) -> None:
     parser = _add(subparsers, "chat", commands.chat, "talk to a model")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
-    add_sampling_flags(parser, {"max_tokens": None})  # an answer ends by itself or at the context
+    # an answer ends by itself, or where the context does
+    add_sampling_flags(parser, without=("n", *UNSHOWN), defaults={"max_tokens": None})
     add_config_flags(parser)
 
 
@@ -113,7 +114,7 @@ def _add_convert(subparsers: Any) -> None:
     parser.add_argument("model", help="the model to read, as for --model of the other commands")
     parser.add_argument("output", type=Path, help="the directory to write, new or empty")
     parser.add_argument("--to", choices=("huggingface", "orbax"), required=True, help="format")
-    add_setting(parser, "dtype")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="number format; default: as stored")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shiftjax
+from serving.batch import in_order
 from serving.chat import run_chat
 from serving.progress import print_table, progress_bars, throughput
 from shiftjax.config import EngineConfig
@@ -18,6 +19,7 @@ from shiftjax.settings import make_virtual_devices
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
+
     from shiftjax.outputs import RequestOutput
 
 Command = Callable[[argparse.Namespace, EngineConfig, SamplingParams], int]
@@ -32,9 +34,7 @@ def open_llm(config: EngineConfig) -> "LLM":
         return LLM.from_config(config, progress=progress)
 
 
-def generate(
-    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
-) -> int:
+def generate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Continue the prompts: one is streamed, several come as blocks in their order."""
     prompts = [*arguments.prompt, *_read_prompts(arguments.prompts)]
     if not prompts:
@@ -75,16 +75,11 @@ def _streamed(
 
 
 def _blocks(llm: "LLM", prompts: list[str], sampling: SamplingParams) -> Iterator["RequestOutput"]:
-    done: dict[int, RequestOutput] = {}
-    num_shown = 0
     with closing(llm.stream(prompts, sampling)) as stream:
-        for index, _, output in stream:
-            if output is not None:
-                done[index] = output
-            while num_shown in done:
-                print(_block(num_shown, prompts[num_shown], done[num_shown]), flush=True)
-                yield done[num_shown]
-                num_shown += 1
+        finished = ((index, output) for index, _, output in stream if output is not None)
+        for index, output in enumerate(in_order(finished)):
+            print(_block(index, prompts[index], output), flush=True)
+            yield output
 
 
 def _block(index: int, prompt: str, output: "RequestOutput") -> str:
@@ -103,6 +98,26 @@ def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     run_chat(llm, sampling, arguments.system)
     if arguments.stats:
         print_table("statistics", llm.stats())
+    return 0
+
+
+def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Write the model as a Hugging Face or Orbax directory."""
+    from shiftjax.weights.convert import convert as convert_model
+
+    output = arguments.output
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError([f"{output} exists and is not an empty directory"])
+    print(convert_model(arguments.model, output, arguments.to, arguments.dtype))
+    return 0
+
+
+def check(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Read settings and model headers, and print the mesh and the memory they lead to."""
+    make_virtual_devices(config)
+    from serving.plan import make_plan
+
+    print_table("plan", make_plan(config), stderr=False)
     return 0
 
 

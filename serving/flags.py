@@ -2,13 +2,13 @@
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
 from shiftjax.engine.request import SamplingParams
-from shiftjax.options import ConfigError, Setting, from_text, settings_of, unknown_name
+from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
 from shiftjax.settings import read_config_file, resolve
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
@@ -42,24 +42,25 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     for name, part in PARTS.items():
         settings = settings_of(part)
         _add_flags(parser.add_argument_group(f"{name} settings"), settings.values())
-
-
-def add_setting(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the flags of one setting, for commands that use few."""
-    _add_flags(parser, [SETTINGS[name]])
+    parser.set_defaults(configured=True)
 
 
 def add_sampling_flags(
-    parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None
+    parser: argparse.ArgumentParser,
+    *,
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every field of SamplingParams; `defaults` are the command's own."""
-    text = "of every request; fields of SamplingParams"
-    settings = SAMPLING_SETTINGS | {
-        name: replace(SAMPLING_SETTINGS[name], default=value)
-        for name, value in (defaults or {}).items()
-    }
-    _add_flags(parser.add_argument_group("sampling", text), settings.values(), prefix=PREFIX)
-    parser.set_defaults(sampling_defaults=defaults or {})
+    """Add a flag for every field of SamplingParams but `without`; `defaults` are the command's."""
+    defaults = defaults or {}
+    settings = (
+        replace(setting, default=defaults.get(name, setting.default))
+        for name, setting in SAMPLING_SETTINGS.items()
+        if name not in without
+    )
+    group = parser.add_argument_group("sampling", "of every request; fields of SamplingParams")
+    _add_flags(group, settings, prefix=PREFIX)
+    parser.set_defaults(sampling_defaults=defaults)
 
 
 def _add_flags(group: Any, settings: Iterable[Setting], prefix: str = "") -> None:
@@ -95,10 +96,10 @@ def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Nam
     """Parse; flags that nobody knows end up as sentences in `problems`, for `settle` to raise."""
     arguments, rest = parser.parse_known_args(argv)
     known = [flag for action in arguments.parser._actions for flag in action.option_strings]
-    arguments.problems = [
-        unknown_name(word.split("=")[0], known, "flag" if word.startswith("-") else "argument")
-        for word in rest
-    ]
+    flags = [word.split("=")[0] for word in rest if word.startswith("-")]
+    arguments.problems = [unknown_name(flag, known, "flag") for flag in flags]
+    if not flags:  # beside an unknown flag, words are likely its values
+        arguments.problems = [f"unexpected argument {shown(word)}" for word in rest]
     return arguments
 
 
@@ -107,11 +108,11 @@ def settle(arguments: argparse.Namespace) -> tuple[EngineConfig, SamplingParams]
     problems = list(arguments.problems)
     config, sampling = EngineConfig(), SamplingParams()
     try:
-        config = _config_from(arguments)
+        config = _config_from(arguments) if arguments.configured else config
     except ConfigError as error:
         problems += error.problems
     try:
-        sampling = _sampling_from(arguments)
+        sampling = make_sampling(given_sampling(arguments))
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -120,20 +121,21 @@ def settle(arguments: argparse.Namespace) -> tuple[EngineConfig, SamplingParams]
 
 
 def _config_from(arguments: argparse.Namespace) -> EngineConfig:
-    given = {name: getattr(arguments, name, None) for name in SETTINGS}
+    given = {name: getattr(arguments, name) for name in SETTINGS}
     flags = {name: str(value) for name, value in given.items() if value is not None}
-    file = getattr(arguments, "config", None)
+    file = arguments.config
     return resolve(flags, yaml_text=read_config_file(file) if file else "", yaml_name=str(file))
 
 
-def _sampling_from(arguments: argparse.Namespace) -> SamplingParams:
-    given = {name: getattr(arguments, PREFIX + name, None) for name in SAMPLING_SETTINGS}
-    values = {
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given, and the command's own defaults, by field."""
+    values = {name: getattr(arguments, PREFIX + name, None) for name in SAMPLING_SETTINGS}
+    given = {
         name: from_text(SAMPLING_SETTINGS[name], value) if isinstance(value, str) else value
-        for name, value in given.items()
+        for name, value in values.items()
         if value is not None
     }
-    return make_sampling({**getattr(arguments, "sampling_defaults", {}), **values})
+    return {**getattr(arguments, "sampling_defaults", {}), **given}
 
 
 def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
@@ -148,4 +150,3 @@ def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
     if problems:
         raise ConfigError(problems)
     return sampling
-

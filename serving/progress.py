@@ -16,7 +16,7 @@ ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
 def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback | None]:
     """A callback that draws a bar for every stage on stderr; None where nobody looks at it."""
     console = console or Console(stderr=True)
-    if not (console.is_terminal and sys.stdout.isatty()):
+    if not console.is_terminal or not sys.stdout.isatty():
         yield None
         return
     columns = (
@@ -42,9 +42,9 @@ def _callback(bars: Progress) -> ProgressCallback:
 
 def print_table(title: str, rows: Mapping[str, Any], *, stderr: bool = True) -> None:
     """Print names and values; nested mappings become `outer.inner` rows."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(justify="left")
-    table.add_column(justify="right")
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in _flatten(rows):
         table.add_row(name, _shown(value))
     Console(stderr=stderr, highlight=False).print(table)

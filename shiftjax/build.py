@@ -40,6 +40,7 @@ class Built:
     engine: Engine
     runners: list[DeviceRunner]
     layout: Layout
+    mesh: str  # for people: dp x sp x tp
     load_seconds: float
     compile_seconds: float
 
@@ -63,7 +64,8 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
     placed, load_seconds = _timed(lambda: _place(config, layout, dtype, devices, source, progress))
     runners, compile_seconds = _timed(lambda: _compile(config, placed, len(devices), progress))
     engine = _make_engine(config, model, runners)
-    return Built(engine, runners, layout, load_seconds, compile_seconds)
+    mesh = f"dp={config.parallel.dp} sp={layout.sp} tp={layout.tp}"
+    return Built(engine, runners, layout, mesh, load_seconds, compile_seconds)
 
 
 @dataclass(frozen=True)

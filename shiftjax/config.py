@@ -60,7 +60,9 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's", low=1, high=1 << 24
     )
-    seed: int = option(0, "seed of requests that bring none", low=0, high=2**32 - 1)
+    seed: int = option(
+        0, "seed of requests that bring none, and of random weights", low=0, high=2**32 - 1
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ class CacheOptions:
     preemption: Literal["recompute", "swap"] = option(
         "recompute", "a preempted sequence's KV blocks are computed anew, or swapped to the host"
     )
-    num_host_blocks: int = option(0, "KV blocks in host memory, for swap", low=0, high=1 << 28)
+    num_host_blocks: int = option(
+        0, "KV blocks in host memory for swap, a null block included", low=0, high=1 << 28
+    )
 
 
 @dataclass(frozen=True)
@@ -250,8 +254,8 @@ def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
 
 
 def _swap_has_room(preemption: str, num_host_blocks: int) -> str | None:
-    if preemption == "swap" and num_host_blocks == 0:
-        return "preemption = swap needs host memory: set num_host_blocks"
+    if preemption == "swap" and num_host_blocks < 2:
+        return f"preemption = swap needs num_host_blocks of at least 2, got {num_host_blocks}"
     if preemption != "swap" and num_host_blocks > 0:
         return f"num_host_blocks = {num_host_blocks} is used by preemption = swap only: drop one"
     return None
@@ -282,11 +286,6 @@ def _buckets_reach_the_budget(
     )
 
 
-def _buckets_split_over_sp(token_buckets: tuple[int, ...] | None, sp: int | None) -> str | None:
-    odd = [bucket for bucket in token_buckets or () if bucket % (sp or 1)]
-    return f"token_buckets {shown(odd)} are no multiples of sp = {sp}" if odd else None
-
-
 RULES: tuple[Callable[..., str | None], ...] = (
     _budget_holds_the_decodes,
     _mesh_fills_the_devices,
@@ -294,7 +293,6 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _swap_has_room,
     _pool_holds_a_sequence,
     _buckets_reach_the_budget,
-    _buckets_split_over_sp,
 )
 
 

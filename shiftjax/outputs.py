@@ -46,17 +46,19 @@ class RequestOutput:
 class _TextStream:
     """The text of one continuation as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]):
+        self._detokenizer = tokenizer and IncrementalDetokenizer(tokenizer, continues_prompt=True)
         self._stops = StopChecker(stop)
 
     def push(self, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
         """Return the new final text, and the stop string that has been met, if any."""
+        if self._detokenizer is None:  # a model without a tokenizer makes tokens, no text
+            return "", None
         return self._check("".join(map(self._detokenizer.push, token_ids)))
 
     def finish(self) -> tuple[str, str | None]:
         """Return what was held back: it is final now."""
-        text, matched = self._check(self._detokenizer.finish())
+        text, matched = self._check(self._detokenizer.finish() if self._detokenizer else "")
         return (text, matched) if matched else (text + self._stops.flush(), None)
 
     def _check(self, text: str) -> tuple[str, str | None]:
@@ -74,7 +76,7 @@ class OutputAssembler:
         self,
         request: Request,
         prompt: str | None,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         stop_sequence: Callable[[int], None],
     ):
         sampling = request.sampling

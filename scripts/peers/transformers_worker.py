@@ -67,7 +67,9 @@ def generate(model, batch: int, prompts: list[list[int]], max_tokens: list[int])
 def main() -> None:
     """Load the model and serve."""
     channel = reserve_stdout()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="Hugging Face directory")
     parser.add_argument("--batch", type=int, default=32, help="requests in one static batch")
     parser.add_argument("--threads", type=int, default=2)

@@ -48,13 +48,11 @@ class BlockTables:
         fresh = [self.device.allocate() for _ in range(num_blocks - len(prefix))]
         sequence.block_table = prefix + fresh
         sequence.num_registered_blocks = len(prefix)
-        if sequence.host_block_table:
-            return self._restore(sequence)
-        sequence.num_computed_tokens = len(prefix) * self.block_size
-        sequence.num_verified_tokens = sequence.num_computed_tokens
+        num_hit_tokens = len(prefix) * self.block_size
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_hit_tokens)
         self.num_prefix_query_tokens += num_tokens
-        self.num_prefix_hit_tokens += sequence.num_computed_tokens
-        return []
+        self.num_prefix_hit_tokens += num_hit_tokens
+        return self._restore(sequence)[len(prefix) :]
 
     def grow(self, sequence: Sequence) -> bool:
         """Append one block; False if none is free."""
@@ -128,7 +126,7 @@ class BlockTables:
         blocks serve without a prefix cache. With a `shortage` too large for any hit to help, the
         search ends at once, so that a full pool costs a waiting sequence one look-up per step.
         """
-        if sequence.host_block_table or sequence.wants_prompt_logprobs:
+        if sequence.wants_prompt_logprobs:
             return []
         prefix: list[int] = []
         limit = (len(sequence.token_ids) - 1) // self.block_size
@@ -149,12 +147,13 @@ class BlockTables:
         return []
 
     def _restore(self, sequence: Sequence) -> list[tuple[int, int]]:
-        assert self.host is not None
+        """Give back the host blocks of a swapped sequence; returns the pairs to copy."""
         pairs = list(zip(sequence.block_table, sequence.host_block_table, strict=False))
-        # Slots freed here take part in a later plan's offloads at the earliest: admission comes
-        # last in a plan, and a plan that preempts admits nobody.
-        self.host.release(sequence.host_block_table)
-        sequence.host_block_table = []
+        if self.host is not None:
+            # Slots freed here take part in a later plan's offloads at the earliest: admission
+            # comes last in a plan, and a plan that preempts admits nobody.
+            self.host.release(sequence.host_block_table)
+            sequence.host_block_table = []
         return pairs
 
     def _hash(self, sequence: Sequence) -> None:

@@ -23,7 +23,11 @@ class Draft:
     num_preempted: int = 0
 
     def add(self, sequence: Sequence) -> None:
-        """As much of what the sequence has not computed as the budgets allow, perhaps nothing."""
+        """As much of what the sequence has not computed as the budgets allow.
+
+        At least one token and one row must be left. A running sequence is sure of them: each of
+        the others has taken one at most, and only the last one added can be short of its prompt.
+        """
         start = sequence.num_computed_tokens
         num_new = len(sequence.token_ids) - start
         num_tokens = min(num_new, self.tokens_left)
@@ -31,11 +35,8 @@ class Draft:
             num_tokens = num_rows = min(num_tokens, self.rows_left)
         else:
             num_rows = int(num_tokens == num_new)
-        if not num_tokens or num_rows > self.rows_left:
-            return
-        is_decode = num_new == 1
-        group = self.decodes if is_decode else self.chunks
-        group.append(ScheduledSequence(sequence, start, num_tokens, num_rows, -1))
+        items = self.decodes if num_new == 1 else self.chunks
+        items.append(ScheduledSequence(sequence, start, num_tokens, num_rows, -1))
         self.tokens_left -= num_tokens
         self.rows_left -= num_rows
         sequence.num_computed_tokens += num_tokens

@@ -90,6 +90,8 @@ class EchoRunner:
         for block, host_block in plan.restores:
             self._pool[block] = self._host[host_block]
         contexts = [self._context(item, previous) for item in plan.scheduled]
+        for item, context in zip(plan.scheduled, contexts, strict=True):
+            self._compare(item, context[: item.start])  # what earlier steps have left behind
         written: set[tuple[int, int]] = set()
         for item, context in zip(plan.scheduled, contexts, strict=True):
             for position in range(item.start, len(context)):
@@ -100,8 +102,12 @@ class EchoRunner:
                 written.add(slot)
                 self._pool[slot] = context[position]
         for item, context in zip(plan.scheduled, contexts, strict=True):
-            seen = self._pool[item.sequence.block_table].reshape(-1)[: len(context)].tolist()
-            assert seen == context, f"{item.sequence.order}: finds {seen}, computes {context}"
+            self._compare(item, context)
+
+    def _compare(self, item: ScheduledSequence, context: list[int]) -> None:
+        """Raise `AssertionError` unless the block table leads to this context."""
+        seen = self._pool[item.sequence.block_table].reshape(-1)[: len(context)].tolist()
+        assert seen == context, f"{item.sequence.order}: finds {seen}, computes {context}"
 
     def _context(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
         """The tokens that a sequence attends to in this step."""

@@ -57,6 +57,7 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    num_waiting_tokens: int  # of their prompts
     kv_usage: float
     steps_by_mode: dict[str, int]
     mode_switches: dict[tuple[str, str], int]  # (from, to)
@@ -93,8 +94,8 @@ class Engine:
         self.overlap = overlap
         self._seed = seed
         self._clock = clock
-        self._queue: list[tuple[int, float, int, Request]] = []  # a heap, aborted ones included
-        self._queued: dict[str, Request] = {}  # those that still count
+        self._queue: list[tuple[int, float, int, Request]] = []  # a heap
+        self._queued: dict[str, Request] = {}  # the same, by id
         self._num_requests = 0
         self._steps_by_mode = {mode.value: 0 for mode in Mode}
         self._mode_switches: Counter[tuple[str, str]] = Counter()
@@ -186,6 +187,8 @@ class Engine:
         """End a request now; returns its last events, none if it is unknown or has ended."""
         request = self._queued.pop(request_id, None)
         if request is not None:
+            self._queue = [entry for entry in self._queue if entry[-1] is not request]
+            heapq.heapify(self._queue)
             return _aborted_in_queue(request)
         group = self._group_of(request_id)
         return group.scheduler.abort(request_id) if group else []
@@ -207,10 +210,12 @@ class Engine:
         used = sum(scheduler.num_used_blocks for scheduler in schedulers)
         usable = sum(scheduler.tables.device.num_usable_blocks for scheduler in schedulers)
         preemptions = sum((Counter(s.num_preemptions) for s in schedulers), Counter())
-        num_queued = sum(request.sampling.n for request in self._queued.values())
+        queued = [(r.sampling.n, len(r.prompt_token_ids)) for r in self._queued.values()]
         return EngineStats(
             num_running=sum(len(scheduler.running) for scheduler in schedulers),
-            num_waiting=num_queued + sum(len(scheduler.waiting) for scheduler in schedulers),
+            num_waiting=sum(n for n, _ in queued) + sum(len(s.waiting) for s in schedulers),
+            num_waiting_tokens=sum(n * num_tokens for n, num_tokens in queued)
+            + sum(scheduler.num_waiting_tokens for scheduler in schedulers),
             kv_usage=used / usable,
             steps_by_mode=dict(self._steps_by_mode),
             mode_switches=dict(self._mode_switches),
@@ -219,6 +224,11 @@ class Engine:
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
         )
+
+    def flush_prefix_cache(self) -> None:
+        """Make every cached block worthless; running sequences keep theirs."""
+        for group in self.groups:
+            group.scheduler.tables.device.clear_cache()
 
     def check(self) -> None:
         """Conservation in every group. Raises `RuntimeError` at the first breach."""
@@ -239,13 +249,13 @@ class Engine:
         """
         while self._queue:
             priority, arrival, number, request = self._queue[0]
-            if self._queued.get(request.request_id) is request:
-                scheduler = min((group.scheduler for group in self.groups), key=_load)
-                order = (priority, arrival, number, 0)
-                if scheduler.is_full and scheduler.waiting and scheduler.waiting[0].order < order:
-                    return
-                self._start(request, number, scheduler)
+            order = (priority, arrival, number, 0)
+            scheduler = min((group.scheduler for group in self.groups), key=_load)
+            waiting = scheduler.waiting
+            if scheduler.is_full and waiting and waiting[0].order < order:
+                return
             heapq.heappop(self._queue)
+            self._start(request, number, scheduler)
 
     def _start(self, request: Request, number: int, scheduler: Scheduler) -> None:
         sampling = request.sampling

@@ -1,9 +1,8 @@
 """Compiling every (bucket, mode) ahead of traffic, and what a compiled bucket consists of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -13,8 +12,8 @@ import numpy as np
 from shiftjax.cache.pool import abstract_pools
 from shiftjax.engine.pack import pack_tokens
 from shiftjax.engine.request import Mode, StepPlan
-from shiftjax.engine.row_inputs import neutral_rows
-from shiftjax.engine.step import Bucket, Packing, RowTables, StepDef, StepInputs
+from shiftjax.engine.sampling_inputs import RowTables, neutral_rows
+from shiftjax.engine.step import Bucket, Packing, StepDef, StepInputs
 from shiftjax.models.attention import AttentionMetadata, plan_attention
 from shiftjax.parallel.sharding import named, rows_spec
 
@@ -84,7 +83,7 @@ def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
     empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
     window = step.layout.model.sliding_window
     inputs = step_inputs(empty, bucket, pool, window, scalars, np.zeros(2, np.uint32))
-    placed = jax.device_put(RowTables(*tables), named(step.mesh, rows_spec()))
+    placed = jax.device_put(tables, named(step.mesh, rows_spec()))
     return Program(bucket, Packing.of(inputs), placed, {})
 
 

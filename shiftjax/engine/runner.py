@@ -13,8 +13,8 @@ from shiftjax.cache.host_tier import HostTier
 from shiftjax.cache.pool import make_pools
 from shiftjax.engine.programs import PoolOptions, Program, step_inputs
 from shiftjax.engine.request import Mode, StepOutput, StepPlan
-from shiftjax.engine.row_inputs import build_rows
-from shiftjax.engine.step import RowTables, StepDef, StepResult
+from shiftjax.engine.sampling_inputs import RowTables, build_rows, refresh_params
+from shiftjax.engine.step import StepDef, StepResult
 from shiftjax.parallel.sharding import named, replicated_spec, rows_spec
 
 
@@ -53,6 +53,7 @@ class DeviceRunner:
         self._replicated = named(step.mesh, replicated_spec())
         self._rows = named(step.mesh, rows_spec())
         self._no_tokens = jax.device_put(np.zeros(step.max_rows, np.int32), self._replicated)
+        self._row_params = {}
         self.pools = self._make_pools()
         self._host = HostTier(step.mesh, self.pools) if swaps else None
 
@@ -61,7 +62,8 @@ class DeviceRunner:
         self._move_blocks(plan)
         program = self._program_for(plan)
         model = self.step.layout.model
-        rows = build_rows(plan, program.bucket.rows, model.vocab_size)
+        self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
+        rows = build_rows(plan, self._row_params, program.bucket.rows, model.vocab_size)
         inputs = step_inputs(
             plan, program.bucket, self.pool, model.sliding_window, rows.scalars, self._key
         )

@@ -60,7 +60,7 @@ def sample(
 ) -> SampleOutput:
     """Choose one token per row; ids from `vocab_size` (static) up are padding and never chosen.
 
-    A batch of greedy rows that asks for nothing else costs an argmax and a minimum; the rest is
+    A batch of greedy rows that asks for nothing else costs an argmax and a sum; the rest is
     behind `lax.cond`. Raises ValueError, while tracing, for a vocabulary over `MAX_VOCAB` or a
     key of another kind than threefry, whose numbers would depend on the batch.
     """
@@ -70,7 +70,8 @@ def sample(
         raise ValueError(f"the key must be of kind threefry2x32, not {jax.random.key_impl(key)}")
     logits = logits[:, :vocab_size]
     greedy_ids, largest = _argmax(logits)
-    is_finite = jnp.isfinite(largest) & jnp.isfinite(jnp.min(logits, axis=-1))
+    # NaN and infinity times 0 are NaN; a maximum would not do, XLA's on CPU may skip a NaN
+    is_finite = jnp.sum(logits * 0.0, axis=-1) == 0.0
     edited, sampled = _edited_rows(inputs), _sampled_rows(inputs)
     token_ids, is_allowed = lax.cond(
         jnp.any(edited | sampled),
@@ -200,13 +201,13 @@ def _threshold(
     def top_k(floor: Rows) -> Rows:
         ones = jnp.ones_like(weights)
         held = _sum_from(weights, ones, floor)
-        return _bisect(weights, ones, floor, jnp.where(by_k, one, floor), held, inputs.top_k)
+        return _bisect(weights, ones, (floor, jnp.where(by_k, one, floor)), held, inputs.top_k)
 
     def top_p(floor: Rows) -> Rows:
         held = _sum_from(weights, weights, floor)
         target = jnp.ceil(inputs.top_p * held.astype(jnp.float32)).astype(jnp.int32)
         target = jnp.maximum(target, 1)
-        return _bisect(weights, weights, floor, jnp.where(by_p, one, floor), held, target)
+        return _bisect(weights, weights, (floor, jnp.where(by_p, one, floor)), held, target)
 
     min_p = jnp.ceil(inputs.min_p * one.astype(jnp.float32)).astype(jnp.int32)
     threshold = jnp.maximum(min_p, 1)
@@ -219,13 +220,13 @@ def _sum_from(weights: Weights, values: Weights, threshold: Rows) -> Rows:
 
 
 def _bisect(
-    weights: Weights, values: Weights, low: Rows, high: Rows, held: Rows, target: Rows
+    weights: Weights, values: Weights, bounds: tuple[Rows, Rows], held: Rows, target: Rows
 ) -> Rows:
-    """Raise `low` to a threshold that keeps as little as `target` needs.
+    """Raise the lower bound of the threshold until what it keeps is as little as `target` needs.
 
     `values` are ones (top_k) or the weights (top_p); `held = _sum_from(weights, values, low)`.
     Every turn halves the gap of a row and keeps held >= target > _sum_from(high + 1). A row is
-    done when no kept token can be spared, whatever its weight from `low` up, or the gap is closed.
+    done when not even the lightest token that it may hold can be spared, or the gap is closed.
     """
     by_mass = values is weights
 
@@ -244,7 +245,7 @@ def _bisect(
             jnp.where(up, total, held),
         )
 
-    return lax.while_loop(lambda state: jnp.any(searching(*state)), halve, (low, high, held))[0]
+    return lax.while_loop(lambda state: jnp.any(searching(*state)), halve, (*bounds, held))[0]
 
 
 def _random_bits(
@@ -261,12 +262,25 @@ def _random_bits(
     return jax.vmap(bits)(seeds, positions)
 
 
+def _multiply_high(a: UInt32[Array, " rows"], b: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
+    """The upper 32 bits of a * b, in 16-bit digits.
+
+    `lax.mulhi` would do, but XLA cannot carry it through a sharded program (jax 0.11.2: "Unable
+    to convert MHLO to StableHLO").
+    """
+    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
+    a_high, a_low, b_high, b_low = a >> half, a & low, b >> half, b & low
+    carry = a_high * b_low + (a_low * b_low >> half)
+    middle = a_low * b_high + (carry & low)
+    return a_high * b_high + (carry >> half) + (middle >> half)
+
+
 def _invert_cdf(weights: Weights, bits: UInt32[Array, " rows"]) -> Rows:
     """The token in whose stretch of the cumulative weights the uniform number falls."""
     chunks = _chunks(weights, 0)
     sums = jnp.sum(chunks, axis=-1)
     total = jnp.sum(sums, axis=-1).astype(jnp.uint32)
-    point = lax.mulhi(bits, total).astype(jnp.int32)  # uniform in [0, total)
+    point = _multiply_high(bits, total).astype(jnp.int32)  # uniform in [0, total)
     chunk, point = _locate(sums, point)
     token, _ = _locate(_pick(chunks, chunk), point)
     return chunk * CHUNK + token
@@ -286,9 +300,9 @@ def _logprobs(
     logits: Logits, largest: Float32[Array, " rows"], token_ids: Rows, num_logprobs: Rows
 ) -> tuple[Float32[Array, " rows"], Int32[Array, "rows top"], Float32[Array, "rows top"]]:
     """Log-probabilities of the chosen and of the most likely tokens; zeros where nobody asks."""
-    rows, vocab = logits.shape
-    shape = rows, min(MAX_LOGPROBS, vocab)
-    nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    num_top = min(MAX_LOGPROBS, logits.shape[-1])
+    zeros = jnp.zeros_like(logits[:, :num_top])
+    nothing = zeros.astype(jnp.int32), zeros
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
         total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
@@ -300,7 +314,7 @@ def _logprobs(
         return (chosen - normalizer)[:, 0], top_ids, top_logprobs
 
     def most_likely(normalizer: Float32[Array, "rows 1"]) -> tuple[jax.Array, jax.Array]:
-        values, ids = lax.top_k(logits, shape[1])
+        values, ids = lax.top_k(logits, num_top)
         return ids, values - normalizer
 
     return lax.cond(
@@ -312,7 +326,7 @@ def _logprobs(
 
 
 def _argmax(logits: Logits) -> tuple[Rows, Float32[Array, " rows"]]:
-    """Lowest index of the largest logit, and that logit (NaN if there is one).
+    """Lowest index of the largest logit, and that logit; anything for a row with a NaN.
 
     Two levels because XLA's argmax over a whole vocabulary is 20 times slower than its max on CPU.
     """

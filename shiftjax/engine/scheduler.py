@@ -19,6 +19,7 @@ from operator import attrgetter
 
 from shiftjax.engine.block_tables import BlockTables
 from shiftjax.engine.draft import Draft
+from shiftjax.engine.logprobs import check_output, collect_prompt_logprobs, token_logprobs
 from shiftjax.engine.request import (
     Event,
     FinishReason,
@@ -28,7 +29,6 @@ from shiftjax.engine.request import (
     Status,
     StepOutput,
     StepPlan,
-    TokenLogprobs,
     derive_seed,
 )
 from shiftjax.engine.scheduler_config import SchedulerConfig
@@ -213,8 +213,9 @@ class Scheduler:
         A sequence that has ended since the step was scheduled is passed over.
         """
         assert plan.mode is not None, "the engine notes the mode of a plan before it runs"
-        _check_output(plan, output)
-        label, block_size = plan.mode.value, self.config.block_size
+        check_output(plan, output)
+        label, caches = plan.mode.value, self.config.prefix_caching
+        block_size = self.config.block_size
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
         events: list[Event] = []
         row = -1
@@ -230,19 +231,15 @@ class Scheduler:
                 events += self._end_request(sequence.siblings, "error", NON_FINITE)
                 continue
             end = item.start + item.num_tokens
-            if end <= sequence.num_computed_tokens:  # else it has been preempted since
+            if sequence.block_table:  # else it has been preempted since
                 sequence.num_verified_tokens = end
-                if end // block_size > sequence.num_registered_blocks:
-                    self._register(sequence)
+                if caches and end // block_size > sequence.num_registered_blocks:
+                    self.tables.register(sequence)
             if sequence.wants_prompt_logprobs:
-                _collect_prompt_logprobs(item, output, row)
+                collect_prompt_logprobs(item, output, row)
             if end == len(sequence.token_ids):
                 events.append(self._append(sequence, tokens[row], output, row, now))
         return events
-
-    def _register(self, sequence: Sequence) -> None:
-        if self.config.prefix_caching and sequence.block_table:
-            self.tables.register(sequence)
 
     def _append(
         self, sequence: Sequence, token: int, output: StepOutput, row: int, now: float
@@ -260,7 +257,7 @@ class Scheduler:
         sequence.last_token_seconds = now
         event.token_ids = (token,)
         if sampling.logprobs is not None:
-            event.logprobs = _token_logprobs(output, row, sampling.logprobs)
+            event.logprobs = token_logprobs(output, row, sampling.logprobs)
         if token in sequence.stop_ids and sequence.num_output_tokens > sampling.min_tokens:
             event.stop_token_id = token
             return self._end(sequence, "stop", event)
@@ -289,7 +286,6 @@ class Scheduler:
         self.tables.reset(alive)
         self.waiting, self.running, self.num_waiting_tokens = [], [], 0
         for sequence in alive:
-            sequence.num_pending_tokens = 0
             self._wait(sequence)
         failed = everybody
         if plans is not None:
@@ -353,45 +349,3 @@ def _waits_for_prompt(sequence: Sequence) -> bool:
 def _most_computed(sequence: Sequence) -> int:
     """The most tokens whose KV it can come to hold: the last sampled one needs none."""
     return max(sequence.num_prompt_tokens, sequence.max_length - 1)
-
-
-def _check_output(plan: StepPlan, output: StepOutput) -> None:
-    """Refuse an output that does not fit its plan before anything is committed."""
-    if not len(output.token_ids) == len(output.is_finite) == plan.num_rows:
-        raise ValueError(
-            f"The plan has {plan.num_rows} rows, the runner returned {len(output.token_ids)} "
-            f"tokens and {len(output.is_finite)} flags."
-        )
-    if output.logprobs is None or output.top_ids is None or output.top_logprobs is None:
-        num_top = max((_num_top(item.sequence) for item in plan.scheduled), default=-1)
-        if num_top > 0 or (num_top == 0 and output.logprobs is None):
-            raise ValueError("The runner returned no log-probabilities, the plan asks for them.")
-
-
-def _num_top(sequence: Sequence) -> int:
-    """How many of the most likely tokens a sequence wants; 0: its own token alone; -1: nothing."""
-    sampling = sequence.request.sampling
-    wanted = sampling.logprobs, sampling.prompt_logprobs
-    return max(-1 if number is None else number for number in wanted)
-
-
-def _token_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
-    assert output.logprobs is not None
-    top_ids, top_logprobs = output.top_ids, output.top_logprobs
-    return TokenLogprobs(
-        int(output.token_ids[row]),
-        float(output.logprobs[row]),
-        top_ids[row, :num_top].tolist() if top_ids is not None else [],
-        top_logprobs[row, :num_top].tolist() if top_logprobs is not None else [],
-    )
-
-
-def _collect_prompt_logprobs(item: ScheduledSequence, output: StepOutput, last_row: int) -> None:
-    """Row of position p tells about prompt token p + 1; rows seen before a preemption are known."""
-    sequence = item.sequence
-    collected, num_top = sequence.prompt_logprobs, sequence.request.sampling.prompt_logprobs
-    assert collected is not None and num_top is not None
-    end = min(item.start + item.num_tokens, sequence.num_prompt_tokens - 1)
-    for position in range(len(collected) - 1, end):
-        row = last_row - (item.start + item.num_tokens - 1 - position)
-        collected.append(_token_logprobs(output, row, num_top))

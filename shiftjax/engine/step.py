@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt16, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from shiftjax.engine.request import Mode
-from shiftjax.engine.sampling import SamplingInputs, sample
+from shiftjax.engine.sampling import sample
+from shiftjax.engine.sampling_inputs import RowTables, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.llama import LayerPool
 from shiftjax.parallel.sharding import (
@@ -69,15 +70,6 @@ class StepInputs(NamedTuple):
     attention: AttentionMetadata
     sampling: dict[str, Array]  # the per-row scalars of SamplingInputs, less pending_ids
     key: UInt32[Array, " 2"]
-
-
-class RowTables(NamedTuple):
-    """What only some requests need, per row, split over the devices like the rows."""
-
-    token_bitmask: UInt32[Array, "rows words"]
-    bias_ids: Int[Array, "rows entries"]
-    bias_values: Float[Array, "rows entries"]
-    token_counts: UInt16[Array, "rows vocab"]
 
 
 class StepResult(NamedTuple):
@@ -209,7 +201,7 @@ class StepDef:
         logprob_bits = jax.lax.bitcast_convert_type(out.logprobs, jnp.int32)
         summary = jnp.stack([out.token_ids, logprob_bits, out.is_finite.astype(jnp.int32)], axis=1)
         summary = parallel.all_rows(summary)
-        tokens = jnp.zeros_like(last_tokens).at[: summary.shape[0]].set(summary[:, 0])
+        tokens = jnp.pad(summary[:, 0], (0, self.max_rows - summary.shape[0]))
         return pools, tokens, StepResult(summary, out.top_ids, out.top_logprobs)
 
     def _local_rows(self, per_row: jax.Array) -> jax.Array:

@@ -208,7 +208,8 @@ class Llama(nnx.Module):
         Token arrays hold this device's tokens (`parallel.local_tokens`). Unused hidden states
         cost nothing in a compiled step; parity tests read them.
         """
-        rope = Rope(*rope_tables(positions, self.config))
+        # The barrier keeps XLA from recomputing sines inside every layer that uses them.
+        rope = Rope(*jax.lax.optimization_barrier(rope_tables(positions, self.config)))
         hidden, written = [self.embed_tokens(token_ids, parallel)], []
         for layer, pool in zip(self.layers, pools, strict=True):
             out, pool = layer(hidden[-1], pool, rope, metadata, parallel)

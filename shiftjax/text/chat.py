@@ -21,8 +21,12 @@ class ChatTemplate:
     Raises `ChatTemplateError` if `source` is no Jinja. Safe to use from several threads.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(
+        self, source: str, *, time_limit_seconds: float = 5.0, max_output_chars: int = 1 << 24
+    ) -> None:
         environment = ChatEnvironment()
+        self._time_limit_seconds = time_limit_seconds
+        self._max_output_chars = max_output_chars
         self._reserved = frozenset(environment.globals) | {"messages"}
         try:
             self._template = environment.from_string(source)
@@ -38,8 +42,6 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        time_limit_seconds: float = 5.0,
-        max_output_chars: int = 1 << 24,
         **variables: Any,
     ) -> str:
         """Return the prompt; see `render_chat`."""
@@ -48,7 +50,7 @@ class ChatTemplate:
         plain = {"tools": None, "documents": None} | _plain(variables, "template variables")
         plain |= {"messages": _normalise(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            prompt = render(self._template, Budget(MAX_UNITS, time_limit_seconds), plain)
+            prompt = render(self._template, Budget(MAX_UNITS, self._time_limit_seconds), plain)
         except ChatTemplateError:
             raise
         except jinja2.exceptions.SecurityError as error:
@@ -57,9 +59,10 @@ class ChatTemplate:
             ) from error
         except Exception as error:  # whatever the template's code ran into
             raise ChatTemplateError(f"The chat template failed: {error!r}") from error
-        if len(prompt) > max_output_chars:
+        if len(prompt) > self._max_output_chars:
             raise ChatTemplateError(
-                f"The chat template made {len(prompt)} characters; the limit is {max_output_chars}."
+                f"The chat template made {len(prompt)} characters; "
+                f"the limit is {self._max_output_chars}."
             )
         return prompt
 
@@ -77,8 +80,8 @@ def render_chat(
 
     A message is `{"role": ..., "content": ...}` with further JSON fields as the template knows
     them; content given as parts is its text parts joined with newlines, other parts are refused.
-    `kwargs` are template variables (`tools`, `enable_thinking` ...), `time_limit_seconds` or
-    `max_output_chars`. The prompt holds its own BOS: encode it with `add_special_tokens=False`.
+    `kwargs` are template variables (`tools`, `enable_thinking` ...). The prompt holds its own BOS:
+    encode it with `add_special_tokens=False`.
 
     Raises `ChatRequestError` for messages that are malformed or that the template refuses,
     `ChatTemplateError` for a template that is broken, forbidden or over its limits.

@@ -3,7 +3,8 @@
 A template can reach nothing but its arguments (Jinja's immutable sandbox). It can still try to
 take all time or memory, so everything that repeats or makes text draws on one budget:
 
-    a loop step, a call, an entry of a list    _STEP units each
+    a loop step, a call                        _STEP units
+    an entry of a list made                    _ENTRY units
     a character made                           1 unit
     one operation that multiplies its inputs   checked before it runs (replace, join, indent ...)
 
@@ -15,6 +16,7 @@ import functools
 import json
 import math
 import re
+import string
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,30 +27,35 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.filters import do_round
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from shiftjax.text.errors import ChatRequestError, ChatTemplateError
 
 MAX_UNITS = 1 << 28  # 268 million characters made, or one million loop steps
-_STEP = 256
+_STEP, _ENTRY = 256, 32
 _MAX_INT_BITS = 4096
 
 # Filters and methods whose result can be as long as the product of their arguments' sizes.
 # fmt: off
 _MULTIPLYING = frozenset([
-    "batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace",
-    "rjust", "slice", "to_bytes", "tojson", "translate", "urlize", "wordwrap", "xmlattr", "zfill",
+    "batch", "center", "expandtabs", "indent", "join", "ljust", "rjust", "slice", "to_bytes",
+    "tojson", "translate", "urlize", "wordwrap", "xmlattr", "zfill",
 ])
 # Filters that hand on what they were given, without writing out its contents.
 _STRUCTURAL = frozenset([
     "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int",
     "items", "last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr",
-    "reverse", "round", "select", "selectattr", "sort", "unique",
+    "reverse", "select", "selectattr", "sort", "unique",
 ])
 # fmt: on
-_WIDE_FIELD = re.compile(r"\d{5}")  # in a format string: a width that makes text from nothing
+_CONTAINERS = (list, tuple, set, type({}.keys()), type({}.values()), type({}.items()))
+# Widths make text from nothing: five digits, or (`*`, nested braces) taken from an argument.
+_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0_^]*(?:\d*\.)?(?:\*|\d{5})")
+_WIDE_BRACES = re.compile(r"\{|\d{5}")
 
 
 class Budget:
@@ -92,19 +99,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
             finalize=_writable,
         )
-        self.filters["tojson"] = _tojson
+        self.filters |= {"tojson": _tojson, "round": _round}
         self.filters = {name: _budgeted(name, made) for name, made in self.filters.items()}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[reportIncompatibleMethodOverride]
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, macro or method for the template."""
         _BUDGET.get().spend(_STEP)
         if isinstance(obj, LoopContext):  # a recursive loop goes down one level
             args = tuple(self.steps(arg) for arg in args)
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
-        if isinstance(method, types.BuiltinMethodType) and method.__name__ in _MULTIPLYING:
-            _check_product(method.__name__, method.__self__, *args, *kwargs.values())
+        if isinstance(method, types.BuiltinMethodType):
+            _check(method.__name__, method.__self__, *args, *kwargs.values())
         return _paid(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -114,7 +121,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "*":
             _check_product("*", left, right)
         elif operator == "%" and isinstance(left, str):
-            _check_product("format", left, right)
+            _check_format("%", left, right)
         return _paid(super().call_binop(context, operator, left, right))
 
     def concat(self, parts: Iterable[str]) -> str:  # type: ignore[reportIncompatibleVariableOverride]
@@ -178,10 +185,9 @@ def _budgeted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "join":
             inputs = (list(inputs[0]), *inputs[1:])
             args = (*args[: len(args) - len(inputs)], *inputs)
-        if name in _MULTIPLYING:
-            _check_product(name, *inputs, *kwargs.values())
-        elif name not in _STRUCTURAL:
-            _extent([*inputs, *kwargs.values()])
+        if name not in _STRUCTURAL:
+            _check("%" if name == "format" else name, *inputs, *kwargs.values())
+            _extent(inputs)
         return _paid(function(*args, **kwargs))
 
     return call
@@ -192,13 +198,13 @@ def _paid(result: Any) -> Any:
     if isinstance(result, str | bytes):
         _BUDGET.get().spend(len(result))
     elif isinstance(result, list | tuple | dict):
-        _BUDGET.get().spend(_STEP * len(result))
+        _BUDGET.get().spend(_ENTRY * len(result))
     return result
 
 
 def _writable(value: Any) -> Any:
     """Return `value`, about to be written out, unless it is nested to a huge size."""
-    if isinstance(value, list | tuple | dict):
+    if not isinstance(value, str):
         _extent(value)
     return value
 
@@ -206,8 +212,7 @@ def _writable(value: Any) -> Any:
 def _extent(value: Any) -> int:
     """Return about the size of `value` written out; raises if it is over a whole budget.
 
-    A text counts its characters, an integer its value (a width or a number of times), an entry of
-    a list `_STEP`, each time it stands there.
+    An entry of a list counts `_STEP` and its contents, each time it stands there.
     """
     total, pending = 0, [value]
     while pending:
@@ -215,24 +220,49 @@ def _extent(value: Any) -> int:
         if isinstance(item, str | bytes):
             total += len(item)
         elif isinstance(item, int):
-            total += abs(item)
-        elif isinstance(item, list | tuple | set):
+            total += item.bit_length()
+        elif isinstance(item, Namespace):
+            pending.append(item._Namespace__attrs)  # type: ignore[reportAttributeAccessIssue]
+        elif isinstance(item, dict):
+            pending.extend((item.keys(), item.values()))
+        elif isinstance(item, _CONTAINERS):
             total += _STEP * len(item)
             pending.extend(item)
-        elif isinstance(item, dict):
-            total += _STEP * len(item)
-            pending.extend((*item.keys(), *item.values()))
         if total > MAX_UNITS:
             raise ChatTemplateError("The chat template makes too much text in one operation.")
     return total
 
 
+def _check(name: str, *inputs: Any) -> None:
+    """Refuse a filter or method, if it is one that multiplies, that would make a huge result."""
+    if name in ("%", "format", "format_map"):
+        _check_format(name, *inputs)
+    elif name == "replace":
+        _check_product(name, inputs[0], *inputs[2:])  # what is taken out makes nothing longer
+    elif name in _MULTIPLYING:
+        _check_product(name, *inputs)
+
+
 def _check_product(name: str, *inputs: Any) -> None:
-    """Refuse an operation whose result may be as long as the product of its inputs' sizes."""
-    if name in ("format", "format_map") and _WIDE_FIELD.search(str(inputs[0])):
-        raise ChatTemplateError("The chat template formats with a field of over 9,999 characters.")
-    if math.prod(max(1, _extent(value)) for value in inputs) > MAX_UNITS:
+    """Refuse a result as long as the product of the inputs, of which an integer is a width."""
+    sizes = (abs(value) if isinstance(value, int) else _extent(value) for value in inputs)
+    if math.prod(max(1, size) for size in sizes) > MAX_UNITS:
         raise ChatTemplateError(f"The chat template makes too much text in one {name!r}.")
+
+
+def _check_format(name: str, template: str, *inputs: Any) -> None:
+    """Refuse wide fields, and more text than a rendering may make."""
+    if name == "%":
+        is_wide = _WIDE_PERCENT.search(template.replace("%%", "")) is not None
+    else:
+        specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(template)]
+        is_wide = any(_WIDE_BRACES.search(spec) for spec in specs)
+    if is_wide:
+        raise ChatTemplateError(
+            "The chat template formats with a field that is wider than 9,999 characters, or as "
+            "wide as an argument says."
+        )
+    _check_product(name, template, inputs)
 
 
 def _check_int(operator: str, left: int, right: int) -> None:
@@ -263,6 +293,12 @@ def _tojson(
     )
 
 
+def _round(value: float, precision: int = 0, method: Any = "common") -> float:
+    """Round as Jinja does, which computes 10 ** precision."""
+    _check_int("**", 10, precision)
+    return do_round(value, precision, method)
+
+
 def _raise_exception(message: str) -> None:
     """Let the template refuse its messages."""
     raise ChatRequestError(f"The chat template refuses these messages: {message}")
@@ -270,5 +306,5 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     """Return the local time, as Llama 3.1's template asks for it."""
-    _check_product("format", pattern)
+    _check_format("%", pattern)
     return datetime.now().strftime(pattern)

@@ -184,12 +184,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
         raise TokenizerError(f"{path} is damaged: {error}.") from error
     if not isinstance(values, dict):
         raise TokenizerError(f"{path} must hold a JSON object, not {type(values).__name__}.")
     return values
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} is damaged or cannot be read: {error}.") from error
 
 
 def _named_id(
@@ -211,21 +218,25 @@ def _surrounding(backend: tokenizers.Tokenizer, token_id: int | None) -> tuple[s
     return (token, token_id) if token is not None and token_id is not None else None
 
 
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+def _as_ids(value: Any) -> list[int]:
+    """Return the ids of a configuration's value: none, one or several."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token_id) is not int for token_id in ids):
+        raise TokenizerError(f"The model's configuration gives {value!r} as a token id.")
+    return ids
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template: chat_template.jinja, else the configuration's."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _read_text(file)
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        if "default" not in named:
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+        if template is None:
             raise TokenizerError(f"{directory}: none of the chat templates is named 'default'.")
-        template = named["default"]
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"{directory}: the chat template is no text.")
     return template

@@ -2,6 +2,8 @@
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -34,22 +36,32 @@ def convert(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
-    destination = Path(destination)
+    destination = Path(destination).resolve()
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists and is not an empty directory")
     location = resolve_model(source)
     tensors = open_source(location)
     check_complete(tensors, expected_tensors(tensors.config))
-    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with _atomic_directory(destination) as work:
+            _write(location, tensors, work, format, dtype)
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be written: {error.strerror}") from error
+    return destination
+
+
+@contextmanager
+def _atomic_directory(destination: Path) -> Iterator[Path]:
+    """A sibling to write into; it becomes `destination` at the end, or vanishes on an error."""
     work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
+        yield work
         work.chmod(0o755)  # mkdtemp makes it private; the result is an ordinary directory
-        _write(location, tensors, work, format, dtype)
         work.replace(destination)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    return destination
 
 
 def _write(

@@ -119,11 +119,11 @@ def _dequantise(data: np.ndarray, stored: GgufTensor, index: tuple[Any, ...]) ->
     block_size, block_bytes = GGML_QUANT_SIZES[stored.kind]
     first, last = columns.start // block_size, -(-columns.stop // block_size)
     blocks = data.reshape(*stored.shape[:-1], -1, block_bytes)[(*rows, slice(first, last))]
-    packed = np.ascontiguousarray(blocks).reshape(*blocks.shape[:-2], -1)
     start, width = columns.start - first * block_size, columns.stop - columns.start
-    if not packed.size:
-        return np.zeros((*packed.shape[:-1], width), np.float32)
-    values = gguf.dequantize(packed, stored.kind)
+    if not blocks.size:
+        return np.zeros((*blocks.shape[:-2], width), np.float32)
+    values = gguf.dequantize(np.ascontiguousarray(blocks).reshape(len(blocks), -1), stored.kind)
+    values = values.reshape(*blocks.shape[:-2], -1)
     return np.ascontiguousarray(values[..., start : start + width])
 
 

@@ -33,6 +33,8 @@ _SCALARS = {  # value type: struct code
 }
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+_LEAST_TENSOR_BYTES = 32  # an empty name, one dimension
+_LEAST_VALUE_BYTES = 13  # an empty key, one byte
 
 
 class GgufTensor(NamedTuple):
@@ -126,6 +128,11 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     if version not in _VERSIONS:
         raise _Malformed(f"expected GGUF version 2 or 3 (little endian), found {version}")
     num_tensors, num_values = cursor.numbers("Q", 2, "counts")
+    if num_tensors * _LEAST_TENSOR_BYTES + num_values * _LEAST_VALUE_BYTES > len(cursor.data):
+        raise _Malformed(
+            f"header says {num_tensors} tensors and {num_values} metadata keys, too many for "
+            f"{len(cursor.data)} bytes; it was truncated or a count is wrong"
+        )
     metadata: dict[str, Any] = {}
     for number in range(num_values):
         key = cursor.string(f"key {number + 1} of {num_values}")

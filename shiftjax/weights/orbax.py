@@ -8,11 +8,13 @@ DIRECTORY/orbax/            the Orbax checkpoint: one flat dict, name -> array
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore as ts
 
+from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import read_config, to_json
 from shiftjax.weights.huggingface import cast_chunks, cast_info
 from shiftjax.weights.source import DTYPES, CheckpointError, TensorInfo, TensorSource, bounds
@@ -40,11 +42,10 @@ class OrbaxSource:
         """See `TensorSource.read`; a damaged chunk raises CheckpointError."""
         info = self.tensors[name]
         index = bounds(info, index)
-        base = {"driver": "file", "path": f"{self._path / _STATE}/"}
         spec = {
             "driver": "zarr3",
             "fill_missing_data_reads": False,  # a lost chunk is an error, never zeros
-            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
+            "kvstore": {**_storage(self._path), "path": f"{name}/"},
         }
         try:
             array = ts.open(spec, read=True, open=True).result()
@@ -56,16 +57,24 @@ class OrbaxSource:
             ) from error
 
 
+def _storage(path: Path) -> dict[str, Any]:
+    """TensorStore's name of the key-value store in which Orbax keeps the arrays."""
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path / _STATE}/"}}
+
+
 def _read_metadata(path: Path) -> dict[str, TensorInfo]:
     if not (path / "_CHECKPOINT_METADATA").is_file():
         raise CheckpointError(f"{path}: expected a finished Orbax checkpoint, found none")
+    read_json(path / "_CHECKPOINT_METADATA")  # Orbax would ignore that it is damaged
     try:
+        # A damaged manifest fails here once, and not in one of Orbax's threads per tensor.
+        ts.KvStore.open(_storage(path)).result().read("manifest").result()
         entries = ocp.metadata(str(path)).metadata
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{path}: its Orbax metadata cannot be read: {reason}") from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: expected one flat dict of arrays")
+    if not isinstance(entries, dict):  # also where Orbax logged an error and returned None
+        raise CheckpointError(f"{path}: its Orbax metadata names no flat dict of arrays")
     tensors, problems = {}, []
     for name, entry in entries.items():
         dtype, shape = getattr(entry, "dtype", None), getattr(entry, "shape", None)

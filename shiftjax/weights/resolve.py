@@ -1,6 +1,7 @@
 """From the name of a model to where it is, and from there to its tensors."""
 
 import difflib
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +50,7 @@ def resolve_model(name: str) -> ModelLocation:
     if name.startswith(_RANDOM):
         return _resolve_random(name)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and os.path.exists(path):  # unlike Path.exists, false for a name that is too long
         return _resolve_path(path, path.resolve().name)
     if name in _ALIASES:
         return _resolve_alias(name)

@@ -34,6 +34,7 @@ class AuditedRunner(EchoRunner):
         self.config = config
         self.faults: dict[int, str] = {}  # number of the run -> "run" or "fetch"
         self.poisoned: set[str] = set()  # requests whose rows are not finite
+        self.poisoned_index: int | None = None  # only this continuation of them; None: all
         self.plans: list[StepPlan] = []
         self.failed_requests: set[str] = set()
         self.num_resets = 0
@@ -49,7 +50,8 @@ class AuditedRunner(EchoRunner):
         output = super().run(plan, mode, previous_handle)
         row = 0
         for item in plan.scheduled:
-            if item.sequence.request.request_id in self.poisoned:
+            is_hit = self.poisoned_index in (None, item.sequence.index)
+            if is_hit and item.sequence.request.request_id in self.poisoned:
                 output.is_finite[row : row + item.num_rows] = False
             row += item.num_rows
         return StepFault("fetch") if fault == "fetch" else output

@@ -86,7 +86,7 @@ def test_a_full_group_leaves_requests_in_front_where_another_can_take_them():
         engine.add_request(make_request(str(number), [1], float(number), max_tokens=4))
     engine.step(0.0)
     assert [len(group.scheduler.requests) for group in engine.groups] == [2, 2]
-    assert engine.stats().num_waiting == 2
+    assert (engine.stats().num_waiting, engine.stats().num_waiting_tokens) == (2, 2)
     engine.abort("0")
     engine.abort("2")
     engine.step(1.0)
@@ -203,3 +203,57 @@ def test_an_output_that_does_not_fit_the_plan_is_a_failed_step(missing, monkeypa
     run_to_end(engine, listener)
     assert listener.outcomes["a", 0].last.finish_reason == "error"
     assert "ValueError" in listener.outcomes["a", 0].last.error
+
+
+def test_a_non_finite_row_ends_every_continuation_of_its_request():
+    engine = make_engine()
+    runner_of(engine).poisoned, runner_of(engine).poisoned_index = {"a"}, 1
+    requests = make_request("a", [1] * 9, n=3, max_tokens=20), make_request("b", [2], max_tokens=20)
+    outcomes = generate(engine, *requests)
+    assert [outcomes["a", n].last.finish_reason for n in range(3)] == ["error"] * 3
+    assert 0 < len(outcomes["a", 0].token_ids) < 20
+    assert outcomes["b", 0].token_ids == reference(engine, requests[1], 1, 0)[0]
+
+
+@pytest.mark.parametrize("row", [0, 2, 3])
+def test_any_non_finite_row_of_a_prompt_is_seen(row, monkeypatch):
+    engine, listener = make_engine(), Listener()
+    runner = runner_of(engine)
+
+    def poisoned(handle):
+        handle.is_finite[row] = False
+        return handle
+
+    monkeypatch.setattr(runner, "fetch", poisoned)
+    engine.add_request(make_request("a", [1, 2, 3, 4], prompt_logprobs=0))
+    run_to_end(engine, listener)
+    assert listener.outcomes["a", 0].last.finish_reason == "error"
+    assert "finite" in listener.outcomes["a", 0].last.error
+
+
+def test_flushing_the_prefix_cache_leaves_running_requests_alone():
+    engine, listener = make_engine(), Listener()
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    request = make_request("a", prompt, max_tokens=9)
+    engine.add_request(request)
+    for step in range(3):
+        listener.hear(engine.step(float(step)))
+    engine.flush_prefix_cache()
+    engine.check()
+    run_to_end(engine, listener)
+    assert listener.outcomes["a", 0].token_ids == reference(engine, request, 0, 0)[0]
+    (outcome,) = generate(engine, make_request("b", prompt, max_tokens=1)).values()
+    assert outcome.last.metrics.num_cached_tokens == 0
+
+
+def test_aborted_requests_leave_the_queue():
+    engine = make_engine(max_num_seqs=1)
+    for number in range(9):
+        engine.add_request(make_request(str(number), [1], float(number), max_tokens=2))
+    for number in range(0, 9, 2):
+        (event,) = engine.abort(str(number))
+        assert (event.finish_reason, event.is_last) == ("abort", True)
+        assert event.metrics.queue_seconds is None
+    listener = Listener()
+    run_to_end(engine, listener)
+    assert listener.ended == {"1", "3", "5", "7"}

@@ -39,16 +39,17 @@ def prompts(draw):
 
 
 @st.composite
-def engines(draw):
+def engines(draw, tightness=4, least_seqs=1):
+    """`tightness`: the pool holds at most that many halves of the longest sequence."""
     block_size = draw(st.sampled_from([1, 2, 4]))
     longest = -(-MAX_MODEL_LEN // block_size)
-    max_num_seqs = draw(st.integers(1, 6))
+    max_num_seqs = draw(st.integers(least_seqs, 6))
     preemption = draw(st.sampled_from(["recompute", "swap"]))
     return make_engine(
         dp=draw(st.integers(1, 3)),
         overlap=draw(st.booleans()),
         block_size=block_size,
-        num_blocks=1 + draw(st.integers(longest // 2, 2 * longest)),
+        num_blocks=1 + draw(st.integers(longest // 2, tightness * longest // 2)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 40)),
         eos_token_ids=draw(st.sampled_from([(), (0,)])),
@@ -89,9 +90,9 @@ class Client:
 
 
 @st.composite
-def traffic(draw, most=10):
+def traffic(draw, least=1, most=10):
     clients = []
-    for number in range(draw(st.integers(1, most))):
+    for number in range(draw(st.integers(least, most))):
         fields = draw(sampling_fields())
         prompt = draw(prompts())
         longest = MAX_MODEL_LEN // 2 if fields["max_tokens"] is None else 30
@@ -190,6 +191,16 @@ def test_any_schedule_gives_the_reference_tokens(engine, clients):
     steps = sum(len(runner_of(engine, group).plans) for group in range(len(engine.groups)))
     assert sum(stats.steps_by_mode.values()) == steps
     assert stats.num_failed_steps == 0
+
+
+@settings(FAST, max_examples=150)
+@given(engines(tightness=2, least_seqs=3), traffic(least=8, most=12))
+def test_crowds_in_a_small_pool_get_the_reference_tokens(engine, clients):
+    accepted, listener = play(engine, clients)
+    check_tokens(engine, accepted, listener, errors=set())
+    stats = engine.stats()
+    for kind, number in stats.num_preemptions.items():
+        event(f"{kind}: {number > 0}")
 
 
 @settings(FAST, max_examples=120)

@@ -152,6 +152,7 @@ def test_siblings_share_the_full_blocks_of_the_prompt(prefix_caching):
     assert shapes(engine)[0] == [("a", 0, 10, 1)]
     assert shapes(engine)[1] == [("a", 10, 1, 1), ("a", 8, 2, 1), ("a", 8, 2, 1)]
     run_to_end(engine, listener)
+    assert bool(engine.groups[0].scheduler.tables.device.num_cached_blocks) == prefix_caching
     outputs = [listener.outcomes["a", index].token_ids for index in range(3)]
     assert outputs == [reference(engine, request, 0, index)[0] for index in range(3)]
     assert len({tuple(output) for output in outputs}) == 3
@@ -199,6 +200,49 @@ def test_the_youngest_is_preempted_and_loses_nothing(preemption, overlap):
     moved = [pair for plan in plans for pair in plan.offloads]
     assert bool(moved) == (preemption == "swap") == (computed == 2 * 23)
     assert len(moved) == sum(len(plan.restores) for plan in plans)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_prompt_logprobs_survive_a_preemption_halfway(overlap):
+    engine = make_engine(
+        num_blocks=19, block_size=1, max_num_seqs=2, overlap=overlap, prefix_caching=False,
+        watermark=0.0,
+    )  # fmt: skip
+    prompt = list(range(12))
+    grows = make_request("grows", [1] * 4, max_tokens=12)
+    scored = make_request("scored", prompt, 1.0, prompt_logprobs=1, max_tokens=2)
+    outcome = generate(engine, grows, scored)["scored", 0]
+    assert outcome.last.metrics.num_preemptions == 1
+    (entries,) = [e.prompt_logprobs for e in outcome.events if e.prompt_logprobs]
+    assert [entry.token_id for entry in entries[1:]] == prompt[1:]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_what_is_computed_again_is_cached_again(preemption):
+    engine = make_engine(
+        num_blocks=9, overlap=False, watermark=0.0, preemption=preemption,
+        num_host_blocks=9 if preemption == "swap" else 0,
+    )  # fmt: skip
+    requests = [make_request(name, [n] * 8, float(n), max_tokens=16) for n, name in enumerate("ab")]
+    last = generate(engine, *requests)["b", 0]
+    assert last.last.metrics.num_preemptions == 1
+    (outcome,) = generate(
+        engine, make_request("c", [1] * 8 + last.token_ids, max_tokens=1)
+    ).values()
+    assert outcome.last.metrics.num_cached_tokens == 20
+
+
+def test_blocks_that_are_still_cached_are_not_restored():
+    engine = make_engine(
+        num_blocks=9, overlap=False, watermark=0.0, preemption="swap", num_host_blocks=9
+    )
+    prompt = [1] * 8
+    generate(
+        engine, *(make_request(n, prompt, float(i), max_tokens=16) for i, n in enumerate("ab"))
+    )
+    plans = runner_of(engine).plans
+    num_restored = sum(len(plan.restores) for plan in plans)
+    assert 0 < num_restored < sum(len(plan.offloads) for plan in plans)
 
 
 def test_without_host_room_swap_falls_back_to_recompute():

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from tests.oracle.numpy_llama import forward, greedy, load_checkpoint, random_checkpoint
+from oracle.numpy_llama import forward, greedy, load_checkpoint, random_checkpoint
 
 PARITY = Path(__file__).parent.parent / "data" / "parity"
 NAMES = sorted(path.parent.name for path in PARITY.glob("*/expected.npz"))

@@ -1,0 +1,98 @@
+"""What this machine can do and whether it is busy: for benchmarks that report a percentage.
+
+Three numbers bound a CPU engine: how fast weights stream from memory, how fast bfloat16 matrices
+multiply, and how many cores something else is using.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+STREAM_BYTES = 512 << 20  # far beyond any cache
+GEMM_SHAPES = ((128, 2048, 2048), (512, 2048, 2048), (512, 576, 1536))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The best rates seen on this machine; no engine should beat them."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def best_seconds(action: Callable[[], object], repeats: int) -> float:
+    """The shortest of `repeats` runs: other load only ever adds time."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def measure_bandwidth(repeats: int = 5) -> float:
+    """Bytes per second that all cores move together: the better of reading and of copying."""
+    num_threads = os.cpu_count() or 1
+    source = np.array_split(np.ones(STREAM_BYTES // 8, np.int64), num_threads)
+    target = [np.empty_like(part) for part in source]
+    with ThreadPoolExecutor(num_threads) as pool:
+        read = best_seconds(lambda: list(pool.map(np.bitwise_or.reduce, source)), repeats)
+        copy = best_seconds(lambda: list(pool.map(np.copyto, target, source)), repeats)
+    return max(STREAM_BYTES / read, 2 * STREAM_BYTES / copy)
+
+
+def measure_gemm(repeats: int = 20) -> float:
+    """Floating point operations per second of the best bfloat16 GEMM, by XLA."""
+    import jax
+    import jax.numpy as jnp
+
+    multiply, best = jax.jit(jnp.matmul), 0.0
+    for rows, inner, columns in GEMM_SHAPES:
+        left, right = (
+            jnp.ones((rows, inner), jnp.bfloat16),
+            jnp.ones((inner, columns), jnp.bfloat16),
+        )
+        multiply(left, right).block_until_ready()
+        seconds = best_seconds(lambda a=left, b=right: multiply(a, b).block_until_ready(), repeats)
+        best = max(best, 2 * rows * inner * columns / seconds)
+    return best
+
+
+def measure_ceilings() -> Ceilings:
+    """Both ceilings, in a few seconds."""
+    return Ceilings(measure_bandwidth(), measure_gemm())
+
+
+def busy_core_seconds() -> float:
+    """Core-seconds that all processes have used since the machine started (Linux)."""
+    with open("/proc/stat") as stat:
+        ticks = [int(field) for field in stat.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # less idle and iowait
+
+
+def wait_until_idle(budget_seconds: float, busy_cores: float = 0.15, window: float = 2.0) -> float:
+    """Wait until fewer than `busy_cores` are in use, within a budget; return the seconds waited."""
+    start = time.monotonic()
+    while time.monotonic() - start < budget_seconds:
+        before = busy_core_seconds()
+        time.sleep(window)
+        if (busy_core_seconds() - before) / window < busy_cores:
+            break
+    return time.monotonic() - start
+
+
+def describe_machine() -> dict:
+    """Processor, cores and system, to stand beside every number."""
+    with open("/proc/cpuinfo") as info:
+        models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,237 @@
+"""The Python API: `LLM` turns prompts into text."""
+
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from shiftjax.build import Progress, build
+from shiftjax.config import EngineConfig
+from shiftjax.engine.admission import validate_request
+from shiftjax.engine.programs import CompileCounter
+from shiftjax.engine.request import Event, Request, RequestError, SamplingParams
+from shiftjax.outputs import OutputAssembler, RequestOutput
+from shiftjax.settings import make_virtual_devices
+from shiftjax.text.chat import ChatTemplate, encode_chat
+from shiftjax.text.tokenizer import load_tokenizer
+from shiftjax.weights.resolve import open_source, resolve_model
+
+Prompt = str | Seq[int] | Mapping[str, Seq[int]]
+Messages = Seq[Mapping[str, Any]]
+DEFAULT_SAMPLING = SamplingParams(max_tokens=16)
+
+
+class LLM:
+    """A model, loaded and compiled, that answers prompts.
+
+    Keyword arguments are the settings of `shiftjax.config` by their flat names. On CPU, as many
+    virtual devices are made as `devices` or `dp * sp * tp` ask for, unless JAX already runs.
+
+        llm = LLM("smollm2-135m", sp=4, tp=2)
+        print(llm.generate("The capital of France is")[0].outputs[0].text)
+
+    Raises:
+        ConfigError: settings that cannot be used, all of them at once.
+        CheckpointError, TokenizerError: the model cannot be found or read.
+    """
+
+    def __init__(
+        self, model: str = "smollm2-135m", *, progress: Progress | None = None, **options: Any
+    ):
+        self._start(EngineConfig.from_options(model=model, **options), progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> "LLM":
+        """Build from a finished config; `progress(stage, done, total)` is called while it loads."""
+        llm = cls.__new__(cls)
+        llm._start(config, progress)
+        return llm
+
+    def _start(self, config: EngineConfig, progress: Progress | None) -> None:
+        make_virtual_devices(config)
+        location = resolve_model(config.model.model)
+        source = open_source(location, seed=config.model.seed)
+        files = config.model.tokenizer or location.path
+        self.config = config
+        self.tokenizer = load_tokenizer(files) if files else None
+        self._template: ChatTemplate | None = None
+        self._num_requests = 0
+        self._backlog: list[Event] = []
+        self._built = build(config, source, progress or _silent)
+        self.engine = self._built.engine
+        self._compiles = CompileCounter()
+        self._compiles.start()
+
+    def close(self) -> None:
+        """Stop counting compilations; the rest is freed with the object."""
+        self._compiles.stop()
+
+    # ------------------------------------------------------------------- prompts
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt and return the outputs in the order of the prompts.
+
+        A prompt is text, a list of token ids, or `{"prompt_token_ids": ids}`; `sampling_params`
+        are one for all or one for each (default: greedy is not; 16 tokens at temperature 1).
+
+        Raises:
+            RequestError: a prompt that cannot be served; none of the others has started then.
+        """
+        many = _as_list(prompts)
+        done = {i: out for i, _, out in self.stream(many, sampling_params) if out is not None}
+        return [done[index] for index in range(len(many))]
+
+    def chat(
+        self,
+        messages: Messages | Seq[Messages],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; `template` are variables of the chat template."""
+        first = messages[0] if messages else None
+        several = messages if first is not None and not isinstance(first, Mapping) else [messages]
+        prompts = [{"prompt_token_ids": self._encode_chat(each, **template)} for each in several]
+        return self.generate(prompts, sampling_params)
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[tuple[int, str, RequestOutput | None]]:
+        """Answer one conversation as `stream` does."""
+        prompt = {"prompt_token_ids": self._encode_chat(messages, **template)}
+        return self.stream([prompt], sampling_params)
+
+    def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, str, RequestOutput | None]]:
+        """Yield (index of the prompt, new text, the output once it is complete).
+
+        With `n > 1` the text of all continuations passes by; the output tells them apart.
+        Closing the generator aborts what is unfinished.
+        """
+        requests = self._requests(_as_list(prompts), sampling_params)
+        for request, _ in requests:
+            validate_request(request, self.engine.limits)
+        return self._stream(requests)
+
+    def validate(self, prompt: Prompt | Messages, sampling: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt or conversation that can be served.
+
+        Raises:
+            RequestError, ChatTemplateError, ValueError: it cannot; the message says why.
+        """
+        is_chat = not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
+        ids = self._encode_chat(prompt) if is_chat else self._encode(prompt)[1]
+        validate_request(Request("validation", ids, sampling), self.engine.limits)
+        return ids
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and what starting took."""
+        stats = self.engine.stats()
+        switches = {f"{a}->{b}": count for (a, b), count in stats.mode_switches.items()}
+        return {
+            "steps_by_mode": stats.steps_by_mode,
+            "mode_switches": switches,
+            "compiles_after_warmup": self._compiles.count,
+            "kv_usage": stats.kv_usage,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_preemptions": stats.num_preemptions,
+            "num_failed_steps": stats.num_failed_steps,
+            "prefix_query_tokens": stats.num_prefix_query_tokens,
+            "prefix_hit_tokens": stats.num_prefix_hit_tokens,
+            "mesh": self._built.mesh,
+            "load_seconds": round(self._built.load_seconds, 3),
+            "compile_seconds": round(self._built.compile_seconds, 3),
+        }
+
+    # ------------------------------------------------------------------- inside
+
+    def _requests(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+    ) -> list[tuple[Request, str | None]]:
+        """Tokenize; returns each request with its prompt's text, if it had one."""
+        sampling = sampling_params or DEFAULT_SAMPLING
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise RequestError(f"There are {len(prompts)} prompts but {len(each)} sampling_params.")
+        now, requests = time.monotonic(), []
+        for prompt, params in zip(prompts, each, strict=True):
+            text, ids = self._encode(prompt)
+            name = f"request-{self._num_requests}"
+            self._num_requests += 1
+            requests.append((Request(name, ids, params, arrival_seconds=now), text))
+        return requests
+
+    def _stream(
+        self, requests: list[tuple[Request, str | None]]
+    ) -> Iterator[tuple[int, str, RequestOutput | None]]:
+        places, assemblers = {}, {}
+        try:
+            for index, (request, text) in enumerate(requests):
+                self.engine.add_request(request)
+                places[request.request_id] = index
+                assemblers[request.request_id] = OutputAssembler(
+                    request, text, self.tokenizer, self._stopper(request.request_id)
+                )
+            while assemblers:
+                events = [*self._backlog, *self.engine.step(time.monotonic())]
+                self._backlog.clear()
+                for event in events:
+                    assembler = assemblers.get(event.request_id)
+                    if assembler is None:
+                        continue  # of an abandoned stream
+                    delta = assembler.apply(event)
+                    if event.is_last:
+                        del assemblers[event.request_id]
+                    if delta or event.is_last:
+                        output = assembler.output if event.is_last else None
+                        yield places[event.request_id], delta, output
+        finally:
+            for name in assemblers:
+                self.engine.abort(name)
+
+    def _stopper(self, request_id: str):
+        def stop(index: int) -> None:
+            self._backlog += self.engine.finish(request_id, index, "stop")
+
+        return stop
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("This model has no tokenizer: give token ids as the prompt.")
+            return prompt, self.tokenizer.encode(prompt)
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(ids, Seq) or isinstance(ids, str | bytes):
+            raise RequestError(
+                "A prompt is text, a list of token ids, or {'prompt_token_ids': [...]}."
+            )
+        return None, list(ids)
+
+    def _encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("This model has no tokenizer, and so no chat template.")
+        if self._template is None and self.tokenizer.chat_template is not None:
+            self._template = ChatTemplate(self.tokenizer.chat_template)
+        return encode_chat(self.tokenizer, messages, template=self._template, **variables)
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """Return the prompts as a list; a single one may come without."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Show nothing."""

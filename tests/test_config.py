@@ -1,0 +1,429 @@
+"""Settings: every rule, all problems at once, and where values come from."""
+
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from shiftjax.config import (
+    RULES,
+    SETTINGS,
+    CacheOptions,
+    EngineConfig,
+    ParallelOptions,
+    SchedulerOptions,
+    base_rule,
+    check_model,
+    choose_degrees,
+    rule_problems,
+)
+from shiftjax.models.config import ModelConfig
+from shiftjax.options import ConfigError
+from shiftjax.settings import (
+    MAX_FILE_BYTES,
+    compile_cache_dir,
+    dump_yaml,
+    make_virtual_devices,
+    read_config_file,
+    resolve,
+)
+
+MODEL = ModelConfig("tiny", "llama", 1000, 576, 1536, 30, 9, 3, 64, 8192)
+
+
+def problems_of(**options):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(**options)
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return list(caught.value.problems)
+
+
+def yaml_problems(text, **flags):
+    with pytest.raises(ConfigError) as caught:
+        resolve(flags, {}, text, "c.yaml")
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return list(caught.value.problems)
+
+
+# ---------------------------------------------------------------- single values
+
+
+def test_defaults_are_valid_and_frozen():
+    config = EngineConfig()
+    assert config == EngineConfig.from_options()
+    assert config.model.model == "smollm2-135m"
+    with pytest.raises(FrozenInstanceError):
+        config.parallel.tp = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fragment"),
+    [
+        ("model", "", "must not be empty"),
+        ("model", None, "must be text, got None"),
+        ("model", 7, "must be text, got 7"),
+        ("tokenizer", "  ", "must not be empty"),
+        ("dtype", "float64", "must be one of auto, float32, bfloat16, float16, got 'float64'"),
+        ("dtype", 16, "must be one of auto"),
+        ("max_model_len", 0, "must be at least 1, got 0"),
+        ("max_model_len", 2**40, "must be at most"),
+        ("seed", -1, "must be at least 0"),
+        ("seed", 2**32, "must be at most"),
+        ("sp", True, "must be a whole number, got True"),
+        ("sp", 2.0, "must be a whole number, got 2.0"),
+        ("tp", 0, "must be at least 1"),
+        ("tp", -4, "must be at least 1"),
+        ("tp", "2", "must be a whole number, got '2'"),
+        ("pp", 2, "pipeline parallelism is not available in this version"),
+        ("pp", 0, "pipeline parallelism is not available in this version"),
+        ("dp", 0, "must be at least 1"),
+        ("devices", 0, "must be at least 1"),
+        ("devices", 10**30, "must be at most 1024, got a number of 100 bits"),
+        ("weights", "copy", "must be one of alias, slice, replicate"),
+        ("block_size", 0, "must be"),
+        ("block_size", 24, "must be a power of two, got 24"),
+        ("block_size", 1024, "must be at most 512"),
+        ("num_blocks", 1, "must be at least 2"),
+        ("memory_fraction", float("nan"), "must be a finite number, got nan"),
+        ("memory_fraction", float("inf"), "must be a finite number, got inf"),
+        ("memory_fraction", 0, "must be at least 0.05"),
+        ("memory_fraction", 1.01, "must be at most 1.0"),
+        ("memory_fraction", True, "must be a number, got True"),
+        ("kv_cache_dtype", "int8", "must be one of auto"),
+        ("prefix_caching", 1, "must be true or false, got 1"),
+        ("prefix_caching", "yes", "must be true or false, got 'yes'"),
+        ("preemption", "drop", "must be one of recompute, swap"),
+        ("num_host_blocks", -1, "must be at least 0"),
+        ("max_num_seqs", 0, "must be at least 1"),
+        ("max_num_batched_tokens", 0, "must be at least 1"),
+        ("policy", "cost", "the cost policy is not available in this version"),
+        ("policy", "fastest", "must be one of threshold, base, shift"),
+        ("shift_threshold", -1, "must be at least 0"),
+        ("overlap", None, "must be true or false"),
+        ("cache_dir", None, "must be text"),
+        ("token_buckets", [], "must be positive and increasing"),
+        ("token_buckets", [0, 1024], "must be positive and increasing"),
+        ("token_buckets", [64, 64, 1024], "must be positive and increasing"),
+        ("token_buckets", [64, "x"], "must be a list of whole numbers"),
+        ("token_buckets", [64, True], "must be a list of whole numbers"),
+        ("token_buckets", 64, "must be a list of whole numbers, got 64"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_it(option, value, fragment):
+    problems = problems_of(**{option: value})
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{option}: ")
+    assert fragment in problems[0]
+
+
+def test_every_setting_has_help_flags_and_bounds():
+    for setting in SETTINGS.values():
+        assert setting.help, setting.name
+        assert all(flag.startswith("--") for flag in setting.flags)
+        if setting.kind in (int, float):
+            assert (setting.low is not None and setting.high is not None) or setting.check
+    flags = [flag for setting in SETTINGS.values() for flag in setting.flags]
+    assert len(flags) == len(set(flags))
+
+
+def test_all_problems_come_at_once():
+    problems = problems_of(tpp=2, sp=True, pp=2, policy="cost", block_size=3, weights=3, dp=0)
+    assert [problem.split(":")[0] for problem in problems] == [
+        "unknown option 'tpp'; did you mean tp?",
+        *("sp", "pp", "dp", "weights", "block_size", "policy"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_model_length", "max_model_len"), ("tensor_parallel", None), ("Policy", "policy")],
+)
+def test_an_unknown_name_gets_a_suggestion(name, meant):
+    (problem,) = problems_of(**{name: 1})
+    assert problem.startswith(f"unknown option '{name}'")
+    assert (f"did you mean {meant}?" in problem) == (meant is not None)
+
+
+def test_a_part_with_a_bad_value_cannot_become_a_config():
+    with pytest.raises(ConfigError, match="sp: must be at least 1"):
+        EngineConfig(parallel=ParallelOptions(sp=0))
+
+
+# ---------------------------------------------------------------- rules between values
+
+BROKEN_RULES = [
+    ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens = 32 is less"),
+    ({"devices": 8, "sp": 2, "tp": 2}, "dp 1 * sp 2 * tp 2 = 4 devices, but devices = 8"),
+    ({"devices": 8, "sp": 4, "tp": 2, "dp": 2}, "dp 2 * sp 4 * tp 2 = 16 devices"),
+    ({"devices": 8, "sp": 3}, "devices = 8 is no multiple of dp 1 * sp 3 = 3"),
+    ({"devices": 8, "dp": 3}, "devices = 8 is no multiple of dp 3 = 3"),
+    ({"policy": "base", "shift_threshold": 64}, "shift_threshold = 64 has no meaning"),
+    ({"preemption": "swap"}, "preemption = swap needs num_host_blocks of at least 2, got 0"),
+    ({"preemption": "swap", "num_host_blocks": 1}, "at least 2, got 1"),
+    ({"num_host_blocks": 8}, "num_host_blocks = 8 is used by preemption = swap only"),
+    ({"num_blocks": 5, "max_model_len": 65}, "hold 64 tokens (block 0 is reserved), less than"),
+    ({"token_buckets": [64, 512]}, "token_buckets end at 512, but a step may have"),
+]
+
+
+@pytest.mark.parametrize(("options", "fragment"), BROKEN_RULES)
+def test_options_that_contradict_each_other_are_one_line(options, fragment):
+    (problem,) = problems_of(**options)
+    assert fragment in problem
+
+
+def test_every_rule_is_tried_above():
+    seen = set()
+    for options, _ in BROKEN_RULES:
+        defaults = {name: setting.default for name, setting in SETTINGS.items()}
+        (problem,) = rule_problems(defaults | options)
+        for rule in RULES:
+            names = rule.__code__.co_varnames[: rule.__code__.co_argcount]
+            if rule(**{name: (defaults | options)[name] for name in names}) == problem:
+                seen.add(rule)
+    assert seen == set(RULES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": 8, "sp": 4, "tp": 2},
+        {"devices": 8, "tp": 2, "dp": 2},
+        {"max_num_seqs": 32, "max_num_batched_tokens": 32},
+        {"num_blocks": 5, "max_model_len": 64},
+        {"preemption": "swap", "num_host_blocks": 2},
+        {"token_buckets": [8, 64, 1024]},
+        {"memory_fraction": 1},
+        {"shift_threshold": 0},
+    ],
+)
+def test_options_at_their_bounds_are_accepted(options):
+    EngineConfig.from_options(**options)
+
+
+def test_a_rule_is_not_applied_to_a_broken_value():
+    assert problems_of(devices="8", sp=3, tp=3) == ["devices: must be a whole number, got '8'"]
+
+
+def test_the_default_threshold_leaves_room_for_both_modes():
+    assert SchedulerOptions().threshold_tokens == 256
+    assert SchedulerOptions(max_num_batched_tokens=100).threshold_tokens == 50
+    assert SchedulerOptions(shift_threshold=0).threshold_tokens == 0
+
+
+# ---------------------------------------------------------------- model and devices
+
+
+@pytest.mark.parametrize(
+    ("options", "num_devices", "fragments"),
+    [
+        ({"sp": 4, "tp": 2}, 8, []),
+        ({"max_model_len": 8192}, 1, []),
+        ({"max_model_len": 8193}, 1, ["max_model_len = 8193 is beyond tiny's 8192 positions"]),
+        ({"sp": 4, "tp": 2}, 4, ["8 devices are asked for, but this machine has 4"]),
+        ({"tp": 2, "dp": 4}, 4, ["8 devices are asked for, but this machine has 4"]),
+        ({"devices": 9}, 8, ["9 devices are asked for, but this machine has 8"]),
+        ({"tp": 16}, 16, ["sp * tp = 16 is more than tiny's 9 query heads"]),
+        ({"devices": 16}, 16, ["sp * tp = 16 is more than tiny's 9 query heads"]),
+        ({"tp": 10, "max_model_len": 9000}, 9, ["positions", "10 devices", "query heads"]),
+    ],
+)
+def test_what_the_model_and_the_machine_refuse(options, num_devices, fragments):
+    problems = check_model(EngineConfig.from_options(**options), MODEL, num_devices)
+    assert len(problems) == len(fragments)
+    for problem, fragment in zip(problems, fragments, strict=True):
+        assert fragment in problem
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("weight_gib", "num_devices", "expected"),
+    [(1, 8, (8, 1)), (48, 8, (8, 1)), (49, 8, (4, 2)), (140, 8, (2, 4)), (70, 6, (3, 2))],
+)
+def test_the_base_is_the_least_tp_that_fits(weight_gib, num_devices, expected):
+    assert base_rule(weight_gib * GIB, 80 * GIB, num_devices) == expected
+
+
+def test_tp_is_a_divisor_even_where_a_smaller_number_would_fit():
+    assert base_rule(150 * GIB, 80 * GIB, 6) == (1, 6)  # 4 would be enough
+
+
+def test_weights_that_fit_nowhere_are_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"400\.0 GiB.*8 devices offer 48\.0 GiB"):
+        base_rule(400 * GIB, 80 * GIB, 8)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_devices", "expected"),
+    [
+        (ParallelOptions(), 8, (8, 1)),
+        (ParallelOptions(), 16, (8, 1)),  # 9 heads: a group of 8 of the 16 devices
+        (ParallelOptions(dp=2), 8, (4, 1)),
+        (ParallelOptions(devices=4), 8, (4, 1)),
+        (ParallelOptions(sp=2), 8, (2, 4)),
+        (ParallelOptions(sp=2), 9, (2, 4)),
+        (ParallelOptions(tp=8), 8, (1, 8)),
+        (ParallelOptions(tp=2, dp=2), 8, (2, 2)),
+        (ParallelOptions(sp=1, tp=2), 8, (1, 2)),
+    ],
+)
+def test_degrees_that_are_left_open_use_the_devices(parallel, num_devices, expected):
+    assert choose_degrees(parallel, MODEL, num_devices, GIB, 80 * GIB) == expected
+
+
+# ---------------------------------------------------------------- sources
+
+
+def test_flags_win_over_environment_over_file_over_defaults():
+    yaml_text = "tp: 2\nmax_num_seqs: 8\nseed: 3\n"
+    environ = {"SHIFTJAX_MAX_NUM_SEQS": "16", "SHIFTJAX_SEED": "4", "HOME": "/root"}
+    config = resolve({"seed": "5"}, environ, yaml_text)
+    assert (config.parallel.tp, config.scheduler.max_num_seqs, config.model.seed) == (2, 16, 5)
+    assert config.cache == CacheOptions()
+
+
+def test_text_is_read_by_the_type_of_the_setting():
+    flags = {"prefix_caching": "False", "memory_fraction": "0.5", "token_buckets": "16,1024"}
+    environ = {"SHIFTJAX_OVERLAP": "0", "SHIFTJAX_MODEL": "123"}
+    config = resolve(flags, environ)
+    assert config.cache == CacheOptions(prefix_caching=False, memory_fraction=0.5)
+    assert config.compile.token_buckets == (16, 1024)
+    assert (config.scheduler.overlap, config.model.model) == (False, "123")
+
+
+def test_auto_takes_back_what_a_file_says():
+    assert resolve({"tp": "auto"}, {}, "tp: 2").parallel.tp is None
+
+
+def test_problems_of_all_sources_come_at_once_and_say_where():
+    environ = {"SHIFTJAX_SP": "", "SHIFTJAX_MAX_NUM_SEQ": "4", "SHIFTJAX_BLOCK_SIZE": "3"}
+    with pytest.raises(ConfigError) as caught:
+        resolve({"tp": "two", "policy": "cost", "sp": "2"}, environ, "dp: -1\ntpp: 2", "c.yaml")
+    assert list(caught.value.problems) == [
+        "c.yaml, line 2: unknown option 'tpp'; did you mean tp?",
+        "SHIFTJAX_MAX_NUM_SEQ: unknown setting 'MAX_NUM_SEQ'; did you mean MAX_NUM_SEQS?",
+        "c.yaml, line 1: dp: must be at least 1, got -1",
+        "SHIFTJAX_SP: must be a whole number, got ''",
+        "SHIFTJAX_BLOCK_SIZE: must be a power of two, got 3",
+        "--tensor-parallel-size/--tp: must be a whole number, got 'two'",
+        "--policy: the cost policy is not available in this version; use threshold, base or shift",
+    ]
+
+
+def test_what_kubernetes_puts_into_the_environment_is_no_setting():
+    links = ("PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_80_TCP_ADDR")
+    assert resolve({}, {f"SHIFTJAX_{link}": "tcp://10.0.0.1:80" for link in links})
+
+
+def test_rules_hold_across_sources():
+    with pytest.raises(ConfigError, match="4 devices, but devices = 8"):
+        resolve({"devices": "8"}, {"SHIFTJAX_SP": "2"}, "tp: 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tp: 2\ntp: 4", "c.yaml, line 2: tp is already set in line 1"),
+        ("tp: '2'", "c.yaml, line 1: tp: must be a whole number, got '2'"),
+        ("tp: [2]", "c.yaml, line 1: tp: must be a whole number, got [2]"),
+        ("tp: {a: 1}", "c.yaml, line 1: tp: must be a whole number, got a dict"),
+        ("model: no", "c.yaml, line 1: model: must be text, got False"),
+        ("seed: 2020-13-45", "c.yaml, line 1: seed: not a plain YAML value"),
+        ("memory_fraction: .nan", "c.yaml, line 1: memory_fraction: must be a finite number"),
+        ("\n\n\tp: 2", "c.yaml, line 3: a tab where YAML wants spaces"),
+        ("tp: 2\n  sp: 3", "c.yaml, line 2: mapping values are not allowed here"),
+        ("tp: [2", "c.yaml, line 1: expected ',' or ']', but got '<stream end>'"),
+        ("- tp", "c.yaml: must map setting names to values"),
+        ("just text", "c.yaml: must map setting names to values"),
+        ("tp: 1\n---\ntp: 2", "c.yaml, line 2: but found another document"),
+        ("tp: \x00", "c.yaml: special characters are not allowed"),
+        ("[a]: 1", "c.yaml, line 1: a setting's name must be plain text"),
+        ("model: !!python/object/apply:os.getcwd []", "c.yaml, line 1: model: not a plain YAML"),
+        ("token_buckets: &a [*a]", "c.yaml, line 1: token_buckets: not a plain YAML value"),
+        ("seed: 0x" + "f" * 5000, "c.yaml, line 1: seed: must be at most 4294967295, got a number"),
+        ("tp: " + "[" * 5000, "c.yaml: nested too deeply"),
+        ("".join(f"k{i}: 1\n" for i in range(1000)), "c.yaml: 1000 entries, but there are only"),
+        ("#" * (MAX_FILE_BYTES + 1), "c.yaml: larger than 1 MB"),
+    ],
+)
+def test_a_corrupt_file_is_one_line_with_its_place(text, expected):
+    (problem,) = yaml_problems(text)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "tp: null\n"])
+def test_an_empty_file_is_the_defaults(text):
+    assert resolve({}, {}, text) == EngineConfig()
+
+
+def test_a_printed_config_gives_the_same_config_again():
+    options = {"sp": 4, "tp": 2, "model": "off", "token_buckets": [16, 1024], "cache_dir": "none"}
+    config = EngineConfig.from_options(**options, memory_fraction=0.123, prefix_caching=False)
+    text = dump_yaml(config)
+    assert resolve({}, {}, text) == config
+    assert all(f"\n{name}:" in text for name in SETTINGS)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    large, latin = tmp_path / "large.yaml", tmp_path / "latin.yaml"
+    large.write_bytes(b"#" * (10 << 20))
+    latin.write_bytes(b"model: \xff")
+    cases = {
+        large: "larger than 1 MB",
+        latin: "not UTF-8",
+        tmp_path / "absent.yaml": "No such file",
+        tmp_path: "Is a directory",
+    }
+    for path, fragment in cases.items():
+        with pytest.raises(ConfigError, match=fragment):
+            read_config_file(path)
+
+
+# ---------------------------------------------------------------- surroundings
+
+
+def test_the_compilation_cache_is_private(tmp_path):
+    path = compile_cache_dir(EngineConfig(), {"XDG_CACHE_HOME": str(tmp_path / "x")})
+    assert path == tmp_path / "x" / "shiftjax" / "compiled"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert compile_cache_dir(EngineConfig.from_options(cache_dir="none"), {}) is None
+
+
+def test_a_compilation_cache_that_others_can_write_is_refused(tmp_path):
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(ConfigError, match="can be written by others"):
+        compile_cache_dir(EngineConfig.from_options(cache_dir=str(tmp_path)), {})
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        compile_cache_dir(EngineConfig.from_options(cache_dir=str(file / "x")), {})
+
+
+COUNT = "--xla_force_host_platform_device_count="
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after"),
+    [
+        ({"devices": 8}, "", COUNT + "8"),
+        ({"devices": 8}, f"--a=1 {COUNT}4", f"--a=1 {COUNT}8"),
+        ({"sp": 4, "tp": 2}, "--a=1", f"--a=1 {COUNT}8"),
+        ({"sp": 4, "tp": 2}, COUNT + "9", COUNT + "9"),
+        ({"tp": 1}, "--a=1", "--a=1"),
+        ({"devices": 1}, COUNT + "9", COUNT + "9"),
+    ],
+)
+def test_virtual_devices_are_asked_of_xla(options, before, after):
+    environ = {"XLA_FLAGS": before}
+    make_virtual_devices(EngineConfig.from_options(**options), environ)
+    assert environ["XLA_FLAGS"] == after
+
+
+def test_the_config_needs_no_jax():
+    code = "import sys, shiftjax, shiftjax.settings; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

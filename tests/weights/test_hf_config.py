@@ -1,0 +1,205 @@
+"""config.json: what transformers writes is understood, what we cannot compute is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import edit_json
+
+from shiftjax.models.config import RopeScaling
+from shiftjax.models.presets import PRESETS
+from shiftjax.weights.fields import read_json
+from shiftjax.weights.hf_config import parse_config, read_config, to_json
+from shiftjax.weights.source import CheckpointError
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+
+
+def load(name: str, **changes: object):
+    data = read_json(CONFIGS / f"{name}.json") | changes
+    data = {key: value for key, value in data.items() if value is not ...}
+    return parse_config(data, name, "config.json")
+
+
+UNDERSTOOD = {  # file written by transformers: fields that differ from the plain llama's
+    "llama": {},
+    "llama3_rope": {
+        "tie_word_embeddings": True,
+        "rope_theta": 500_000.0,
+        "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 64),
+    },
+    "llama_bias": {
+        "attention_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": RopeScaling("linear", 2.0),
+    },
+    "mistral": {"architecture": "mistral", "sliding_window": 16},
+    "mistral_full": {"architecture": "mistral", "head_dim": 16},
+    "qwen2": {"architecture": "qwen2", "attention_bias": True},
+    "qwen2_windows": {"architecture": "qwen2", "attention_bias": True, "sliding_window": 16},
+    "qwen3": {
+        "architecture": "qwen3",
+        "head_dim": 16,
+        "qk_norm": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_bias": {
+        "architecture": "qwen3",
+        "head_dim": 128,
+        "qk_norm": True,
+        "attention_bias": True,
+        "output_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "fields"), UNDERSTOOD.items())
+def test_configs_of_transformers(name, fields):
+    plain = replace(
+        PRESETS["tiny"],
+        name=name,
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        bos_token_id=None if name.startswith("qwen") else 1,
+        eos_token_ids=() if name.startswith("qwen") else (2,),
+    )
+    assert load(name) == replace(plain, **fields)
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_rope_of_transformers_4(kind):
+    scaling = {kind: "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
+    scaling["original_max_position_embeddings"] = 8192
+    config = load("llama", rope_parameters=..., rope_theta=500000, rope_scaling=scaling)
+    assert config.rope_theta == 500_000.0
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("mistral", {"sliding_window": ...}, 4096),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 16}, None),  # use_sliding_window is false
+        ("qwen2_mixed_windows", {"layer_types": ..., "max_window_layers": 2}, None),
+        ("qwen2_mixed_windows", {"layer_types": ..., "max_window_layers": 0}, 16),
+        ("qwen2_mixed_windows", {"layer_types": ..., "max_window_layers": ...}, None),
+    ],
+)
+def test_sliding_window(name, changes, expected):
+    assert load(name, **changes).sliding_window == expected
+
+
+def test_defaults_of_absent_fields():
+    config = load(
+        "llama", num_key_value_heads=..., head_dim=..., rms_norm_eps=..., rope_parameters=...
+    )
+    assert (config.num_kv_heads, config.head_dim) == (4, 8)
+    assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10_000.0)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 64}
+REFUSED = [
+    ("llama", {"model_type": "mixtral"}, "model_type must be one of llama, mistral, qwen2, qwen3"),
+    ("llama", {"model_type": ...}, "model_type must be one of"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, found 'gelu'"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must"),
+    ("llama_yarn", {}, "rope_type must be default, linear or llama3, found 'yarn'"),
+    ("llama", {"rope_parameters": "llama3"}, "rope_scaling must be an object"),
+    ("llama", {"rope_parameters": LLAMA3}, "low_freq_factor is missing"),
+    (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 4, "high_freq_factor": 4}},
+        "high_freq_factor 4.0 must be above low_freq_factor 4.0",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a number"),
+    ("llama", {"rope_parameters": ..., "rope_theta": float("nan")}, "rope_theta must be a number"),
+    ("llama", {"hidden_size": ...}, "hidden_size is missing, expected a whole number"),
+    (
+        "llama",
+        {"vocab_size": "128"},
+        "vocab_size must be a whole number of at least 1, found '128'",
+    ),
+    ("llama", {"vocab_size": True}, "vocab_size must be a whole number"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of 3 KV heads"),
+    ("llama", {"hidden_size": 33, "head_dim": ...}, "hidden_size 33 is no multiple of 4 heads"),
+    ("llama", {"head_dim": 7}, "head_dim must be even"),
+    ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number above 0"),
+    ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    ("llama", {"eos_token_id": [1, -2]}, "eos_token_id must be a token id or a list"),
+    ("llama", {"bos_token_id": [1, 2]}, "bos_token_id must be one token id"),
+    ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads is missing"),
+    ("qwen2_mixed_windows", {}, "a sliding window in 1 of 2 layers is not supported"),
+    ("qwen2_windows", {"layer_types": ["linear_attention"] * 2}, "layer_types must be a list of"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_refused(name, changes, message):
+    with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
+        load(name, **changes)
+
+
+def test_every_problem_is_named_once():
+    with pytest.raises(CheckpointError) as caught:
+        load("qwen2", vocab_size=-1, num_hidden_layers="two", hidden_act="relu")
+    assert len(caught.value.problems) == 3
+
+
+def test_end_of_text_from_both_files(tmp_path):
+    (tmp_path / "config.json").write_text((CONFIGS / "llama.json").read_text())
+    assert read_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2, 7]}')
+    assert read_config(tmp_path).eos_token_ids == (2, 5, 7)
+    edit_json(tmp_path / "config.json", eos_token_id=None)
+    assert read_config(tmp_path).eos_token_ids == (5, 2, 7)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id must be"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe{}", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[]", "must be a JSON object, found list"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_files_that_are_no_json_object(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"config.json: {message}"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_written_presets_read_back_equal(name):
+    config = PRESETS[name]
+    data = json.loads(json.dumps(to_json(config, "bfloat16")))
+    assert parse_config(data, config.name, "f") == config
+
+
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_written_configs_read_back_equal(name):
+    config = load(name)
+    assert parse_config(to_json(config, "float32"), name, "f") == config
+
+
+def test_what_no_config_can_say_is_refused():
+    config = replace(PRESETS["tiny-qwen2"], attention_bias=False)
+    with pytest.raises(CheckpointError, match=r"no config\.json of qwen2 can say it"):
+        to_json(config, "float32")
