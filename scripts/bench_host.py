@@ -10,8 +10,8 @@ and not with the model; EchoRunner makes up the tokens, in no time that is count
     pack       plan, attention work and sampling parameters as one vector for the device
     commit     new tokens into their sequences, events out
 
-Decoding SmolLM2-135M on two CPU cores takes about 10 ms a step, Llama-70B on eight GPUs about 15:
-host time has to stay far below, and below one step where it overlaps. Prints a table of medians
+A step of SmolLM2-135M takes two CPU cores 10 ms or more, and a GPU a few: the sum has to stay well
+below where nothing overlaps, and below one step where the loop does. Prints a table of medians
 (and the 95th percentile of the sum), then one line of JSON.
 """
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 from shiftjax.build import Progress, build
@@ -13,8 +14,8 @@ from shiftjax.engine.request import Event, Request, RequestError, SamplingParams
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.settings import make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
-from shiftjax.text.tokenizer import load_tokenizer
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
+from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
 
 Prompt = str | Seq[int] | Mapping[str, Seq[int]]
 Messages = Seq[Mapping[str, Any]]
@@ -51,9 +52,8 @@ class LLM:
         make_virtual_devices(config)
         location = resolve_model(config.model.model)
         source = open_source(location, seed=config.model.seed)
-        files = config.model.tokenizer or location.path
         self.config = config
-        self.tokenizer = load_tokenizer(files) if files else None
+        self.tokenizer = _open_tokenizer(config, location)
         self._template: ChatTemplate | None = None
         self._num_requests = 0
         self._backlog: list[Event] = []
@@ -222,6 +222,16 @@ class LLM:
         if self._template is None and self.tokenizer.chat_template is not None:
             self._template = ChatTemplate(self.tokenizer.chat_template)
         return encode_chat(self.tokenizer, messages, template=self._template, **variables)
+
+
+def _open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer | None:
+    """Load the tokenizer; None for a model that comes without: it takes and gives token ids."""
+    path = Path(config.model.tokenizer) if config.model.tokenizer else location.path
+    if path is None:
+        return None
+    if path.is_dir() and not config.model.tokenizer and not (path / "tokenizer.json").exists():
+        return None
+    return load_tokenizer(path)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -38,7 +38,7 @@ class HostTier:
         payload = self._gather(pools, jnp.int32(device_block))
         self._blocks[host_block] = jax.device_put(payload, self._host)
 
-    def restore(self, pools: list[LayerPool], host_block: int, device_block: int) -> list[LayerPool]:
+    def restore(self, pools: list[LayerPool], device_block: int, host_block: int) -> list[LayerPool]:
         """Copy a host block back into the (donated) pools and return them."""
         payload = jax.device_put(self._blocks.pop(host_block), self._device)
         return self._scatter(pools, payload, jnp.int32(device_block))

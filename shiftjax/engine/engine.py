@@ -147,18 +147,17 @@ class Engine:
         return events
 
     def _fail(self, group: Group, flight: Flight, error: Exception) -> list[Event]:
-        """End the requests of a failed step and of one launched on top of it; rebuild the pool.
+        """End the requests of a failed step and rebuild the pool.
 
+        A step launched on top of it is forgotten; what it has alone starts again from its tokens.
         Where not even a plan could be made, all requests of the group end. An exception from
         `Runner.reset` is final: the engine is then of no more use.
         """
         logger.error("A step failed; its requests end with an error.", exc_info=error)
         self._num_failed_steps += 1
-        flights = [flight] if group.in_flight is None else [flight, group.in_flight]
         group.in_flight = None
-        plans = [each.plan for each in flights if each.plan is not None]
         reason = f"The step that computed this request failed ({type(error).__name__})."
-        events = group.scheduler.fail(plans if len(plans) == len(flights) else None, reason)
+        events = group.scheduler.fail(flight.plan, reason)
         group.runner.reset()
         return events
 
@@ -252,7 +251,7 @@ class Engine:
             order = (priority, arrival, number, 0)
             scheduler = min((group.scheduler for group in self.groups), key=_load)
             waiting = scheduler.waiting
-            if scheduler.is_full and waiting and waiting[0].order < order:
+            if scheduler.is_full and not (waiting and order < waiting[0].order):
                 return
             heapq.heappop(self._queue)
             self._start(request, number, scheduler)

@@ -17,7 +17,8 @@ def check_output(plan: StepPlan, output: StepOutput) -> None:
             f"tokens and {len(output.is_finite)} flags."
         )
     if output.logprobs is None or output.top_ids is None or output.top_logprobs is None:
-        num_top = max((_num_top(item.sequence) for item in plan.scheduled), default=-1)
+        asking = (item.sequence for item in plan.scheduled if item.num_rows)
+        num_top = max(map(_num_top, asking), default=-1)
         if num_top > 0 or (num_top == 0 and output.logprobs is None):
             raise ValueError("The runner returned no log-probabilities, the plan asks for them.")
 

@@ -106,8 +106,8 @@ class DeviceRunner:
             return
         for device_block, host_block in plan.offloads:
             self._host.offload(self.pools, device_block, host_block)
-        for host_block, device_block in plan.restores:
-            self.pools = self._host.restore(self.pools, host_block, device_block)
+        for device_block, host_block in plan.restores:
+            self.pools = self._host.restore(self.pools, device_block, host_block)
 
     def _program_for(self, plan: StepPlan) -> Program:
         rows = max(plan.num_rows, len(plan.scheduled))

@@ -194,7 +194,7 @@ def _fixed_point_weights(
 def _threshold(
     weights: Weights, one: Rows, inputs: SamplingInputs, sampled: Bool[Array, " rows"]
 ) -> Rows:
-    """Least weight that min_p, top_k and top_p keep; at least 1, so that banned tokens go."""
+    """Least weight that min_p, top_k and top_p keep; at least 1, as 0 is never drawn."""
     by_k = sampled & (inputs.top_k > 0)
     by_p = sampled & (inputs.top_p < 1.0)
 
@@ -338,7 +338,7 @@ def _argmax(logits: Logits) -> tuple[Rows, Float32[Array, " rows"]]:
     return chunk * CHUNK + token, jnp.max(inside, axis=-1)
 
 
-def _chunks(values: jax.Array, fill: float) -> Shaped[Array, "rows chunks 128"]:
+def _chunks(values: jax.Array, fill: int | float) -> Shaped[Array, "rows chunks 128"]:
     """The rows in chunks of `CHUNK` tokens, the last one filled up."""
     rows, vocab = values.shape
     padded = jnp.pad(values, ((0, 0), (0, -vocab % CHUNK)), constant_values=fill)

@@ -276,8 +276,8 @@ class Scheduler:
         siblings = self.requests.get(request_id, ())
         return self._end_request(siblings[index : index + 1], reason, None)
 
-    def fail(self, plans: Iterable[StepPlan] | None, error: str) -> list[Event]:
-        """End the requests of failed plans (None: all of them), and forget all KV.
+    def fail(self, plan: StepPlan | None, error: str) -> list[Event]:
+        """End the requests of a failed plan (None: all of them), and forget all KV.
 
         The others start again from their tokens, with an empty prefix cache.
         """
@@ -286,10 +286,9 @@ class Scheduler:
         self.tables.reset(alive)
         self.waiting, self.running, self.num_waiting_tokens = [], [], 0
         for sequence in alive:
+            sequence.num_pending_tokens = 0
             self._wait(sequence)
-        failed = everybody
-        if plans is not None:
-            failed = [item.sequence.siblings for plan in plans for item in plan.scheduled]
+        failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
         return [e for siblings in failed for e in self._end_request(siblings, "error", error)]
 
     def _end_request(

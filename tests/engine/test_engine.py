@@ -94,6 +94,19 @@ def test_a_full_group_leaves_requests_in_front_where_another_can_take_them():
     assert "4" in engine.groups[0].scheduler.requests
 
 
+def test_an_urgent_request_passes_those_that_wait_for_room():
+    engine, listener = make_engine(num_blocks=9, max_num_seqs=2, overlap=False), Listener()
+    engine.add_request(make_request("holds", [1] * 12, 0.0, max_tokens=6))
+    engine.add_request(make_request("large", [2] * 24, 1.0, max_tokens=1))
+    listener.hear(engine.step(0.0))
+    engine.add_request(make_request("small", [3], 2.0, max_tokens=1))
+    engine.add_request(make_request("urgent", [3], 3.0, max_tokens=1, priority=-1))
+    listener.hear(engine.step(1.0))
+    assert listener.ended == {"urgent"}
+    run_to_end(engine, listener)
+    assert listener.ended == {"holds", "large", "small", "urgent"}
+
+
 def test_duplicate_ids_are_refused_while_the_first_lives():
     engine = make_engine()
     engine.add_request(make_request("a", [1]))
@@ -169,6 +182,20 @@ def test_a_failed_launch_leaves_the_step_before_its_results():
     assert listener.outcomes["short", 0].last.finish_reason == "length"
     assert len(listener.outcomes["long", 0].token_ids) == 1
     assert listener.outcomes["long", 0].last.finish_reason == "error"
+
+
+def test_what_only_the_step_on_top_has_starts_again():
+    engine, listener = make_engine(overlap=True), Listener()
+    runner_of(engine).faults = {0: "fetch"}
+    engine.add_request(make_request("failed", [1], max_tokens=5))
+    listener.hear(engine.step(0.0))
+    engine.add_request(later := make_request("later", [2], 1.0, max_tokens=5))
+    listener.hear(engine.step(1.0))
+    (sequence,) = engine.groups[0].scheduler.waiting
+    assert (sequence.num_computed_tokens, sequence.num_pending_tokens) == (0, 0)
+    run_to_end(engine, listener)
+    assert listener.outcomes["failed", 0].last.finish_reason == "error"
+    assert listener.outcomes["later", 0].token_ids == reference(engine, later, 1, 0)[0]
 
 
 def test_a_fault_in_scheduling_ends_all_requests_and_the_engine_goes_on(monkeypatch):
@@ -257,3 +284,12 @@ def test_aborted_requests_leave_the_queue():
     listener = Listener()
     run_to_end(engine, listener)
     assert listener.ended == {"1", "3", "5", "7"}
+
+
+def test_an_abort_keeps_the_queue_in_order():
+    engine = make_engine(max_num_seqs=1)
+    for arrival in (0, 5, 1, 6, 7, 2, 3):
+        engine.add_request(make_request(str(arrival), [1], float(arrival), max_tokens=9))
+    engine.abort("0")
+    engine.step(0.0)
+    assert list(engine.groups[0].scheduler.requests) == ["1"]

@@ -217,21 +217,8 @@ def test_faults_end_their_requests_only(engine, clients, faults, poisoned):
     lost = sum(client.request.sampling.n * (MAX_MODEL_LEN + 2) for client in clients)
     accepted, listener = play(engine, clients, extra_steps=lost * len(faults) * len(runners))
     failed = set().union(*(runner.failed_requests for runner in runners))
-    if any("fetch" in runner.faults.values() for runner in runners) and engine.overlap:
-        failed |= _launched_on_top(runners)
     check_tokens(engine, accepted, listener, errors=failed | poisoned)
     assert sum(runner.num_resets for runner in runners) == engine.stats().num_failed_steps
     for name in poisoned & {client.request.request_id for client in accepted}:
         assert listener.outcomes[name, 0].last.finish_reason in ("error", "abort")
         assert not listener.outcomes[name, 0].token_ids
-
-
-def _launched_on_top(runners) -> set[str]:
-    """Requests of steps that followed a failed one before its failure was known."""
-    return {
-        item.sequence.request.request_id
-        for runner in runners
-        for number, plan in enumerate(runner.plans)
-        if runner.faults.get(number - 1) == "fetch"
-        for item in plan.scheduled
-    }

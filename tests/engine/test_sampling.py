@@ -56,6 +56,7 @@ def fill_tables(inputs: SamplingInputs, row: int, fields: dict) -> None:
         inputs.token_bitmask[row] = np.packbits(bits, bitorder="little").view("<u4")
     bias = fields.get("bias", {})
     inputs.bias_ids[row, : len(bias)] = list(bias)
+    inputs.bias_values[row] = 7.0  # of the padding, to be ignored
     inputs.bias_values[row, : len(bias)] = list(bias.values())
     inputs.token_counts[row, fields.get("prompt", [])] = IN_PROMPT
     np.add.at(inputs.token_counts[row], fields.get("output", []), 1)
@@ -222,7 +223,7 @@ def test_ends_of_the_cumulative_distribution():
     weights = np.zeros((3, VOCAB_SIZE), np.int32)
     weights[:, [1, 300, 301, 990]] = 5, 2**30, 2**29, 1
     bits = np.array([0, 2**31, 2**32 - 1], np.uint32)
-    assert invert_cdf(weights, bits).tolist() == [1, 300, 990]
+    assert invert_cdf(jnp.asarray(weights), jnp.asarray(bits)).tolist() == [1, 300, 990]
 
 
 # --- independent implementations ------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""Engines on tiny random models, and ways to run requests through them."""
+
+import itertools
+import random
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from harness import silent
+from oracle import numpy_llama
+
+from shiftjax.build import Built, build
+from shiftjax.config import EngineConfig
+from shiftjax.engine.engine import Engine
+from shiftjax.engine.request import Event, Mode, Request, SamplingParams, StepPlan
+from shiftjax.weights.huggingface import HuggingFaceSource
+
+# 9 query and 3 KV heads, as SmolLM2 has: every device count pads or replicates them.
+MODEL = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+
+
+@cache
+def checkpoint(**overrides) -> tuple[Path, dict, dict]:
+    """A tiny random checkpoint: its directory, config and tensors."""
+    directory = Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
+    config, tensors = numpy_llama.random_checkpoint(directory, seed=7, **(MODEL | overrides))
+    return directory, config, tensors
+
+
+def make(directory: Path, sp: int, tp: int, **options) -> Built:
+    """Build an engine in float32 with small budgets; no compilation cache."""
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "block_size": 4,
+        "num_blocks": 200,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 32,
+        "token_buckets": [8, 32],
+        "cache_dir": "none",
+    }
+    config = EngineConfig.from_options(sp=sp, tp=tp, **(defaults | options))
+    return build(config, HuggingFaceSource(directory), silent)
+
+
+class RandomPolicy:
+    """A mode drawn at random for every step."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def choose(self, plan: StepPlan, num_waiting: int) -> Mode:
+        return self.random.choice(list(Mode))
+
+
+def run(
+    engine: Engine,
+    prompts: list[list[int]],
+    sampling: list[SamplingParams],
+    abort_at: dict[int, int] | None = None,
+) -> dict[tuple[int, int], list[Event]]:
+    """Serve all prompts together; events by (prompt, continuation). `abort_at`: step -> prompt."""
+    numbers = itertools.count(engine._num_requests)
+    names = {f"r{next(numbers)}": i for i in range(len(prompts))}
+    for name, i in names.items():
+        engine.add_request(Request(name, prompts[i], sampling[i]))
+    events: dict[tuple[int, int], list[Event]] = {}
+    by_number = list(names)
+    for turn in itertools.count():
+        if not engine.has_work():
+            break
+        got = engine.step(float(turn))
+        if abort_at and turn in abort_at:
+            got += engine.abort(by_number[abort_at[turn]])
+        for event in got:
+            events.setdefault((names[event.request_id], event.index), []).append(event)
+    engine.check()
+    return events
+
+
+def tokens(events: list[Event]) -> list[int]:
+    """The sampled tokens of one continuation."""
+    assert all(event.error is None for event in events), events[-1].error
+    return [token for event in events for token in event.token_ids]
