@@ -196,6 +196,7 @@ def summarise(
     return summary
 
 
+BUSY_CORES = 0.3  # used by others, beyond which the numbers are only rough
 HEADINGS = {
     "tokens_per_second": "tokens/s",
     "of_ceiling": "of ceiling",
@@ -218,6 +219,12 @@ def print_table(summary: dict, engines: list[str], ceilings: Ceilings) -> None:
         for engine, numbers in by_engine.items():
             cells = "".join(f"{numbers[key]:12.5g}" for key in HEADINGS)
             print(f"{name:10s} {engine:13s}{cells}")
+    busiest = max(n["other_cores"] for by_engine in summary.values() for n in by_engine.values())
+    if busiest > BUSY_CORES:
+        print(
+            f"not a fair comparison: other processes used up to {busiest} cores meanwhile, and "
+            "engines whose threads spin (OpenMP) lose far more to that than their share"
+        )
 
 
 def arguments() -> argparse.Namespace:

@@ -11,4 +11,4 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-#jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -501,7 +501,6 @@ def test_a_vocabulary_over_the_limit_is_refused():
 
 
 def test_a_key_of_another_kind_is_refused():
+    logits, key = jnp.zeros((1, 32)), jax.random.key(0, impl="rbg")
     with pytest.raises(ValueError, match="threefry2x32, not rbg"):
-        sample(
-            np.zeros((1, 32)), make_inputs([{}], 32), jax.random.key(0, impl="rbg"), vocab_size=32
-        )
+        sample(logits, make_inputs([{}], 32), key, vocab_size=32)
