@@ -260,6 +260,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Prepare, measure, report."""
     args = arguments()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where the peers run
     gguf, directory = prepare(args.work_dir)
     ceilings = measure_ceilings()
     all_commands = commands(args, gguf, directory)

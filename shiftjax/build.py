@@ -14,8 +14,8 @@ from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degre
 from shiftjax.engine.admission import RequestLimits
 from shiftjax.engine.engine import Engine, Group
 from shiftjax.engine.policy import make_policy
-from shiftjax.engine.request import Mode
 from shiftjax.engine.programs import PoolOptions, compile_programs
+from shiftjax.engine.request import Mode
 from shiftjax.engine.runner import DeviceRunner
 from shiftjax.engine.scheduler import Scheduler
 from shiftjax.engine.scheduler_config import SchedulerConfig
@@ -184,9 +184,7 @@ def stable(count: int) -> int:
     return count >> shift << shift
 
 
-def _make_engine(
-    config: EngineConfig, model: ModelConfig, runners: list[DeviceRunner]
-) -> Engine:
+def _make_engine(config: EngineConfig, model: ModelConfig, runners: list[DeviceRunner]) -> Engine:
     pool, scheduler = runners[0].pool, config.scheduler
     budgets = SchedulerConfig(
         num_blocks=pool.num_blocks,

@@ -85,7 +85,10 @@ class OutputAssembler:
             request.request_id,
             prompt,
             list(request.prompt_token_ids),
-            [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)],
+            [
+                CompletionOutput(i, logprobs=[] if wants_logprobs else None)
+                for i in range(sampling.n)
+            ],
         )
         self._streams = [_TextStream(tokenizer, sampling.stop) for _ in range(sampling.n)]
         self._stop_sequence = stop_sequence

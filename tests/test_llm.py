@@ -151,9 +151,7 @@ def test_continuations_share_the_prompts_blocks(tiny):
 
 def test_closing_a_stream_aborts_its_requests(tiny):
     llm, _, _ = tiny
-    lengths = [
-        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 50)
-    ]
+    lengths = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 50)]
     stream = llm.stream([[5, 6], [7, 8]], lengths)
     index, _, output = next(stream)
     assert index == 0

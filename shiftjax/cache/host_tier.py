@@ -22,7 +22,9 @@ class HostTier:
         device = named(mesh, payload_spec())
         self._device, self._host = device, device.with_memory_kind("pinned_host")
         index = jax.ShapeDtypeStruct((), jnp.int32)
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), pools)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), pools
+        )
         self._gather = jax.jit(_gather_block, out_shardings=device).lower(like, index).compile()
         payload = self._gather.out_info
         payload = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=device)
@@ -38,7 +40,9 @@ class HostTier:
         payload = self._gather(pools, jnp.int32(device_block))
         self._blocks[host_block] = jax.device_put(payload, self._host)
 
-    def restore(self, pools: list[LayerPool], device_block: int, host_block: int) -> list[LayerPool]:
+    def restore(
+        self, pools: list[LayerPool], device_block: int, host_block: int
+    ) -> list[LayerPool]:
         """Copy a host block back into the (donated) pools and return them."""
         payload = jax.device_put(self._blocks.pop(host_block), self._device)
         return self._scatter(pools, payload, jnp.int32(device_block))
@@ -48,9 +52,7 @@ def _gather_block(pools: list[LayerPool], block: jax.Array) -> jax.Array:
     return jnp.stack([pool[block] for layer in pools for pool in layer])
 
 
-def _scatter_block(
-    pools: list[LayerPool], payload: jax.Array, block: jax.Array
-) -> list[LayerPool]:
+def _scatter_block(pools: list[LayerPool], payload: jax.Array, block: jax.Array) -> list[LayerPool]:
     write = jax.lax.dynamic_update_index_in_dim
     return [
         (write(k, payload[2 * i], block, 0), write(v, payload[2 * i + 1], block, 0))

@@ -1,9 +1,9 @@
 """A plan becomes padded arrays: the host side of a step, in NumPy. No JAX.
 
-    sequence        0    1    2         3            padding
-    tokens          d    d    c c c c   c c c        0 0 0       decodes first, then chunks
-    query_start_loc 0    1    2         6            9 9 9
-    slot_mapping    the block and offset of each token; padding writes to the null block 0
+sequence        0    1    2         3            padding
+tokens          d    d    c c c c   c c c        0 0 0       decodes first, then chunks
+query_start_loc 0    1    2         6            9 9 9
+slot_mapping    the block and offset of each token; padding writes to the null block 0
 """
 
 from typing import NamedTuple

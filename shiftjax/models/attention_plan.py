@@ -1,14 +1,14 @@
 """Who computes what in one step of attention: planned on the host, once, for all layers. No JAX.
 
-    decode    rows are cut into jobs; `lanes` jobs advance together, a chunk a round; a wave is over
-              when its longest job is, then the next `lanes` jobs begin
+decode    rows are cut into jobs; `lanes` jobs advance together, a chunk a round; a wave is over
+          when its longest job is, then the next `lanes` jobs begin
 
-                  lane 0 | row 0: chunks 0 1 2 |        a row of 3 chunks, whole
-                  lane 1 | row 1: chunks 0 1 2 |        the first half of a row of 6, and
-                  lane 2 | row 1: chunks 3 4 5 |        its second: combined at the end
+              lane 0 | row 0: chunks 0 1 2 |        a row of 3 chunks, whole
+              lane 1 | row 1: chunks 0 1 2 |        the first half of a row of 6, and
+              lane 2 | row 1: chunks 3 4 5 |        its second: combined at the end
 
-    prefill   chunks of prompts are cut into tiles of query tokens; tiles are computed one after the
-              other, each against the context chunks that it can see
+prefill   chunks of prompts are cut into tiles of query tokens; tiles are computed one after the
+          other, each against the context chunks that it can see
 """
 
 from typing import Any, NamedTuple

@@ -175,7 +175,11 @@ class Layout:
         A head that several devices replicate appears several times (arXiv 2509.16495, 3.2).
         """
         order = [
-            [self.base_kv_heads[t].index(h) for s in range(self.sp) for h in self.kv_heads_of(j0 + s)]
+            [
+                self.base_kv_heads[t].index(h)
+                for s in range(self.sp)
+                for h in self.kv_heads_of(j0 + s)
+            ]
             for t, j0 in enumerate(range(0, self.num_devices, self.sp))
         ]
         return np.array(order, np.int32)

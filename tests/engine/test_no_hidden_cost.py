@@ -178,9 +178,7 @@ def weight_moves(runner) -> list[tuple[str, str]]:
     step = runner.programs[-1].steps[Mode.SHIFT]
     sizes = {
         int(np.prod(array.sharding.shard_shape(array.shape))) * FLOAT_BYTES
-        for weight, array in zip(
-            runner.step.model.declared, runner.params[Mode.SHIFT], strict=True
-        )
+        for weight, array in zip(runner.step.model.declared, runner.params[Mode.SHIFT], strict=True)
         if len(weight.shape) > 1
     }
     moves = ("slice", "dynamic-slice", "copy", "transpose", "copy-start")

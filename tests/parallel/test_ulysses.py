@@ -39,9 +39,7 @@ def test_scatter_gives_each_device_its_heads_of_all_tokens(sp, tp, heads, kv_hea
     # -1 rows (padding) index the last head, which is zero whenever there is padding.
     k, v = stored_kv(it, kv[0]), stored_kv(it, kv[1])
     token_split, head_split = P("sp", "tp"), P(None, KV_AXES)
-    got = run(
-        it, parallel.scatter_heads, (token_split,) * 3, (head_split,) * 3, q, k, v
-    )
+    got = run(it, parallel.scatter_heads, (token_split,) * 3, (head_split,) * 3, q, k, v)
     cached = it.stored_kv_heads(Mode.SHIFT)
     np.testing.assert_array_equal(got[0], q)
     np.testing.assert_array_equal(got[1], kv[0][:, cached])
