@@ -19,7 +19,6 @@ from shiftjax.settings import make_virtual_devices
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
-
     from shiftjax.outputs import RequestOutput
 
 Command = Callable[[argparse.Namespace, EngineConfig, SamplingParams], int]

@@ -21,7 +21,7 @@ from shiftjax.engine.scheduler import Scheduler
 from shiftjax.engine.scheduler_config import SchedulerConfig
 from shiftjax.engine.step import Bucket, StepDef, doubling, make_buckets
 from shiftjax.models.config import ModelConfig
-from shiftjax.parallel.sharding import Layout, make_mesh
+from shiftjax.parallel.sharding import Device, Layout, make_mesh
 from shiftjax.settings import compile_cache_dir
 from shiftjax.weights.names import expected_tensors
 from shiftjax.weights.place import define, load, shift_weights
@@ -87,7 +87,7 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _choose_layout(
-    config: EngineConfig, model: ModelConfig, devices: list[jax.Device], dtype: np.dtype
+    config: EngineConfig, model: ModelConfig, devices: list[Device], dtype: np.dtype
 ) -> Layout:
     weight_bytes = model.num_parameters * dtype.itemsize
     total, _ = device_memory(devices[0], len(devices))
@@ -99,7 +99,7 @@ def _place(
     config: EngineConfig,
     layout: Layout,
     dtype: np.dtype,
-    devices: list[jax.Device],
+    devices: list[Device],
     source: TensorSource,
     progress: Progress,
 ) -> list[Placed]:

@@ -1,10 +1,10 @@
 """The Python API: `LLM` turns prompts into text."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from shiftjax.build import Progress, build
 from shiftjax.config import EngineConfig
@@ -19,6 +19,8 @@ from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
 
 Prompt = str | Seq[int] | Mapping[str, Seq[int]]
 Messages = Seq[Mapping[str, Any]]
+# (index of the prompt, new text, the output once it is complete)
+Deltas = Generator[tuple[int, str, RequestOutput | None], None, None]
 DEFAULT_SAMPLING = SamplingParams(max_tokens=16)
 
 
@@ -92,14 +94,13 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; `template` are variables of the chat template."""
-        first = messages[0] if messages else None
-        several = messages if first is not None and not isinstance(first, Mapping) else [messages]
-        prompts = [{"prompt_token_ids": self._encode_chat(each, **template)} for each in several]
-        return self.generate(prompts, sampling_params)
+        conversations = _as_conversations(messages)
+        ids = [self._encode_chat(each, **template) for each in conversations]
+        return self.generate([{"prompt_token_ids": each} for each in ids], sampling_params)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template: Any
-    ) -> Iterator[tuple[int, str, RequestOutput | None]]:
+    ) -> Deltas:
         """Answer one conversation as `stream` does."""
         prompt = {"prompt_token_ids": self._encode_chat(messages, **template)}
         return self.stream([prompt], sampling_params)
@@ -108,7 +109,7 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-    ) -> Iterator[tuple[int, str, RequestOutput | None]]:
+    ) -> Deltas:
         """Yield (index of the prompt, new text, the output once it is complete).
 
         With `n > 1` the text of all continuations passes by; the output tells them apart.
@@ -125,8 +126,10 @@ class LLM:
         Raises:
             RequestError, ChatTemplateError, ValueError: it cannot; the message says why.
         """
-        is_chat = not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
-        ids = self._encode_chat(prompt) if is_chat else self._encode(prompt)[1]
+        if _is_conversation(prompt):
+            ids = self._encode_chat(prompt)
+        else:
+            _, ids = self._encode(cast(Prompt, prompt))
         validate_request(Request("validation", ids, sampling), self.engine.limits)
         return ids
 
@@ -170,9 +173,7 @@ class LLM:
             requests.append((Request(name, ids, params, arrival_seconds=now), text))
         return requests
 
-    def _stream(
-        self, requests: list[tuple[Request, str | None]]
-    ) -> Iterator[tuple[int, str, RequestOutput | None]]:
+    def _stream(self, requests: list[tuple[Request, str | None]]) -> Deltas:
         places, assemblers = {}, {}
         try:
             for index, (request, text) in enumerate(requests):
@@ -234,13 +235,26 @@ def _open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer 
     return load_tokenizer(path)
 
 
+def _is_conversation(prompt: Prompt | Messages) -> TypeGuard[Messages]:
+    if isinstance(prompt, str | Mapping):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _as_conversations(messages: Messages | Seq[Messages]) -> list[Messages]:
+    """Return the conversations as a list; a single one may come without."""
+    if not messages or isinstance(messages[0], Mapping):
+        return [cast(Messages, messages)]
+    return list(cast(Seq[Messages], messages))
+
+
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """Return the prompts as a list; a single one may come without."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]
-    return list(prompts)
+        return [cast(Seq[int], prompts)]
+    return list(cast(Seq[Prompt], prompts))
 
 
 def _silent(stage: str, done: int, total: int) -> None:

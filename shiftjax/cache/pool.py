@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from shiftjax.models.attention import pool_shape
 from shiftjax.models.llama import LayerPool
@@ -10,7 +11,7 @@ from shiftjax.parallel.sharding import Layout, named, pool_spec
 
 
 def make_pools(
-    mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: jnp.dtype
+    mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> list[LayerPool]:
     """Allocate zeroed pools; block 0 is the null block that padding reads and writes."""
     abstract = abstract_pools(mesh, layout, num_blocks, block_size, dtype)
@@ -22,7 +23,7 @@ def make_pools(
 
 
 def abstract_pools(
-    mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: jnp.dtype
+    mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """Describe the pools: what compiling a step needs to know of them."""
     kv_heads = layout.kv_heads_per_device * layout.num_devices
@@ -31,7 +32,7 @@ def abstract_pools(
     return [(pool, pool) for _ in range(layout.model.num_layers)]
 
 
-def block_bytes(layout: Layout, block_size: int, dtype: jnp.dtype) -> int:
+def block_bytes(layout: Layout, block_size: int, dtype: DTypeLike) -> int:
     """Return the bytes that one block takes on one device, all layers, K and V."""
     model = layout.model
     row = layout.kv_heads_per_device * model.head_dim * jnp.dtype(dtype).itemsize

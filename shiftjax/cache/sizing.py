@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-import jax
+from shiftjax.parallel.sharding import Device
 
 # On a CPU the memory belongs to everybody and zeroing it takes time: no pool grows beyond this
 # share of what is available, however large memory_fraction is.
 CPU_SHARE = 0.25
 
 
-def device_memory(device: jax.Device, num_devices: int) -> tuple[int, int]:
+def device_memory(device: Device, num_devices: int) -> tuple[int, int]:
     """Return (total, free) bytes of one device; virtual CPU devices share the host's evenly.
 
     Raises:

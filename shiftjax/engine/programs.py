@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shiftjax.cache.pool import abstract_pools
@@ -29,7 +28,7 @@ class PoolOptions:
     num_blocks: int  # the null block 0 included
     block_size: int  # tokens
     blocks_per_seq: int  # of the longest sequence
-    dtype: jnp.dtype
+    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,14 @@ class Program:
     @property
     def temporary_bytes(self) -> int:
         """Device memory that the hungrier mode needs besides its arguments."""
-        return max(step.memory_analysis().temp_size_in_bytes for step in self.steps.values())
+        return max(_temporary_bytes(step) for step in self.steps.values())
+
+
+def _temporary_bytes(step: jax.stages.Compiled) -> int:
+    memory = step.memory_analysis()
+    if memory is None:
+        raise RuntimeError("this backend does not report a step's memory; set num_blocks")
+    return memory.temp_size_in_bytes
 
 
 def compile_programs(
@@ -147,5 +153,5 @@ class CompileCounter:
         """Count no more."""
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, _seconds: float, **_) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         self.count += event == COMPILE_EVENT

@@ -62,14 +62,14 @@ def make_buckets(sizes: Iterable[int], max_rows: int, num_devices: int) -> list[
 
 
 class StepInputs(NamedTuple):
-    """What changes every step, all 4-byte elements, replicated."""
+    """What changes every step, all 4-byte elements, replicated; NumPy arrays until packed."""
 
-    token_ids: Int[Array, " tokens"]  # -1 - r: the token in row r of the previous step's output
-    positions: Int[Array, " tokens"]
-    sample_rows: Int[Array, " rows"]  # which token's hidden state each logit row comes from
+    token_ids: Int[Any, " tokens"]  # -1 - r: the token in row r of the previous step's output
+    positions: Int[Any, " tokens"]
+    sample_rows: Int[Any, " rows"]  # which token's hidden state each logit row comes from
     attention: AttentionMetadata
-    sampling: dict[str, Array]  # the per-row scalars of SamplingInputs, less pending_ids
-    key: UInt32[Array, " 2"]
+    sampling: dict[str, Any]  # the per-row scalars of SamplingInputs, less pending_ids
+    key: UInt32[Any, " 2"]
 
 
 class StepResult(NamedTuple):
@@ -84,7 +84,7 @@ class StepResult(NamedTuple):
 class Packing:
     """How a tree of 4-byte arrays lies in one int32 vector."""
 
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any  # jax.tree_util.PyTreeDef, for which jaxlib ships no stub
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
 
@@ -155,6 +155,7 @@ class StepDef:
     def function(self, mode: Mode, packing: Packing):
         """Return the step of one mode as a function of global arrays."""
         everywhere, rows = replicated_spec(), rows_spec()
+        result = StepResult._make((everywhere, rows, rows))
 
         def step(params, pools, last_tokens, flat, tables):
             return self._local_step(mode, packing.unpack(flat), params, pools, last_tokens, tables)
@@ -163,7 +164,7 @@ class StepDef:
             step,
             mesh=self.mesh,
             in_specs=(self.weight_specs(mode), pool_spec(), everywhere, everywhere, rows),
-            out_specs=(pool_spec(), everywhere, StepResult(everywhere, rows, rows)),
+            out_specs=(pool_spec(), everywhere, result),
             # Replication is by construction (the same inputs, psum, all_gather); the checker
             # knows no ragged attention and would reject its loops.
             check_vma=False,
@@ -218,13 +219,18 @@ class StepDef:
         """Slice the shift shard out of each base shard where the strategy says so."""
         if self.strategy != "slice" or self.layout.sp == 1:
             return params
+        axes = (self._sliced_axis(mode, weight) for weight in self.model.declared)
         return tuple(
-            self._shift_slice(weight.axes[0], array)
-            if self._slices_head(weight)
-            or (mode is Mode.SHIFT and weight.axes[0] not in (None, "lm_vocab"))
-            else array
-            for weight, array in zip(self.model.declared, params, strict=True)
+            array if axis is None else self._shift_slice(axis, array)
+            for axis, array in zip(axes, params, strict=True)
         )
+
+    def _sliced_axis(self, mode: Mode, weight: Declared) -> str | None:
+        """Return the axis along which a step of this mode slices the base shard, if it does."""
+        axis = weight.axes[0]
+        if axis == "lm_vocab":
+            return axis if self._slices_head(weight) else None
+        return axis if mode is Mode.SHIFT else None
 
     def _shift_slice(self, axis: str, base: jax.Array) -> jax.Array:
         layout = self.layout

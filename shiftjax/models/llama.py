@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shiftjax.models.attention import AttentionMetadata, ragged_paged_attention, write_kv
@@ -32,7 +33,7 @@ def weight(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     source: str,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     *,
     transposed: bool = False,
 ) -> nnx.Param:
@@ -48,28 +49,20 @@ def weight(
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions over the paged KV pool."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, prefix: str):
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike, prefix: str):
         hidden, head_dim = config.hidden_size, config.head_dim
         heads, kv_heads = layout.num_heads, sum(map(len, layout.base_kv_heads))
+        shape, axes = (heads, head_dim, hidden), ("heads", None, None)
+        kv_shape, kv_axes = (kv_heads, head_dim, hidden), ("kv_heads", None, None)
         self.config = config
-
-        def projection(name: str, axis: str, count: int) -> None:
-            source = f"{prefix}.{name}_proj"
-            transposed = name == "o"
-            shape = (count, head_dim, hidden)
-            setattr(
-                self,
-                name,
-                weight(shape, (axis, None, None), f"{source}.weight", dtype, transposed=transposed),
-            )
-            if config.attention_bias and name != "o":
-                bias = weight(shape[:2], (axis, None), f"{source}.bias", dtype)
-                setattr(self, f"{name}_bias", bias)
-
-        projection("q", "heads", heads)
-        projection("k", "kv_heads", kv_heads)
-        projection("v", "kv_heads", kv_heads)
-        projection("o", "heads", heads)
+        self.q = weight(shape, axes, f"{prefix}.q_proj.weight", dtype)
+        self.k = weight(kv_shape, kv_axes, f"{prefix}.k_proj.weight", dtype)
+        self.v = weight(kv_shape, kv_axes, f"{prefix}.v_proj.weight", dtype)
+        self.o = weight(shape, axes, f"{prefix}.o_proj.weight", dtype, transposed=True)
+        if config.attention_bias:
+            self.q_bias = weight(shape[:2], axes[:2], f"{prefix}.q_proj.bias", dtype)
+            self.k_bias = weight(kv_shape[:2], kv_axes[:2], f"{prefix}.k_proj.bias", dtype)
+            self.v_bias = weight(kv_shape[:2], kv_axes[:2], f"{prefix}.v_proj.bias", dtype)
         if config.output_bias:
             self.o_bias = weight((hidden,), (None,), f"{prefix}.o_proj.bias", dtype)
         if config.qk_norm:
@@ -86,7 +79,10 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
         config = self.config
-        q, k, v = (self._heads(x, name) for name in "qkv")
+        q, k, v = (_project_heads(x, w[...]) for w in (self.q, self.k, self.v))
+        if config.attention_bias:
+            biases = (self.q_bias, self.k_bias, self.v_bias)
+            q, k, v = (y + bias[...][None] for y, bias in zip((q, k, v), biases, strict=True))
         if config.qk_norm:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
@@ -103,34 +99,28 @@ class Attention(nnx.Module):
         out = parallel.reduce(out)
         return (out + self.o_bias[...][None] if config.output_bias else out), pool
 
-    def _heads(
-        self, x: Float[Array, "tokens hidden"], name: str
-    ) -> Float[Array, "tokens heads head_dim"]:
-        """Project to the q, k or v heads of this device."""
-        w = getattr(self, name)[...]
-        out = project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:2])
-        if self.config.attention_bias:
-            out = out + getattr(self, f"{name}_bias")[...][None]
-        return out
+
+def _project_heads(
+    x: Float[Array, "tokens hidden"], w: Float[Array, "heads head_dim hidden"]
+) -> Float[Array, "tokens heads head_dim"]:
+    """Project to the q, k or v heads of this device."""
+    return project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:2])
 
 
 class MLP(nnx.Module):
     """The gated feed-forward part: down(silu(gate x) * up x)."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, prefix: str):
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike, prefix: str):
         hidden, width = config.hidden_size, layout.intermediate_size
+        shape, axes = (width, hidden), ("intermediate", None)
         self.config = config
-        for name in ("gate", "up", "down"):
-            source = f"{prefix}.{name}_proj"
-            axes = ("intermediate", None)
-            transposed = name == "down"
-            declared = weight(
-                (width, hidden), axes, f"{source}.weight", dtype, transposed=transposed
-            )
-            setattr(self, name, declared)
-            if config.mlp_bias:
-                shape, axes = ((hidden,), (None,)) if transposed else ((width,), axes[:1])
-                setattr(self, f"{name}_bias", weight(shape, axes, f"{source}.bias", dtype))
+        self.gate = weight(shape, axes, f"{prefix}.gate_proj.weight", dtype)
+        self.up = weight(shape, axes, f"{prefix}.up_proj.weight", dtype)
+        self.down = weight(shape, axes, f"{prefix}.down_proj.weight", dtype, transposed=True)
+        if config.mlp_bias:
+            self.gate_bias = weight((width,), axes[:1], f"{prefix}.gate_proj.bias", dtype)
+            self.up_bias = weight((width,), axes[:1], f"{prefix}.up_proj.bias", dtype)
+            self.down_bias = weight((hidden,), (None,), f"{prefix}.down_proj.bias", dtype)
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], parallel: Parallel
@@ -146,7 +136,7 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype, index: int):
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike, index: int):
         prefix = f"model.layers.{index}"
         shape, axes = (config.hidden_size,), (None,)
         self.eps = config.rms_norm_eps
@@ -173,7 +163,7 @@ class DecoderLayer(nnx.Module):
 class Llama(nnx.Module):
     """A decoder-only language model; `nnx.split` it once and merge it inside the step."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike):
         vocab, hidden = layout.vocab_size, config.hidden_size
         embed = "model.embed_tokens.weight"
         head = embed if config.tie_word_embeddings else "lm_head.weight"
@@ -212,9 +202,9 @@ class Llama(nnx.Module):
         rope = Rope(*jax.lax.optimization_barrier(rope_tables(positions, self.config)))
         hidden, written = [self.embed_tokens(token_ids, parallel)], []
         for layer, pool in zip(self.layers, pools, strict=True):
-            out, pool = layer(hidden[-1], pool, rope, metadata, parallel)
+            out, new_pool = layer(hidden[-1], pool, rope, metadata, parallel)
             hidden.append(out)
-            written.append(pool)
+            written.append(new_pool)
         return hidden, written
 
     def logits(

@@ -15,8 +15,8 @@ finds the cache that a step of the other has written.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,13 +24,14 @@ from jax.sharding import PartitionSpec as P
 from shiftjax.engine.request import Mode
 from shiftjax.models.config import ModelConfig
 
+Device = Any  # a jax.Device: jaxlib ships no stubs, so a type checker cannot know it
 AXES = ("pp", "sp", "tp")
 KV_AXES = ("tp", "sp")
 WEIGHT_AXES = {Mode.BASE: ("tp",), Mode.SHIFT: KV_AXES}
 SHARDED_AXES = ("vocab", "heads", "kv_heads", "intermediate", "lm_vocab")
 
 
-def make_mesh(devices: list[jax.Device], sp: int, tp: int) -> Mesh:
+def make_mesh(devices: list[Device], sp: int, tp: int) -> Mesh:
     """Return the mesh of one group; `devices` are taken in order, tp neighbours first."""
     grid = np.array(devices, dtype=object).reshape(1, sp, tp)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -47,12 +48,12 @@ def weight_spec(axes: tuple[str | None, ...], mode: Mode) -> P:
 
 
 def pool_spec() -> P:
-    """Return the spec of a KV pool `[blocks, kv_heads, block_size, head_dim]`, one for all modes."""
+    """Return the spec of a KV pool `[blocks, kv_heads, block_size, head_dim]`, in all modes."""
     return P(None, KV_AXES)
 
 
 def payload_spec() -> P:
-    """Return the spec of one block of all layers, `[2 * layers, kv_heads, block_size, head_dim]`."""
+    """Return the spec of a block of all layers, `[2 * layers, kv_heads, block_size, head_dim]`."""
     return P(None, KV_AXES)
 
 

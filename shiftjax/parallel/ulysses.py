@@ -74,7 +74,10 @@ class Parallel:
         return got[:, :h], got[:, h : h + m], got[:, h + m :]
 
     def gather_heads(self, out: Heads) -> Heads:
-        """Exchange heads for tokens: `tokens heads_tp_sp head_dim` to `tokens_sp heads_tp head_dim`."""
+        """Exchange heads for tokens.
+
+        In: `tokens heads_tp_sp head_dim`; out: `tokens_sp heads_tp head_dim`.
+        """
         if not self.splits_tokens:
             return out
         send = out.reshape(self.layout.sp, -1, *out.shape[1:])

@@ -10,12 +10,14 @@ ever be donated.
 """
 
 import ctypes
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from shiftjax.engine.request import Mode
-from shiftjax.parallel.sharding import Layout, named, weight_spec
+from shiftjax.parallel.sharding import Device, Layout, named, weight_spec
 
 ALIGNMENT_BYTES = 64  # what XLA's CPU client wants of a buffer that it does not copy
 
@@ -37,7 +39,7 @@ def shift_array(
     axis, take = axes[0], row_copy if copy else row_view
     if axis is None or layout.sp == 1:
         return base
-    mesh = base.sharding.mesh
+    mesh = _mesh_of(base)
     shards = {shard.device: shard.data for shard in base.addressable_shards}
     rows = layout.shift_rows(axis)
     views = []
@@ -51,9 +53,22 @@ def shift_array(
     return jax.make_array_from_single_device_arrays(shape, sharding, views)
 
 
+def _mesh_of(array: jax.Array) -> Mesh:
+    """Return the mesh over which `weights.place` has put an array."""
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh), sharding
+    return sharding.mesh
+
+
+def _device_of(shard: jax.Array) -> Device:
+    """Return the one device of a shard."""
+    (device,) = shard.devices()
+    return device
+
+
 def row_view(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:
     """Return rows `[start, start + rows)` of a single-device array, over the same memory."""
-    device = shard.device
+    device = _device_of(shard)
     if device.platform == "cpu":
         view = jax.device_put(np.asarray(shard)[start : start + rows], device)
     else:
@@ -71,7 +86,7 @@ def row_view(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:
 def row_copy(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:
     """Return rows `[start, start + rows)` of a single-device array in memory of their own."""
     del name  # a copy cannot fail as a view can
-    return jax.device_put(np.array(shard[start : start + rows]), shard.device)
+    return jax.device_put(np.array(shard[start : start + rows]), _device_of(shard))
 
 
 class _Device(ctypes.Structure):
@@ -104,7 +119,8 @@ class RowsOf:
     """
 
     def __init__(self, array: jax.Array, start: int, rows: int):
-        self.array, self.start, self.rows = array, start, rows
+        self.array: Any = array  # the stubs of jax.Array know half of its DLPack methods
+        self.start, self.rows = start, rows
 
     def __dlpack_device__(self):
         return self.array.__dlpack_device__()

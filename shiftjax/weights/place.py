@@ -6,12 +6,13 @@ converted, besides the arrays themselves where the device is the host.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from shiftjax.engine.request import Mode
 from shiftjax.models.config import ModelConfig
@@ -40,7 +41,7 @@ class ModelDef:
     """A model split into its static part and the flat list of its weights."""
 
     graphdef: nnx.GraphDef
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any  # jax.tree_util.PyTreeDef, for which jaxlib ships no stub
     declared: tuple[Declared, ...]
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Llama:
@@ -48,7 +49,7 @@ class ModelDef:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-def define(config: ModelConfig, layout: Layout, dtype: jnp.dtype) -> ModelDef:
+def define(config: ModelConfig, layout: Layout, dtype: DTypeLike) -> ModelDef:
     """Define the model without allocating anything."""
     graphdef, state = nnx.split(Llama(config, layout, dtype))
     declared = []

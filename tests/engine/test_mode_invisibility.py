@@ -98,8 +98,8 @@ def test_both_modes_write_the_same_cache(sp, tp):
     *_, shift = forward(directory, prompt, sp, tp, Mode.SHIFT, "alias")
     blocks = slice(1, 1 + len(prompt) // 8)  # full blocks; block 0 takes the padding
     for layer, pools in enumerate(zip(base, shift, strict=True)):
-        for a, b in zip(*pools, strict=True):
-            a, b = np.asarray(a)[blocks], np.asarray(b)[blocks]
+        for in_base, in_shift in zip(*pools, strict=True):
+            a, b = np.asarray(in_base)[blocks], np.asarray(in_shift)[blocks]
             assert np.abs(a).max() > 0.1
             np.testing.assert_allclose(a, b, atol=2e-5, err_msg=f"layer {layer}")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from oracle.numpy_llama import forward, greedy, load_checkpoint, random_checkpoint
 
 PARITY = Path(__file__).parent.parent / "data" / "parity"

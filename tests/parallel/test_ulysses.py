@@ -72,5 +72,5 @@ def test_reduce_sums_over_the_devices_that_split_the_weights(mode):
     parallel = Parallel(it, mode)
     split = P("sp") if mode is Mode.BASE else P()
     x = np.arange(TOKENS * 4, dtype=np.float32).reshape(TOKENS, 4)
-    total = run(it, lambda y: parallel.reduce(y), (split,), split, jnp.asarray(x))
+    total = run(it, parallel.reduce, (split,), split, jnp.asarray(x))
     np.testing.assert_array_equal(total, x * (2 if mode is Mode.BASE else 8))
