@@ -19,7 +19,8 @@ LAYERS = (
     ("shiftjax.config", "shiftjax.models.presets", "shiftjax.engine.sampling_params"),
     ("shiftjax.settings", "shiftjax.engine.request", "shiftjax.text"),
     ("shiftjax.engine.admission", "shiftjax.cache.blocks", "shiftjax.parallel"),
-    ("shiftjax.engine.draft", "shiftjax.engine.block_tables", "shiftjax.engine.scheduler_config"),
+    ("shiftjax.engine.draft", "shiftjax.engine.block_tables", "shiftjax.engine.scheduler_config")
+    + ("shiftjax.engine.logprobs",),
     ("shiftjax.engine.scheduler", "shiftjax.engine.policy", "shiftjax.engine.echo"),
     ("shiftjax.engine.engine", "shiftjax.models"),
     ("shiftjax.cache", "shiftjax.weights"),
@@ -39,6 +40,7 @@ CONTROL_PLANE = (
     "shiftjax.cache.blocks",
     *("shiftjax.engine." + name for name in ("sampling_params", "request", "admission", "draft")),
     *("shiftjax.engine." + name for name in ("block_tables", "scheduler_config", "scheduler")),
+    "shiftjax.engine.logprobs",
     *("shiftjax.engine." + name for name in ("policy", "engine", "echo")),
 )
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax"}
