@@ -19,8 +19,12 @@ LAYERS = (
     ("shiftjax.config", "shiftjax.models.presets", "shiftjax.engine.sampling_params"),
     ("shiftjax.settings", "shiftjax.engine.request", "shiftjax.text"),
     ("shiftjax.engine.admission", "shiftjax.cache.blocks", "shiftjax.parallel"),
-    ("shiftjax.engine.draft", "shiftjax.engine.block_tables", "shiftjax.engine.scheduler_config")
-    + ("shiftjax.engine.logprobs",),
+    (
+        "shiftjax.engine.draft",
+        "shiftjax.engine.block_tables",
+        "shiftjax.engine.scheduler_config",
+        "shiftjax.engine.logprobs",
+    ),
     ("shiftjax.engine.scheduler", "shiftjax.engine.policy", "shiftjax.engine.echo"),
     ("shiftjax.engine.engine", "shiftjax.models"),
     ("shiftjax.cache", "shiftjax.weights"),
