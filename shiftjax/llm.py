@@ -61,6 +61,7 @@ class LLM:
         self._backlog: list[Event] = []
         self._built = build(config, source, progress or _silent)
         self.engine = self._built.engine
+        self.runners = self._built.runners
         self._compiles = CompileCounter()
         self._compiles.start()
 

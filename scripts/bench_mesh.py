@@ -1,0 +1,119 @@
+"""What a mesh and a weight strategy cost: start-up, memory per device, step time, tokens/s.
+
+    python scripts/bench_mesh.py --sp 8 --tp 1 [--weights alias|slice|replicate] [--model ...]
+
+On virtual CPU devices all devices share the machine's cores, so step times say what the host can
+do in total, not what a device would; memory and the ratios between strategies are what to read.
+
+The physics of memory per device: the base shard, w / TP; `replicate` adds w / (SP * TP), `alias`
+nothing; `slice` adds nothing to the weights but its slices to the temporaries of a step. A cold
+start compiles every (bucket, mode); a warm one reads them from the cache: run it twice with
+`--cache-dir` of an empty directory.
+
+Prints a table for people, then one JSON line.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+from serving.progress import print_table
+from shiftjax import LLM, SamplingParams
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 48
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the flags; they are the engine's settings of the same names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--sp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--weights", default="alias", choices=("alias", "slice", "replicate"))
+    parser.add_argument("--policy", default="threshold", choices=("threshold", "base", "shift"))
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--cache-dir", default="none")
+    return parser.parse_args(argv)
+
+
+def device_bytes(llm: LLM) -> tuple[int, int]:
+    """Return bytes of weights on one device, each buffer once, and of the largest temporaries."""
+    (runner,) = llm.runners
+    device = runner.step.mesh.devices.flat[0]
+    spans = sorted(
+        {
+            (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+            for arrays in runner.params.values()
+            for array in arrays
+            for shard in array.addressable_shards
+            if shard.device == device
+        }
+    )
+    total = end = 0
+    for start, size in spans:  # a view lies inside a span that has been counted
+        total += max(0, start + size - max(start, end))
+        end = max(end, start + size)
+    return total, max(program.temporary_bytes for program in runner.programs)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine, run one batch, and report."""
+    batch = arguments.sequences
+    start = time.perf_counter()
+    llm = LLM(
+        arguments.model,
+        sp=arguments.sp,
+        tp=arguments.tp,
+        weights=arguments.weights,
+        policy=arguments.policy,
+        max_model_len=512,
+        max_num_seqs=batch,
+        max_num_batched_tokens=512,
+        token_buckets=[batch, 512],
+        prefix_caching=False,
+        cache_dir=arguments.cache_dir,
+    )
+    startup = time.perf_counter() - start
+    prompts = [
+        {"prompt_token_ids": [(7 * i + 13 * j) % 40_000 + 5 for j in range(PROMPT_TOKENS)]}
+        for i in range(batch)
+    ]
+    whole = [_seconds(llm, prompts, OUTPUT_TOKENS) for _ in range(4)][1:]
+    prefill = [_seconds(llm, prompts, 1) for _ in range(3)]
+    decode = statistics.median(whole) - statistics.median(prefill)
+    weights, temporaries = device_bytes(llm)
+    return {
+        "mesh": f"sp={arguments.sp} tp={arguments.tp}",
+        "weights": arguments.weights,
+        "startup_seconds": round(startup, 1),
+        "weight_mb_per_device": round(weights / 1e6, 1),
+        "temporary_mb_per_device": round(temporaries / 1e6, 1),
+        "decode_step_ms": round(1e3 * decode / (OUTPUT_TOKENS - 1), 2),
+        "decode_tokens_per_second": round(batch * (OUTPUT_TOKENS - 1) / decode, 1),
+        "prefill_tokens_per_second": round(batch * PROMPT_TOKENS / statistics.median(prefill), 1),
+        "steps": llm.stats()["steps_by_mode"],
+    }
+
+
+def _seconds(llm: LLM, prompts: list[Any], max_tokens: int) -> float:
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    llm.generate(prompts, sampling)
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Measure and print."""
+    row = measure(parse())
+    print_table("mesh", row, stderr=False)
+    print(json.dumps(row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
