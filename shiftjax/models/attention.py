@@ -108,7 +108,7 @@ def _take(table: jax.Array, index: jax.Array) -> jax.Array:
     return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _gather_chunk(pool: Pool, block_ids: Int32[Array, "lanes blocks"]) -> jax.Array:
+def _gather_chunk(pool: Pool, block_ids: Int32[Array, "lanes per_chunk"]) -> jax.Array:
     """Return the blocks of one head after the other, [lanes kv_heads blocks block_size*head_dim].
 
     Whole rows of block_size * head_dim elements: the backend copies them as memory.
@@ -141,7 +141,7 @@ def _attend(
     q: Float[Array, "lanes kv_heads rows head_dim"],
     k_pool: Pool,
     v_pool: Pool,
-    block_ids: Int32[Array, "lanes blocks"],
+    block_ids: Int32[Array, "lanes per_chunk"],
     seen: jax.Array,
     exists: jax.Array,
     scale: float,
@@ -252,17 +252,20 @@ def _prefill(
     chunk = whole_blocks(TILE_CHUNK_TOKENS, block_size)
     tables = _chunked(metadata.block_tables, block_size, chunk)
     plan = metadata.plan
-    tiles = jnp.stack(plan[AttentionPlan._fields.index("tile_seq") : -1], axis=1)
+    spans = plan.tile_start, plan.tile_begin, plan.tile_end, plan.tile_shift
+    chunks = plan.tile_chunk_begin, plan.tile_chunk_end
+    tiles = jnp.stack((plan.tile_seq, *spans, *chunks), axis=1)
     rows = lax.div(jnp.arange(tile * group, dtype=jnp.int32), jnp.int32(group))[:, None]
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
 
     def run_tile(t, out):
-        seq, window, begin, end, shift, chunk_begin, chunk_end = _take(tiles, t)
-        tile_q = lax.dynamic_slice_in_dim(q, window, tile).reshape(tile, kv_heads, group, head_dim)
-        tile_q = tile_q.transpose(1, 0, 2, 3).reshape(1, kv_heads, tile * group, head_dim)
+        seq, start, begin, end, shift, chunk_begin, chunk_end = _take(tiles, t)
+        tile_q, old = (lax.dynamic_slice_in_dim(x, start, tile) for x in (q, out))
+        tile_q = tile_q.reshape(tile, kv_heads, group, head_dim).transpose(1, 0, 2, 3)
+        tile_q = tile_q.reshape(1, kv_heads, tile * group, head_dim)
 
         def run_round(c, state):
-            key, query = c * chunk + offsets, window + shift + rows
+            key, query = c * chunk + offsets, start + shift + rows
             exists = key < end + shift
             seen = (key <= query) & exists
             if sliding_window is not None:
@@ -273,13 +276,9 @@ def _prefill(
         state = _empty(q, 1, kv_heads, tile * group)
         new = _normalized(lax.fori_loop(chunk_begin, chunk_end, run_round, state)).astype(q.dtype)
         new = new.reshape(kv_heads, tile, group, head_dim).transpose(1, 0, 2, 3)
-        token = window + jnp.arange(tile, dtype=jnp.int32)
+        token = start + jnp.arange(tile, dtype=jnp.int32)
         mine = ((token >= begin) & (token < end))[:, None, None]
-        new = jnp.where(mine, new.reshape(tile, heads, head_dim), _slice(out, window, tile))
-        return lax.dynamic_update_slice_in_dim(out, new, window, axis=0)
+        new = jnp.where(mine, new.reshape(tile, heads, head_dim), old)
+        return lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
     return lax.fori_loop(0, plan.num_tiles, run_tile, out)
-
-
-def _slice(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, start, size)

@@ -39,8 +39,8 @@ class AttentionPlan(NamedTuple):
     row_count: Int32[Any, " seqs"]  # how many parts it has: 0 for what is not a decode row
     max_parts: Int32[Any, ""]  # the largest of these: the trip count of combining
     tile_seq: Int32[Any, " tiles"]  # the sequence that a tile belongs to
-    tile_window: Int32[Any, " tiles"]  # first of the tokens that are read, so that all exist
-    tile_begin: Int32[Any, " tiles"]  # first of these that the tile owns, hence writes
+    tile_start: Int32[Any, " tiles"]  # first token read: early enough that a whole tile exists
+    tile_begin: Int32[Any, " tiles"]  # first token that the tile owns, hence writes
     tile_end: Int32[Any, " tiles"]  # one past the last that it owns
     tile_shift: Int32[Any, " tiles"]  # position in the sequence = token index + shift
     tile_chunk_begin: Int32[Any, " tiles"]  # first context chunk that the tile sees
@@ -163,7 +163,7 @@ def _plan_prefill(
     oldest = np.maximum(begin + shift - window + 1, 0) if window else np.zeros_like(begin)
     fields = {
         "tile_seq": seq + (num_seqs - len(tiles)),
-        "tile_window": np.minimum(begin, num_tokens - tile),
+        "tile_start": np.minimum(begin, num_tokens - tile),
         "tile_begin": begin,
         "tile_end": end,
         "tile_shift": shift,

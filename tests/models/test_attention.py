@@ -1,0 +1,302 @@
+"""Ragged paged attention against the definition in float64; unused slots hold NaN.
+
+The tolerance is derived from the type and holds for every row, relative to the row's norm. In
+bfloat16 weights and outputs are rounded, each to half a unit and at random: one unit is a bound. In
+float32 the rounding of a score of size 4 is a relative error of its exponential: some units more.
+The mutations at the end show that no wrong kernel hides below it.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from pallas_kernels import reference
+from shiftjax.models.attention import (
+    AttentionMetadata,
+    plan_attention,
+    pool_shape,
+    ragged_paged_attention,
+    write_kv,
+)
+
+ULPS = {"float32": 16, "bfloat16": 1}
+EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150, 300]
+
+
+class Case(NamedTuple):
+    q: jax.Array
+    k_pool: jax.Array
+    v_pool: jax.Array
+    metadata: AttentionMetadata
+
+
+def make_case(
+    query_lens, seq_lens, tokens, seqs, *, seed=0, block_size=16, kv_heads=2, group=2, head_dim=16,
+    dtype="float32", max_len=512, window=None, min_blocks=0,
+):  # fmt: skip
+    """A step whose sequences lie in shuffled blocks of a pool that is NaN wherever it may be.
+
+    Leading query lengths of 1 are decodes.
+    """
+    rng = np.random.default_rng(seed)
+    blocks_needed = [-(-length // block_size) for length in seq_lens]
+    shape = pool_shape(max(sum(blocks_needed) + 4, min_blocks), kv_heads, block_size, head_dim)
+    pools = [np.full(shape, np.nan, np.float32) for _ in range(2)]
+    tables = np.zeros((seqs, -(-max_len // block_size)), np.int32)
+    free = iter(1 + rng.permutation(shape[0] - 1))
+    slots = []
+    for i, (length, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        tables[i, : blocks_needed[i]] = [next(free) for _ in range(blocks_needed[i])]
+        block, offset = np.divmod(np.arange(length), block_size)
+        for pool in pools:
+            pool[tables[i, block], :, offset] = rng.standard_normal((length, kv_heads, head_dim))
+        slots += list((tables[i, block] * block_size + offset)[length - query_len :])
+    starts = np.full(seqs + 1, sum(query_lens), np.int32)
+    starts[: len(query_lens) + 1] = np.cumsum([0, *query_lens])
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    lens = np.zeros(seqs, np.int32)
+    lens[: len(seq_lens)] = seq_lens
+    plan = plan_attention(
+        tables, lens, starts, num_decodes,
+        num_tokens=tokens, block_size=block_size, sliding_window=window,
+    )  # fmt: skip
+    slot_mapping = np.zeros(tokens, np.int32)
+    slot_mapping[: len(slots)] = slots
+    metadata = AttentionMetadata(slot_mapping, tables, lens, starts, np.int32(num_decodes), plan)
+    q = rng.standard_normal((tokens, kv_heads * group, head_dim))
+    return Case(*(jnp.asarray(x, dtype) for x in (q, *pools)), metadata)
+
+
+@partial(jax.jit, static_argnames=("scale", "window"))
+def attend(q, k_pool, v_pool, metadata, scale, window):
+    return ragged_paged_attention(q, k_pool, v_pool, metadata, scale=scale, sliding_window=window)
+
+
+def run(case, window=None):
+    return np.asarray(attend(*case, case.q.shape[-1] ** -0.5, window), np.float64)
+
+
+def expected(case, window=None, **changed):
+    scale = changed.pop("scale", 1.0) * case.q.shape[-1] ** -0.5
+    inputs = {
+        "q": case.q,
+        "k_pool": case.k_pool,
+        "v_pool": case.v_pool,
+        "block_tables": case.metadata.block_tables,
+        "seq_lens": case.metadata.seq_lens,
+        "query_start_loc": case.metadata.query_start_loc,
+    }
+    return reference.ragged_paged_attention(**inputs | changed, scale=scale, sliding_window=window)
+
+
+def tolerance(case):
+    return ULPS[case.q.dtype.name] * float(jnp.finfo(case.q.dtype).eps)
+
+
+def row_errors(case, out, wanted):
+    """Errors of the rows that hold tokens, relative to the size of the row."""
+    used = slice(0, case.metadata.query_start_loc[-1])
+    error, size = (np.linalg.norm(x[used], axis=(1, 2)) for x in (out - wanted, wanted))
+    return error / size
+
+
+def check(case, window=None):
+    out = run(case, window)
+    assert (row_errors(case, out, expected(case, window)) <= tolerance(case)).all()
+    assert not out[case.metadata.query_start_loc[-1] :].any()  # padding: finite, and zero
+
+
+STEPS = {
+    "decodes at the edges": ([1] * 15, EDGES, 16, 16),
+    "decodes, all rows used": ([1] * 8, EDGES[:8], 8, 8),
+    "one decode": ([1], [300], 8, 8),
+    "prompts at the edges": (EDGES[1:6] + EDGES[8:10], EDGES[1:6] + EDGES[8:10], 256, 8),
+    "chunks of long prompts": ([20, 64, 65], [300, 164, 65], 160, 4),
+    "one prompt fills the step": ([128], [128], 128, 4),
+    "a tile that ends where the step ends": ([1, 1, 70], [33, 5, 300], 72, 4),
+    "a short chunk in a decode bucket": ([1, 6], [40, 200], 8, 8),
+    "decodes and prompts": ([1] * 5 + [40, 100, 3], [1, 16, 33, 300, 64, 60, 100, 3], 256, 16),
+    "nothing": ([], [], 8, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_equals_the_definition(name):
+    check(make_case(*STEPS[name]))
+
+
+@pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts"])
+@pytest.mark.parametrize("window", [1, 20, 100])
+def test_sliding_window(name, window):
+    check(make_case(*STEPS[name], window=window), window)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+def test_query_heads_per_kv_head(group):
+    step = [1, 1, 1, 30], [5, 17, 90, 40], 48, 4
+    check(make_case(*step, group=group, kv_heads=3 if group == 3 else 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(32, 8), (64, 64), (128, 16)])
+def test_types_and_sizes(dtype, head_dim, block_size):
+    step = [1, 1, 1, 30], [5, 17, 140, 150], 48, 8
+    check(make_case(*step, dtype=dtype, head_dim=head_dim, block_size=block_size))
+
+
+def test_a_block_longer_than_a_chunk_and_a_table_of_no_whole_chunks():
+    check(make_case([1, 1, 50], [5, 290, 60], 64, 4, block_size=256, max_len=300))
+    check(make_case([1, 1, 50], [5, 330, 60], 64, 4, block_size=48, max_len=336))
+
+
+def test_a_long_context_among_short_ones_is_split():
+    case = make_case([1] * 32, [4000] + [40] * 31, 32, 32, max_len=8192)
+    plan = case.metadata.plan
+    assert plan.row_count[0] > 8
+    assert plan.wave_rounds[: plan.num_waves].sum() <= 8  # 63 rounds if one lane did it all
+    check(case)
+
+
+def test_equal_contexts_are_not_split():
+    plan = make_case([1] * 32, [192] * 32, 32, 32).metadata.plan
+    assert (plan.num_waves, plan.max_parts, plan.wave_rounds[0]) == (1, 1, 3)
+
+
+def test_work_follows_contexts_and_window():
+    plan = make_case([1] * 4 + [64], [300] * 4 + [300], 128, 8, max_len=8192).metadata.plan
+    assert plan.tile_chunk_end[: plan.num_tiles].tolist() == [3]
+    windowed = make_case([1] * 4 + [64], [300] * 5, 128, 8, max_len=8192, window=10).metadata.plan
+    assert windowed.tile_chunk_begin[0] == 1
+    assert windowed.wave_rounds.sum() == 1
+
+
+def test_plan_shapes_depend_on_the_bucket_only():
+    steps = STEPS["decodes and prompts"], ([], [], 256, 16), ([1], [500], 256, 16)
+    plans = [make_case(*step).metadata.plan for step in steps]
+    shapes = [[(x.shape, x.dtype) for x in plan] for plan in plans]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_refuses_a_context_longer_than_its_table():
+    with pytest.raises(ValueError, match=r"600 tokens .* 32 blocks of 16 \(512 tokens\)"):
+        plan_attention(
+            np.zeros((1, 32), np.int32), np.array([600], np.int32), np.array([0, 1], np.int32), 1,
+            num_tokens=8, block_size=16,
+        )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    decodes=st.lists(st.integers(1, 512), max_size=8),
+    prompts=st.lists(st.tuples(st.integers(2, 90), st.integers(0, 400)), max_size=4),
+    window=st.sampled_from([None, 40]),
+    seed=st.integers(0, 99),
+)
+def test_any_step(decodes, prompts, window, seed):
+    prompts = [(query_len, query_len + before) for query_len, before in prompts]
+    query_lens = [1] * len(decodes) + [query_len for query_len, _ in prompts]
+    lens = decodes + [length for _, length in prompts]
+    check(make_case(query_lens, lens, 384, 12, seed=seed, window=window, min_blocks=400), window)
+
+
+def mutations(case):
+    """Outputs of five wrong kernels, by what each does wrong."""
+    tables, lens = case.metadata.block_tables, case.metadata.seq_lens
+    neighbour = tables.copy()
+    neighbour[:, 0] = np.roll(tables[:, 0], 1)
+    # Another sequence's last block may hold unused slots: a real stale block is full of numbers.
+    k_pool, v_pool = (jnp.nan_to_num(pool, nan=1.0) for pool in (case.k_pool, case.v_pool))
+    rolled = {
+        "k_pool": jnp.roll(case.k_pool, 1, axis=1),
+        "v_pool": jnp.roll(case.v_pool, 1, axis=1),
+    }
+    shorter = np.maximum(lens - 1, 0)
+    return {
+        "last token dropped": expected(case, seq_lens=shorter),
+        "mask off by one": expected(case, seq_lens=lens + (lens > 0), k_pool=k_pool, v_pool=v_pool),
+        "scale": expected(case, scale=1.05),
+        "wrong KV head": expected(case, **rolled),
+        "stale block": expected(case, block_tables=neighbour, k_pool=k_pool, v_pool=v_pool),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wrong_kernels_would_be_caught(dtype):
+    # Lengths of 2 and more, and room in the last block: every mutation touches every row.
+    case = make_case([1, 1, 1, 12], [2, 18, 133, 140], 16, 4, dtype=dtype)
+    out = run(case)
+    for name, wrong in mutations(case).items():
+        assert row_errors(case, out, wrong).max() > 3 * tolerance(case), name
+
+
+def write(case, k, v):
+    step = jax.jit(write_kv, donate_argnums=(0, 1))
+    return step.lower(case.k_pool, case.v_pool, k, v, case.metadata.slot_mapping).compile()
+
+
+def test_write_puts_tokens_into_their_slots_and_nothing_else():
+    case = make_case([1, 1, 20], [33, 16, 40], 24, 4)
+    rng = np.random.default_rng(1)
+    k, v = (jnp.asarray(rng.standard_normal((24, 2, 16)), jnp.float32) for _ in range(2))
+    want = [np.array(case.k_pool), np.array(case.v_pool)]
+    block, offset = np.divmod(case.metadata.slot_mapping[:22], 16)
+    for pool, rows in zip(want, (k, v), strict=True):
+        pool[block, :, offset] = rows[:22]
+    got = write(case, k, v)(case.k_pool, case.v_pool, k, v, case.metadata.slot_mapping)
+    for pool, wanted in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(pool)[1:], wanted[1:])  # block 0 takes padding
+
+
+def test_write_is_in_place():
+    case = make_case([1] * 4, [400] * 4, 8, 8)
+    k = jnp.ones((8, 2, 16), jnp.float32)
+    compiled = write(case, k, k)
+    assert compiled.memory_analysis().temp_size_in_bytes < case.k_pool.nbytes / 20
+    pools = case.k_pool + 0, case.v_pool + 0  # buffers of JAX, not of NumPy: these can be donated
+    before = [pool.unsafe_buffer_pointer() for pool in pools]
+    out = compiled(*pools, k, k, case.metadata.slot_mapping)
+    assert [pool.unsafe_buffer_pointer() for pool in out] == before
+
+
+def test_write_then_attend_does_not_copy_the_pool():
+    case = make_case([1] * 4, [400] * 4, 8, 8)
+
+    def layers(pools, q, k, metadata):
+        out = []
+        for pool in pools:
+            written = write_kv(*pool, k, k, metadata.slot_mapping)
+            q = ragged_paged_attention(q, *written, metadata, scale=0.25)
+            out.append(written)
+        return out, q
+
+    pools = [(case.k_pool + i, case.v_pool + i) for i in range(3)]
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pools)]
+    k = jnp.ones((8, 2, 16), jnp.float32)
+    compiled = jax.jit(layers, donate_argnums=0).lower(pools, case.q, k, case.metadata).compile()
+    shape = "f32[" + ",".join(map(str, case.k_pool.shape)) + "]"
+    assert not [s for s in compiled.as_text().splitlines() if shape in s and " copy(" in s]
+    out, _ = compiled(pools, case.q, k, case.metadata)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(out)] == before
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_heads_split_over_a_mesh(check_vma):
+    case = make_case([1, 1, 30], [17, 300, 90], 48, 4, kv_heads=4)
+    mesh = jax.make_mesh((2, 2), ("sp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    heads = PartitionSpec(None, ("tp", "sp"))
+    local = jax.shard_map(
+        lambda *args: ragged_paged_attention(*args, scale=0.25),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, PartitionSpec()),
+        out_specs=heads,
+        check_vma=check_vma,
+    )
+    out = np.asarray(jax.jit(local)(*case), np.float64)
+    assert (row_errors(case, out, expected(case)) <= tolerance(case)).all()
