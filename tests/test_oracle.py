@@ -52,9 +52,9 @@ def test_greedy_tokens_equal_transformers(sp, tp):
     llm = open_llm(sp, tp, "float32")
     policies = {
         "threshold": (make_policy("threshold", 64), range(len(CASES)), 32),
-        "base": (make_policy("base", 0), SHORT, 10),
-        "shift": (make_policy("shift", 0), SHORT, 10),
-        "random": (RandomPolicy(sp * 10 + tp), SHORT, 10),
+        "base": (make_policy("base", 0), SHORT, 5),
+        "shift": (make_policy("shift", 0), SHORT, 5),
+        "random": (RandomPolicy(sp * 10 + tp), SHORT, 5),
     }
     for name, (policy, chosen, n) in policies.items():
         llm.engine.policy = policy

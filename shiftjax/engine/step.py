@@ -35,7 +35,7 @@ from shiftjax.parallel.sharding import (
 from shiftjax.parallel.ulysses import Parallel
 from shiftjax.weights.place import Declared, ModelDef
 
-# Measured on the attention of a decode step: gathers 15-35% and prefill 15-20% faster (docs/log.md).
+# Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/log.md).
 COMPILER_OPTIONS = {
     "cpu": {"xla_backend_optimization_level": "2", "xla_cpu_prefer_vector_width": "512"},
     "gpu": {},
