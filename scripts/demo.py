@@ -64,9 +64,7 @@ def _demo() -> int:
     print_table("all steps", llm.stats(), stderr=False)
     print_table("six prompts together", throughput(num_tokens, seconds), stderr=False)
     options = ", ".join(f"{name}={value!r}" for name, value in OPTIONS.items() if name != "model")
-    console.print(
-        "\nThe same in Python, with XLA_FLAGS=--xla_force_host_platform_device_count=8:\n"
-    )
+    console.print("\nThe same in Python:\n")
     console.print("  from shiftjax import LLM", markup=False)
     console.print(f"  LLM({OPTIONS['model']!r}, {options})", markup=False, soft_wrap=True)
     return 0

@@ -118,9 +118,9 @@ def _place(
 
 
 def _buckets(config: EngineConfig, layout: Layout) -> list[Bucket]:
-    scheduler, size = config.scheduler, layout.num_devices
+    scheduler = config.scheduler
     sizes = config.compile.token_buckets or doubling(scheduler.max_num_batched_tokens)
-    return make_buckets(sizes, scheduler.max_num_seqs, size)
+    return make_buckets(sizes, scheduler.max_num_seqs, layout)
 
 
 def _compile(

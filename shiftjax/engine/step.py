@@ -60,13 +60,18 @@ def doubling(max_tokens: int) -> tuple[int, ...]:
     return (*sizes, max_tokens)
 
 
-def make_buckets(sizes: Iterable[int], max_rows: int, num_devices: int) -> list[Bucket]:
+def make_buckets(sizes: Iterable[int], max_rows: int, layout: Layout) -> list[Bucket]:
     """Return a bucket per token count, padded so that P devices can split tokens and rows.
 
-    Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU.
+    Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU. For
+    the same reason BASE never leaves a device with a single token.
     """
-    rows = max(max_rows, SMALLEST_TOKENS)
-    return [Bucket(round_up(n, num_devices), round_up(min(n, rows), num_devices)) for n in sizes]
+    devices, rows = layout.num_devices, max(max_rows, SMALLEST_TOKENS)
+    least = 2 * layout.sp if layout.sp > 1 else 1
+    buckets = [
+        Bucket(round_up(max(n, least), devices), round_up(min(n, rows), devices)) for n in sizes
+    ]
+    return list({bucket.tokens: bucket for bucket in buckets}.values())
 
 
 class StepInputs(NamedTuple):
