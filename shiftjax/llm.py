@@ -79,7 +79,7 @@ class LLM:
         """Continue every prompt and return the outputs in the order of the prompts.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": ids}`; `sampling_params`
-        are one for all or one for each (default: greedy is not; 16 tokens at temperature 1).
+        are one for all or one for each (default: 16 tokens at temperature 1).
 
         Raises:
             RequestError: a prompt that cannot be served; none of the others has started then.

@@ -1,8 +1,7 @@
 """Compiling every (bucket, mode) ahead of traffic, and what a compiled bucket consists of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -131,19 +130,10 @@ def step_inputs(
 
 
 class CompileCounter:
-    """Counts XLA compilations in this process while it is listening."""
+    """Counts XLA compilations in this process between `start` and `stop`."""
 
     def __init__(self):
         self.count = 0
-
-    @contextmanager
-    def listening(self) -> Iterator["CompileCounter"]:
-        """Count for the duration of a `with` block."""
-        self.start()
-        try:
-            yield self
-        finally:
-            self.stop()
 
     def start(self) -> None:
         """Begin to count."""
