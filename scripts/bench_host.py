@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from bench_machine import describe_machine
 
+from shiftjax.engine.buckets import Bucket
 from shiftjax.engine.echo import EchoRunner
 from shiftjax.engine.policy import ThresholdPolicy
 from shiftjax.engine.programs import PoolOptions, step_inputs
@@ -33,10 +34,12 @@ from shiftjax.engine.request import Request, SamplingParams, Sequence, StepPlan
 from shiftjax.engine.sampling_inputs import RowParams, build_rows, refresh_params
 from shiftjax.engine.scheduler import Scheduler
 from shiftjax.engine.scheduler_config import SchedulerConfig
-from shiftjax.engine.step import Bucket, Packing
+from shiftjax.engine.step import Packing
+from shiftjax.models.attention_backend import xla_attention
 
 VOCAB_SIZE = 49_152
 BLOCK_SIZE = 16
+HEAD_DIM = 64
 PROMPT_TOKENS = 128
 VERBS = ("schedule", "choose", "pack", "commit")
 WARM_UP_STEPS = 20
@@ -81,6 +84,7 @@ class Packer:
         self.pool = PoolOptions(
             config.num_blocks, config.block_size, blocks_per_seq, np.dtype(np.float32)
         )
+        self.attention = xla_attention(HEAD_DIM, None, config.block_size)
         self.row_params: dict[Sequence, RowParams] = {}
         self.packing: Packing | None = None
 
@@ -88,7 +92,7 @@ class Packer:
         """Lay out a decode step."""
         self.row_params = refresh_params(plan, self.row_params, VOCAB_SIZE)
         rows = build_rows(plan, self.row_params, self.bucket.rows, VOCAB_SIZE)
-        inputs = step_inputs(plan, self.bucket, self.pool, None, rows.scalars, KEY)
+        inputs = step_inputs(plan, self.bucket, self.pool, self.attention, rows.scalars, KEY)
         self.packing = self.packing or Packing.of(inputs)
         return self.packing.pack(inputs)
 
@@ -99,7 +103,7 @@ def one_step(
     """The loop without overlap, once; seconds by verb."""
     seconds: dict[str, float] = {}
     plan = timed(seconds, "schedule", scheduler.schedule, 0.0)
-    plan.mode = timed(seconds, "choose", policy.choose, plan, 0)
+    plan.mode = timed(seconds, "choose", policy.choose, plan, 0, None)
     if packer is not None:
         timed(seconds, "pack", packer, plan)
     output = runner.fetch(runner.run(plan, plan.mode, None))

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.rule import Rule
 
 from serving.cli import guarded
-from serving.commands import open_llm
 from serving.progress import print_table, throughput
+from serving.start import open_llm
 from shiftjax import SamplingParams
 from shiftjax.config import EngineConfig
 

@@ -28,7 +28,6 @@ from serving.batch import (
     write_record,
 )
 from serving.cli import guarded
-from serving.commands import open_llm
 from serving.flags import (
     EXIT_CODES,
     UsageParser,
@@ -39,6 +38,7 @@ from serving.flags import (
     settle,
 )
 from serving.progress import print_table, progress_bars, throughput
+from serving.start import open_llm
 from shiftjax.engine.request import RequestError
 from shiftjax.options import ConfigError
 from shiftjax.settings import dump_yaml

@@ -1,25 +1,28 @@
-"""The command `shiftjax`: generate, chat, convert, check, version. JAX is imported when needed."""
+"""The command `shiftjax`: generate, chat, serve, convert ... JAX is imported when needed."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import shiftjax
-from serving import commands
+from serving import bench_kernels, commands, simulate
+from serving.bench.flags import OFFLINE, add_flags, add_offline_flags
 from serving.flags import (
     EXIT_CODES,
     UsageParser,
     add_config_flags,
     add_sampling_flags,
+    add_server_flags,
     parse_args,
     settle,
 )
 from shiftjax.engine.request import RequestError
 from shiftjax.options import ConfigError
-from shiftjax.settings import dump_yaml
+from shiftjax.settings import dump_part, dump_yaml
 from shiftjax.text.errors import ChatTemplateError, TokenizerError
 from shiftjax.weights.source import DTYPES, CheckpointError
 
@@ -60,6 +63,8 @@ def _run(argv: list[str]) -> int:
     config, sampling = settle(arguments)
     if arguments.configured and arguments.print_config:
         sys.stdout.write(dump_yaml(config))
+        if arguments.serves:
+            sys.stdout.write("\n" + dump_part("server", asdict(arguments.server)))
         return OK
     return arguments.run(arguments, config, sampling)
 
@@ -71,9 +76,16 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(subparsers)
     _add_chat(subparsers)
+    serve = _add(subparsers, "serve", commands.serve, "answer requests over HTTP and gRPC")
+    add_config_flags(serve)
+    add_server_flags(serve)
+    serve.set_defaults(serves=True)
+    _add_batch(subparsers)
+    _add_bench(subparsers)
     _add_convert(subparsers)
     check = _add(subparsers, "check", commands.check, "check settings and model, print the plan")
     add_config_flags(check)
+    simulate.add_commands(subparsers, _add)
     _add(subparsers, "version", commands.version, "print the versions that matter")
     return parser
 
@@ -85,9 +97,11 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def _add(subparsers: Any, name: str, run: commands.Command, text: str) -> argparse.ArgumentParser:
+def _add(
+    subparsers: Any, name: str, run: commands.Command | None, text: str
+) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=text, description=text, **_STYLE)
-    parser.set_defaults(run=run, parser=parser, configured=False)
+    parser.set_defaults(run=run, parser=parser, configured=False, serves=False)
     return parser
 
 
@@ -107,6 +121,27 @@ def _add_chat(subparsers: Any) -> None:
     # an answer ends by itself, or where the context does
     add_sampling_flags(parser, without=("n", *UNSHOWN), defaults={"max_tokens": None})
     add_config_flags(parser)
+
+
+def _add_batch(subparsers: Any) -> None:
+    parser = _add(subparsers, "batch", commands.batch, "run a file of requests")
+    parser.add_argument("input", type=Path, help="JSON lines: OpenAI's batch format, or plain")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument("--resume", action="store_true", help="do what the output file lacks")
+    add_config_flags(parser)
+
+
+def _add_bench(subparsers: Any) -> None:
+    parser = _add(subparsers, "bench", None, "measure")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    text = "put load on any OpenAI-compatible server"
+    add_flags(_add(kinds, "serve", commands.bench_serve, text))
+    for kind, (text, _) in OFFLINE.items():
+        parser = _add(kinds, kind, commands.bench_offline, text)
+        add_offline_flags(parser, kind)
+        add_config_flags(parser)
+    simulate.add_bench_steps(kinds, _add)
+    bench_kernels.add_command(kinds, _add)
 
 
 def _add_convert(subparsers: Any) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import shiftjax
 from serving.batch import in_order
 from serving.chat import run_chat
-from serving.progress import print_table, progress_bars, throughput
+from serving.progress import print_table, throughput
+from serving.start import open_llm
 from shiftjax.config import EngineConfig
 from shiftjax.engine.request import SamplingParams
 from shiftjax.options import ConfigError
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     from shiftjax.outputs import RequestOutput
 
 Command = Callable[[argparse.Namespace, EngineConfig, SamplingParams], int]
-
-
-def open_llm(config: EngineConfig) -> "LLM":
-    """Load and compile, with bars on a terminal."""
-    make_virtual_devices(config)
-    from shiftjax.llm import LLM
-
-    with progress_bars() as progress:
-        return LLM.from_config(config, progress=progress)
 
 
 def generate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
@@ -98,6 +90,51 @@ def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     if arguments.stats:
         print_table("statistics", llm.stats())
     return 0
+
+
+def _needs_serving(error: ModuleNotFoundError) -> ConfigError:
+    hint = "pip install 'shiftjax[serving]'"
+    return ConfigError([f"serving needs the package {error.name}: {hint}"])
+
+
+def serve(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Load the model and answer requests until told to stop."""
+    try:
+        from serving.serve import run_server
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run_server(config, arguments.server)
+
+
+def batch(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Run a file of requests through the engine."""
+    try:
+        from serving.batch_command import run_batch
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run_batch(arguments, config)
+
+
+def bench_serve(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Put load on a server and print what it felt like."""
+    try:
+        from serving.bench.command import run
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run(arguments)
+
+
+def bench_offline(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Measure an engine without a server."""
+    try:
+        from serving.bench.offline import run
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run(arguments, config)
 
 
 def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:

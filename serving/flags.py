@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from serving.options import ServerOptions, server_problems
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
 from shiftjax.engine.request import SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
-from shiftjax.settings import read_config_file, resolve
+from shiftjax.settings import read_config_file, resolve_with
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
+SERVER_SETTINGS = settings_of(ServerOptions)
 PREFIX = "sampling_"  # of the names that sampling flags have in a namespace
 
 EXIT_CODES = """exit codes:
@@ -19,7 +21,8 @@ EXIT_CODES = """exit codes:
   1  failed while running
   2  wrong usage or settings: every problem on a line of its own on stderr
   3  the model cannot be found or read
-  130  interrupted"""
+  75  the engine failed while serving: start the server again
+  130, 143  interrupted, terminated (a server that is told once ends its work first, with 0)"""
 
 SOURCES = """Settings come from flags, then from environment variables (SHIFTJAX_ and the setting's
 name, as in SHIFTJAX_MAX_MODEL_LEN), then from the file of --config, then from defaults. `auto`
@@ -43,6 +46,11 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         settings = settings_of(part)
         _add_flags(parser.add_argument_group(f"{name} settings"), settings.values())
     parser.set_defaults(configured=True)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of ServerOptions."""
+    _add_flags(parser.add_argument_group("server settings"), SERVER_SETTINGS.values())
 
 
 def add_sampling_flags(
@@ -121,10 +129,19 @@ def settle(arguments: argparse.Namespace) -> tuple[EngineConfig, SamplingParams]
 
 
 def _config_from(arguments: argparse.Namespace) -> EngineConfig:
-    given = {name: getattr(arguments, name) for name in SETTINGS}
+    """The engine's config; the server's options are left in `arguments.server`.
+
+    Every command reads both, so that one file and one environment do for all.
+    """
+    given = {name: getattr(arguments, name, None) for name in (*SETTINGS, *SERVER_SETTINGS)}
     flags = {name: str(value) for name, value in given.items() if value is not None}
-    file = arguments.config
-    return resolve(flags, yaml_text=read_config_file(file) if file else "", yaml_name=str(file))
+    text = read_config_file(arguments.config) if arguments.config else ""
+    config, rest = resolve_with(SERVER_SETTINGS, flags, None, text, str(arguments.config))
+    arguments.server = ServerOptions(**rest)
+    problems = server_problems(arguments.server)
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:

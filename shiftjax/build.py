@@ -12,17 +12,22 @@ from shiftjax.cache.pool import block_bytes
 from shiftjax.cache.sizing import device_memory, num_blocks_for
 from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
 from shiftjax.engine.admission import RequestLimits
+from shiftjax.engine.buckets import Bucket, doubling, make_buckets
+from shiftjax.engine.costs import CostModel
 from shiftjax.engine.engine import Engine, Group
-from shiftjax.engine.policy import make_policy
+from shiftjax.engine.policy import Policy, make_policy
 from shiftjax.engine.programs import PoolOptions, compile_programs
 from shiftjax.engine.request import Mode
 from shiftjax.engine.runner import DeviceRunner
 from shiftjax.engine.scheduler import Scheduler
 from shiftjax.engine.scheduler_config import SchedulerConfig
-from shiftjax.engine.step import Bucket, StepDef, doubling, make_buckets
+from shiftjax.engine.shape import Formats, ModelShape
+from shiftjax.engine.step import StepDef
+from shiftjax.models.attention_backend import choose_attention
 from shiftjax.models.config import ModelConfig
 from shiftjax.parallel.sharding import Device, Layout, make_mesh
 from shiftjax.settings import compile_cache_dir
+from shiftjax.sim.machine import load_engine, load_machine, machine_of
 from shiftjax.weights.names import expected_tensors
 from shiftjax.weights.place import define, load, shift_weights
 from shiftjax.weights.source import TensorSource, check_complete
@@ -62,8 +67,11 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
     dtype = compute_dtype(config.model.dtype, devices[0].platform)
     layout = _choose_layout(config, model, devices, dtype)
     placed, load_seconds = _timed(lambda: _place(config, layout, dtype, devices, source, progress))
-    runners, compile_seconds = _timed(lambda: _compile(config, placed, len(devices), progress))
-    engine = _make_engine(config, model, runners)
+    policy = _make_policy(config, placed[0])
+    runners, compile_seconds = _timed(
+        lambda: _compile(config, placed, policy, len(devices), progress)
+    )
+    engine = _make_engine(config, model, runners, policy)
     mesh = f"dp={config.parallel.dp} sp={layout.sp} tp={layout.tp}"
     return Built(engine, runners, layout, mesh, load_seconds, compile_seconds)
 
@@ -79,6 +87,12 @@ class Placed:
 def compute_dtype(option: str, platform: str) -> np.dtype:
     """Return the number format of weights and activations."""
     return np.dtype(AUTO_DTYPES[platform] if option == "auto" else getattr(jnp, option))
+
+
+def kv_dtype(config: EngineConfig, dtype: np.dtype) -> np.dtype:
+    """Return the number format of the KV pool; `dtype` is that of the weights."""
+    option = config.cache.kv_cache_dtype
+    return dtype if option == "auto" else np.dtype(option)
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -107,12 +121,14 @@ def _place(
     strategy, size = config.parallel.weights, layout.num_devices
     max_rows = _buckets(config, layout)[-1].rows
     model = define(layout.model, layout, dtype)
+    block_size, pool_dtype = config.cache.block_size, kv_dtype(config, dtype)
+    attention = choose_attention(layout, devices[0], dtype, pool_dtype, block_size)
     groups = []
     for index in range(config.parallel.dp):
         mesh = make_mesh(devices[index * size : (index + 1) * size], layout.sp, layout.tp)
         base = load(model, layout, mesh, source, strategy, progress)
         shift = shift_weights(model, base, layout, strategy)
-        step = StepDef(model, layout, mesh, strategy, max_rows)
+        step = StepDef(model, layout, mesh, strategy, max_rows, attention)
         groups.append(Placed(step, {Mode.BASE: base, Mode.SHIFT: shift}))
     return groups
 
@@ -123,8 +139,22 @@ def _buckets(config: EngineConfig, layout: Layout) -> list[Bucket]:
     return make_buckets(sizes, scheduler.max_num_seqs, layout)
 
 
+def _wanted(policy: Policy, buckets: list[Bucket], layout: Layout) -> dict[Bucket, list[Mode]]:
+    """The modes that the policy may choose in each bucket; with SP = 1 they are one."""
+    wanted, least = {}, 1
+    for bucket in buckets:
+        modes = policy.modes(least, bucket.tokens) if layout.sp > 1 else {Mode.SHIFT}
+        wanted[bucket] = [mode for mode in Mode if mode in modes]
+        least = bucket.tokens + 1
+    return wanted
+
+
 def _compile(
-    config: EngineConfig, groups: list[Placed], num_devices: int, progress: Progress
+    config: EngineConfig,
+    groups: list[Placed],
+    policy: Policy,
+    num_devices: int,
+    progress: Progress,
 ) -> list[DeviceRunner]:
     """Compile every step of every group and allocate the pools.
 
@@ -132,18 +162,19 @@ def _compile(
     more is it made smaller, and the largest bucket compiled again.
     """
     layout = groups[0].step.layout
-    buckets = _buckets(config, layout)
+    wanted = _wanted(policy, _buckets(config, layout), layout)
+    last = max(wanted)
     workspace = LEAST_WORKSPACE_BYTES
     while True:
         pool = _pool_options(config, groups[0], num_devices, workspace)
-        largest = compile_programs(*_parts(groups[0], pool), buckets[-1:], progress)
+        largest = compile_programs(*_parts(groups[0], pool), {last: wanted[last]}, progress)
         if config.cache.num_blocks or largest[0].temporary_bytes <= workspace:
             break
         workspace = largest[0].temporary_bytes
     runners = []
     for group in groups:
         known = largest if group is groups[0] else []
-        missing = buckets[: len(buckets) - len(known)]
+        missing = {bucket: wanted[bucket] for bucket in wanted if bucket != last or not known}
         programs = compile_programs(*_parts(group, pool), missing, progress) + known
         swaps, seed = config.cache.preemption == "swap", config.model.seed
         runners.append(DeviceRunner(*_parts(group, pool), programs, swaps=swaps, seed=seed))
@@ -161,8 +192,7 @@ def _pool_options(
     cache, layout = config.cache, group.step.layout
     longest = max_model_len(config, layout.model)
     blocks_per_seq = -(-longest // cache.block_size)
-    weights = group.params[Mode.BASE][0].dtype
-    dtype = np.dtype(weights if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype)
+    dtype = kv_dtype(config, np.dtype(group.params[Mode.BASE][0].dtype))
     num_blocks = cache.num_blocks
     if num_blocks is None:
         device = group.step.mesh.devices.flat[0]
@@ -184,7 +214,9 @@ def stable(count: int) -> int:
     return count >> shift << shift
 
 
-def _make_engine(config: EngineConfig, model: ModelConfig, runners: list[DeviceRunner]) -> Engine:
+def _make_engine(
+    config: EngineConfig, model: ModelConfig, runners: list[DeviceRunner], policy: Policy
+) -> Engine:
     pool, scheduler = runners[0].pool, config.scheduler
     budgets = SchedulerConfig(
         num_blocks=pool.num_blocks,
@@ -205,12 +237,28 @@ def _make_engine(config: EngineConfig, model: ModelConfig, runners: list[DeviceR
     )
     return Engine(
         [Group(Scheduler(budgets), runner) for runner in runners],
-        make_policy(scheduler.policy, scheduler.threshold_tokens),
+        policy,
         limits,
         overlap=scheduler.overlap,
         seed=config.model.seed,
         clock=time.monotonic,
     )
+
+
+def _make_policy(config: EngineConfig, group: Placed) -> Policy:
+    scheduler = config.scheduler
+    costs = _costs(config, group) if scheduler.policy == "cost" else None
+    return make_policy(scheduler.policy, scheduler.threshold_tokens, costs)
+
+
+def _costs(config: EngineConfig, group: Placed) -> CostModel:
+    layout, device = group.step.layout, group.step.mesh.devices.flat[0]
+    machine = load_machine(config.scheduler.machine or machine_of(device.device_kind))
+    weights = group.params[Mode.BASE][0].dtype
+    formats = Formats(str(weights), str(kv_dtype(config, np.dtype(weights))), str(weights))
+    buckets, engine = _buckets(config, layout), load_engine("shiftjax")
+    shape = ModelShape(layout.model)
+    return CostModel(shape, layout.sp, layout.tp, machine, engine, formats, buckets)
 
 
 def _use_compile_cache(config: EngineConfig) -> None:

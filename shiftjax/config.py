@@ -36,11 +36,6 @@ def _no_stages(value: int) -> str | None:
     return f"pipeline parallelism is not available in this version, leave it at 1; got {value}"
 
 
-def _no_cost_policy(value: str) -> str | None:
-    later = "the cost policy is not available in this version; use threshold, base or shift"
-    return later if value == "cost" else None
-
-
 def _increasing(values: tuple[int, ...]) -> str | None:
     grows = all(a < b for a, b in itertools.pairwise(values))
     if values and values[0] >= 1 and grows:
@@ -136,8 +131,12 @@ class SchedulerOptions:
 
     max_num_seqs: int = option(64, "sequences in a step, at most", low=1, high=4096)
     max_num_batched_tokens: int = option(1024, "tokens in a step, at most", low=1, high=1 << 20)
-    policy: Literal["threshold", "base", "shift"] = option(
-        "threshold", "how a step's mode is chosen", check=_no_cost_policy
+    policy: Literal["threshold", "cost", "base", "shift"] = option(
+        "threshold", "how a step's mode is chosen"
+    )
+    machine: str | None = option(
+        None,
+        "what the cost policy takes the machine for: a name or a .yaml file; default: by device",
     )
     shift_threshold: int | None = option(
         None,
@@ -219,10 +218,12 @@ SETTINGS: Mapping[str, Setting] = types.MappingProxyType(
 
 
 # ------------------------------------------------------- rules between settings
-# A rule's parameters name the settings it reads; it returns what is wrong, or None.
+# A rule's parameters name the settings it reads; it returns what is wrong, or None. Those without
+# an underscore also guard `SchedulerConfig`.
 
 
-def _budget_holds_the_decodes(max_num_batched_tokens: int, max_num_seqs: int) -> str | None:
+def budget_holds_the_decodes(max_num_batched_tokens: int, max_num_seqs: int) -> str | None:
+    """Refuse a step that cannot hold every running sequence."""
     if max_num_batched_tokens >= max_num_seqs:
         return None
     return (
@@ -253,7 +254,14 @@ def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
     return f"shift_threshold = {shift_threshold} has no meaning with policy = {policy}: drop one"
 
 
-def _swap_has_room(preemption: str, num_host_blocks: int) -> str | None:
+def _machine_is_used(policy: str, machine: str | None) -> str | None:
+    if policy == "cost" or machine is None:
+        return None
+    return f"machine = {machine} has no meaning with policy = {policy}: drop one"
+
+
+def swap_has_room(preemption: str, num_host_blocks: int) -> str | None:
+    """Refuse swap without a block besides the null block, and host blocks without swap."""
     if preemption == "swap" and num_host_blocks < 2:
         return f"preemption = swap needs num_host_blocks of at least 2, got {num_host_blocks}"
     if preemption != "swap" and num_host_blocks > 0:
@@ -287,10 +295,11 @@ def _buckets_reach_the_budget(
 
 
 RULES: tuple[Callable[..., str | None], ...] = (
-    _budget_holds_the_decodes,
+    budget_holds_the_decodes,
     _mesh_fills_the_devices,
     _threshold_is_used,
-    _swap_has_room,
+    _machine_is_used,
+    swap_has_room,
     _pool_holds_a_sequence,
     _buckets_reach_the_budget,
 )

@@ -15,6 +15,7 @@ from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.settings import make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
+from shiftjax.weights.checksums import verify_checksums
 from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
 
 Prompt = str | Seq[int] | Mapping[str, Seq[int]]
@@ -29,6 +30,7 @@ class LLM:
 
     Keyword arguments are the settings of `shiftjax.config` by their flat names. On CPU, as many
     virtual devices are made as `devices` or `dp * sp * tp` ask for, unless JAX already runs.
+    Files are compared with a SHA256SUMS beside them, where there is one, before they are loaded.
 
         llm = LLM("smollm2-135m", sp=4, tp=2)
         print(llm.generate("The capital of France is")[0].outputs[0].text)
@@ -53,6 +55,8 @@ class LLM:
     def _start(self, config: EngineConfig, progress: Progress | None) -> None:
         make_virtual_devices(config)
         location = resolve_model(config.model.model)
+        if location.path is not None and location.kind != "random":
+            verify_checksums(location.path, progress)
         source = open_source(location, seed=config.model.seed)
         self.config = config
         self.tokenizer = _open_tokenizer(config, location)
@@ -134,6 +138,11 @@ class LLM:
         validate_request(Request("validation", ids, sampling), self.engine.limits)
         return ids
 
+    @property
+    def num_compiles(self) -> int:
+        """Programs compiled since the start was complete; more than 0 is a bug."""
+        return self._compiles.count
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and what starting took."""
         stats = self.engine.stats()
@@ -141,7 +150,7 @@ class LLM:
         return {
             "steps_by_mode": stats.steps_by_mode,
             "mode_switches": switches,
-            "compiles_after_warmup": self._compiles.count,
+            "compiles_after_warmup": self.num_compiles,
             "kv_usage": stats.kv_usage,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,

@@ -24,8 +24,12 @@ from shiftjax.options import (
 PREFIX = "SHIFTJAX_"
 MAX_FILE_BYTES = 1 << 20
 
+# Read by `fault_of` only.
+TEST_VARIABLES = ("TESTING", "FAULT")
+
 # Kubernetes puts these into every container beside a service that is called `shiftjax`.
 _SERVICE_LINK = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT)(_\w+)?$")
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 
 class Given(NamedTuple):
@@ -47,32 +51,49 @@ def resolve(
     Raises ConfigError with every problem of every source, also of settings that another source
     overrides: a file that is wrong is wrong.
     """
-    from_file, problems = read_yaml(yaml_text, yaml_name)
-    from_environ, unknown = read_environ(os.environ if environ is None else environ)
+    return resolve_with({}, flags, environ, yaml_text, yaml_name)[0]
+
+
+def resolve_with(
+    others: Mapping[str, Setting],
+    flags: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
+    yaml_text: str = "",
+    yaml_name: str = "config",
+) -> tuple[EngineConfig, dict[str, Any]]:
+    """Like `resolve`, from sources that also hold `others`, whose values come beside the config."""
+    settings = {**SETTINGS, **others}
+    from_file, problems = read_yaml(yaml_text, yaml_name, settings)
+    from_environ, unknown = read_environ(os.environ if environ is None else environ, settings)
     problems += unknown
-    given = [*from_file, *from_environ, *read_flags(flags)]
-    wrong = [(g, p) for g in given if (p := problem_with(SETTINGS[g.name], g.value))]
+    given = [*from_file, *from_environ, *read_flags(flags, settings)]
+    wrong = [(g, p) for g in given if (p := problem_with(settings[g.name], g.value))]
     problems += [f"{g.label}: {problem}" for g, problem in wrong]
-    options = {name: setting.default for name, setting in SETTINGS.items()}
+    options = {name: setting.default for name, setting in settings.items()}
     options |= {g.name: g.value for g in given}
     problems += rule_problems(options, {g.name for g, _ in wrong})
     if problems:
         raise ConfigError(problems)
-    return EngineConfig.from_options(**options)
+    rest = {name: options.pop(name) for name in others}
+    return EngineConfig.from_options(**options), rest
 
 
-def read_flags(flags: Mapping[str, str]) -> list[Given]:
+def read_flags(flags: Mapping[str, str], settings: Mapping[str, Setting] = SETTINGS) -> list[Given]:
     """Settings from the texts of command line flags, by field name."""
-    return [_from_text(SETTINGS[n], text, "/".join(SETTINGS[n].flags)) for n, text in flags.items()]
+    return [_from_text(settings[n], text, "/".join(settings[n].flags)) for n, text in flags.items()]
 
 
-def read_environ(environ: Mapping[str, str]) -> tuple[list[Given], list[str]]:
+def read_environ(
+    environ: Mapping[str, str], settings: Mapping[str, Setting] = SETTINGS
+) -> tuple[list[Given], list[str]]:
     """(settings, problems) of the variables that start with SHIFTJAX_."""
     given, problems = [], []
-    known = {name.upper(): setting for name, setting in SETTINGS.items()}
+    known = {name.upper(): setting for name, setting in settings.items()}
     ours = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
     for variable, text in ours.items():
         name = variable.removeprefix(PREFIX)
+        if name in TEST_VARIABLES or (_SERVICE_LINK.search(name) and _LINK_VALUE.match(text)):
+            continue
         if name in known:
             given.append(_from_text(known[name], text, variable))
         elif not _SERVICE_LINK.search(name):
@@ -101,7 +122,9 @@ def read_config_file(path: str | Path) -> str:
         raise ConfigError([f"{path}: not UTF-8 text (byte {error.start})"]) from None
 
 
-def read_yaml(text: str, name: str) -> tuple[list[Given], list[str]]:
+def read_yaml(
+    text: str, name: str, settings: Mapping[str, Setting] = SETTINGS
+) -> tuple[list[Given], list[str]]:
     """(settings, problems) of a YAML mapping from setting names to values.
 
     Only YAML's own plain types are built, whatever tags the file has.
@@ -118,20 +141,22 @@ def read_yaml(text: str, name: str) -> tuple[list[Given], list[str]]:
         return [], []
     if not isinstance(root, yaml.MappingNode):
         return [], [f"{name}: must map setting names to values, like `tp: 2`"]
-    return _read_entries(root.value, name)
+    return _read_entries(root.value, name, settings)
 
 
-def _read_entries(entries: list[tuple[Any, Any]], name: str) -> tuple[list[Given], list[str]]:
-    if len(entries) > 10 * len(SETTINGS):  # a search for near names in each would take minutes
-        return [], [f"{name}: {len(entries)} entries, but there are only {len(SETTINGS)} settings"]
+def _read_entries(
+    entries: list[tuple[Any, Any]], name: str, settings: Mapping[str, Setting]
+) -> tuple[list[Given], list[str]]:
+    if len(entries) > 10 * len(settings):  # a search for near names in each would take minutes
+        return [], [f"{name}: {len(entries)} entries, but there are only {len(settings)} settings"]
     given, problems, lines = [], [], {}
     for key_node, value_node in entries:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         where = f"{name}, line {line}"
         if not isinstance(key_node, yaml.ScalarNode):
             problems.append(f"{where}: a setting's name must be plain text")
-        elif key not in SETTINGS:
-            problems.append(f"{where}: {unknown_name(key, SETTINGS)}")
+        elif key not in settings:
+            problems.append(f"{where}: {unknown_name(key, settings)}")
         elif key in lines:
             problems.append(f"{where}: {key} is already set in line {lines[key]}")
         else:
@@ -162,13 +187,29 @@ def dump_yaml(config: EngineConfig) -> str:
     flat = config.flat()
     lines = []
     for name, part in PARTS.items():
-        values = {key: flat[key] for key in settings_of(part)}
-        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-        lines += [f"# {name}", yaml.safe_dump(plain, sort_keys=False, default_flow_style=False)]
+        lines.append(dump_part(name, {key: flat[key] for key in settings_of(part)}))
     return "\n".join(lines)
 
 
+def dump_part(name: str, values: Mapping[str, Any]) -> str:
+    """Settings that belong together, as a part of a YAML file."""
+    plain = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+    return f"# {name}\n{yaml.safe_dump(plain, sort_keys=False, default_flow_style=False)}"
+
+
 # ---------------------------------------------------------------- the process's surroundings
+
+
+def fault_of(environ: Mapping[str, str] | None = None) -> str | None:
+    """The fault that a test wants injected (SHIFTJAX_FAULT, with SHIFTJAX_TESTING=1 only).
+
+    Raises ConfigError for a fault without the permission to have one.
+    """
+    environ = os.environ if environ is None else environ
+    fault = environ.get(f"{PREFIX}FAULT")
+    if fault and environ.get(f"{PREFIX}TESTING") != "1":
+        raise ConfigError([f"{PREFIX}FAULT is for tests: it needs {PREFIX}TESTING=1"])
+    return fault or None
 
 
 def compile_cache_dir(

@@ -1,6 +1,9 @@
 """Every test sees 8 virtual CPU devices and strict array rules."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 NUM_DEVICES = 9  # 9 for (SP=3, TP=3); everything else uses the first 8 or fewer
@@ -13,6 +16,13 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Engines that differ in what no program contains (a policy, a kind of preemption) compile once.
+COMPILED = tempfile.mkdtemp(prefix="shiftjax-compiled-")
+atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", COMPILED)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 @pytest.fixture(autouse=True, scope="module")

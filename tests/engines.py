@@ -49,7 +49,7 @@ class RandomPolicy:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
 
-    def choose(self, plan: StepPlan, num_waiting: int) -> Mode:
+    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
         return self.random.choice(list(Mode))
 
 

@@ -18,7 +18,8 @@ from shiftjax.engine.request import (
     StepPlan,
 )
 from shiftjax.engine.step import StepDef
-from shiftjax.models.attention import AttentionMetadata, plan_attention
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.sharding import Layout, make_mesh, pool_spec, round_up
 from shiftjax.parallel.ulysses import Parallel
 from shiftjax.weights.huggingface import HuggingFaceSource
@@ -50,25 +51,36 @@ def prefill_plan(token_ids: list[int], block_size: int = BLOCK_SIZE) -> StepPlan
     return StepPlan([ScheduledSequence(sequence, 0, n, 1, -1)], n, 1, 0, [], [], step_id=0)
 
 
-def forward(directory: Path, token_ids: list[int], sp: int, tp: int, mode: Mode, strategy: str):
-    """Return (hidden states after embedding and each layer, logits of all tokens), NumPy."""
+def forward(
+    directory: Path,
+    token_ids: list[int],
+    sp: int,
+    tp: int,
+    mode: Mode,
+    strategy: str,
+    least_size: int = 0,
+):
+    """Return (hidden states after embedding and each layer, logits of all tokens), NumPy.
+
+    Prompts are padded to `least_size` tokens at least: those of one size compile once.
+    """
     source = HuggingFaceSource(directory)
     layout = Layout(source.config, sp, tp)
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
     model = define(source.config, layout, jnp.float32)
     base = load(model, layout, mesh, source, strategy, silent)
     params = base if mode is Mode.BASE else shift_weights(model, base, layout, strategy)
-    tokens = round_up(len(token_ids), sp * tp)
+    size = max(len(token_ids), least_size)
+    tokens = round_up(size, sp * tp)
     plan = prefill_plan(token_ids)
     packed = pack_tokens(plan, tokens, tokens, tokens, BLOCK_SIZE)
-    work = plan_attention(
+    attention = xla_attention(source.config.head_dim, source.config.sliding_window, BLOCK_SIZE)
+    work = attention.plan(
         packed.block_tables,
         packed.seq_lens,
         packed.query_start_loc,
         0,
         num_tokens=tokens,
-        block_size=BLOCK_SIZE,
-        sliding_window=source.config.sliding_window,
     )
     metadata = AttentionMetadata(
         packed.slot_mapping,
@@ -78,7 +90,7 @@ def forward(directory: Path, token_ids: list[int], sp: int, tp: int, mode: Mode,
         np.int32(0),
         work,
     )
-    step = StepDef(model, layout, mesh, strategy, tokens)
+    step = StepDef(model, layout, mesh, strategy, tokens, attention)
     parallel = Parallel(layout, mode)
 
     def run(params, pools, token_ids, positions, metadata):
@@ -88,12 +100,13 @@ def forward(directory: Path, token_ids: list[int], sp: int, tp: int, mode: Mode,
             parallel.local_tokens(positions),
             pools,
             metadata,
+            attention,
             parallel,
         )
         logits = llama.logits(hidden[-1], jnp.arange(tokens, dtype=jnp.int32), parallel)
         return hidden, parallel.all_rows(logits), pools
 
-    pools = make_pools(mesh, layout, 2 + len(token_ids) // BLOCK_SIZE, BLOCK_SIZE, jnp.float32)
+    pools = make_pools(mesh, layout, 2 + size // BLOCK_SIZE, BLOCK_SIZE, jnp.float32)
     split = P("sp") if parallel.splits_tokens else P()
     mapped = jax.shard_map(
         run,

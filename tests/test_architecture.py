@@ -1,8 +1,10 @@
 """Which part may know which: walks the imports of the shipped code, so that arrows stay arrows."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,7 +17,7 @@ OURS = ("shiftjax", "pallas_kernels", "serving", "scripts")
 # From the bottom up; the longest matching prefix counts. A module imports from lower layers, and
 # from the modules of its own entry.
 LAYERS = (
-    ("pallas_kernels", "shiftjax.options", "shiftjax.models.config"),
+    ("pallas_kernels", "shiftjax.options", "shiftjax.models.config", "shiftjax.gguf_header"),
     ("shiftjax.config", "shiftjax.models.presets", "shiftjax.engine.sampling_params"),
     ("shiftjax.settings", "shiftjax.engine.request", "shiftjax.text"),
     ("shiftjax.engine.admission", "shiftjax.cache.blocks", "shiftjax.parallel"),
@@ -24,9 +26,15 @@ LAYERS = (
         "shiftjax.engine.block_tables",
         "shiftjax.engine.scheduler_config",
         "shiftjax.engine.logprobs",
+        "shiftjax.engine.buckets",
+        "shiftjax.engine.machine",
+        "shiftjax.engine.shape",
+        "shiftjax.engine.collectives",
     ),
+    ("shiftjax.engine.costs",),
     ("shiftjax.engine.scheduler", "shiftjax.engine.policy", "shiftjax.engine.echo"),
     ("shiftjax.engine.engine", "shiftjax.models"),
+    ("shiftjax.sim",),
     ("shiftjax.cache", "shiftjax.weights"),
     ("shiftjax.engine",),
     ("shiftjax",),
@@ -46,6 +54,10 @@ CONTROL_PLANE = (
     *("shiftjax.engine." + name for name in ("block_tables", "scheduler_config", "scheduler")),
     "shiftjax.engine.logprobs",
     *("shiftjax.engine." + name for name in ("policy", "engine", "echo")),
+    *("shiftjax.engine." + name for name in ("buckets", "machine", "shape")),
+    *("shiftjax.engine." + name for name in ("collectives", "costs")),
+    *("shiftjax.sim." + name for name in ("machine", "models", "trace", "deployment", "replay")),
+    *("shiftjax.sim." + name for name in ("metrics", "planning", "experiments", "report")),
 )
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax"}
 
@@ -58,6 +70,18 @@ SINGLE_HOMES = {
 }
 FORBIDDEN_IMPORTS = {"torch", "transformers", "pickle", "cPickle", "dill", "cloudpickle", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+
+# Where a package is imported by another name than it is installed by.
+INSTALLED_AS = {
+    "grpc": "grpcio",
+    "grpc_health": "grpcio_health_checking",
+    "grpc_reflection": "grpcio_reflection",
+    "grpc_status": "grpcio_status",
+    "google": "protobuf",
+    "orbax": "orbax_checkpoint",
+    "yaml": "pyyaml",
+}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def find_modules(root: Path) -> dict[str, ast.Module]:
@@ -161,6 +185,21 @@ def misplaced_names(modules: dict[str, ast.Module]) -> list[str]:
     return wrong
 
 
+def packages_of(requirements: list[str]) -> set[str]:
+    """Names of packages out of requirements like `jax[cuda12]>=0.11.2`."""
+    names = (re.split(r"[\[<>=!~ ;]", requirement)[0] for requirement in requirements)
+    return {name.lower().replace("-", "_") for name in names}
+
+
+def third_party_imports(modules: dict[str, ast.Module], tops: set[str]) -> set[str]:
+    """Packages, by the name they are installed by, that modules of these tops import."""
+    found = set()
+    for name, tree in modules.items():
+        if name.split(".")[0] in tops:
+            found |= {target.split(".")[0] for target in imports_of(tree, modules)}
+    return {INSTALLED_AS.get(top, top) for top in found - sys.stdlib_module_names - set(OURS)}
+
+
 @pytest.fixture(scope="module")
 def modules() -> dict[str, ast.Module]:
     return find_modules(ROOT)
@@ -229,6 +268,24 @@ def test_nothing_forbidden_is_used(shipped):
 
 def test_some_names_have_one_home(shipped):
     assert misplaced_names(shipped) == []
+
+
+def test_every_import_is_a_declared_dependency(shipped):
+    project = PYPROJECT["project"]
+    extras = {name: packages_of(some) for name, some in project["optional-dependencies"].items()}
+    always = packages_of(project["dependencies"])
+    library = third_party_imports(shipped, {"shiftjax", "pallas_kernels"})
+    optional = extras["hub"] | extras["plots"]
+    assert library - optional == always - {"rich"}  # rich is for the command line
+    assert third_party_imports(shipped, {"serving"}) <= always | optional | extras["serving"]
+
+
+def test_every_shape_annotation_is_checked_in_tests(modules, pytestconfig):
+    *checked, typechecker = pytestconfig.getoption("--jaxtyping-packages").split(",")
+    assert typechecker == "beartype.beartype"
+    for name, tree in modules.items():
+        if "jaxtyping" in imports_of(tree, modules):
+            assert any(f"{name}.".startswith(f"{package}.") for package in checked), name
 
 
 # ---------------------------------------------------------------- the walk itself can fail

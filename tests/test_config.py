@@ -99,8 +99,8 @@ def test_defaults_are_valid_and_frozen():
         ("num_host_blocks", -1, "must be at least 0"),
         ("max_num_seqs", 0, "must be at least 1"),
         ("max_num_batched_tokens", 0, "must be at least 1"),
-        ("policy", "cost", "the cost policy is not available in this version"),
-        ("policy", "fastest", "must be one of threshold, base, shift"),
+        ("policy", "fastest", "must be one of threshold, cost, base, shift"),
+        ("machine", "", "must not be empty"),
         ("shift_threshold", -1, "must be at least 0"),
         ("overlap", None, "must be true or false"),
         ("cache_dir", None, "must be text"),
@@ -130,7 +130,7 @@ def test_every_setting_has_help_flags_and_bounds():
 
 
 def test_all_problems_come_at_once():
-    problems = problems_of(tpp=2, sp=True, pp=2, policy="cost", block_size=3, weights=3, dp=0)
+    problems = problems_of(tpp=2, sp=True, pp=2, policy="best", block_size=3, weights=3, dp=0)
     assert [problem.split(":")[0] for problem in problems] == [
         "unknown option 'tpp'; did you mean tp?",
         *("sp", "pp", "dp", "weights", "block_size", "policy"),
@@ -161,6 +161,7 @@ BROKEN_RULES = [
     ({"devices": 8, "sp": 3}, "devices = 8 is no multiple of dp 1 * sp 3 = 3"),
     ({"devices": 8, "dp": 3}, "devices = 8 is no multiple of dp 3 = 3"),
     ({"policy": "base", "shift_threshold": 64}, "shift_threshold = 64 has no meaning"),
+    ({"machine": "h200x8"}, "machine = h200x8 has no meaning"),
     ({"preemption": "swap"}, "preemption = swap needs num_host_blocks of at least 2, got 0"),
     ({"preemption": "swap", "num_host_blocks": 1}, "at least 2, got 1"),
     ({"num_host_blocks": 8}, "num_host_blocks = 8 is used by preemption = swap only"),
@@ -303,7 +304,7 @@ def test_auto_takes_back_what_a_file_says():
 def test_problems_of_all_sources_come_at_once_and_say_where():
     environ = {"SHIFTJAX_SP": "", "SHIFTJAX_MAX_NUM_SEQ": "4", "SHIFTJAX_BLOCK_SIZE": "3"}
     with pytest.raises(ConfigError) as caught:
-        resolve({"tp": "two", "policy": "cost", "sp": "2"}, environ, "dp: -1\ntpp: 2", "c.yaml")
+        resolve({"tp": "two", "policy": "best", "sp": "2"}, environ, "dp: -1\ntpp: 2", "c.yaml")
     assert list(caught.value.problems) == [
         "c.yaml, line 2: unknown option 'tpp'; did you mean tp?",
         "SHIFTJAX_MAX_NUM_SEQ: unknown setting 'MAX_NUM_SEQ'; did you mean MAX_NUM_SEQS?",
@@ -311,7 +312,7 @@ def test_problems_of_all_sources_come_at_once_and_say_where():
         "SHIFTJAX_SP: must be a whole number, got ''",
         "SHIFTJAX_BLOCK_SIZE: must be a power of two, got 3",
         "--tensor-parallel-size/--tp: must be a whole number, got 'two'",
-        "--policy: the cost policy is not available in this version; use threshold, base or shift",
+        "--policy: must be one of threshold, cost, base, shift, got 'best'",
     ]
 
 

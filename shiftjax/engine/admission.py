@@ -42,6 +42,7 @@ def validate_request(request: Request, limits: RequestLimits) -> None:
     _check_prompt(request.prompt_token_ids, limits)
     _check_length(len(request.prompt_token_ids), request.sampling.max_tokens, limits)
     _check_sampling(request.sampling, limits)
+    _check_constraints(request)
 
 
 def _check_identity(request: Request, limits: RequestLimits) -> None:
@@ -101,6 +102,18 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
         raise RequestError(
             "min_tokens forbids every one of allowed_token_ids: they are all stop ids."
         )
+
+
+def _check_constraints(request: Request) -> None:
+    """One per continuation, and nothing beside them that could leave no token to choose."""
+    sampling, num = request.sampling, len(request.constraints)
+    if not num:
+        return
+    if num != sampling.n:
+        raise RequestError(f"There are {num} constraints for {sampling.n} continuations.")
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
+        if getattr(sampling, name):
+            raise RequestError(f"{name} cannot be combined with structured output.")
 
 
 def _check_in_vocabulary(what: str, token: int, limits: RequestLimits) -> None:

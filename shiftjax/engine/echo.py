@@ -19,11 +19,18 @@ def echo_token(last_token: int, position: int, seed: int, vocab_size: int) -> in
     return ((mixed >> 15) ^ mixed) % vocab_size
 
 
+def _may_follow(token: int, item: ScheduledSequence) -> bool:
+    constraint = item.sequence.constraint
+    if constraint is not None and not constraint.mask[token // 32] >> (token % 32) & 1:
+        return False
+    return not (token in item.sequence.stop_ids and item.bans_stop_ids)
+
+
 class EchoRunner:
     """A `Runner` for tests of everything but the model.
 
-    Honours seeds, `min_tokens` and log-probabilities (made up: `-token % 7`); temperatures,
-    penalties and token masks have no meaning here.
+    Honours seeds, `min_tokens`, constraints and log-probabilities (made up: `-token % 7`);
+    temperatures, penalties and `allowed_token_ids` have no meaning here.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class EchoRunner:
             return known
         last = previous[item.previous_row] if item.previous_row >= 0 else sequence.token_ids[-1]
         token = echo_token(last, end - 1, sequence.seed, self.vocab_size)
-        while token in sequence.stop_ids and item.bans_stop_ids:
+        while not _may_follow(token, item):
             token = (token + 1) % self.vocab_size
         return [*known, token]
 

@@ -157,12 +157,14 @@ class Engine:
         self._num_failed_steps += 1
         group.in_flight = None
         reason = f"The step that computed this request failed ({type(error).__name__})."
-        events = group.scheduler.fail(flight.plan, reason)
+        code = "device_oom" if "RESOURCE_EXHAUSTED" in str(error) else "step_failed"
+        events = group.scheduler.fail(flight.plan, reason, code)
         group.runner.reset()
         return events
 
     def _choose(self, group: Group, plan: StepPlan) -> Mode:
-        mode = self.policy.choose(plan, len(self._queued) + len(group.scheduler.waiting))
+        num_waiting = len(self._queued) + len(group.scheduler.waiting)
+        mode = self.policy.choose(plan, num_waiting, group.last_mode)
         self._steps_by_mode[mode.value] += 1
         if group.last_mode is not None and group.last_mode is not mode:
             self._mode_switches[group.last_mode.value, mode.value] += 1
@@ -223,6 +225,16 @@ class Engine:
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
         )
+
+    def mend(self, error: Exception) -> list[Event]:
+        """After a command that raised: end the requests of every group that it left broken."""
+        events = []
+        for group in self.groups:
+            try:
+                group.scheduler.check()
+            except RuntimeError:
+                events += self._fail(group, Flight(None), error)
+        return events
 
     def flush_prefix_cache(self) -> None:
         """Make every cached block worthless; running sequences keep theirs."""

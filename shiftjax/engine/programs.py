@@ -1,6 +1,6 @@
 """Compiling every (bucket, mode) ahead of traffic, and what a compiled bucket consists of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -8,11 +8,13 @@ import jax
 import numpy as np
 
 from shiftjax.cache.pool import abstract_pools
+from shiftjax.engine.buckets import Bucket
 from shiftjax.engine.pack import pack_tokens
 from shiftjax.engine.request import Mode, StepPlan
 from shiftjax.engine.sampling_inputs import RowTables, neutral_rows
-from shiftjax.engine.step import Bucket, Packing, StepDef, StepInputs
-from shiftjax.models.attention import AttentionMetadata, plan_attention
+from shiftjax.engine.step import Packing, StepDef, StepInputs
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.parallel.sharding import named, rows_spec
 
 Progress = Callable[[str, int, int], None]
@@ -32,7 +34,7 @@ class PoolOptions:
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled bucket: how its inputs are packed, its neutral tables, a function per mode."""
+    """A bucket: how its inputs are packed, its neutral tables, a compiled step per wanted mode."""
 
     bucket: Bucket
     packing: Packing
@@ -41,7 +43,7 @@ class Program:
 
     @property
     def temporary_bytes(self) -> int:
-        """Device memory that the hungrier mode needs besides its arguments."""
+        """Device memory that the hungriest mode needs besides its arguments."""
         return max(_temporary_bytes(step) for step in self.steps.values())
 
 
@@ -56,38 +58,43 @@ def compile_programs(
     step: StepDef,
     params: dict[Mode, tuple[jax.Array, ...]],
     pool: PoolOptions,
-    buckets: list[Bucket],
+    wanted: Mapping[Bucket, Iterable[Mode]],
     progress: Progress,
 ) -> list[Program]:
-    """Compile the buckets in both modes, a few at a time; nothing of the pool is allocated.
-
-    With SP = 1 the two modes are one configuration and share their programs.
-    """
-    modes = [Mode.BASE, Mode.SHIFT] if step.layout.sp > 1 else [Mode.SHIFT]
-    programs = [_empty_program(step, pool, bucket) for bucket in buckets]
-    pools = abstract_pools(step.mesh, step.layout, pool.num_blocks, pool.block_size, pool.dtype)
-
-    def compile_one(program: Program, mode: Mode) -> None:
-        program.steps[mode] = step.compile(
-            mode, params[mode], pools, program.packing, program.tables
-        )
-
-    progress("compile", 0, len(programs) * len(modes))
+    """Compile each bucket in the modes it is wanted in; nothing of the pool is allocated."""
+    programs = [_empty_program(step, pool, bucket) for bucket in wanted]
+    tasks = [(program, mode) for program in programs for mode in wanted[program.bucket]]
+    progress("compile", 0, len(tasks))
     with ThreadPoolExecutor(COMPILE_THREADS) as threads:
-        jobs = [threads.submit(compile_one, p, mode) for p in programs for mode in modes]
+        jobs = [threads.submit(add_mode, step, params, pool, *task) for task in tasks]
         for done, job in enumerate(jobs, 1):
             job.result()
             progress("compile", done, len(jobs))
-    for program in programs:
-        program.steps.setdefault(Mode.BASE, program.steps[Mode.SHIFT])
     return programs
+
+
+def add_mode(
+    step: StepDef,
+    params: dict[Mode, tuple[jax.Array, ...]],
+    pool: PoolOptions,
+    program: Program,
+    mode: Mode,
+) -> None:
+    """Compile one mode of a bucket and add it to the program.
+
+    With SP = 1 the two modes are one configuration and share the compiled step.
+    """
+    pools = abstract_pools(step.mesh, step.layout, pool.num_blocks, pool.block_size, pool.dtype)
+    compiled = step.compile(mode, params[mode], pools, program.packing, program.tables)
+    same = Mode if step.layout.sp == 1 else (mode,)
+    program.steps.update(dict.fromkeys(same, compiled))
 
 
 def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
     scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
     empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
-    window = step.layout.model.sliding_window
-    inputs = step_inputs(empty, bucket, pool, window, scalars, np.zeros(2, np.uint32))
+    key = np.zeros(2, np.uint32)
+    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, key)
     placed = jax.device_put(tables, named(step.mesh, rows_spec()))
     return Program(bucket, Packing.of(inputs), placed, {})
 
@@ -96,22 +103,20 @@ def step_inputs(
     plan: StepPlan,
     bucket: Bucket,
     pool: PoolOptions,
-    sliding_window: int | None,
+    attention: AttentionBackend,
     scalars: dict[str, np.ndarray],
     key: np.ndarray,
 ) -> StepInputs:
     """Lay out a plan and its attention work in a bucket; NumPy arrays."""
     packed = pack_tokens(plan, *bucket, pool.blocks_per_seq, pool.block_size)
-    work = plan_attention(
+    work = attention.plan(
         packed.block_tables,
         packed.seq_lens,
         packed.query_start_loc,
         plan.num_decodes,
         num_tokens=bucket.tokens,
-        block_size=pool.block_size,
-        sliding_window=sliding_window,
     )
-    attention = AttentionMetadata(
+    metadata = AttentionMetadata(
         slot_mapping=packed.slot_mapping,
         block_tables=packed.block_tables,
         seq_lens=packed.seq_lens,
@@ -123,7 +128,7 @@ def step_inputs(
         token_ids=packed.token_ids,
         positions=packed.positions,
         sample_rows=packed.sample_rows,
-        attention=attention,
+        attention=metadata,
         sampling=scalars | {"positions": packed.sample_positions},
         key=key,
     )

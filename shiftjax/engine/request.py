@@ -25,6 +25,7 @@ __all__ = [
     "Status",
     "StepOutput",
     "StepPlan",
+    "TokenConstraint",
     "TokenLogprobs",
     "derive_seed",
 ]
@@ -55,12 +56,22 @@ class DuplicateRequestError(RequestError):
     """A request whose id belongs to another one that has not finished."""
 
 
+class TokenConstraint(Protocol):
+    """What the next token of one continuation may be, say by a grammar. Has a state of its own."""
+
+    mask: np.ndarray  # [ceil(vocab / 32)] uint32; bit t % 32 of word t // 32: token t is allowed
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a sampled token and renew `mask`; False if no token can follow."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and what to do with it.
 
     A lower `priority` runs earlier (as in vLLM), then the earlier arrival. Requests that differ in
-    `adapter` or `cache_salt` never share KV blocks.
+    `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one each.
     """
 
     request_id: str
@@ -70,6 +81,7 @@ class Request:
     priority: int = 0
     adapter: str | None = None
     cache_salt: str | None = None
+    constraints: tuple[TokenConstraint, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -123,6 +135,7 @@ class Sequence:
     max_length: int  # prompt and output together; reaching it ends with "length"
     stop_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop token ids
     siblings: list["Sequence"]  # all continuations of the request, this one included
+    constraint: TokenConstraint | None = None
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
     host_block_table: list[int] = field(default_factory=list)  # not empty: swapped out
@@ -259,6 +272,7 @@ class Event:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_code: str | None = None  # constraint_failed, non_finite, device_oom or step_failed
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
     metrics: RequestMetrics | None = None  # with finish_reason
     is_last: bool = False

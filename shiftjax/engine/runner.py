@@ -4,6 +4,7 @@ Nothing else touches device memory. Steps are dispatched, not awaited; the devic
 order, so a step may read what an earlier one in flight will have written.
 """
 
+import logging
 from typing import NamedTuple
 
 import jax
@@ -11,11 +12,13 @@ import numpy as np
 
 from shiftjax.cache.host_tier import HostTier
 from shiftjax.cache.pool import make_pools
-from shiftjax.engine.programs import PoolOptions, Program, step_inputs
+from shiftjax.engine.programs import PoolOptions, Program, add_mode, step_inputs
 from shiftjax.engine.request import Mode, StepOutput, StepPlan
 from shiftjax.engine.sampling_inputs import RowTables, build_rows, refresh_params
 from shiftjax.engine.step import StepDef, StepResult
 from shiftjax.parallel.sharding import named, replicated_spec, rows_spec
+
+logger = logging.getLogger(__name__)
 
 
 class NoBucketError(RuntimeError):
@@ -65,15 +68,22 @@ class DeviceRunner:
         self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
         rows = build_rows(plan, self._row_params, program.bucket.rows, model.vocab_size)
         inputs = step_inputs(
-            plan, program.bucket, self.pool, model.sliding_window, rows.scalars, self._key
+            plan, program.bucket, self.pool, self.step.attention, rows.scalars, self._key
         )
         flat = jax.device_put(program.packing.pack(inputs), self._replicated)
         tables = self._place(program.tables, rows.tables)
         last = self._no_tokens if previous_handle is None else previous_handle.last_tokens
-        step = program.steps[mode]
+        step = self.compiled(program, mode)
         self.pools, tokens, result = step(self.params[mode], self.pools, last, flat, tables)
         result.summary.copy_to_host_async()
         return Handle(tokens, result, plan.num_rows, rows.wants_top)
+
+    def compiled(self, program: Program, mode: Mode) -> jax.stages.Compiled:
+        """The step of a bucket; compiled here if the policy at the start could not ask for it."""
+        if mode not in program.steps:
+            logger.warning("a %s step of %d tokens is compiled late", mode.value, program.bucket[0])
+            add_mode(self.step, self.params, self.pool, program, mode)
+        return program.steps[mode]
 
     def fetch(self, handle: Handle) -> StepOutput:
         """Wait for a step and bring what was asked for to the host."""

@@ -164,7 +164,8 @@ def row_params(sequence: Sequence, vocab_size: int) -> RowParams:
     )
     tables = params.allowed, params.allowed_at_first, params.bias
     asks = params.floats != tuple(_FLOATS.values()) or max(num_logprobs, num_prompt_logprobs) >= 0
-    return params._replace(is_neutral=not asks and all(table is None for table in tables))
+    is_free = sequence.constraint is None and all(table is None for table in tables)
+    return params._replace(is_neutral=not asks and is_free)
 
 
 def _num_words(vocab_size: int) -> int:
@@ -284,10 +285,13 @@ def _bitmask_table(
 
 
 def _allowed(block: _Block) -> UInt32[np.ndarray, " words"] | None:
-    params = block.params
+    params, constraint = block.params, block.item.sequence.constraint
+    allowed = params.allowed
     if params.allowed_at_first is not None and block.item.bans_stop_ids:
-        return params.allowed_at_first
-    return params.allowed
+        allowed = params.allowed_at_first
+    if constraint is None:
+        return allowed
+    return constraint.mask if allowed is None else constraint.mask & allowed
 
 
 def _bias_tables(

@@ -13,6 +13,7 @@ counting are; after any other end the device has computed one token too many, wh
 """
 
 import bisect
+import logging
 import math
 from collections.abc import Iterable
 from operator import attrgetter
@@ -29,11 +30,14 @@ from shiftjax.engine.request import (
     Status,
     StepOutput,
     StepPlan,
+    TokenConstraint,
     derive_seed,
 )
 from shiftjax.engine.scheduler_config import SchedulerConfig
 
 NON_FINITE = "The model produced numbers that are not finite for this request."
+DEAD_END = "The output cannot be continued within the structure that this request asks for."
+logger = logging.getLogger(__name__)
 _order = attrgetter("order")
 
 
@@ -88,6 +92,7 @@ class Scheduler:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 max_length=max_length,
                 stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
+                constraint=request.constraints[index] if request.constraints else None,
                 siblings=siblings,
             )
             siblings.append(sequence)
@@ -123,8 +128,8 @@ class Scheduler:
             if length - start != 1:
                 draft.unfinished_prompts.append(sequence)
                 continue
-            if pending and length >= sequence.max_length:
-                continue  # the step in flight samples its last token
+            if pending and (length >= sequence.max_length or sequence.constraint is not None):
+                continue  # the step in flight samples its last token, or decides what may follow
             if start == len(sequence.block_table) * block_size and not self._grow(sequence, draft):
                 break  # it was the youngest and has preempted itself
             previous_row = sequence.pending_row if pending else -1
@@ -228,7 +233,7 @@ class Scheduler:
             if not num_rows:
                 continue  # part of a prompt: whether it is finite shows in a later row
             if not (finite[row] and (num_rows == 1 or all(finite[row - num_rows + 1 : row]))):
-                events += self._end_request(sequence.siblings, "error", NON_FINITE)
+                events += self._end_request(sequence.siblings, "error", NON_FINITE, "non_finite")
                 continue
             end = item.start + item.num_tokens
             if sequence.block_table:  # else it has been preempted since
@@ -263,20 +268,23 @@ class Scheduler:
             return self._end(sequence, "stop", event)
         if len(token_ids) >= sequence.max_length:
             return self._end(sequence, "length", event)
+        if sequence.constraint is not None and not _accepts(sequence.constraint, token):
+            event.error, event.error_code = DEAD_END, "constraint_failed"
+            return self._end(sequence, "error", event)
         return event
 
     # ----------------------------------------------------------------------- ends
 
     def abort(self, request_id: str) -> list[Event]:
         """End every continuation of a request; nothing if it is not here (any more)."""
-        return self._end_request(self.requests.get(request_id, ()), "abort", None)
+        return self._end_request(self.requests.get(request_id, ()), "abort")
 
     def finish(self, request_id: str, index: int, reason: FinishReason) -> list[Event]:
         """End one continuation, for a reason found in its text; nothing if it has ended."""
         siblings = self.requests.get(request_id, ())
-        return self._end_request(siblings[index : index + 1], reason, None)
+        return self._end_request(siblings[index : index + 1], reason)
 
-    def fail(self, plan: StepPlan | None, error: str) -> list[Event]:
+    def fail(self, plan: StepPlan | None, error: str, code: str = "step_failed") -> list[Event]:
         """End the requests of a failed plan (None: all of them), and forget all KV.
 
         The others start again from their tokens, with an empty prefix cache.
@@ -289,26 +297,34 @@ class Scheduler:
             sequence.num_pending_tokens = 0
             self._wait(sequence)
         failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
-        return [e for siblings in failed for e in self._end_request(siblings, "error", error)]
+        return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
 
     def _end_request(
-        self, siblings: Iterable[Sequence], reason: FinishReason, error: str | None
+        self,
+        siblings: Iterable[Sequence],
+        reason: FinishReason,
+        error: str | None = None,
+        code: str | None = None,
     ) -> list[Event]:
         events = []
         for sequence in siblings:
             if sequence.status is not Status.FINISHED:
-                event = Event(sequence.request.request_id, sequence.index, error=error)
+                name, index = sequence.request.request_id, sequence.index
+                event = Event(name, index, error=error, error_code=code)
                 events.append(self._end(sequence, reason, event))
         return events
 
     def _end(self, sequence: Sequence, reason: FinishReason, event: Event) -> Event:
-        """Take a sequence out, free its blocks, and make the event its last."""
+        """Take a sequence out, free its blocks, and make the event its last.
+
+        The blocks come first: if that fails, the sequence has not ended and `fail` will end it.
+        """
+        self.tables.release(sequence)
         is_waiting = sequence.status is Status.WAITING
         queue = self.waiting if is_waiting else self.running
         self.num_waiting_tokens -= sequence.num_prompt_tokens * is_waiting
         del queue[bisect.bisect_left(queue, sequence.order, key=_order)]
         sequence.status = Status.FINISHED
-        self.tables.release(sequence)
         event.finish_reason = reason
         event.metrics = sequence.metrics()
         event.is_last = all(other.status is Status.FINISHED for other in sequence.siblings)
@@ -343,6 +359,15 @@ def _waits_for_prompt(sequence: Sequence) -> bool:
         and first.status is not Status.FINISHED
         and len(first.token_ids) == first.num_prompt_tokens
     )
+
+
+def _accepts(constraint: TokenConstraint, token: int) -> bool:
+    """Whether the output can go on; what a constraint raises ends its own request only."""
+    try:
+        return constraint.accept(token)
+    except Exception:
+        logger.exception("A constraint failed.")
+        return False
 
 
 def _most_computed(sequence: Sequence) -> int:

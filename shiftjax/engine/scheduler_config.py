@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from shiftjax.config import budget_holds_the_decodes, swap_has_room
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -26,22 +28,15 @@ class SchedulerConfig:
     max_preemptions: int = 4
 
     def __post_init__(self):
-        problems = []
+        problems = [
+            budget_holds_the_decodes(self.max_num_batched_tokens, self.max_num_seqs),
+            swap_has_room(self.preemption, self.num_host_blocks),
+        ]
         if self.max_num_seqs < 1:
             problems.append(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            problems.append(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes one token"
-            )
         if self.preemption not in ("recompute", "swap"):
             problems.append(f"preemption must be recompute or swap, not {self.preemption!r}")
-        if (self.preemption == "swap") != (self.num_host_blocks > 1):
-            problems.append(
-                f"preemption {self.preemption!r} does not go with {self.num_host_blocks} host "
-                "blocks: swap needs at least 2, recompute uses none"
-            )
         if not 0 <= self.watermark < 1 or self.max_preemptions < 0:
             problems.append("watermark must be in [0, 1) and max_preemptions at least 0")
-        if problems:
-            raise ValueError("; ".join(problems))
+        if any(problems):
+            raise ValueError("; ".join(filter(None, problems)))

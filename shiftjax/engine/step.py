@@ -7,7 +7,6 @@ because each separate transfer to 8 devices costs more than all their bytes; wha
 requests need (`tables`) stays on the device until a request asks for it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from shiftjax.engine.request import Mode
 from shiftjax.engine.sampling import sample
 from shiftjax.engine.sampling_inputs import RowTables, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.llama import LayerPool
 from shiftjax.parallel.sharding import (
     KV_AXES,
@@ -28,7 +28,6 @@ from shiftjax.parallel.sharding import (
     named,
     pool_spec,
     replicated_spec,
-    round_up,
     rows_spec,
     weight_spec,
 )
@@ -41,37 +40,6 @@ COMPILER_OPTIONS = {
     "gpu": {},
     "tpu": {},
 }
-SMALLEST_TOKENS = 8  # fewer rows are no faster: a decode step is bound by reading the weights
-
-
-class Bucket(NamedTuple):
-    """The padded size of a step: tokens, and logit rows (which also caps its sequences)."""
-
-    tokens: int
-    rows: int
-
-
-def doubling(max_tokens: int) -> tuple[int, ...]:
-    """Return token counts that double from `SMALLEST_TOKENS` up to `max_tokens`."""
-    sizes, size = [], SMALLEST_TOKENS
-    while size < max_tokens:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, max_tokens)
-
-
-def make_buckets(sizes: Iterable[int], max_rows: int, layout: Layout) -> list[Bucket]:
-    """Return a bucket per token count, padded so that P devices can split tokens and rows.
-
-    Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU. For
-    the same reason BASE never leaves a device with a single token.
-    """
-    devices, rows = layout.num_devices, max(max_rows, SMALLEST_TOKENS)
-    least = 2 * layout.sp if layout.sp > 1 else 1
-    buckets = [
-        Bucket(round_up(max(n, least), devices), round_up(min(n, rows), devices)) for n in sizes
-    ]
-    return list({bucket.tokens: bucket for bucket in buckets}.values())
 
 
 class StepInputs(NamedTuple):
@@ -142,6 +110,7 @@ class StepDef:
     mesh: Mesh
     strategy: str  # of the shift weights: alias, slice, replicate
     max_rows: int
+    attention: AttentionBackend
 
     def weight_specs(self, mode: Mode) -> tuple[Any, ...]:
         """Return the spec with which each weight enters the step of a mode."""
@@ -203,6 +172,7 @@ class StepDef:
             parallel.local_tokens(inputs.positions),
             pools,
             inputs.attention,
+            self.attention,
             parallel,
         )
         logits = model.logits(hidden[-1], inputs.sample_rows, parallel)

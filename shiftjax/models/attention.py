@@ -44,7 +44,7 @@ class AttentionMetadata(NamedTuple):
     seq_lens: Int32[Any, " seqs"]  # context length with this step's tokens; padding: 0
     query_start_loc: Int32[Any, " seqs_plus_1"]  # first token of each sequence; padding repeats
     num_decodes: Int32[Any, ""]  # so many of the first sequences have one token each
-    plan: AttentionPlan  # who computes what in this implementation; kernels bring their own
+    plan: Any  # who computes what: AttentionPlan here; kernels bring their own
 
 
 class State(NamedTuple):

@@ -78,17 +78,26 @@ def plan_attention(
     The first `num_decodes` sequences have one token each, in token order. Raises ValueError where a
     context is longer than its block table, which the device would read past without a word.
     """
+    check_contexts(block_tables, seq_lens, block_size)
+    decode = _plan_decode(seq_lens, num_decodes, block_size, sliding_window)
+    starts = query_start_loc[num_decodes:].astype(np.int64)
+    ends = seq_lens[num_decodes:].astype(np.int64)
+    prefill = _plan_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window)
+    return AttentionPlan(**decode, **prefill)
+
+
+def check_contexts(
+    block_tables: Int32[np.ndarray, "seqs blocks_per_seq"],
+    seq_lens: Int32[np.ndarray, " seqs"],
+    block_size: int,
+) -> None:
+    """Raise ValueError where a context is longer than its block table."""
     limit = block_tables.shape[1] * block_size
     if seq_lens.max(initial=0) > limit:
         raise ValueError(
             f"a context of {seq_lens.max()} tokens does not fit a block table of "
             f"{block_tables.shape[1]} blocks of {block_size} ({limit} tokens)"
         )
-    decode = _plan_decode(seq_lens, num_decodes, block_size, sliding_window)
-    starts = query_start_loc[num_decodes:].astype(np.int64)
-    ends = seq_lens[num_decodes:].astype(np.int64)
-    prefill = _plan_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window)
-    return AttentionPlan(**decode, **prefill)
 
 
 def _plan_decode(

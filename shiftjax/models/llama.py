@@ -13,7 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shiftjax.models.attention import AttentionMetadata, ragged_paged_attention, write_kv
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.config import ModelConfig
 from shiftjax.models.layers import apply_rope, project_in, project_out, rms_norm, rope_tables
 from shiftjax.parallel.sharding import Layout
@@ -75,6 +76,7 @@ class Attention(nnx.Module):
         pool: LayerPool,
         rope: Rope,
         metadata: AttentionMetadata,
+        attention: AttentionBackend,
         parallel: Parallel,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
@@ -88,11 +90,8 @@ class Attention(nnx.Module):
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = parallel.scatter_heads(q, k, v)
-        pool = write_kv(*pool, k, v, metadata.slot_mapping)
-        scale = config.head_dim**-0.5
-        out = ragged_paged_attention(
-            q, *pool, metadata, scale=scale, sliding_window=config.sliding_window
-        )
+        pool = attention.write(*pool, k, v, metadata.slot_mapping)
+        out = attention.attend(q, *pool, metadata)
         out = parallel.gather_heads(out)
         o = self.o[...]
         out = project_in(out.reshape(out.shape[0], -1), o.reshape(-1, o.shape[-1]))
@@ -151,11 +150,12 @@ class DecoderLayer(nnx.Module):
         pool: LayerPool,
         rope: Rope,
         metadata: AttentionMetadata,
+        attention: AttentionBackend,
         parallel: Parallel,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the layer's output and its pool."""
         normed = rms_norm(x, self.input_norm[...], self.eps)
-        out, pool = self.attention(normed, pool, rope, metadata, parallel)
+        out, pool = self.attention(normed, pool, rope, metadata, attention, parallel)
         x = x + out
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), parallel), pool
 
@@ -191,6 +191,7 @@ class Llama(nnx.Module):
         positions: Int[Array, " tokens"],
         pools: list[LayerPool],
         metadata: AttentionMetadata,
+        attention: AttentionBackend,
         parallel: Parallel,
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
         """Return the hidden states after the embedding and each layer, and the written pools.
@@ -202,7 +203,7 @@ class Llama(nnx.Module):
         rope = Rope(*jax.lax.optimization_barrier(rope_tables(positions, self.config)))
         hidden, written = [self.embed_tokens(token_ids, parallel)], []
         for layer, pool in zip(self.layers, pools, strict=True):
-            out, new_pool = layer(hidden[-1], pool, rope, metadata, parallel)
+            out, new_pool = layer(hidden[-1], pool, rope, metadata, attention, parallel)
             hidden.append(out)
             written.append(new_pool)
         return hidden, written

@@ -23,7 +23,11 @@ from shiftjax.engine.request import Mode
 from shiftjax.parallel.sharding import KV_AXES, WEIGHT_AXES, Layout
 
 Activations = Float[Array, "tokens hidden"]
-Heads = Float[Array, "tokens heads head_dim"]
+# What one device has before and after the exchange of tokens for heads.
+AllHeads = Float[Array, "tokens_sp heads_tp head_dim"]
+AllKvHeads = Float[Array, "tokens_sp kv_heads_tp head_dim"]
+OwnHeads = Float[Array, "tokens heads_tp_sp head_dim"]
+OwnKvHeads = Float[Array, "tokens kv_heads_tp_sp head_dim"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,12 @@ class Parallel:
         size = self.layout.tp if self.mode is Mode.BASE else self.layout.num_devices
         return jax.lax.psum(partial, self.weight_axes) if size > 1 else partial
 
-    def scatter_heads(self, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
+    def scatter_heads(
+        self, q: AllHeads, k: AllKvHeads, v: AllKvHeads
+    ) -> tuple[OwnHeads, OwnKvHeads, OwnKvHeads]:
         """Exchange tokens for heads: one fused all-to-all of q, k and v.
 
-        In:  `tokens_sp heads_tp head_dim`; k and v hold the heads of `Layout.base_kv_heads`.
-        Out: `tokens heads_tp_sp head_dim`. In SHIFT that is what comes in.
+        k and v come with the heads of `Layout.base_kv_heads`. In SHIFT this is the identity.
         """
         if not self.splits_tokens:
             return q, k, v
@@ -73,18 +78,15 @@ class Parallel:
         h = self.layout.heads_per_device
         return got[:, :h], got[:, h : h + m], got[:, h + m :]
 
-    def gather_heads(self, out: Heads) -> Heads:
-        """Exchange heads for tokens.
-
-        In: `tokens heads_tp_sp head_dim`; out: `tokens_sp heads_tp head_dim`.
-        """
+    def gather_heads(self, out: OwnHeads) -> AllHeads:
+        """Exchange heads for tokens; in SHIFT this is the identity."""
         if not self.splits_tokens:
             return out
         send = out.reshape(self.layout.sp, -1, *out.shape[1:])
         got = jax.lax.all_to_all(send, "sp", split_axis=0, concat_axis=0)
         return got.swapaxes(0, 1).reshape(got.shape[1], -1, got.shape[-1])
 
-    def _replicate(self, heads: Heads) -> Heads:
+    def _replicate(self, heads: AllKvHeads) -> Float[Array, "tokens_sp sent_heads head_dim"]:
         """Lay out the KV heads in the order in which the devices of `sp` want them."""
         order = self.layout.kv_send_order
         if order.shape[1] == heads.shape[1] and (order == np.arange(heads.shape[1])).all():
@@ -107,11 +109,12 @@ class Parallel:
         mine = (owner == jax.lax.axis_index("sp"))[:, None]
         return jax.lax.psum(jnp.where(mine, hidden[local], jnp.zeros((), hidden.dtype)), "sp")
 
-    def rows_from_vocab(self, logits: Float[Array, "rows lm_vocab"]) -> Float[Array, "rows vocab"]:
+    def rows_from_vocab(
+        self, logits: Float[Array, "rows vocab_tp_sp"]
+    ) -> Float[Array, "rows_tp_sp vocab"]:
         """Exchange a slice of the vocabulary for a slice of the rows, so that sampling is split.
 
-        In: `rows vocab_tp_sp`; out: `rows_tp_sp vocab`. An all-to-all moves 1/P of what an
-        all-gather of the logits would.
+        An all-to-all moves 1/P of what an all-gather of the logits would.
         """
         if self.layout.num_devices == 1:
             return logits

@@ -68,11 +68,8 @@ def _device_of(shard: jax.Array) -> Device:
 
 def row_view(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:
     """Return rows `[start, start + rows)` of a single-device array, over the same memory."""
-    device = _device_of(shard)
-    if device.platform == "cpu":
-        view = jax.device_put(np.asarray(shard)[start : start + rows], device)
-    else:
-        view = jax.dlpack.from_dlpack(RowsOf(shard, start, rows))
+    make = host_view if _device_of(shard).platform == "cpu" else dlpack_view
+    view = make(shard, start, rows)
     offset = start * shard.nbytes // shard.shape[0]
     if view.unsafe_buffer_pointer() != shard.unsafe_buffer_pointer() + offset:
         raise ViewError(
@@ -81,6 +78,22 @@ def row_view(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:
             'use weights="slice" or weights="replicate"'
         )
     return view
+
+
+def host_view(shard: jax.Array, start: int, rows: int) -> jax.Array:
+    """Return the view where device memory is NumPy's, of any CPU device (DLPack knows only one).
+
+    A copy, without a word, of rows that do not begin at a multiple of `ALIGNMENT_BYTES`.
+    """
+    return jax.device_put(np.asarray(shard)[start : start + rows], _device_of(shard))
+
+
+def dlpack_view(shard: jax.Array, start: int, rows: int) -> jax.Array:
+    """Return the view of a buffer of an accelerator (or of the first CPU device).
+
+    It keeps the whole buffer alive, as a view of NumPy's does.
+    """
+    return jax.dlpack.from_dlpack(RowsOf(shard, start, rows))
 
 
 def row_copy(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:

@@ -66,7 +66,7 @@ _PRE_TOKENIZERS = {
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Rebuild the tokenizer; `metadata` is what `read_gguf_metadata` returns.
+    """Rebuild the tokenizer; `metadata` is that of `shiftjax.gguf_header.read_header`.
 
     `tokenizer.ggml.model` is `gpt2` (byte-level BPE) or `llama` (SentencePiece BPE with byte
     fallback); others, and unknown pre-tokenizers, raise `TokenizerError`.

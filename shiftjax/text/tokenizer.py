@@ -8,8 +8,8 @@ from typing import Any
 
 import tokenizers
 
+from shiftjax.gguf_header import GgufError, read_header
 from shiftjax.text.errors import TokenizerError
-from shiftjax.text.gguf_metadata import read_gguf_metadata
 from shiftjax.text.gguf_vocab import special_ids, surround_with, tokenizer_from_gguf
 from shiftjax.text.token_bytes import TokenBytes, token_bytes
 
@@ -129,7 +129,10 @@ def load_tokenizer(location: str | Path) -> Tokenizer:
 
 
 def _load_gguf(path: Path) -> Tokenizer:
-    metadata = read_gguf_metadata(path)
+    try:
+        metadata = read_header(path).metadata
+    except GgufError as error:
+        raise TokenizerError("; ".join(error.problems)) from error
     try:
         backend = tokenizer_from_gguf(metadata)
     except TokenizerError as error:

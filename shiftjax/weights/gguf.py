@@ -11,8 +11,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
+from shiftjax.gguf_header import GgufError, GgufTensor, read_header
 from shiftjax.weights.gguf_config import ROPE_FACTORS, read_config, rope_scaling
-from shiftjax.weights.gguf_header import GgufTensor, read_header
 from shiftjax.weights.source import CheckpointError, TensorInfo, bounds
 
 _PLAIN = {  # stored as they are returned
@@ -55,7 +55,10 @@ class GgufSource:
     """
 
     def __init__(self, path: Path, name: str | None = None):
-        header = read_header(path)
+        try:
+            header = read_header(path)
+        except GgufError as error:
+            raise CheckpointError(*error.problems) from error
         self.location = str(path)
         self.metadata = header.metadata
         self._stored = {_rename(name): tensor for name, tensor in header.tensors.items()}

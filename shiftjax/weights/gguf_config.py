@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from shiftjax.gguf_header import GgufHeader
 from shiftjax.models.config import ModelConfig, RopeScaling
 from shiftjax.weights.fields import Fields
-from shiftjax.weights.gguf_header import GgufHeader
 from shiftjax.weights.source import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -42,6 +42,7 @@ class TensorInfo(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """A checkpoint whose tensors have Hugging Face names and shapes (projections `[out, in]`)."""
 

@@ -24,15 +24,24 @@ class Alternating:
 
     num_steps: int = 0
 
-    def choose(self, plan: StepPlan, num_waiting: int) -> Mode:
+    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
         self.num_steps += 1
         return Mode.BASE if self.num_steps % 2 else Mode.SHIFT
 
 
 def test_threshold_chooses_by_the_tokens_of_the_step():
     policy = make_policy("threshold", 8)
-    chosen = [policy.choose(StepPlan([], num_tokens, 0, 0, [], [], 0), 0) for num_tokens in (8, 9)]
+    plans = [StepPlan([], num_tokens, 0, 0, [], [], 0) for num_tokens in (8, 9)]
+    chosen = [policy.choose(plan, 0, None) for plan in plans]
     assert chosen == [Mode.SHIFT, Mode.BASE]
+
+
+def test_policies_know_which_modes_they_may_choose():
+    policy = make_policy("threshold", 8)
+    assert policy.modes(1, 8) == {Mode.SHIFT}
+    assert policy.modes(9, 16) == {Mode.BASE}
+    assert policy.modes(8, 9) == {Mode.SHIFT, Mode.BASE}
+    assert make_policy("base", 0).modes(1, 8) == {Mode.BASE}
 
 
 def test_policies_by_name():

@@ -13,6 +13,7 @@ from shiftjax.engine.request import Mode, SamplingParams
 
 MESHES = [(2, 2), (4, 2), (3, 2), (2, 4)]
 OUTPUT_TOKENS = 12
+CROWDED = 42  # blocks: fewer than the sequences that want to run need
 
 
 def prompts_with_shared_prefixes(seed: int, count: int = 10) -> list[list[int]]:
@@ -29,7 +30,7 @@ def prompts_with_shared_prefixes(seed: int, count: int = 10) -> list[list[int]]:
 def crowded(request):
     """An engine whose pool holds fewer sequences than want to run, so that it preempts."""
     directory, config, tensors = checkpoint()
-    return make(directory, *request.param, num_blocks=42), config, tensors
+    return make(directory, *request.param, num_blocks=CROWDED), config, tensors
 
 
 def greedy(n: int = 1) -> SamplingParams:
@@ -108,7 +109,7 @@ def test_both_modes_write_the_same_cache(sp, tp):
 def test_swapped_sequences_come_back_as_they_were(overlap):
     directory, config, tensors = checkpoint()
     options = {"preemption": "swap", "num_host_blocks": 100, "overlap": overlap}
-    built = make(directory, 2, 2, num_blocks=42, prefix_caching=False, **options)
+    built = make(directory, 2, 2, num_blocks=CROWDED, prefix_caching=False, **options)
     built.engine.policy = RandomPolicy(5)
     prompts = prompts_with_shared_prefixes(4, 8)
     events = run(built.engine, prompts, [greedy()] * len(prompts))
@@ -121,7 +122,7 @@ def test_swapped_sequences_come_back_as_they_were(overlap):
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])
 def test_other_weight_strategies_give_the_same_tokens(strategy):
     directory, config, tensors = checkpoint()
-    built = make(directory, 3, 2, weights=strategy)
+    built = make(directory, 3, 2, num_blocks=CROWDED, weights=strategy)
     built.engine.policy = RandomPolicy(6)
     prompts = prompts_with_shared_prefixes(5, 4)
     events = run(built.engine, prompts, [greedy()] * len(prompts))
@@ -133,7 +134,7 @@ def test_other_weight_strategies_give_the_same_tokens(strategy):
 def test_groups_share_one_queue():
     """dp: independent groups of devices, each request on one of them."""
     directory, config, tensors = checkpoint()
-    built = make(directory, 2, 1, dp=3)
+    built = make(directory, 2, 1, dp=3, token_buckets=[32])
     prompts = prompts_with_shared_prefixes(7, 9)
     events = run(built.engine, prompts, [greedy()] * len(prompts))
     for i, prompt in enumerate(prompts):

@@ -2,8 +2,6 @@
 
 import ctypes
 import gc
-import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +10,14 @@ import numpy as np
 import pytest
 from engines import checkpoint, make, run
 from harness import silent
+from hlo import (
+    FLOAT32_BYTES,
+    Instruction,
+    collectives,
+    expected_collectives,
+    matrices,
+    weight_moves,
+)
 
 from shiftjax.engine.policy import FixedPolicy
 from shiftjax.engine.request import Mode, SamplingParams
@@ -20,7 +26,6 @@ from shiftjax.parallel.sharding import Layout, make_mesh
 from shiftjax.weights.place import define, load, shift_weights
 from shiftjax.weights.random import RandomSource
 
-FLOAT_BYTES = 4
 MESHES = [(4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3)]
 # Odd sizes, so that no activation happens to be as large as a shard of a weight.
 ODD = {"hidden_size": 80, "intermediate_size": 272, "vocab_size": 331, "head_dim": 32}
@@ -43,9 +48,23 @@ def buffers(tree) -> dict:
     }
 
 
+def test_only_what_the_policy_may_choose_is_compiled(caplog):
+    directory, _, _ = checkpoint(**ODD)
+    options = {"token_buckets": (8, 24), "max_num_batched_tokens": 24, "shift_threshold": 8}
+    built = make(directory, 2, 1, **options)
+    (runner,) = built.runners
+    modes = [set(program.steps) for program in runner.programs]
+    assert modes == [{Mode.SHIFT}, {Mode.BASE}]
+    # Another policy may want more, and gets it late.
+    built.engine.policy = FixedPolicy(Mode.BASE)
+    run(built.engine, [[5, 6, 7]], [SamplingParams(temperature=0, max_tokens=2)])
+    assert set(runner.programs[0].steps) == {Mode.SHIFT, Mode.BASE}
+    assert "a base step of 8 tokens is compiled late" in caplog.text
+
+
 def test_switching_keeps_the_pool_where_it_is():
     directory, _, _ = checkpoint()
-    built = make(directory, 2, 2)
+    built = make(directory, 2, 2, num_blocks=42)  # as in test_mode_invisibility: compiled there
     (runner,) = built.runners
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     before = buffers(runner.pools)
@@ -114,91 +133,30 @@ def test_aliased_shift_weights_take_no_memory_and_copies_do():
 # ------------------------------------------------------------ the compiled programs
 
 
-def instructions(step) -> list[tuple[str, str, str]]:
-    """(shape, opcode, rest of the line) of every instruction of a compiled step."""
-    pattern = re.compile(r"= (\(?[a-z0-9]+\[.*?\)?) ([a-z][a-z-]*)\((.*)")
-    lines = step.as_text().splitlines()
-    return [match.groups() for line in lines if (match := pattern.search(line))]
-
-
-def shape_bytes(shape: str) -> int:
-    """Bytes of a (tuple) shape as HLO prints it, float32 and int32 only."""
-    sizes = re.findall(r"[fs]32\[([\d,]*)\]", shape)
-    return sum(FLOAT_BYTES * int(np.prod([int(n) for n in s.split(",") if n])) for s in sizes)
-
-
-def collectives(step) -> Counter:
-    """(opcode, bytes of the result on one device) -> how often."""
-    names = ("all-to-all", "all-reduce", "all-gather", "collective-permute", "reduce-scatter")
-    found = Counter()
-    for shape, opcode, _ in instructions(step):
-        if opcode.removesuffix("-start") in names:
-            found[opcode.removesuffix("-start"), shape_bytes(shape)] += 1
-    return found
-
-
-def expected_collectives(layout: Layout, mode: Mode, tokens: int, rows: int) -> Counter:
-    """What the published algorithm moves (bytes of results per device, float32).
-
-    Per layer: BASE one all-to-all of q, k, v and one of the output over sp, two all-reduces of
-    n / SP tokens over tp; SHIFT two all-reduces of n tokens. Beside the layers: the embedding's
-    all-reduce; in BASE the sampled rows cross sp; the logits change from vocabulary to rows; the
-    sampled tokens (id, log-probability, finite) go everywhere.
-    """
-    model, found = layout.model, Counter()
-    hidden = model.hidden_size * FLOAT_BYTES
-    splits = mode is Mode.BASE and layout.sp > 1
-    local_tokens = tokens // layout.sp if splits else tokens
-    reducers = layout.tp if mode is Mode.BASE else layout.num_devices
-    if reducers > 1:
-        found["all-reduce", local_tokens * hidden] += 1 + 2 * model.num_layers
-    if splits:
-        h, m = layout.heads_per_device, layout.kv_heads_per_device
-        head = tokens * model.head_dim * FLOAT_BYTES
-        found["all-to-all", head * (h + 2 * m)] += model.num_layers
-        found["all-to-all", head * h] += model.num_layers
-        found["all-reduce", rows * hidden] += 1
-    if layout.num_devices > 1:
-        found["all-to-all", rows * layout.vocab_size * FLOAT_BYTES // layout.num_devices] += 1
-        found["all-gather", rows * 3 * FLOAT_BYTES] += 1
-    return found
-
-
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
 def test_collectives_are_the_papers_to_the_byte(sp, tp):
     runner = runner_of(sp, tp)
     (program,) = runner.programs
-    for mode, step in program.steps.items():
-        if sp == 1 and mode is Mode.BASE:
-            continue  # one configuration, one program
-        assert collectives(step) == expected_collectives(
-            runner.step.layout, mode, *program.bucket
+    for mode in Mode if sp > 1 else (Mode.SHIFT,):  # SP = 1: one configuration, one program
+        step = runner.compiled(program, mode)
+        assert collectives(step.as_text()) == expected_collectives(
+            runner.step.layout, mode, *program.bucket, FLOAT32_BYTES
         ), (sp, tp, mode)
 
 
-def weight_moves(runner) -> list[tuple[str, str]]:
-    """Slices, copies and transposes in the SHIFT step whose result is as large as a weight."""
-    step = runner.programs[-1].steps[Mode.SHIFT]
-    sizes = {
-        int(np.prod(array.sharding.shard_shape(array.shape))) * FLOAT_BYTES
-        for weight, array in zip(runner.step.model.declared, runner.params[Mode.SHIFT], strict=True)
-        if len(weight.shape) > 1
-    }
-    moves = ("slice", "dynamic-slice", "copy", "transpose", "copy-start")
-    return [
-        (opcode, shape)
-        for shape, opcode, _ in instructions(step)
-        if opcode in moves and shape_bytes(shape) in sizes and shape.startswith("f32")
-    ]
+def moves_in_shift(runner, weights: set[tuple[int, int]]) -> list[Instruction]:
+    """Slices, copies and transposes of weights in the SHIFT step."""
+    return weight_moves(runner.compiled(runner.programs[-1], Mode.SHIFT).as_text(), weights, "f32")
 
 
 def test_the_shift_step_reads_its_weights_in_place():
     aliased, sliced = runner_of(4, 2), runner_of(4, 2, weights="slice")
-    assert weight_moves(aliased) == []
+    weights = matrices(aliased.step, aliased.params[Mode.SHIFT])
+    assert moves_in_shift(aliased, weights) == []
     # The control: slicing in the step shows, in its text and in its temporary memory.
-    assert len(weight_moves(sliced)) >= aliased.step.layout.model.num_layers
+    assert len(moves_in_shift(sliced, weights)) >= aliased.step.layout.model.num_layers
     temporaries = [
-        runner.programs[-1].steps[Mode.SHIFT].memory_analysis().temp_size_in_bytes
+        runner.compiled(runner.programs[-1], Mode.SHIFT).memory_analysis().temp_size_in_bytes
         for runner in (aliased, sliced)
     ]
     assert temporaries[0] < temporaries[1]
@@ -207,7 +165,7 @@ def test_the_shift_step_reads_its_weights_in_place():
 @pytest.mark.parametrize("mode", list(Mode))
 def test_temporaries_do_not_grow_with_the_pool(mode):
     temporaries = [
-        runner.programs[-1].steps[mode].memory_analysis().temp_size_in_bytes
+        runner.compiled(runner.programs[-1], mode).memory_analysis().temp_size_in_bytes
         for runner in (runner_of(4, 2), runner_of(4, 2, num_blocks=20_000))
     ]
     assert temporaries[0] == temporaries[1]

@@ -30,9 +30,10 @@ CASES = [(name, *mesh) for name in MODELS for mesh in EVERYWHERE] + [
 @pytest.mark.parametrize(("name", "sp", "tp", "mode", "strategy"), CASES)
 def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
     expected = np.load(DATA / name / "expected.npz")
-    for i in range(2):
-        token_ids = expected[f"token_ids_{i}"].tolist()
-        hidden, logits, _ = forward(DATA / name, token_ids, sp, tp, mode, strategy)
+    prompts = [expected[f"token_ids_{i}"].tolist() for i in range(2)]
+    longest = max(map(len, prompts))
+    for i, token_ids in enumerate(prompts):
+        hidden, logits, _ = forward(DATA / name, token_ids, sp, tp, mode, strategy, longest)
         states = expected[f"hidden_states_{i}"]
         for layer, (got, want) in enumerate(zip(hidden, states[:-1], strict=True)):
             assert_close(got, want, f"{name} prompt {i} after layer {layer}")

@@ -1,5 +1,6 @@
 """Converting between formats, Orbax, checksums: bit by bit, all or nothing."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import TINY, assert_ranges, assert_same, random_tensors, write_shards, write_single
 
+from shiftjax import LLM
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights import orbax
 from shiftjax.weights.checksums import SUMS_FILE, verify_checksums
@@ -181,6 +183,31 @@ def test_sums_name_missing_files_and_bad_lines(tmp_path, tiny):
     )
     assert "'nonsense'" in nonsense
     assert "../tiny/config.json" in outside
+
+
+def test_of_a_file_only_its_own_sum_counts(tmp_path):
+    file, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    file.write_bytes(b"some bytes")
+    digest = hashlib.sha256(b"some bytes").hexdigest()
+    (tmp_path / SUMS_FILE).write_text(f"{digest} *{file.name}\n{'0' * 64}  {other.name}\n")
+    assert verify_checksums(file) == 1
+    with pytest.raises(CheckpointError, match=r"other\.gguf: expected because"):
+        verify_checksums(tmp_path)
+    file.write_bytes(b"some bytez")
+    with pytest.raises(CheckpointError, match=rf"model\.gguf: expected SHA-256 {digest}, found"):
+        verify_checksums(file)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_flipped_bit_of_a_weight_stops_the_start(tmp_path, tiny, format):
+    """The values stay finite: nothing but the sum can tell."""
+    out = convert(str(tiny), tmp_path / "out", format)
+    path = max((f for f in out.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{path.name}: expected SHA-256"):
+        LLM(str(out))
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from shiftjax.weights.source import CheckpointError
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
@@ -53,8 +51,16 @@ class GgufHeader(NamedTuple):
     tensors: dict[str, GgufTensor]
 
 
+class GgufError(ValueError):
+    """A file that is no GGUF, or contradicts itself: one line per problem, each naming the file."""
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
 class _Malformed(Exception):
-    """The file contradicts itself; becomes a CheckpointError that names the file."""
+    """What is wrong, without the name of the file; becomes a GgufError."""
 
 
 class _Cursor:
@@ -109,16 +115,16 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Parse and check; raise CheckpointError naming the file and what is wrong in it."""
+    """Parse and check; raise GgufError naming the file and what is wrong in it."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise GgufError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # mmap refuses an empty file
-        raise CheckpointError(f"{path}: expected a GGUF file, found 0 bytes") from error
+        raise GgufError(f"{path}: expected a GGUF file, found 0 bytes") from error
     except _Malformed as error:
-        raise CheckpointError(*(f"{path}: {line}" for line in str(error).splitlines())) from error
+        raise GgufError(*(f"{path}: {line}" for line in str(error).splitlines())) from error
 
 
 def _parse(cursor: _Cursor) -> GgufHeader:

@@ -1,0 +1,126 @@
+"""Attention of decode rows, one query token a sequence, over the paged pool: split-K, for Hopper.
+
+Decoding reads every key and value once and computes little with each, so memory sets its speed.
+`decode_plan` gives every thread block an equal share of the tokens to read, `decode_kernel` streams
+and attends to them, and `decode_combine` puts together the jobs that a long context was cut into
+(Flash-Decoding, Dao et al., 2023).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.decode_combine import combine_jobs
+from pallas_kernels.decode_kernel import REDUCTION_BYTES, run_jobs
+from pallas_kernels.decode_plan import DEFAULT_CONFIG, DecodeConfig, DecodePlan
+from pallas_kernels.decode_work import Q_SLOTS, Inputs, Shape
+from pallas_kernels.mosaic import FP8, head_scales, wrong_options
+
+ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
+MAX_STAGES = 16
+BARRIER_BYTES = 1024  # barriers and what aligning the buffers costs: less than this
+
+
+def decode_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "seqs blocks_per_seq"],
+    seq_lens: Int32[Array, " seqs"],
+    plan: DecodePlan,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: ArrayLike = 1.0,
+    v_scale: ArrayLike = 1.0,
+    out: Float[Array, "tokens heads head_dim"] | None = None,
+    config: DecodeConfig = DEFAULT_CONFIG,
+    interpret: Any = False,
+) -> Float[Array, "tokens heads head_dim"]:
+    """softmax(soft_cap(scale * q k^T)) v of the plan's decode rows: token i of sequence i.
+
+    Other rows are those of `out`, which is overwritten in place where its buffer may be; zeros
+    without it. q is bfloat16 or float16; the pools are of q's type, or float8_e4m3fn, whose values
+    stand for `k_scale` (`v_scale`; a number, or one for each KV head) times themselves. `soft_cap`
+    c makes a logit x c * tanh(x / c). A row sees `sliding_window` keys at most, itself included.
+    `plan` must have been made with the same `config` and number of KV heads. Slots that hold no
+    token of the context may hold anything, NaN included. Raises ValueError for shapes that the
+    kernel cannot take. `interpret`: False, or `InterpretGPUParams` to run on a CPU.
+    """
+    group = check_call(q, k_pool, sliding_window, soft_cap, config)
+    kv_heads, block_size, head_dim = k_pool.shape[1:]
+    rows = -(-group // ROW_TILE) * ROW_TILE
+    copy_tokens = min(block_size, config.kv_tile)
+    numbers, scales = head_scales(k_scale, v_scale, kv_heads)
+    shape = Shape(
+        rows=rows,
+        head_dim=head_dim,
+        kv_tile=config.kv_tile,
+        stages=count_stages(rows, head_dim, k_pool.dtype, config),
+        copy_tokens=copy_tokens,
+        copies_per_block=block_size // copy_tokens,
+        dtype=jnp.dtype(jnp.float16 if k_pool.dtype == FP8 else q.dtype),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        kv_scales=numbers,
+    )
+    seqs = min(q.shape[0], seq_lens.shape[0])
+    grouped = q[:seqs].reshape(seqs, kv_heads, group, head_dim).astype(shape.dtype)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+    jobs = plan.worker_first, plan.job_row, plan.job_begin, plan.job_end
+    inputs = Inputs(*jobs, seq_lens, block_tables, scales, grouped, k_pool, v_pool)
+    parts = run_jobs(shape, inputs, interpret)
+    places = plan.row_first[:seqs], plan.row_jobs[:seqs]
+    return combine_jobs(*parts, *places, q, out, config=config, interpret=interpret)
+
+
+def check_call(
+    q: jax.Array,
+    pool: jax.Array,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    config: DecodeConfig,
+) -> int:
+    """Return the query heads of a KV head; ValueError says what the kernel cannot take."""
+    (_, heads, head_dim), (_, kv_heads, block_size, _) = q.shape, pool.shape
+    wrong = wrong_options(heads, kv_heads, sliding_window, soft_cap)
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype not in (q.dtype, FP8):
+        wrong.append(
+            f"q of {q.dtype} and pools of {pool.dtype}: q must be bfloat16 or float16, the pools "
+            f"of the same type or {jnp.dtype(FP8)}"
+        )
+    if head_dim % 64:
+        wrong.append(f"head_dim {head_dim} is not a multiple of 64")
+    if config.kv_tile % 64:
+        wrong.append(f"kv_tile {config.kv_tile} is not a multiple of 64")
+    sizes = sorted((block_size, config.kv_tile))
+    if block_size % 8 or sizes[1] % sizes[0]:
+        wrong.append(
+            f"block_size {block_size} must be a multiple of 8, and divide kv_tile "
+            f"{config.kv_tile} or be a multiple of it"
+        )
+    if wrong:
+        raise ValueError("decode_attention: " + "; ".join(wrong))
+    return heads // kv_heads
+
+
+def count_stages(rows: int, head_dim: int, kv_dtype: DTypeLike, config: DecodeConfig) -> int:
+    """Return how many K and V tiles the ring holds; ValueError where that is less than two."""
+    tile, row_bytes = config.kv_tile, 2 * head_dim
+    fixed = Q_SLOTS * rows * row_bytes + 2 * rows * tile + REDUCTION_BYTES + BARRIER_BYTES
+    if jnp.dtype(kv_dtype) == FP8:
+        fixed += 2 * tile * row_bytes
+    stage = 2 * tile * head_dim * jnp.dtype(kv_dtype).itemsize
+    stages = (config.shared_memory_bytes - fixed) // stage
+    if stages < 2:
+        raise ValueError(
+            f"decode_attention: {config.shared_memory_bytes} bytes of shared memory hold "
+            f"{max(stages, 0)} stages of {stage} bytes beside {fixed} others, and 2 are needed: "
+            "take half as many num_blocks with twice the shared_memory_bytes"
+        )
+    return min(stages, MAX_STAGES)

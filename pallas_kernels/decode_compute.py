@@ -1,0 +1,146 @@
+"""The arithmetic's warpgroup of the decode kernel: an online softmax, transposed.
+
+Its first axis is the long side of a matrix instruction: context tokens in logits and weights,
+head_dim in outputs. The second is the query heads.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_work import (
+    Q_SLOTS,
+    Buffers,
+    Inputs,
+    Job,
+    Shape,
+    down_rows,
+    my_jobs,
+    read_job,
+)
+from pallas_kernels.mosaic import COLUMNS, LOG2_E, LOWEST, WGMMA, Accumulator, filled, store
+
+
+def compute(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) -> None:
+    """Attend to this worker's jobs, one after the other."""
+    first, last = my_jobs(inputs)
+    head = lax.axis_index("kv_head")
+    size, scores = (shape.head_dim, shape.rows), (shape.kv_tile, shape.rows)
+    k_scale, v_scale = shape.kv_scales
+    if inputs.scales is not None:
+        k_scale, v_scale = inputs.scales[0, head], inputs.scales[1, head]
+
+    def run_job(index: jax.Array, count: jax.Array) -> jax.Array:
+        job, slot = read_job(shape, inputs, index), lax.rem(index - first, jnp.int32(Q_SLOTS))
+        plgpu.barrier_wait(buffers.q_full.at[slot])
+
+        def run_round(nth: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return _attend(shape, buffers, job, buffers.q.at[slot], k_scale, nth, carry)
+
+        top = filled((shape.rows,), LOWEST, WGMMA.reduce(0))
+        carry = count, filled(size, 0.0), top, filled(scores, 0.0)
+        count, weighted, top, sums = lax.fori_loop(job.begin, job.end, run_round, carry)
+        plgpu.barrier_arrive(buffers.q_free.at[slot])
+        total = sums.sum(axis=0)
+        total = jnp.where(total > 0, total, 1.0)  # no rounds: LOWEST then weighs nothing
+        store(out.at[head, index], weighted * down_rows(v_scale / total, size))
+        store(lse.at[head, index], top + jnp.log2(total))
+        return count
+
+    lax.fori_loop(first, last, run_job, jnp.int32(0))
+
+
+def _attend(
+    shape: Shape,
+    buffers: Buffers,
+    job: Job,
+    q: Any,
+    k_scale: float | jax.Array,
+    nth: jax.Array,
+    carry: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """Take round `nth` into the softmax under way.
+
+    The carry: rounds so far, weighted values, maxima, and weights, summed over rounds only: over
+    the tokens of a round they are summed once, at the end of a job.
+    """
+    count, weighted, top, sums = carry
+    slot = lax.rem(count, jnp.int32(shape.stages))
+    plgpu.barrier_wait(buffers.k_full.at[slot])
+    k = _widened(buffers.k.at[slot], buffers.wide_k, buffers.k_free.at[slot])
+    scores = _multiply(k, q.transpose((1, 0)))
+    if buffers.wide_k is None:
+        plgpu.barrier_arrive(buffers.k_free.at[slot])
+    logits = _masked(shape, job, nth, _logits(shape, scores, k_scale))
+    new_top = jnp.maximum(top, logits.max(axis=0))
+    decay = jnp.exp2(top - new_top)
+    p = jnp.exp2(logits - down_rows(new_top, logits.shape))
+    flipped = plgpu.layout_cast(p.astype(shape.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    buffers.p.transpose((1, 0))[...] = flipped
+    plgpu.barrier_wait(buffers.v_full.at[slot])
+    v = _widened(buffers.v.at[slot], buffers.wide_v, buffers.v_free.at[slot])
+    _clear_unseen(shape, job, nth, v)
+    plgpu.commit_smem()
+    new = _multiply(v.transpose((1, 0)), buffers.p.transpose((1, 0)))
+    if buffers.wide_v is None:
+        plgpu.barrier_arrive(buffers.v_free.at[slot])
+    weighted = weighted * down_rows(decay, weighted.shape) + new
+    return count + 1, weighted, new_top, sums * down_rows(decay, sums.shape) + p
+
+
+def _widened(tile: Any, wide: Any, free: Any) -> Any:
+    """Return a tile that the matrix unit takes; an fp8 tile is widened and its place given back."""
+    if wide is None:
+        return tile
+    for column in range(0, tile.shape[1], COLUMNS):  # not all: two blocks share the registers
+        columns = slice(None), pl.ds(column, COLUMNS)
+        narrow = plgpu.load(tile.at[columns], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        wide[columns] = narrow.astype(wide.dtype)
+    plgpu.commit_smem()  # before the next copy into the tile, and before the product
+    plgpu.barrier_arrive(free)
+    return wide
+
+
+def _multiply(a: Any, b: Any) -> jax.Array:
+    def product(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(product, Accumulator((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _logits(shape: Shape, scores: jax.Array, k_scale: float | jax.Array) -> jax.Array:
+    """Return logits in base 2."""
+    if shape.soft_cap is None:
+        return scores * (k_scale * (shape.scale * LOG2_E))
+    # tanh x = 1 - 2 / (1 + e^2x): the chip's own tanh has 11 bits, of which a cap of 50 leaves few.
+    growth = jnp.exp2(scores * (k_scale * (2 * shape.scale * LOG2_E / shape.soft_cap)))
+    return (1.0 - 2.0 / (1.0 + growth)) * (shape.soft_cap * LOG2_E)
+
+
+def _masked(shape: Shape, job: Job, nth: jax.Array, logits: jax.Array) -> jax.Array:
+    return jnp.where(_seen(shape, job, nth, logits.shape), logits, LOWEST)
+
+
+def _seen(shape: Shape, job: Job, nth: jax.Array, size: tuple[int, ...]) -> jax.Array:
+    """Whether the row sees each token of a round, which run down the first axis."""
+    positions = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=WGMMA) + nth * shape.kv_tile
+    seen = positions < job.length
+    return seen & (positions >= job.low) if shape.sliding_window else seen
+
+
+def _clear_unseen(shape: Shape, job: Job, nth: jax.Array, v: Any) -> None:
+    """Make zeros of values without weight: they may be NaN. Only the ends of contexts have any."""
+    begin = nth * shape.kv_tile
+
+    @pl.when((begin < job.low) | (begin + shape.kv_tile > job.length))
+    def _() -> None:
+        seen = _seen(shape, job, nth, (shape.kv_tile, COLUMNS))
+        for column in range(0, shape.head_dim, COLUMNS):
+            columns = slice(None), pl.ds(column, COLUMNS)
+            values = plgpu.load(v.at[columns], layout=WGMMA)
+            v[columns] = jnp.where(seen, values, jnp.zeros_like(values))

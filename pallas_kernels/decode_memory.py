@@ -1,0 +1,100 @@
+"""The memory's warpgroup of the decode kernel: it keeps the ring of K and V tiles full by TMA.
+
+One warp brings the queries and K, another V; the other two have nothing to do. Single warps,
+because every thread that issues a copy also arrives at its barrier: with blocks of 16 tokens a copy
+is 4 KB, and 128 arrivals would take about as long as the copy itself.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_work import Q_SLOTS, Buffers, Inputs, Shape, my_jobs, read_job
+
+
+class Stream(NamedTuple):
+    """K or V: where it comes from, where it goes, and the barriers of each place."""
+
+    pool: Any
+    ring: Any
+    full: Any
+    free: Any
+
+
+def load(shape: Shape, inputs: Inputs, buffers: Buffers) -> None:
+    """Copy the queries and tiles of this worker's jobs, each as soon as there is room for it."""
+    k = Stream(inputs.k, buffers.k, buffers.k_full, buffers.k_free)
+    v = Stream(inputs.v, buffers.v, buffers.v_full, buffers.v_free)
+
+    def run(warp: jax.Array) -> None:
+        pl.when(warp == 0)(lambda: _load_stream(shape, inputs, k, buffers))
+        pl.when(warp == 1)(lambda: _load_stream(shape, inputs, v, None))
+
+    plgpu.warp_map(run)
+
+
+def _load_stream(shape: Shape, inputs: Inputs, stream: Stream, buffers: Buffers | None) -> None:
+    """Copy one of K and V; with `buffers`, the queries, too."""
+    first, last = my_jobs(inputs)
+
+    def load_job(index: jax.Array, count: jax.Array) -> jax.Array:
+        job = read_job(shape, inputs, index)
+        if buffers is not None:
+            _load_query(inputs, buffers, job.row, index - first)
+
+        def load_round(nth: jax.Array, count: jax.Array) -> jax.Array:
+            _load_tile(shape, inputs, stream, job.row, nth, count)
+            return count + 1
+
+        return lax.fori_loop(job.begin, job.end, load_round, count)
+
+    count = lax.fori_loop(first, last, load_job, jnp.int32(0))
+    _drain(stream.free, shape.stages, count)
+    if buffers is not None:
+        _drain(buffers.q_free, Q_SLOTS, last - first)
+
+
+def _load_query(inputs: Inputs, buffers: Buffers, row: jax.Array, count: jax.Array) -> None:
+    """Copy the query of this worker's job number `count`."""
+    slot = lax.rem(count, jnp.int32(Q_SLOTS))
+    pl.when(count >= Q_SLOTS)(lambda: plgpu.barrier_wait(buffers.q_free.at[slot]))
+    source, place = inputs.q.at[row, lax.axis_index("kv_head")], buffers.q.at[slot]
+    plgpu.copy_gmem_to_smem(source, place, buffers.q_full.at[slot])
+
+
+def _load_tile(
+    shape: Shape,
+    inputs: Inputs,
+    stream: Stream,
+    row: jax.Array,
+    nth: jax.Array,
+    count: jax.Array,
+) -> None:
+    """Copy round `nth` of a row, block by block; `count` rounds came before it.
+
+    Past the end of a context a table has the null block, or ends: what is copied there is masked.
+    """
+    step, per_block = shape.copy_tokens, jnp.int32(shape.copies_per_block)
+    copies = shape.kv_tile // step
+    sources = []
+    for i in range(copies):
+        part = nth * copies + i
+        column = jnp.minimum(lax.div(part, per_block), inputs.block_tables.shape[1] - 1)
+        tokens = pl.ds(lax.rem(part, per_block) * step, step)
+        sources.append((inputs.block_tables[row, column], lax.axis_index("kv_head"), tokens))
+    slot = lax.rem(count, jnp.int32(shape.stages))
+    pl.when(count >= shape.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
+    for i, source in enumerate(sources):
+        place = stream.ring.at[slot, pl.ds(i * step, step)]
+        plgpu.copy_gmem_to_smem(stream.pool.at[source], place, stream.full.at[slot])
+
+
+def _drain(free: Any, size: int, count: jax.Array) -> None:
+    """Wait until the last users of a ring of `size`, used `count` times, have let go of it."""
+    for slot in range(size):
+        pl.when(slot < count)(functools.partial(plgpu.barrier_wait, free.at[slot]))

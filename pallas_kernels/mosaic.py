@@ -1,0 +1,65 @@
+"""What all kernels have in common: types, layouts of registers and shared memory, scales of fp8."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+FP8 = jnp.float8_e4m3fn
+LOG2_E = math.log2(math.e)
+LOWEST = -1e30  # a logit that is not seen: finite, so that differences are never NaN
+COLUMNS = 64  # of a tile of shared memory: 128 bytes of 16-bit numbers, what a swizzle spans
+WGMMA = plgpu.Layout.WGMMA
+Accumulator = plgpu.WGMMAAccumulatorRef
+
+
+def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Shared memory laid out for TMA and matrix instructions, without bank conflicts."""
+    tiling = plgpu.TilingTransform((8, COLUMNS))  # pyright: ignore[reportAbstractUsage]
+    width = COLUMNS * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any = WGMMA) -> jax.Array:
+    """Return registers that hold `value`."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def store(ref: Any, values: jax.Array) -> None:
+    """Store registers where the access is not the best: part lines of the cache, strided rows."""
+    if hasattr(plgpu, "store"):  # from JAX 0.12 on that has to be asked for
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
+def head_scales(
+    k_scale: ArrayLike, v_scale: ArrayLike, kv_heads: int
+) -> tuple[tuple[float, float], Float[Array, "2 kv_heads"] | None]:
+    """Return the scales as numbers to compile in, or as an array with those of every KV head.
+
+    Numbers cost no launch. Where there is an array, the numbers are 1.
+    """
+    if isinstance(k_scale, float | int) and isinstance(v_scale, float | int):
+        return (float(k_scale), float(v_scale)), None
+    scales = [jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale)]
+    return (1.0, 1.0), jnp.stack([jnp.broadcast_to(x, kv_heads) for x in scales])
+
+
+def wrong_options(
+    heads: int, kv_heads: int, sliding_window: int | None, soft_cap: float | None
+) -> list[str]:
+    """Return what is wrong with a call of either attention kernel, but for shapes and types."""
+    wrong = []
+    if heads % kv_heads:
+        wrong.append(f"{heads} query heads do not divide into {kv_heads} KV heads")
+    if sliding_window is not None and sliding_window < 1:
+        wrong.append(f"sliding_window {sliding_window} is not positive; None is no window")
+    if soft_cap is not None and not soft_cap > 0:
+        wrong.append(f"soft_cap {soft_cap} is not positive; None is no cap")
+    return wrong

@@ -1,0 +1,211 @@
+"""Attention of prefill chunks over a paged context, for Hopper, in Pallas Mosaic GPU.
+
+A thread block has three warpgroups. The memory warpgroup asks the copy engine (TMA) for queries and
+for rounds of keys and values, block by block through the block table, and so runs ahead; two
+compute warpgroups, each with 64 rows, multiply (wgmma) and keep an online softmax:
+
+memory      q  k0 v0  k1 v1 | k2 v2 ...   waits for `*_free` before it fills a stage again
+compute 0          S0 p0 O0   S1 p1 ...   waits for `*_ready`; frees a stage when it has read it
+compute 1             S0 p0 O0   S1 ...   half a turn behind: one multiplies, one exponentiates
+
+The rows of a warpgroup are `n` tokens of one sequence for each query head of one KV head, head by
+head: row = head * n + token. Thread blocks stay and take tiles from the plan in turn. The shape of
+the computation is that of FlashAttention-3 (Shah et al., arXiv 2407.08608), base 2.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.mosaic import FP8, swizzled, wrong_options
+from pallas_kernels.prefill_compute import compute_work, note_row_tokens
+from pallas_kernels.prefill_memory import await_the_end, fetch_work
+from pallas_kernels.prefill_plan import (
+    COMPUTE_WARPGROUPS,
+    DEFAULT_CONFIG,
+    PrefillConfig,
+    PrefillPlan,
+    tokens_per_warpgroup,
+)
+from pallas_kernels.prefill_work import Inputs, Problem, Shared, work_count
+
+SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
+OVERHEAD_BYTES = 3072  # barriers, alignment, and what reductions take
+KV_TILES = 128, 64  # in the order of preference
+
+
+def prefill_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "seqs blocks_per_seq"],
+    seq_lens: Int32[Array, " seqs"],
+    plan: PrefillPlan,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float | jax.Array = 1.0,
+    v_scale: float | jax.Array = 1.0,
+    config: PrefillConfig = DEFAULT_CONFIG,
+    interpret: Any = False,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Attention of the tokens of the plan's tiles; zeros for padding; decode rows are unspecified.
+
+    Arguments as in `paged_attention.ragged_paged_attention`. Raises ValueError for what the kernel
+    cannot do.
+    """
+    tokens, heads, head_dim = q.shape
+    _, kv_heads, block_size, _ = k_pool.shape
+    n = tokens_per_warpgroup(heads // kv_heads)
+    problem = Problem(
+        tokens=max(tokens, n),
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        n=n,
+        head_dim=head_dim,
+        block_size=block_size,
+        max_blocks=block_tables.shape[1],
+        dtype=jnp.dtype(jnp.float16) if k_pool.dtype == FP8 else q.dtype,
+        out_dtype=q.dtype,
+        pool_dtype=k_pool.dtype,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        kv_tile=0,
+        config=config,
+        interpreted=bool(interpret),
+    )
+    problem = problem._replace(kv_tile=choose_kv_tile(problem))
+    check(problem, heads)
+    q = jnp.pad(q.astype(problem.dtype), ((0, problem.tokens - tokens), (0, 0), (0, 0)))
+    k_scales, v_scales = (jnp.broadcast_to(jnp.float32(x), kv_heads) for x in (k_scale, v_scale))
+    inputs = Inputs(*plan, block_tables, seq_lens, k_scales, v_scales, q, k_pool, v_pool)
+    return run(problem, inputs, interpret)[:tokens]
+
+
+def run(problem: Problem, inputs: Inputs, interpret: Any) -> jax.Array:
+    """Launch the kernel."""
+
+    def prefill_kernel(*refs):
+        run_block(problem, Inputs(*refs[: len(inputs)]), refs[len(inputs)], refs[-1])
+
+    return plgpu.kernel(
+        prefill_kernel,
+        out_type=jax.ShapeDtypeStruct(inputs.q.shape, problem.out_dtype),
+        scratch_types=[shared_memory(problem)],
+        grid=(problem.config.num_blocks,),
+        grid_names=("block",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        interpret=interpret,
+    )(*inputs)
+
+
+def run_block(problem: Problem, inputs: Inputs, out: Any, shared: Shared) -> None:
+    """Run one thread block: every piece of work that falls to it, in three warpgroups."""
+    warpgroup = lax.axis_index("warpgroup")
+    count = work_count(problem, inputs)
+    # Registers of a thread: two compute warpgroups and the memory's have 504 together.
+    compute_registers, memory_registers = (216, 72)
+
+    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(compute_registers, action="increase")
+
+        note_row_tokens(problem, shared, warpgroup)
+
+        def compute(turn, step):
+            return compute_work(problem, inputs, out, shared, warpgroup, turn, step)
+
+        lax.fori_loop(0, count, compute, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(memory_registers, action="decrease")
+
+        def fetch(turn, step):
+            return fetch_work(problem, inputs, shared, turn, step)
+
+        steps = lax.fori_loop(0, count, fetch, jnp.int32(0))
+        await_the_end(problem, shared, count, steps)
+
+
+def choose_kv_tile(problem: Problem) -> int:
+    """Return the context tokens of a round: the configured, or the largest that fits."""
+    if problem.config.kv_tile is not None:
+        return problem.config.kv_tile
+    fits = (t for t in KV_TILES if shared_bytes(problem, t) <= SHARED_MEMORY_LIMIT)
+    return next(fits, KV_TILES[-1])
+
+
+def shared_bytes(problem: Problem, kv_tile: int) -> int:
+    """Return about how much shared memory a thread block takes; no less than it does."""
+    queries = 3 * COMPUTE_WARPGROUPS * 64 * problem.head_dim * 2
+    round_bytes = 2 * kv_tile * problem.head_dim * 2
+    raw_bytes = 2 * kv_tile * problem.head_dim * 2 if problem.is_fp8 else 0
+    return queries + problem.config.stages * round_bytes + raw_bytes + OVERHEAD_BYTES
+
+
+def check(problem: Problem, heads: int) -> None:
+    """Raise ValueError for what the kernel cannot do."""
+    kv_tile, block_size, stages = problem.kv_tile, problem.block_size, problem.config.stages
+    wrong = wrong_options(heads, problem.kv_heads, problem.sliding_window, problem.soft_cap)
+    if problem.out_dtype not in (jnp.bfloat16, jnp.float16):
+        wrong.append(f"q must be bfloat16 or float16, not {problem.out_dtype}")
+    if problem.pool_dtype not in (problem.out_dtype, FP8):
+        wrong.append(f"pools of {problem.pool_dtype} with q of {problem.out_dtype}")
+    if problem.head_dim % 64:
+        wrong.append(f"head_dim must be a multiple of 64, not {problem.head_dim}")
+    if kv_tile not in KV_TILES:
+        wrong.append(f"kv_tile must be one of {KV_TILES}, not {kv_tile}")
+    if block_size % 8 or max(kv_tile, block_size) % min(kv_tile, block_size):
+        wrong.append(
+            f"block_size {block_size} must be a multiple of 8, and it or kv_tile {kv_tile} a "
+            "multiple of the other"
+        )
+    size = shared_bytes(problem, kv_tile)
+    if size > SHARED_MEMORY_LIMIT and not problem.interpreted:
+        wrong.append(
+            f"head_dim {problem.head_dim} with kv_tile {kv_tile} and {stages} stages takes {size} "
+            f"bytes of shared memory; there are {SHARED_MEMORY_LIMIT}"
+        )
+    if wrong:
+        raise ValueError("prefill_attention: " + "; ".join(wrong))
+
+
+def shared_memory(problem: Problem) -> Shared:
+    """Describe the shared memory of a thread block."""
+    stages, kv_tile, d = problem.config.stages, problem.kv_tile, problem.head_dim
+    rows = (COMPUTE_WARPGROUPS, 64)
+    stage = swizzled((stages, kv_tile, d), problem.dtype)
+    raw = swizzled((2, kv_tile, d), problem.pool_dtype)
+    copies = problem.copies_per_round
+    ready = plgpu.Barrier(num_arrivals=1 if problem.is_fp8 else copies, num_barriers=stages)
+    free = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)
+    return Shared(
+        q_in=plgpu.SMEM((*rows, d), problem.dtype),
+        q=swizzled((*rows, d), problem.dtype),
+        k=stage,
+        v=stage,
+        out=plgpu.SMEM((*rows, d), problem.out_dtype),
+        row_token=plgpu.SMEM(rows, jnp.int32),
+        q_ready=plgpu.Barrier(num_arrivals=problem.group, num_barriers=COMPUTE_WARPGROUPS),
+        q_free=plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
+        k_ready=ready,
+        k_free=free,
+        v_ready=ready,
+        v_free=free,
+        raw_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=4 if problem.is_fp8 else 1),
+        turn=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
+        k_raw=raw if problem.is_fp8 else None,
+        v_raw=raw if problem.is_fp8 else None,
+        p=swizzled((*rows, kv_tile), problem.dtype) if problem.interpreted else None,
+    )

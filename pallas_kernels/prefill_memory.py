@@ -1,0 +1,255 @@
+"""The memory warpgroup of the prefill kernel: fetches, and prepares what cannot be used as is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import WGMMA
+from pallas_kernels.prefill_plan import COMPUTE_WARPGROUPS
+from pallas_kernels.prefill_work import (
+    Inputs,
+    Problem,
+    Shared,
+    Work,
+    for_each_head,
+    read_share,
+    read_work,
+    round_of,
+)
+
+TILE = 64  # rows and columns of shared memory that are worked on at a time
+
+Job = Callable[[], None]
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def fetch_work(
+    problem: Problem, inputs: Inputs, shared: Shared, turn: jax.Array, step: jax.Array
+) -> jax.Array:
+    """Fetch what a piece of work needs; `step` counts the rounds of this block and is returned."""
+    work = read_work(problem, inputs, turn)
+    length = inputs.seq_lens[work.seq]
+    fetch = fetch_raw if problem.is_fp8 else fetch_rounds
+    fetch(problem, inputs, shared, work, length, turn, step)
+    return step + work.last - work.first
+
+
+def by_warps(keys: Job = nothing, values: Job = nothing, queries: Job = nothing) -> None:
+    """Give each job to a warp of its own: a copy's barrier hears of every thread that asks for it.
+
+    With blocks of 16 tokens a round takes 16 copies, and 128 threads to each would take longer to
+    say so than the round to be computed.
+    """
+
+    def run(warp):
+        for i, job in enumerate((keys, values, queries)):
+            pl.when(warp == i)(job)
+
+    plgpu.warp_map(run)
+
+
+def fetch_queries(
+    problem: Problem, inputs: Inputs, shared: Shared, work: Work, turn: jax.Array
+) -> None:
+    """Fetch the queries of both compute warpgroups, a box of n tokens for each head."""
+    n = problem.n
+    for w in range(COMPUTE_WARPGROUPS):
+        pl.when(turn > 0)(lambda w=w: plgpu.barrier_wait(shared.q_free.at[w]))
+        start = read_share(problem, work, w).start
+
+        def copy(g, w=w, start=start):
+            plgpu.copy_gmem_to_smem(
+                inputs.q.at[pl.ds(start, n), work.head * problem.group + g],
+                shared.q_in.at[w, pl.ds(g * n, n)],
+                shared.q_ready.at[w],
+            )
+
+        for_each_head(problem, work, copy)
+
+
+def read_block_ids(
+    problem: Problem, inputs: Inputs, work: Work, j: jax.Array
+) -> Sequence[jax.Array]:
+    """Return the blocks that the copies of round j read.
+
+    Do it before waiting for anything: these loads take longer than all else here.
+    """
+    first = j * problem.copies_per_round
+    per_block = jnp.int32(problem.block_size // problem.copy_tokens)
+    places = [lax.div(first + i, per_block) for i in range(problem.copies_per_round)]
+    last_place = problem.max_blocks - 1
+    return [inputs.block_tables[work.seq, jnp.minimum(place, last_place)] for place in places]
+
+
+def copy_blocks(
+    problem: Problem,
+    pool: Any,
+    work: Work,
+    j: jax.Array,
+    block_ids: Sequence[jax.Array],
+    stage: Any,
+    barrier: Any,
+) -> None:
+    """Ask for round j of a pool."""
+    per_block = problem.block_size // problem.copy_tokens
+    for i, block in enumerate(block_ids):
+        source = pool.at[block, work.head]
+        if per_block > 1:  # the round is less than a block, hence one copy
+            part = lax.rem(j, jnp.int32(per_block)) * problem.copy_tokens
+            source = source.at[pl.ds(part, problem.copy_tokens)]
+        rows = pl.ds(i * problem.copy_tokens, problem.copy_tokens)
+        plgpu.copy_gmem_to_smem(source, stage.at[rows], barrier)
+
+
+def fetch_rounds(
+    problem: Problem,
+    inputs: Inputs,
+    shared: Shared,
+    work: Work,
+    length: jax.Array,
+    turn: jax.Array,
+    step: jax.Array,
+) -> None:
+    """Fetch queries, keys and values as they are, but for the values where the context ends."""
+    stages, offset = jnp.int32(problem.config.stages), step - work.first
+    whole = jnp.minimum(round_of(problem, length), work.last)  # one round may be left then
+
+    def slot_of(j):
+        return lax.rem(j + offset, stages)
+
+    def fetch(pool, target, ready, free, j):
+        slot, block_ids = slot_of(j), read_block_ids(problem, inputs, work, j)
+        pl.when(j + offset >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+        copy_blocks(problem, pool, work, j, block_ids, target.at[slot], ready)
+
+    def fetch_keys(j, _):
+        fetch(inputs.k_pool, shared.k, shared.k_ready.at[slot_of(j)], shared.k_free, j)
+
+    def fetch_values(j, _):
+        fetch(inputs.v_pool, shared.v, shared.v_ready.at[slot_of(j)], shared.v_free, j)
+
+    def fetch_all_values():
+        lax.fori_loop(work.first, whole, fetch_values, None)
+
+        @pl.when(whole < work.last)
+        def _():
+            fetch(inputs.v_pool, shared.v, shared.raw_ready, shared.v_free, whole)
+
+    by_warps(
+        lambda: lax.fori_loop(work.first, work.last, fetch_keys, None),
+        fetch_all_values,
+        lambda: fetch_queries(problem, inputs, shared, work, turn),
+    )
+
+    @pl.when(whole < work.last)
+    def _():
+        stage = shared.v.at[slot_of(whole)]
+        plgpu.barrier_wait(shared.raw_ready)
+        convert(problem, stage, stage, length - whole * problem.kv_tile)
+        for _ in range(problem.copies_per_round):
+            plgpu.barrier_arrive(shared.v_ready.at[slot_of(whole)])
+
+
+def fetch_raw(
+    problem: Problem,
+    inputs: Inputs,
+    shared: Shared,
+    work: Work,
+    length: jax.Array,
+    turn: jax.Array,
+    step: jax.Array,
+) -> None:
+    """Fetch queries as they are, and keys and values that have to be converted."""
+
+    def request(j: jax.Array, queries: Job = nothing) -> None:
+        slot = lax.rem(j + step - work.first, jnp.int32(2))
+
+        def ask(pool, target, barrier):
+            block_ids = read_block_ids(problem, inputs, work, j)
+            ready = shared.raw_ready.at[barrier + slot]
+            copy_blocks(problem, pool, work, j, block_ids, target.at[slot], ready)
+
+        by_warps(
+            lambda: ask(inputs.k_pool, shared.k_raw, 0),
+            lambda: ask(inputs.v_pool, shared.v_raw, 2),
+            queries,
+        )
+
+    def fetch_all_queries():
+        fetch_queries(problem, inputs, shared, work, turn)
+
+    def body(j, _):
+        pl.when(j + 1 < work.last)(lambda: request(j + 1))
+        convert_round(problem, shared, length - j * problem.kv_tile, j + step - work.first)
+
+    some = work.first < work.last
+    pl.when(some)(lambda: request(work.first, fetch_all_queries))
+    pl.when(~some)(lambda: by_warps(queries=fetch_all_queries))
+    lax.fori_loop(work.first, work.last, body, None)
+
+
+def convert_round(problem: Problem, shared: Shared, count: jax.Array, step: jax.Array) -> None:
+    """Convert the keys and values of a round, of which the first `count` are of the context."""
+    slot, raw_slot = lax.rem(step, jnp.int32(problem.config.stages)), lax.rem(step, jnp.int32(2))
+    again = step >= problem.config.stages
+    keys = shared.k_raw, shared.k, 0, shared.k_free, shared.k_ready
+    values = shared.v_raw, shared.v, 2, shared.v_free, shared.v_ready
+    for raw, stages, barrier, free, ready in (keys, values):
+        pl.when(again)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+        plgpu.barrier_wait(shared.raw_ready.at[barrier + raw_slot])
+        convert(problem, raw.at[raw_slot], stages.at[slot], count)
+        plgpu.barrier_arrive(ready.at[slot])
+
+
+def convert(problem: Problem, source: Any, target: Any, count: jax.Array) -> None:
+    """Bring `count` rows to the type of the multiplications; the others become zeros.
+
+    In a slot of no token there may be NaN, and 0 * NaN is not 0.
+    """
+    # Four neighbours of fp8 to a thread: two would be half a word of shared memory.
+    layout = plgpu.Layout.WGMMA_UPCAST_2X if problem.is_fp8 else WGMMA
+
+    def convert_all(ends_here: bool) -> None:
+        for row in range(0, problem.kv_tile, TILE):
+            for column in range(0, problem.head_dim, TILE):
+                place = pl.ds(row, TILE), pl.ds(column, TILE)
+                values = plgpu.load(source.at[place], layout=layout).astype(problem.dtype)
+                if ends_here:
+                    rows = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=layout)
+                    values = jnp.where(rows + row < count, values, jnp.zeros_like(values))
+                target.at[place][...] = values
+
+    pl.when(count >= problem.kv_tile)(lambda: convert_all(False))
+    pl.when(count < problem.kv_tile)(lambda: convert_all(True))
+    plgpu.commit_smem()
+
+
+def await_the_end(problem: Problem, shared: Shared, count: jax.Array, steps: jax.Array) -> None:
+    """Wait until everything fetched has been read; who has waited for a barrier still does."""
+
+    def await_stages(free: Any) -> None:
+        def wait(step, _):
+            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(problem.config.stages))])
+
+        lax.fori_loop(jnp.maximum(steps - problem.config.stages, 0), steps, wait, None)
+
+    def await_queries():
+        for warpgroup in range(COMPUTE_WARPGROUPS):
+            pl.when(count > 0)(lambda w=warpgroup: plgpu.barrier_wait(shared.q_free.at[w]))
+
+    if problem.is_fp8:
+        await_stages(shared.k_free)
+        await_stages(shared.v_free)
+        by_warps(queries=await_queries)
+    else:
+        by_warps(
+            lambda: await_stages(shared.k_free), lambda: await_stages(shared.v_free), await_queries
+        )

@@ -1,0 +1,55 @@
+"""The work of one step for both kernels: planned on the host, once, for all layers. No JAX."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from pallas_kernels.decode_plan import DecodeConfig, DecodePlan, plan_decode
+from pallas_kernels.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill
+
+
+class KernelConfig(NamedTuple):
+    """The settings of both kernels."""
+
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+
+
+DEFAULT_CONFIG = KernelConfig()
+
+
+class WorkPlan(NamedTuple):
+    """Who computes what in one step: int32 NumPy arrays on the host, JAX arrays inside the step."""
+
+    prefill: PrefillPlan
+    decode: DecodePlan
+
+
+def plan_step(
+    seq_lens: Int32[np.ndarray, " seqs"],
+    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
+    num_decodes: int,
+    *,
+    num_tokens: int,
+    group: int,
+    kv_heads: int,
+    sliding_window: int | None = None,
+    config: KernelConfig = DEFAULT_CONFIG,
+) -> WorkPlan:
+    """Plan one step from its padded arrays; `num_tokens` is the bucket's.
+
+    `group` query heads share each of the device's `kv_heads`. The first `num_decodes` sequences
+    have one token each, in token order. Layers with different windows can share a plan made for the
+    widest of them: it is right for all, and balanced for that one.
+    """
+    return WorkPlan(
+        plan_prefill(seq_lens, query_start_loc, num_decodes, num_tokens=num_tokens, group=group),
+        plan_decode(
+            seq_lens,
+            num_decodes,
+            kv_heads=kv_heads,
+            sliding_window=sliding_window,
+            config=config.decode,
+        ),
+    )

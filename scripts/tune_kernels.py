@@ -1,0 +1,217 @@
+"""Find settings of the attention kernels: prune candidates anywhere, measure the rest on a GPU.
+
+    JAX_PLATFORMS=cpu python scripts/tune_kernels.py prune      without a GPU, minutes
+    python scripts/tune_kernels.py measure                      on a Hopper GPU
+
+`prune` compiles every candidate for an H200 (see tests/compile/aot.py for what that needs) and
+writes those that fit shared memory and do not spill registers to `scripts/kernel_candidates.json`.
+`measure` times them and writes the best to the table that comes with the package,
+`pallas_kernels/tuned.json`, one row for this GPU, head dim and block size. Best is the least sum of
+logarithms of times over the shapes, so that no shape counts more for being longer.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.decode import decode_attention
+from pallas_kernels.decode_plan import DecodeConfig, plan_decode
+from pallas_kernels.measure import (
+    DecodeShape,
+    Effort,
+    PrefillShape,
+    decode_seconds,
+    prefill_seconds,
+)
+from pallas_kernels.prefill import prefill_attention
+from pallas_kernels.prefill_plan import PrefillConfig, plan_prefill
+from pallas_kernels.tuned import FILE, to_row
+from pallas_kernels.work_plan import KernelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+CANDIDATES = Path(__file__).with_name("kernel_candidates.json")
+TABLE = ROOT / "pallas_kernels" / FILE
+HEAD_DIMS, BLOCK_SIZES = (64, 128), (16, 32, 64, 128)
+PREFILL = {"kv_tile": (64, 128), "stages": (2, 3, 4), "ping_pong": (True, False)}
+# thread blocks on each of 132 multiprocessors, and the shared memory that leaves each of them
+DECODE_BLOCKS = ((132, 227 * 1024), (264, 113 * 1024), (396, 75 * 1024))
+DECODE_TILES = (64, 128)
+DECODE_SHAPES = ((8, 4096), (64, 2048), (256, 1024))  # sequences, context
+PREFILL_SHAPES = ((2048, 0), (8192, 0), (2048, 14_336))  # tokens, context before
+
+
+class Candidate(NamedTuple):
+    """Settings of one kernel for one head dim and block size."""
+
+    kernel: str
+    head_dim: int
+    block_size: int
+    settings: dict[str, Any]
+
+
+def all_candidates(head_dims: list[int], block_sizes: list[int]) -> Iterator[Candidate]:
+    """Every combination; most cannot be compiled."""
+    for head_dim, block_size in product(head_dims, block_sizes):
+        for values in product(*PREFILL.values()):
+            settings = dict(zip(PREFILL, values, strict=True))
+            yield Candidate("prefill", head_dim, block_size, settings)
+        for (blocks, memory), tile in product(DECODE_BLOCKS, DECODE_TILES):
+            settings = {"kv_tile": tile, "num_blocks": blocks, "shared_memory_bytes": memory}
+            yield Candidate("decode", head_dim, block_size, settings)
+
+
+def why_not(candidate: Candidate, mesh: Any, aot: Any) -> str | None:
+    """Compile a candidate for the devices of `mesh`: the reason why that fails, or None."""
+    try:
+        aot.compile_for(mesh, *small_call(candidate, mesh, aot))
+    except Exception as error:  # whatever the compiler says is the reason
+        return str(error).strip().splitlines()[0][:160]
+    return None
+
+
+def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
+    """A function that runs the candidate, and abstract arguments: 8 sequences, Llama-8B's heads."""
+    seqs, tokens, heads, kv_heads, blocks = 8, 256, 32, 8, 64
+    _, head_dim, block_size, settings = candidate
+    lens, starts = np.zeros(seqs, np.int32), np.zeros(seqs + 1, np.int32)
+    q = jax.ShapeDtypeStruct((tokens, heads, head_dim), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((blocks, kv_heads, block_size, head_dim), jnp.bfloat16)
+    tables = jax.ShapeDtypeStruct((seqs, 8), jnp.int32)
+    if candidate.kernel == "prefill":
+        attend = partial(prefill_attention, config=PrefillConfig(**settings))
+        plan = plan_prefill(lens, starts, 0, num_tokens=tokens, group=heads // kv_heads)
+    else:
+        config = DecodeConfig(**settings)
+        plan = plan_decode(lens, 0, kv_heads=kv_heads, config=config)
+        attend = partial(decode_attention, config=config)
+
+    def call(q, k_pool, v_pool, tables, lens, plan):
+        return attend(q, k_pool, v_pool, tables, lens, plan, scale=head_dim**-0.5)
+
+    return call, *aot.on_device(mesh, (q, pool, pool, tables, lens, plan))
+
+
+def prune(chip: str, head_dims: list[int], block_sizes: list[int]) -> None:
+    """Write the candidates that compile in place of those with the same head dim and block size."""
+    sys.path.insert(0, str(ROOT / "tests" / "compile"))
+    import aot  # pyright: ignore[reportMissingImports]
+
+    if reason := aot.unavailable():
+        raise SystemExit(f"nothing can be compiled for a GPU here: {reason}")
+    mesh = aot.make_mesh(chip, (1,), ("x",))
+    rows = json.loads(CANDIDATES.read_text(encoding="utf-8")) if CANDIDATES.exists() else []
+    done = set(product(head_dims, block_sizes))
+    rows = [row for row in rows if (row["head_dim"], row["block_size"]) not in done]
+    for candidate in all_candidates(head_dims, block_sizes):
+        reason = why_not(candidate, mesh, aot)
+        print(json.dumps([*candidate, reason or "compiles"]), flush=True)
+        rows += [candidate._asdict()] if reason is None else []
+    write_rows(CANDIDATES, rows)
+    print(f"{len(rows)} candidates compile for {chip}: {CANDIDATES}")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a JSON list, a row a line."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def candidates_for(kernel: str, head_dim: int, block_size: int) -> list[dict[str, Any]]:
+    """The settings that `prune` has kept."""
+    rows = json.loads(CANDIDATES.read_text(encoding="utf-8"))
+    key = kernel, head_dim, block_size
+    return [row["settings"] for row in rows if (*list(row.values())[:3],) == key]
+
+
+def times_of(
+    kernel: str, settings: dict[str, Any], sizes: dict[str, int], shapes: Any, effort: Effort
+) -> list[float]:
+    """Seconds of one candidate at every shape."""
+    if kernel == "decode":
+        config = KernelConfig(decode=DecodeConfig(**settings))
+        return [decode_seconds(DecodeShape(*shape, **sizes), config, effort) for shape in shapes]
+    config = KernelConfig(prefill=PrefillConfig(**settings))
+    return [prefill_seconds(PrefillShape(*shape, **sizes), config, effort) for shape in shapes]
+
+
+def tune(
+    kernel: str,
+    candidates: list[dict[str, Any]],
+    sizes: dict[str, int],
+    shapes: Any,
+    effort: Effort,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for every candidate, `score` being the geometric mean of its times."""
+    for settings in candidates:
+        seconds = times_of(kernel, settings, sizes, shapes, effort)
+        score = math.exp(sum(map(math.log, seconds)) / len(seconds))
+        yield {
+            "kernel": kernel,
+            **sizes,
+            "settings": settings,
+            "us": [s * 1e6 for s in seconds],
+            "score": score,
+        }
+
+
+def write_best(device_kind: str, rows: list[dict[str, Any]], path: Path = TABLE) -> dict[str, Any]:
+    """Put the best settings of both kernels in a table; `rows`: of one head dim and block size."""
+    sizes = rows[0]["head_dim"], rows[0]["block_size"]
+    best = {
+        kernel: min((row for row in rows if row["kernel"] == kernel), key=lambda row: row["score"])
+        for kernel in ("prefill", "decode")
+    }
+    config = KernelConfig(
+        PrefillConfig(**best["prefill"]["settings"]), DecodeConfig(**best["decode"]["settings"])
+    )
+    new = to_row(device_kind, *sizes, config)
+    table = json.loads(path.read_text(encoding="utf-8") if path.exists() else "[]")
+    place = ("gpu", "head_dim", "block_size")
+    kept = [row for row in table if any(row[name] != new[name] for name in place)]
+    write_rows(path, [*kept, new])
+    return new
+
+
+def measure(head_dims: list[int], block_sizes: list[int]) -> None:
+    """Time the candidates on this GPU and renew its rows of the table."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise SystemExit(f"measure needs a Hopper GPU: JAX sees only {device.platform} here")
+    for head_dim, block_size in product(head_dims, block_sizes):
+        sizes, rows = {"head_dim": head_dim, "block_size": block_size}, []
+        for kernel, shapes in (("prefill", PREFILL_SHAPES), ("decode", DECODE_SHAPES)):
+            candidates = candidates_for(kernel, head_dim, block_size)
+            for row in tune(kernel, candidates, sizes, shapes, Effort(repeats=3, calls=8)):
+                print(json.dumps(row), flush=True)
+                rows.append(row)
+        print(json.dumps(write_best(device.device_kind, rows)), flush=True)
+
+
+def main() -> None:
+    """Run one of the two halves."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("half", choices=("prune", "measure"))
+    parser.add_argument("--chip", default="h200", help="prune: h100 or h200, default h200")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=list(HEAD_DIMS))
+    parser.add_argument("--block-size", type=int, nargs="+", default=list(BLOCK_SIZES))
+    arguments = parser.parse_args()
+    if arguments.half == "prune":
+        prune(arguments.chip, arguments.head_dim, arguments.block_size)
+    else:
+        measure(arguments.head_dim, arguments.block_size)
+
+
+if __name__ == "__main__":
+    main()

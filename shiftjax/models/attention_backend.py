@@ -1,0 +1,205 @@
+"""Which implementation of attention a step uses: a table of functions, chosen once at build time.
+
+    xla       plain XLA loops: every platform, every shape, pools of the activations' formats
+    pallas    Mosaic kernels (`pallas_kernels`): Hopper GPUs, and the shapes that the kernels have;
+              the only one with fp8 pools
+
+Nothing changes between the two but speed and the last bits. A GPU that gets the XLA loops is told
+so in one warning that names the reason; fp8 pools without kernels are refused.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from shiftjax.models.attention import (
+    AttentionMetadata,
+    Pool,
+    plan_attention,
+    pool_shape,
+    ragged_paged_attention,
+    write_kv,
+)
+from shiftjax.models.attention_plan import check_contexts
+from shiftjax.parallel.sharding import Device, Layout
+
+logger = logging.getLogger(__name__)
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+KERNEL_CAPABILITY = 9  # Hopper; the matrix instructions of later chips are others
+
+
+class AttentionBackend(NamedTuple):
+    """One implementation; scale, window, block size and the like are bound in its functions."""
+
+    name: str
+    # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens) -> AttentionMetadata.plan:
+    # on the host, once a step, for all layers
+    plan: Callable[..., Any]
+    # (q, k_pool, v_pool, metadata) -> out
+    attend: Callable[[jax.Array, Pool, Pool, AttentionMetadata], jax.Array]
+    # (k_pool, v_pool, k, v, slot_mapping) -> the written pools
+    write: Callable[..., tuple[Pool, Pool]] = write_kv
+
+
+def xla_attention(head_dim: int, sliding_window: int | None, block_size: int) -> AttentionBackend:
+    """Return the XLA loops."""
+    plan = functools.partial(plan_attention, block_size=block_size, sliding_window=sliding_window)
+    attend = functools.partial(
+        ragged_paged_attention, scale=head_dim**-0.5, sliding_window=sliding_window
+    )
+    return AttentionBackend("xla", plan, attend)
+
+
+def choose_attention(
+    layout: Layout, device: Device, dtype: DTypeLike, kv_dtype: DTypeLike, block_size: int
+) -> AttentionBackend:
+    """Return the kernels where device and shapes allow them, else the XLA loops.
+
+    `dtype` is that of activations. On a GPU without kernels, or with a tuning table that does not
+    know it, this warns; call it once for a deployment. Raises ValueError for fp8 pools where there
+    are no kernels.
+    """
+    reason = why_not(device)
+    if reason is None:
+        kernels, is_tuned = _tuned_attention(layout, device, block_size)
+        reason = _why_not_traced(kernels, layout, dtype, kv_dtype, block_size)
+        if reason is None:
+            if not is_tuned:
+                _warn_of_safe_settings(device, layout.model.head_dim, block_size)
+            return kernels
+    if jnp.dtype(kv_dtype) == FP8:
+        raise ValueError(
+            f"a KV cache of {FP8} needs the attention kernels, and {device.device_kind} cannot run "
+            f"them: {reason}; use bfloat16 or float16"
+        )
+    if device.platform == "gpu":
+        logger.warning(
+            "attention on %s runs as XLA loops, several times slower than the kernels: %s",
+            device.device_kind,
+            reason,
+        )
+    return xla_attention(layout.model.head_dim, layout.model.sliding_window, block_size)
+
+
+def why_not(device: Device) -> str | None:
+    """Return why a device cannot run the kernels, whatever the shapes; None if it can."""
+    if device.platform != "gpu":
+        return f"they are for GPUs, not for {device.platform}"
+    if int(str(device.compute_capability).partition(".")[0]) != KERNEL_CAPABILITY:
+        return (
+            f"they are for compute capability {KERNEL_CAPABILITY}.x (H100, H200, H20), not "
+            f"{device.compute_capability}"
+        )
+    return None
+
+
+def _tuned_attention(
+    layout: Layout, device: Device, block_size: int
+) -> tuple[AttentionBackend, bool]:
+    """Return the kernels with the best settings known, and whether they are for this device."""
+    from pallas_kernels.tuned import config_for
+
+    config, is_tuned = config_for(device.device_kind, layout.model.head_dim, block_size)
+    return pallas_attention(layout, config, block_size), is_tuned
+
+
+def _warn_of_safe_settings(device: Device, head_dim: int, block_size: int) -> None:
+    logger.warning(
+        "the attention kernels are not tuned for %s, head_dim %d, block_size %d: they run with "
+        "safe settings (scripts/tune_kernels.py finds better ones)",
+        device.device_kind,
+        head_dim,
+        block_size,
+    )
+
+
+def pallas_attention(
+    layout: Layout,
+    config: Any,
+    block_size: int,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    interpret: Any = False,
+) -> AttentionBackend:
+    """Return the kernels with their settings (`pallas_kernels.work_plan.KernelConfig`).
+
+    `kv_scales`: what a unit of an fp8 pool of K, and of V, stands for; other pools have none.
+    Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
+    tests alone. Keys and values are written by XLA's scatters: it fuses the sum of a split GEMM and
+    the rotary embedding into them, two launches a layer, where `pallas_kernels.kv_write` needs
+    three, with what prepares its arguments; but XLA does not saturate, so fp8 goes by the kernel.
+    """
+    from pallas_kernels import kv_write, paged_attention, work_plan
+
+    window, kv_heads = layout.model.sliding_window, layout.kv_heads_per_device
+    group = layout.heads_per_device // kv_heads
+
+    def plan(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens):
+        check_contexts(block_tables, seq_lens, block_size)
+        return work_plan.plan_step(
+            seq_lens,
+            query_start_loc,
+            num_decodes,
+            num_tokens=num_tokens,
+            group=group,
+            kv_heads=kv_heads,
+            sliding_window=window,
+            config=config,
+        )
+
+    @jax.jit  # layers share it: traced and lowered once a step
+    def attend(q, k_pool, v_pool, metadata):
+        return paged_attention.ragged_paged_attention(
+            q,
+            k_pool,
+            v_pool,
+            metadata.block_tables,
+            metadata.seq_lens,
+            metadata.plan,
+            scale=layout.model.head_dim**-0.5,
+            sliding_window=window,
+            k_scale=kv_scales[0],
+            v_scale=kv_scales[1],
+            config=config,
+            interpret=interpret,
+        )
+
+    @jax.jit
+    def write(k_pool, v_pool, k, v, slot_mapping):
+        arrays = k_pool, v_pool, k, v, slot_mapping
+        if k_pool.dtype != FP8:
+            return write_kv(*arrays)
+        scales = dict(zip(("k_scale", "v_scale"), kv_scales, strict=True))
+        return kv_write.write_kv(*arrays, **scales, interpret=interpret)
+
+    return AttentionBackend("pallas", plan, attend, write)
+
+
+def _why_not_traced(
+    kernels: AttentionBackend,
+    layout: Layout,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
+    block_size: int,
+) -> str | None:
+    """Trace a small step; return what the kernels cannot do, in their own words."""
+    tokens, seqs, head_dim = 8, 8, layout.model.head_dim
+    tables = np.zeros((seqs, 1), np.int32)
+    lens, starts = np.zeros(seqs, np.int32), np.zeros(seqs + 1, np.int32)
+    slots = np.zeros(tokens, np.int32)
+    q = jax.ShapeDtypeStruct((tokens, layout.heads_per_device, head_dim), dtype)
+    shape = pool_shape(2, layout.kv_heads_per_device, block_size, head_dim)
+    pool = jax.ShapeDtypeStruct(shape, kv_dtype)
+    try:
+        plan = kernels.plan(tables, lens, starts, 0, num_tokens=tokens)
+        metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), plan)
+        jax.eval_shape(kernels.attend, q, pool, pool, metadata)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,205 @@
+"""Comparisons and sweeps of deployments on a modelled machine: rows for files and reports."""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shiftjax.engine.costs import CostModel, Work
+from shiftjax.engine.request import Mode
+from shiftjax.engine.shape import FORMAT_BYTES, Formats
+from shiftjax.options import ConfigError, shown, unknown_name
+from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
+from shiftjax.sim.machine import load_engine, load_machine
+from shiftjax.sim.metrics import makespan, summary
+from shiftjax.sim.models import find_model
+from shiftjax.sim.replay import Replay, replay
+from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, on_off, poisson, scale_rate
+from shiftjax.sim.trace import window as cut_window
+
+SYNTHETIC: Mapping[str, Callable[..., list[TraceRequest]]] = {
+    "poisson": poisson,
+    "gamma": gamma_bursty,
+    "on_off": on_off,
+}
+
+
+def target_from(options: Mapping[str, Any]) -> Target:
+    """A target from names: model, machine, engine, dtype, kv_cache_dtype. Raises ConfigError."""
+    dtype = options.get("dtype") or "bfloat16"
+    kv = options.get("kv_cache_dtype") or dtype
+    wrong = [name for name in (dtype, kv) if name not in FORMAT_BYTES]
+    if wrong:
+        raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMAT_BYTES)}"])
+    activations = dtype if dtype != "fp8" else "bfloat16"
+    return Target(
+        find_model(options["model"]),
+        load_machine(options["machine"]),
+        load_engine(options.get("engine") or "shiftjax"),
+        Formats(dtype, kv, activations),
+    )
+
+
+def compare(
+    requests: Sequence[TraceRequest], target: Target, deployments: Iterable[Deployment]
+) -> list[Replay]:
+    """The same trace through every deployment."""
+    return [replay(requests, target, deployment) for deployment in deployments]
+
+
+def choose_deployments(target: Target, names: Sequence[str], **budgets: Any) -> list[Deployment]:
+    """Standard deployments by name. Raises ConfigError."""
+    known = standard_deployments(target, **budgets)
+    wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
+    if wrong:
+        raise ConfigError([f"{problem}; there are {', '.join(known)}" for problem in wrong])
+    return [known[name] for name in names]
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One deployment at one rate, in requests per second."""
+
+    rate: float
+    replay: Replay
+
+    def row(self) -> dict[str, Any]:
+        """For a table or a file."""
+        return {"rate": self.rate} | summary(self.replay)
+
+
+def sweep(
+    requests: Sequence[TraceRequest],
+    target: Target,
+    deployments: Sequence[Deployment],
+    factors: Iterable[float],
+) -> list[SweepPoint]:
+    """Every deployment at every multiple of the trace's own rate."""
+    natural = len(requests) / max(requests[-1].arrival_seconds, 1e-9)
+    return [
+        SweepPoint(natural * factor, replay(scale_rate(requests, factor), target, deployment))
+        for factor in factors
+        for deployment in deployments
+    ]
+
+
+def saturation_rate(
+    target: Target, deployment: Deployment, prompt_tokens: int, output_tokens: int
+) -> float:
+    """Requests per second that a deployment finishes when all are there at once."""
+    count = 4 * deployment.max_num_seqs * deployment.dp
+    batch = [TraceRequest(0.0, prompt_tokens, output_tokens)] * count
+    return count / makespan(replay(batch, target, deployment))
+
+
+def perturbed(target: Target, links: float, compute: float) -> Target:
+    """A machine whose links and products are this many times as fast: a model that errs."""
+    machine = target.machine
+
+    def faster(ways):
+        return tuple(
+            replace(
+                way,
+                latency_seconds=way.latency_seconds / links,
+                bytes_per_second=way.bytes_per_second * links,
+            )
+            for way in ways
+        )
+
+    flops = {name: rate * compute for name, rate in machine.matmul_flops.items()}
+    machine = replace(
+        machine,
+        matmul_flops=flops,
+        all_reduce=faster(machine.all_reduce),
+        all_to_all=faster(machine.all_to_all),
+        all_gather=faster(machine.all_gather),
+    )
+    return replace(target, machine=machine)
+
+
+def belief_of(target: Target, deployment: Deployment) -> CostModel:
+    """The cost model that a policy uses if it takes `target` for the truth."""
+    return cost_model(target, deployment)
+
+
+def breakdown_by_context(
+    target: Target, deployment: Deployment, contexts: Iterable[int]
+) -> list[dict[str, Any]]:
+    """Seconds by kind of a prompt of each length, computed in one step, in both modes."""
+    costs = cost_model(target, deployment)
+    return [
+        {"context": context, "mode": mode.value} | costs.breakdown(mode, work)._asdict()
+        for context in contexts
+        for mode in Mode
+        for work in [Work.prefill(context)]
+    ]
+
+
+# ------------------------------------------------------------------ traces of a config file
+
+
+def trace_from(options: Any) -> list[TraceRequest]:
+    """A trace from `{file, start, seconds}` or `{kind, ...arguments of a synthetic trace}`.
+
+    Raises ConfigError, also where no request is left.
+    """
+    if not isinstance(options, Mapping) or not {"file", "kind"} & set(options):
+        raise ConfigError([f"trace must map file or kind to something, got {shown(options)}"])
+    try:
+        requests = _from_file(options) if "file" in options else _synthetic(**options)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([f"trace: {error}"]) from None
+    if not requests:
+        raise ConfigError(["the trace has no request in this window"])
+    return requests
+
+
+def _from_file(options: Mapping[str, Any]) -> list[TraceRequest]:
+    known = ("file", "start", "seconds")
+    wrong = [unknown_name(str(name), known) for name in options if name not in known]
+    if wrong:
+        raise ConfigError([f"trace: {problem}" for problem in wrong])
+    start, seconds = options.get("start", 0.0), options.get("seconds", float("inf"))
+    return cut_window(load_trace(options["file"]), float(start), float(seconds))
+
+
+def _synthetic(kind: str, **arguments: Any) -> list[TraceRequest]:
+    if kind not in SYNTHETIC:
+        raise ConfigError([unknown_name(str(kind), SYNTHETIC, "kind of trace")])
+    return SYNTHETIC[kind](**arguments)
+
+
+# ------------------------------------------------------------------ files
+
+
+def write_rows(directory: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`name`.jsonl and `name`.csv, one row each; columns in the order of the first row."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with open(directory / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A plain table; columns are those of the first row, numbers short enough to read."""
+    columns = list(rows[0]) if rows else []
+    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

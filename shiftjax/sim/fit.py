@@ -1,0 +1,117 @@
+"""Fits a machine's constants to measured steps. No JAX.
+
+The model is `CostModel` itself. Its constants are positive and scale times by factors, so the fit
+is least squares of log(predicted / measured) over the logarithms of the constants, by
+Levenberg-Marquardt with a numerical Jacobian: a point that is 10% off counts the same whether it
+takes a millisecond or a second.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shiftjax.engine.costs import CostModel, Work
+from shiftjax.engine.machine import Machine, Transfer
+from shiftjax.engine.request import Mode
+
+# What a fit may change: product rate, memory rate, attention's two rates, kernels, collectives.
+PLAIN = (
+    *("matmul_efficiency", "memory_efficiency", "attention_efficiency", "kv_efficiency"),
+    *("tile_seconds", "kernel_seconds", "attention_round_seconds"),
+)
+CONSTANTS = (
+    *PLAIN,
+    *("all_reduce_latency", "all_reduce_rate", "all_to_all_latency", "all_to_all_rate"),
+)
+PRIOR = 0.05  # pull of each constant towards where it started, for those that nothing depends on
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured step: on `sp` x `tp` devices, in a mode."""
+
+    sp: int
+    tp: int
+    mode: Mode
+    work: Work
+    seconds: float
+
+
+CostsOf = Callable[[Machine, int, int], CostModel]
+
+
+def fit_machine(
+    start: Machine, points: Sequence[Point], costs_of: CostsOf, num_rounds: int = 60
+) -> Machine:
+    """The machine whose predictions are nearest to the measurements."""
+    names, damping = CONSTANTS, 1e-2
+    at = np.zeros(len(names))  # logarithms of factors on the start's constants
+    error = _residuals(start, at, points, costs_of)
+    for _ in range(num_rounds):
+        jacobian = _jacobian(start, at, points, costs_of, error)
+        normal = jacobian.T @ jacobian
+        step = np.linalg.solve(
+            normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ error
+        )
+        moved = at + np.clip(step, -1.0, 1.0)
+        new = _residuals(start, moved, points, costs_of)
+        better = new @ new < error @ error
+        at, error = (moved, new) if better else (at, error)
+        damping = damping / 3 if better else damping * 5
+    return scaled(start, dict(zip(names, np.exp(at).tolist(), strict=True)))
+
+
+def errors(machine: Machine, points: Sequence[Point], costs_of: CostsOf) -> np.ndarray:
+    """|predicted / measured - 1| of each point."""
+    predicted = _predictions(machine, points, costs_of)
+    return np.abs(predicted / np.array([point.seconds for point in points]) - 1)
+
+
+def scaled(machine: Machine, factors: dict[str, float]) -> Machine:
+    """A machine with constants of `CONSTANTS` multiplied; gathers go with all-to-alls."""
+    plain = {name: f * getattr(machine, name) for name, f in factors.items() if name in PLAIN}
+    sums = _ways(machine.all_reduce, factors["all_reduce_latency"], factors["all_reduce_rate"])
+    exchange = factors["all_to_all_latency"], factors["all_to_all_rate"]
+    return replace(
+        machine,
+        **{name: float(value) for name, value in plain.items()},
+        all_reduce=sums,
+        all_to_all=_ways(machine.all_to_all, *exchange),
+        all_gather=_ways(machine.all_gather, *exchange),
+    )
+
+
+def _ways(ways: tuple[Transfer, ...], latency: float, rate: float) -> tuple[Transfer, ...]:
+    return tuple(
+        replace(
+            way,
+            latency_seconds=way.latency_seconds * latency,
+            bytes_per_second=way.bytes_per_second * rate,
+        )
+        for way in ways
+    )
+
+
+def _predictions(machine: Machine, points: Sequence[Point], costs_of: CostsOf) -> np.ndarray:
+    models = {(p.sp, p.tp): costs_of(machine, p.sp, p.tp) for p in points}
+    return np.array([models[p.sp, p.tp].serial_seconds(p.mode, p.work) for p in points])
+
+
+def _residuals(
+    start: Machine, at: np.ndarray, points: Sequence[Point], costs_of: CostsOf
+) -> np.ndarray:
+    machine = scaled(start, dict(zip(CONSTANTS, np.exp(at), strict=True)))
+    measured = np.array([point.seconds for point in points])
+    return np.concatenate([np.log(_predictions(machine, points, costs_of) / measured), PRIOR * at])
+
+
+def _jacobian(
+    start: Machine, at: np.ndarray, points: Sequence[Point], costs_of: CostsOf, here: np.ndarray
+) -> np.ndarray:
+    columns = []
+    for place in range(len(at)):
+        moved = at.copy()
+        moved[place] += 1e-3
+        columns.append((_residuals(start, moved, points, costs_of) - here) / 1e-3)
+    return np.stack(columns, axis=1)

@@ -1,0 +1,196 @@
+"""One static HTML page of tables and plots. Plots need matplotlib (the extra `plots`)."""
+
+import base64
+import html
+import io
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shiftjax.engine.costs import CostModel, StepCost
+from shiftjax.engine.request import Mode
+from shiftjax.options import ConfigError
+from shiftjax.sim.metrics import longest_mode, throughput_over_time
+from shiftjax.sim.planning import Estimate
+from shiftjax.sim.replay import Replay
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {Mode.BASE: "tab:blue", Mode.SHIFT: "tab:orange"}
+PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
+<style>body{{font-family:sans-serif;max-width:70em;margin:2em auto;overflow-wrap:anywhere}}
+div{{overflow-x:auto}}img{{max-width:100%}}
+table{{border-collapse:collapse;font-size:85%;overflow-wrap:normal}}
+td,th{{padding:.2em .6em;border:1px solid #ccc;
+text-align:right}}</style><h1>{title}</h1>{body}"""
+
+
+class Report:
+    """Sections in order; `save` writes one file that needs nothing beside it."""
+
+    def __init__(self, title: str):
+        self.title = title
+        self._parts: list[str] = []
+
+    def table(self, heading: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add a table; columns are those of the first row."""
+        if not rows:
+            return
+        columns = list(rows[0])
+        head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_shown(row.get(column))}</td>" for column in columns) + "</tr>"
+            for row in rows
+        )
+        table = f"<table><tr>{head}</tr>{body}</table>"
+        self._parts.append(f"<h2>{html.escape(heading)}</h2><div>{table}</div>")
+
+    def plot(self, heading: str, figure: "Figure") -> None:
+        """Add a figure as an image inside the page."""
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg")
+        data = base64.b64encode(buffer.getvalue()).decode()
+        image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(heading)}">'
+        self._parts.append(f"<h2>{html.escape(heading)}</h2>{image}")
+
+    def save(self, path: Path) -> None:
+        """Write the page."""
+        page = PAGE.format(title=html.escape(self.title), body="".join(self._parts))
+        path.write_text(page, encoding="utf-8")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else html.escape(str(value))
+
+
+def new_axes(rows: int = 1) -> tuple["Figure", Any]:
+    """A figure without a display. Raises ConfigError where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        message = "plots need matplotlib: pip install 'shiftjax[plots]', or leave --out away"
+        raise ConfigError([message]) from None
+    figure = Figure(figsize=(9, 3.2 * rows + 0.8), layout="constrained")
+    return figure, figure.subplots(rows, 1, squeeze=False)[:, 0]
+
+
+def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["name"]].append(row)
+    return groups
+
+
+def frontier(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Latency against throughput: a line per deployment, a point per rate."""
+    figure, (axes,) = new_axes()
+    for name, points in _by_name(rows).items():
+        x = [point["tokens_per_second"] for point in points]
+        axes.plot(x, [point["completion_p50_seconds"] for point in points], "o-", label=name)
+    _finish(axes, "tokens/s (input and output)", "median completion, s", log=True)
+    return figure
+
+
+def percentiles_by_rate(rows: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
+    """p50, p90 and p99 of a metric against the arrival rate."""
+    figure, panels = new_axes(3)
+    for axes, percentile in zip(panels, (50, 90, 99), strict=True):
+        for name, points in _by_name(rows).items():
+            values = [point[f"{metric}_p{percentile}_seconds"] for point in points]
+            axes.plot([point["rate"] for point in points], values, "o-", label=name)
+        _finish(axes, "requests/s", f"{metric} p{percentile}, s", log=True)
+    return figure
+
+
+def time_lines(replays: Sequence[Replay], seconds: float = 5.0) -> "Figure":
+    """Tokens per second over time, coloured by mode, a panel per deployment.
+
+    Decodes are few tokens, so the strip below says which mode took most of the devices' time.
+    """
+    figure, panels = new_axes(len(replays))
+    for axes, replay in zip(panels, replays, strict=True):
+        bottom = 0.0
+        for mode in Mode:
+            at, rate = throughput_over_time(replay, seconds, [mode])
+            axes.bar(
+                at,
+                rate,
+                seconds,
+                bottom,
+                align="edge",
+                color=COLOURS[mode],
+                label=mode.value,
+            )
+            bottom = rate if mode is Mode.BASE else bottom
+        at, longest = longest_mode(replay, seconds)
+        colours = [COLOURS[mode] for mode in longest]
+        axes.bar(at, -0.06 * axes.get_ylim()[1], seconds, align="edge", color=colours)
+        axes.set_title(replay.deployment.name)
+        _finish(axes, "s", "tokens/s")
+    return figure
+
+
+def breakdown_bars(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Seconds by kind against context length, a panel per mode."""
+    figure, panels = new_axes(len(Mode))
+    for axes, mode in zip(panels, Mode, strict=True):
+        points = [row for row in rows if row["mode"] == mode.value]
+        labels = [f"{point['context']:,}" for point in points]
+        bottom = [0.0] * len(points)
+        for kind in StepCost._fields:
+            share = [point[kind] / sum(point[k] for k in StepCost._fields) for point in points]
+            axes.bar(labels, share, bottom=bottom, label=kind)
+            bottom = [a + b for a, b in zip(bottom, share, strict=True)]
+        axes.set_title(mode.value)
+        _finish(axes, "tokens of context", "share of the step")
+    return figure
+
+
+def memory_bars(estimates: Sequence[Estimate]) -> "Figure":
+    """Gigabytes of a device by deployment."""
+    figure, (axes,) = new_axes()
+    fitting = [estimate for estimate in estimates if estimate.fits]
+    names, rows = [e.deployment.name for e in fitting], [e.row() for e in fitting]
+    left = [0.0] * len(rows)
+    for kind in ("weights_gb", "shift_copy_gb", "workspace_gb", "kv_gb"):
+        widths = [row[kind] for row in rows]
+        axes.barh(names, widths, left=left, label=kind.removesuffix("_gb"))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    _finish(axes, "GB per device", "")
+    return figure
+
+
+def roofline(costs: CostModel, counts: Sequence[int] = (1, 8, 64, 256, 1024, 8192)) -> "Figure":
+    """FLOP/s of the layers' products against tokens per FLOP byte, both modes, and the roof."""
+    figure, (axes,) = new_axes()
+    machine, formats = costs.machine, costs.formats
+    peak = machine.matmul_flops.get(formats.weights, machine.matmul_flops[formats.activations])
+    for mode in Mode:
+        split = costs.layout.sp if mode is Mode.BASE else 1
+        t = costs.layout.tp if mode is Mode.BASE else costs.layout.num_devices
+        intensity, reached = [], []
+        for count in counts:
+            rows = -(-count // split)
+            flops = 2 * rows * costs.shape.layer_parameters / t
+            intensity.append(2 * rows / formats.weight_bytes)
+            reached.append(flops / costs.products_seconds(mode, count))
+        axes.plot(intensity, reached, "o-", color=COLOURS[mode], label=mode.value)
+    roof = [1.0, peak / machine.memory_bytes_per_second, 1e5]
+    heights = [min(peak, x * machine.memory_bytes_per_second) for x in roof]
+    axes.plot(roof, heights, "k--", label=machine.name)
+    axes.set_xscale("log")
+    _finish(axes, "FLOP per byte of weights", "FLOP/s per device", log=True)
+    return figure
+
+
+def _finish(axes: "Axes", x: str, y: str, *, log: bool = False) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=8)
+    if log and math.isfinite(axes.dataLim.minposy):  # a queue that nobody waited in is all zero
+        axes.set_yscale("log")

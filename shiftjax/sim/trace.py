@@ -1,0 +1,255 @@
+"""Request traces: loaders, synthetic arrivals, windows and rates. No JAX.
+
+Azure LLM inference 2023   CSV    TIMESTAMP, ContextTokens, GeneratedTokens (Splitwise, 2024)
+Mooncake                   JSONL  timestamp (ms), input_length, output_length, hash_ids
+BurstGPT                   CSV    Timestamp (s), Model, Request tokens, Response tokens, ...
+our own                    JSONL  arrival_seconds, prompt_tokens, output_tokens, prefix_ids
+"""
+
+import csv
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shiftjax.options import ConfigError
+
+MOONCAKE_BLOCK_TOKENS = 512
+MOONCAKE_TICK_SECONDS = 3.0  # arrivals were recorded on ticks
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: when it came and how long it is.
+
+    Equal numbers at the same place of `prefix_ids` stand for equal blocks of `prefix_block_tokens`
+    prompt tokens, after equal blocks before them.
+    """
+
+    arrival_seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+    prefix_block_tokens: int = MOONCAKE_BLOCK_TOKENS
+
+    def prompt(self, number: int, vocab_size: int) -> list[int]:
+        """Token ids that are shared with other requests exactly where the trace says so.
+
+        Without prefix ids the prompt is like no other's: `number` is spelled in its first tokens.
+        """
+        if not self.prefix_ids:
+            head = [*_spelled(number, vocab_size), 1]
+            return (head + [0] * self.num_prompt_tokens)[: self.num_prompt_tokens]
+        tokens: list[int] = []
+        for block in self.prefix_ids:
+            head = [*_spelled(block, vocab_size), 2]
+            tokens += head + [0] * (self.prefix_block_tokens - len(head))
+        own = [*_spelled(number, vocab_size), 3] + [0] * self.num_prompt_tokens
+        return (tokens + own)[: self.num_prompt_tokens]
+
+
+def _spelled(number: int, base: int) -> list[int]:
+    """A number as three digits to this base: different for different numbers."""
+    return [number % base, number // base % base, number // base**2 % base]
+
+
+# ------------------------------------------------------------------ files
+
+
+def load_trace(path: str | Path) -> list[TraceRequest]:
+    """A trace file of any known kind, sorted, starting at 0 seconds. Raises ConfigError."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+    lines = text.splitlines()
+    if not lines:
+        raise ConfigError([f"{path}: is empty"])
+    read = _reader_for(lines[0])
+    if read is None:
+        raise ConfigError([f"{path}: neither an Azure, BurstGPT, Mooncake nor shiftjax trace"])
+    rows, make = read
+    requests = []
+    for number, row in rows(lines):
+        try:
+            requests.append(_checked(make(row)))
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError([f"{path}, line {number}: {what}"]) from None
+    requests = _spread_ticks(requests) if make is _mooncake else requests
+    return _from_zero([r for r in requests if r.num_prompt_tokens and r.num_output_tokens])
+
+
+Rows = Callable[[Sequence[str]], Iterator[tuple[int, Any]]]
+Make = Callable[[Any], TraceRequest]
+
+
+def _reader_for(first: str) -> tuple[Rows, Make] | None:
+    """What splits a file with this first line into numbered rows, and what reads a row."""
+    marks: dict[str, tuple[Rows, Make]] = {
+        "ContextTokens": (_csv_rows, _azure),
+        "Request tokens": (_csv_rows, _burstgpt),
+        '"hash_ids"': (_json_rows, _mooncake),
+        '"arrival_seconds"': (_json_rows, _own),
+    }
+    return next((read for mark, read in marks.items() if mark in first), None)
+
+
+def _csv_rows(lines: Sequence[str]) -> Iterator[tuple[int, Mapping[str, str]]]:
+    reader = csv.DictReader(lines)
+    return ((reader.line_num, row) for row in reader)
+
+
+def _json_rows(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _checked(request: TraceRequest) -> TraceRequest:
+    """The request. Raises ValueError for what no request can have."""
+    if not math.isfinite(request.arrival_seconds):
+        raise ValueError(f"arrives at {request.arrival_seconds} s")
+    for count in (request.num_prompt_tokens, request.num_output_tokens):
+        if count < 0:
+            raise ValueError(f"{count} tokens; a count cannot be negative")
+    return request
+
+
+def _azure(row: Mapping[str, str]) -> TraceRequest:
+    at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+    return TraceRequest(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _burstgpt(row: Mapping[str, str]) -> TraceRequest:
+    lengths = int(row["Request tokens"]), int(row["Response tokens"])
+    return TraceRequest(float(row["Timestamp"]), *lengths)
+
+
+def _mooncake(line: str) -> TraceRequest:
+    row = json.loads(line)
+    lengths = int(row["input_length"]), int(row["output_length"])
+    return TraceRequest(row["timestamp"] / 1000, *lengths, tuple(row["hash_ids"]))
+
+
+def _own(line: str) -> TraceRequest:
+    row = json.loads(line)
+    lengths = int(row["prompt_tokens"]), int(row["output_tokens"])
+    return TraceRequest(float(row["arrival_seconds"]), *lengths, tuple(row.get("prefix_ids", ())))
+
+
+def _spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Spread the arrivals of a tick evenly inside it."""
+    at: dict[float, list[TraceRequest]] = {}
+    for request in requests:
+        at.setdefault(request.arrival_seconds, []).append(request)
+    return [
+        replace(request, arrival_seconds=tick + MOONCAKE_TICK_SECONDS * place / len(group))
+        for tick, group in at.items()
+        for place, request in enumerate(group)
+    ]
+
+
+def save_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
+    """Write our own format."""
+    rows = (
+        {
+            "arrival_seconds": r.arrival_seconds,
+            "prompt_tokens": r.num_prompt_tokens,
+            "output_tokens": r.num_output_tokens,
+            "prefix_ids": list(r.prefix_ids),
+        }
+        for r in requests
+    )
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+# ------------------------------------------------------------------ windows and rates
+
+
+def _from_zero(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    ordered = sorted(requests, key=lambda r: r.arrival_seconds)
+    first = ordered[0].arrival_seconds if ordered else 0.0
+    return [replace(r, arrival_seconds=r.arrival_seconds - first) for r in ordered]
+
+
+def window(requests: Iterable[TraceRequest], start: float, seconds: float) -> list[TraceRequest]:
+    """The requests that arrive in [start, start + seconds), from 0 on. Raises ValueError."""
+    if start < 0 or seconds <= 0:
+        raise ValueError(f"a window of {seconds:g} s from {start:g} s on is empty")
+    inside = [r for r in requests if start <= r.arrival_seconds < start + seconds]
+    return [replace(r, arrival_seconds=r.arrival_seconds - start) for r in inside]
+
+
+def scale_rate(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
+    """The same requests `factor` times as fast."""
+    if factor <= 0:
+        raise ValueError(f"a rate can only be scaled by more than 0, not by {factor}")
+    return [replace(r, arrival_seconds=r.arrival_seconds / factor) for r in requests]
+
+
+# ------------------------------------------------------------------ synthetic
+
+
+def _above_zero(**arguments: float) -> None:
+    wrong = [f"{name} must be above 0, got {n}" for name, n in arguments.items() if not n > 0]
+    counts = {name: n for name, n in arguments.items() if name.endswith("_tokens")}
+    wrong += [f"{name} must be whole, got {n}" for name, n in counts.items() if n != int(n)]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def poisson(
+    rate: float, seconds: float, prompt_tokens: int, output_tokens: int, seed: int = 0
+) -> list[TraceRequest]:
+    """Independent arrivals at `rate` per second, all of one length."""
+    return gamma_bursty(rate, 1.0, seconds, prompt_tokens, output_tokens, seed)
+
+
+def gamma_bursty(
+    rate: float, cv: float, seconds: float, prompt_tokens: int, output_tokens: int, seed: int = 0
+) -> list[TraceRequest]:
+    """Gamma-distributed gaps with coefficient of variation `cv`: 1 is Poisson, more is bursty.
+
+    Raises:
+        ValueError: an argument is not above 0.
+    """
+    _above_zero(rate=rate, cv=cv, seconds=seconds)
+    _above_zero(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    rng, shape, at = random.Random(seed), 1 / cv**2, 0.0
+    requests = []
+    while (at := at + rng.gammavariate(shape, 1 / (rate * shape))) < seconds:
+        requests.append(TraceRequest(at, prompt_tokens, output_tokens))
+    return requests
+
+
+def on_off(
+    quiet_rate: float,
+    burst_rate: float,
+    period_seconds: float,
+    burst_seconds: float,
+    seconds: float,
+    prompt_tokens: int,
+    output_tokens: int,
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """Poisson at a quiet rate; the last `burst_seconds` of every period at a burst's.
+
+    Raises:
+        ValueError: an argument is not above 0, or the burst is longer than its period.
+    """
+    _above_zero(quiet_rate=quiet_rate, burst_rate=burst_rate, burst_seconds=burst_seconds)
+    _above_zero(seconds=seconds, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    if burst_seconds > period_seconds:
+        raise ValueError(f"a burst of {burst_seconds:g} s in a period of {period_seconds:g} s")
+    rng, at = random.Random(seed), 0.0
+    most = max(quiet_rate, burst_rate)
+    requests = []
+    while (at := at + rng.expovariate(most)) < seconds:  # thinning
+        is_burst = at % period_seconds >= period_seconds - burst_seconds
+        if rng.random() * most < (burst_rate if is_burst else quiet_rate):
+            requests.append(TraceRequest(at, prompt_tokens, output_tokens))
+    return requests

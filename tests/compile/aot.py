@@ -1,0 +1,149 @@
+"""Compile for Hopper GPUs on a machine that has none: devices that can be compiled for, not run on.
+
+XLA's CUDA plugin takes a description of a chip (`targets/`) in place of a chip and goes all the
+way to machine code; `ptxas` comes from CUDA or from the wheel `nvidia-cuda-nvcc`. What the compiler
+says of itself (registers, spills, shared memory) is as true here as on the chip; speed is not
+visible.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+TARGETS = Path(__file__).parent / "targets"
+SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one block of an H100 or H200 can have
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+NEEDS = "jax-cuda13-plugin, jax-cuda13-pjrt (of jaxlib's version) and nvidia-cuda-nvcc"
+
+
+class MosaicKernel(NamedTuple):
+    """What the compiler said of one Mosaic GPU kernel, for one thread block."""
+
+    name: str
+    ptx: str
+    registers: int  # of one thread, at the launch: setmaxnreg moves them between warpgroups later
+
+    def count(self, pattern: str) -> int:
+        """Count the instructions that match a regular expression."""
+        return len(re.findall(pattern, self.ptx))
+
+
+class Compiled(NamedTuple):
+    """One program for a chip."""
+
+    executable: Any  # jax.stages.Compiled: as_text(), memory_analysis()
+    kernels: list[MosaicKernel]
+    shared_memory_bytes: list[int]  # of one thread block of each Mosaic kernel, in tracing order
+
+
+def unavailable() -> str | None:
+    """Return why nothing can be compiled for a GPU here; None if it can."""
+    for package in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} is not installed; compiling for a GPU needs {NEEDS}"
+        if version != importlib.metadata.version("jaxlib"):
+            return f"{package} {version} is not of jaxlib's version"
+    if find_ptxas() is None:
+        return f"no ptxas of CUDA 13; compiling for a GPU needs {NEEDS}"
+    return None
+
+
+def find_ptxas() -> Path | None:
+    """Return CUDA's assembler: the wheel's, then CUDA's own; XLA looks in the same places."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = list(spec.submodule_search_locations or []) if spec else []
+    for path in [*(Path(wheel) / "cu13" / "bin" for wheel in wheels), Path("/usr/local/cuda/bin")]:
+        if (path / "ptxas").is_file():
+            return path / "ptxas"
+    found = shutil.which("ptxas")
+    return Path(found) if found else None
+
+
+def require() -> None:
+    """Skip the calling test module where nothing can be compiled for a GPU."""
+    if reason := unavailable():
+        pytest.skip(reason, allow_module_level=True)
+
+
+def make_mesh(chip: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
+    """Return a mesh of compile-only devices; `chip` names a file in `targets/`."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=(TARGETS / f"{chip}.txtpb").read_text(),
+        topology=f"1x1x{np.prod(shape)}",
+    )
+    return topologies.make_mesh(topology, shape, axis_names)
+
+
+def on_device(mesh: Mesh, tree: Any) -> Any:
+    """Return shapes and types of `tree`, replicated over `mesh`, to lower a program with."""
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+
+
+def compile_for(mesh: Mesh, function: Callable, *arguments: Any, **jit_options: Any) -> Compiled:
+    """Compile `function` for the devices of `mesh`; a register spill is an error.
+
+    `arguments` are shapes with shardings (`on_device`). Kernels come in the order of compilation;
+    one that this process has compiled before may be missing.
+    """
+    with jax.set_mesh(mesh), _mosaic_report() as report:
+        executable = jax.jit(function, **jit_options).lower(*arguments).compile(NO_SPILLS)
+        sys.stdout.flush()
+        text = report.read_text(errors="replace")
+    if "wgmma.mma_async instructions are serialized" in text:
+        raise RuntimeError("ptxas waits for each matrix instruction before it begins the next")
+    shared = [int(n) for n in re.findall(r"Resources\(smem_scratch_bytes=(\d+)", text)]
+    return Compiled(executable, _read_kernels(text), shared)
+
+
+def _read_kernels(report: str) -> list[MosaicKernel]:
+    """Read what Mosaic printed: PTX, then ptxas' lines, of one kernel after the other."""
+    kernels = []
+    for ptx in report.split("// Generated by LLVM NVPTX Back-End")[1:]:
+        stack, stores, loads = (int(n) for n in re.search(SPILLS, ptx).groups())
+        if stack or stores or loads:
+            raise RuntimeError(f"registers spill: {stack} bytes of stack, {stores} of stores")
+        registers = int(re.search(r"Used (\d+) registers", ptx)[1])
+        name = re.search(r"\.entry (\w+)", ptx)[1]
+        kernels.append(MosaicKernel(name, ptx, registers))
+    return kernels
+
+
+@contextmanager
+def _mosaic_report() -> Iterator[Path]:
+    """Catch what Mosaic prints, from Python and from C++: PTX, and ptxas' report of it."""
+    wanted = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("PTX", "PTXAS", "RESOURCES")}
+    before = {name: os.environ.get(name) for name in wanted}
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report"
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.environ.update(wanted)
+            try:
+                with path.open("a") as text, redirect_stdout(text):  # Python's part
+                    yield path
+            finally:
+                os.dup2(stdout, 1)
+                os.close(stdout)
+                for name, value in before.items():
+                    os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -1,0 +1,254 @@
+"""The engine's own steps, compiled for GPUs from shapes alone: no weight, pool or input exists.
+
+    PYTHONPATH=.:.venv/gpu JAX_PLATFORMS=cpu python tests/compile/steps.py
+
+prints what the compiler planned, as the table of docs/gpu.md.
+"""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from hlo import collectives, launches
+
+from shiftjax.cache.pool import abstract_pools
+from shiftjax.engine.buckets import Bucket
+from shiftjax.engine.programs import PoolOptions, step_inputs
+from shiftjax.engine.request import Mode, StepPlan
+from shiftjax.engine.sampling_inputs import neutral_rows
+from shiftjax.engine.step import Packing, StepDef
+from shiftjax.models.attention_backend import choose_attention, xla_attention
+from shiftjax.models.config import ModelConfig
+from shiftjax.models.presets import PRESETS
+from shiftjax.parallel.sharding import Device, Layout, make_mesh, named, rows_spec
+from shiftjax.weights.place import define
+
+NUM_DEVICES = 8
+CHIP = "h200"
+MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
+NUM_LAYERS = 80
+BLOCK_SIZE = 16
+BLOCKS_PER_SEQ = 512  # 8,192 tokens
+# One pool of K, of one layer, on one device: 256 MiB, more than all temporaries of a step.
+NUM_BLOCKS = 1 << 16
+# No matrix has as many rows as a device has of 1,536 tokens, or parts of them: what moves
+# activations is not taken for what moves weights.
+PREFILL, DECODE = Bucket(1536, 64), Bucket(64, 64)
+THREADS = 2
+KERNEL = 'custom_call_target="mosaic_gpu'
+SPLIT_BY_MODE = ("vocab", "heads", "kv_heads", "intermediate")
+
+
+class Case(NamedTuple):
+    """Which step to compile. A few layers stand for 80: every layer is the same program."""
+
+    sp: int
+    tp: int
+    mode: Mode
+    size: str = "bf16"
+    strategy: str = "alias"
+    attention: str = "pallas"
+    num_layers: int = 2
+
+    @property
+    def bucket(self) -> Bucket:
+        """A prefill step in BASE, a decode step in SHIFT."""
+        return PREFILL if self.mode is Mode.BASE else DECODE
+
+    @property
+    def kv_dtype(self) -> np.dtype:
+        """Of the pools."""
+        return np.dtype(jnp.bfloat16 if self.size == "bf16" else jnp.float8_e4m3fn)
+
+
+class CompiledStep(NamedTuple):
+    """One program and what it was compiled from."""
+
+    case: Case
+    step: StepDef
+    params: tuple[jax.ShapeDtypeStruct, ...]
+    pools: list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]
+    inputs: Any  # the packed vector, the last tokens and the sampling tables
+    text: str
+    argument_bytes: int  # on one device, as all of these
+    temporary_bytes: int
+    aliased_bytes: int
+
+
+def modes_of(sp: int) -> list[Mode]:
+    """With SP = 1 the modes are one program."""
+    return list(Mode) if sp > 1 else [Mode.SHIFT]
+
+
+def cases(size: str) -> list[Case]:
+    """Every mesh and mode, with weights that SHIFT sees in place."""
+    return [Case(sp, tp, mode, size) for sp, tp in MESHES for mode in modes_of(sp)]
+
+
+def llama_70b(num_layers: int, size: str = "bf16") -> ModelConfig:
+    """Return the published shapes, with fewer layers.
+
+    The engine has no fp8 weights. Of size "fp8" the matrices have half as many columns, hence the
+    bytes that fp8 would take; heads, KV cache and widths that are split stay as they are.
+    """
+    model = replace(PRESETS["llama-70b"], num_layers=num_layers)
+    return model if size == "bf16" else replace(model, hidden_size=model.hidden_size // 2)
+
+
+class Compiler:
+    """Compiles cases in the background, each once, in the order in which they were wanted."""
+
+    def __init__(self):
+        self.devices = list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat)
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._futures: dict[Case, Future[CompiledStep]] = {}
+
+    def want(self, case: Case) -> Future[CompiledStep]:
+        """Begin to compile. What a second copy of the weights is for is the program of `alias`."""
+        if case.strategy == "replicate":
+            case = case._replace(strategy="alias")
+        if case not in self._futures:
+            self._futures[case] = self._threads.submit(compile_step, case, self.devices)
+        return self._futures[case]
+
+    def __call__(self, case: Case) -> CompiledStep:
+        """Return the program."""
+        return self.want(case).result()
+
+    def stop(self) -> None:
+        """Compile nothing more."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
+    """Compile a step the way the engine does."""
+    step, pool = define_step(case, devices)
+    params, pools = abstract_params(step, case.mode), pools_of(step, pool)
+    packing, tables = _inputs(step, case.bucket, pool)
+    compiled = step.compile(case.mode, params, pools, packing, tables)
+    memory = compiled.memory_analysis()
+    vectors = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (packing.size, step.max_rows)]
+    return CompiledStep(
+        case,
+        step,
+        params,
+        pools,
+        (vectors, tables),
+        compiled.as_text(),
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.alias_size_in_bytes,
+    )
+
+
+def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions]:
+    """Define the step of a case, with the attention that the engine chooses on these devices."""
+    layout = Layout(llama_70b(case.num_layers, case.size), case.sp, case.tp)
+    mesh = make_mesh(devices, case.sp, case.tp)
+    attention = (
+        xla_attention(layout.model.head_dim, None, BLOCK_SIZE)
+        if case.attention == "xla"
+        else choose_attention(layout, devices[0], jnp.bfloat16, case.kv_dtype, BLOCK_SIZE)
+    )
+    assert attention.name == case.attention
+    model = define(layout.model, layout, jnp.bfloat16)
+    step = StepDef(model, layout, mesh, case.strategy, case.bucket.rows, attention)
+    return step, PoolOptions(NUM_BLOCKS, BLOCK_SIZE, BLOCKS_PER_SEQ, case.kv_dtype)
+
+
+def pools_of(step: StepDef, pool: PoolOptions) -> Any:
+    """Describe the KV pools."""
+    return abstract_pools(step.mesh, step.layout, pool.num_blocks, pool.block_size, pool.dtype)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of arrays on one device; those without a sharding are whole on each."""
+    total = 0
+    for x in jax.tree.leaves(tree):
+        shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+        total += int(np.prod(shape)) * x.dtype.itemsize
+    return total
+
+
+def resident_bytes(case: Case, devices: list[Device]) -> int:
+    """Weights of the whole model on one device, of all programs of the deployment.
+
+    `alias` and `slice` store those of BASE alone, `replicate` both.
+    """
+    step, _ = define_step(case._replace(num_layers=NUM_LAYERS), devices)
+    stored = modes_of(case.sp) if case.strategy == "replicate" else modes_of(case.sp)[:1]
+    first, *others = (abstract_params(step, mode) for mode in stored)
+    declared = step.model.declared
+    copied = [  # what SHIFT splits differently
+        [x for weight, x in zip(declared, other, strict=True) if weight.axes[0] in SPLIT_BY_MODE]
+        for other in others
+    ]
+    return device_bytes((first, copied))
+
+
+def abstract_params(step: StepDef, mode: Mode) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Describe the weights of a mode: shift shards have rows of their own, but for `slice`."""
+    layout, params = step.layout, []
+    for weight, spec in zip(step.model.declared, step.weight_specs(mode), strict=True):
+        shape, axis = weight.shape, weight.axes[0]
+        if mode is Mode.SHIFT and step.strategy != "slice" and axis not in (None, "lm_vocab"):
+            shape = (layout.shift_rows(axis) * layout.num_devices, *shape[1:])
+        params.append(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=named(step.mesh, spec)))
+    return tuple(params)
+
+
+def _inputs(step: StepDef, bucket: Bucket, pool: PoolOptions):
+    """Describe what changes every step: the packed vector and the sampling tables."""
+    vocab = step.layout.model.vocab_size
+    scalars, tables = neutral_rows(bucket.rows, vocab)
+    empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
+    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, np.zeros(2, np.uint32))
+    rows = named(step.mesh, rows_spec())
+    return Packing.of(inputs), jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tables
+    )
+
+
+def table(compiler: Compiler) -> Iterator[str]:
+    """Yield the lines of a table of all cases, for people."""
+    yield (
+        "| weights | (SP, TP) | step | weights GB, 80 layers | temporaries MB | launches "
+        "| kernels | collectives of 2 layers (count x KB a device) |"
+    )
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    every = [case for size in ("bf16", "fp8") for case in cases(size)]
+    controls = [Case(4, 2, Mode.SHIFT, strategy=strategy) for strategy in ("slice", "replicate")]
+    for case in (*every, *controls):
+        compiler.want(case)
+    for case in (*every, *controls):
+        one = compiler(case)
+        moved = (
+            f"{name} {count} x {size / 1e3:,.0f}"
+            for (name, size), count in sorted(collectives(one.text).items())
+        )
+        weights = resident_bytes(case, compiler.devices) / 1e9
+        name = case.size if case.strategy == "alias" else f"{case.size} {case.strategy}"
+        yield (
+            f"| {name} | ({case.sp}, {case.tp}) | {case.mode.value} {case.bucket.tokens} "
+            f"| {weights:.1f} | {one.temporary_bytes / 1e6:.1f} | {len(launches(one.text))} "
+            f"| {one.text.count(KERNEL) // case.num_layers} | {', '.join(moved)} |"
+        )
+
+
+if __name__ == "__main__":
+    if reason := aot.unavailable():
+        raise SystemExit(reason)
+    compiler = Compiler()
+    for line in table(compiler):
+        print(line, flush=True)
+    compiler.stop()

@@ -1,0 +1,33 @@
+"""Pruning by compilation: what fits a chip is kept, what does not is refused with the reason."""
+
+import sys
+from pathlib import Path
+
+import aot
+import pytest
+
+aot.require()
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+
+from tune_kernels import Candidate, candidates_for, why_not  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return aot.make_mesh("h200", (1,), ("x",))
+
+
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+def test_kept_candidates_compile(kernel, mesh):
+    """The first and the last; `scripts/tune_kernels.py prune` has compiled them all."""
+    kept = candidates_for(kernel, 128, 16)
+    for settings in (kept[0], kept[-1]):
+        assert why_not(Candidate(kernel, 128, 16, settings), mesh, aot) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "settings"),
+    [("prefill", {"kv_tile": 128, "stages": 4}), ("decode", {"shared_memory_bytes": 20_000})],
+)
+def test_what_does_not_fit_is_refused(kernel, settings, mesh):
+    assert "shared memory" in (why_not(Candidate(kernel, 128, 16, settings), mesh, aot) or "")

@@ -1,0 +1,93 @@
+"""The prefill kernel, compiled for Hopper GPUs: what the compiler made of it.
+
+Chosen near the limits: 128 query rows, head_dim 128 and rounds of 128 tokens take nearly all
+registers and all shared memory.
+"""
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import instructions
+
+aot.require()
+
+from pallas_kernels.prefill import prefill_attention  # noqa: E402
+from pallas_kernels.prefill_plan import PrefillConfig, plan_prefill  # noqa: E402
+
+FP8 = jnp.float8_e4m3fn
+TOKENS, SEQS, BLOCKS, MAX_BLOCKS, KV_HEADS = 2048, 64, 4096, 256, 8
+WGMMA, TMA_LOAD = r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.\dd\.shared"
+TMA_STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
+CASES = {
+    "group 8, blocks of 16": {},
+    "group 1": {"group": 1},
+    "group 4, blocks of 32, window": {"group": 4, "block_size": 32, "sliding_window": 1024},
+    "group 7, soft cap": {"group": 7, "soft_cap": 50.0},
+    "head_dim 64, group 3, 4 stages": {
+        "head_dim": 64,
+        "group": 3,
+        "config": PrefillConfig(128, 4),
+    },
+    "float16, blocks of 128": {"dtype": jnp.float16, "block_size": 128},
+    "fp8": {"kv_dtype": FP8},
+    "fp8, blocks of 128, window, soft cap": {
+        "kv_dtype": FP8,
+        "block_size": 128,
+        "sliding_window": 1000,
+        "soft_cap": 50.0,
+    },
+}
+
+
+def compile_kernel(
+    chip="h100",
+    group=8,
+    head_dim=128,
+    block_size=16,
+    dtype=jnp.bfloat16,
+    kv_dtype=jnp.bfloat16,
+    **options,
+):
+    lens = np.array([TOKENS] + [0] * (SEQS - 1), np.int32)
+    starts = np.array([0] + [TOKENS] * SEQS, np.int32)
+    kv_dtype = dtype if kv_dtype == jnp.bfloat16 else kv_dtype
+    shapes = (
+        jax.ShapeDtypeStruct((TOKENS, group * KV_HEADS, head_dim), dtype),
+        *[jax.ShapeDtypeStruct((BLOCKS, KV_HEADS, block_size, head_dim), kv_dtype)] * 2,
+        jax.ShapeDtypeStruct((SEQS, MAX_BLOCKS), jnp.int32),
+        lens,
+        plan_prefill(lens, starts, 0, num_tokens=TOKENS, group=group),
+    )
+    mesh = aot.make_mesh(chip, (1,), ("x",))
+
+    def attend(*arrays):
+        return prefill_attention(*arrays, scale=head_dim**-0.5, **options)
+
+    return aot.compile_for(mesh, attend, *aot.on_device(mesh, shapes))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_uses_the_chip(name):
+    compiled = compile_kernel(**CASES[name])
+    [kernel] = compiled.kernels
+    assert kernel.registers * 3 * 128 <= 65536
+    assert max(compiled.shared_memory_bytes) <= aot.SHARED_MEMORY_LIMIT
+    assert kernel.count(WGMMA) and kernel.count(TMA_LOAD) and kernel.count(TMA_STORE)
+    assert kernel.count(r"setmaxnreg\.inc") == kernel.count(r"setmaxnreg\.dec") == 1
+    assert not kernel.count(r"\bmma\.sync|\bld\.local|\bst\.local")
+
+
+def test_nothing_is_copied():
+    """One launch: the pools, q and the output are used where they are."""
+    compiled = compile_kernel("h200")
+    program = compiled.executable.as_text()
+    big = [i for i in instructions(program) if str(TOKENS) in i.shape or str(BLOCKS) in i.shape]
+    assert {i.opcode for i in big} == {"parameter", "custom-call"}
+    assert compiled.executable.memory_analysis().temp_size_in_bytes < 1024
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="head_dim 256 with kv_tile 64 and 2 stages takes"):
+        compile_kernel(head_dim=256)

@@ -1,0 +1,87 @@
+"""The decode kernel against its definition, in the Mosaic interpreter with race detection."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from decode_cases import FP8, Case, make_step, run, worst
+
+from pallas_kernels.decode import decode_attention
+from pallas_kernels.decode_plan import DecodeConfig
+
+EDGES = (1, 15, 16, 17, 31, 32, 33, 64, 65, 150)
+CASES = {
+    "edges": Case(EDGES, padding=2, group=4, kv_heads=2, num_blocks=6),
+    "group 1, head_dim 128, blocks of 64": Case((1, 65, 200), group=1, head_dim=128, block_size=64),
+    "group 2, float16, blocks of 128, window": Case(
+        (1, 39, 40, 41, 300),
+        group=2,
+        dtype=jnp.float16,
+        kv_dtype=jnp.float16,
+        block_size=128,
+        sliding_window=40,
+    ),
+    "group 3, soft cap, blocks of 32": Case(group=3, kv_heads=2, soft_cap=5.0, block_size=32),
+    "group 7, fp8": Case(
+        (1, 70, 130), group=7, kv_dtype=FP8, head_dim=128, k_scale=0.5, v_scale=3.0
+    ),
+    "group 8, fp8, scales by head, window": Case(
+        (20, 100, 200),
+        group=8,
+        kv_heads=2,
+        kv_dtype=FP8,
+        k_scale=jnp.float32([0.5, 1.5]),
+        v_scale=jnp.float32(2.0),
+        sliding_window=50,
+    ),
+    "group 12, one worker": Case(group=12, num_blocks=1),
+    "many jobs of a row": Case((700,), num_blocks=11),
+    "a plan for no window": Case((300, 20), sliding_window=70, planned_window=None, num_blocks=5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_is_attention(name):
+    case = CASES[name]
+    step = make_step(case)
+    out = run(case, step)
+    assert worst(case, step, out) <= 1
+    assert (out[len(case.lengths) :] == 0).all()
+
+
+def test_an_empty_step_is_zeros():
+    case = Case((), padding=3)
+    assert (run(case, make_step(case)) == 0).all()
+
+
+def test_other_rows_are_kept():
+    case = Case((40, 20, 70), padding=1, prefills=1)
+    step = make_step(case)
+    old = jnp.full(step.q.shape, 7, case.dtype)
+    out = run(case, step, out=old)
+    assert worst(case, step, out) <= 1
+    assert (out[2:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(head_dim=80), "head_dim 80 is not a multiple of 64"),
+        (dict(block_size=24), "block_size 24 must"),
+        (dict(dtype=jnp.float32, kv_dtype=jnp.float32), "q of float32"),
+        (dict(kv_dtype=jnp.float16), "pools of float16"),
+        (dict(sliding_window=0), "sliding_window 0 is not positive"),
+        (dict(soft_cap=0.0), "soft_cap 0.0 is not positive"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_said(change, message):
+    case = Case()._replace(**change)
+    step = jax.tree.map(jnp.asarray, make_step(case))
+    options = dict(sliding_window=case.sliding_window, soft_cap=case.soft_cap)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(*step, scale=1.0, **options)
+
+
+def test_too_little_shared_memory_is_said():
+    step = jax.tree.map(jnp.asarray, make_step(Case()))
+    with pytest.raises(ValueError, match="hold 1 stages of 16384 bytes beside"):
+        decode_attention(*step, scale=1.0, config=DecodeConfig(64, 3, 30_000))

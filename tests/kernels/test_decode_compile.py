@@ -1,0 +1,161 @@
+"""What the compiler makes of decode attention and the KV write for an H100, where it is installed.
+
+Two thread blocks share a multiprocessor, which the design counts on: registers and shared memory
+must leave room for both. Nothing the size of the pool may be made; what is written is in place.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compile import aot
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.decode import decode_attention
+from pallas_kernels.decode_plan import DecodeConfig, plan_decode
+from pallas_kernels.kv_write import write_kv
+
+aot.require()
+
+SM_REGISTERS = 65536
+SM_SHARED_MEMORY = 228 * 1024
+RESERVED = 1024  # bytes of shared memory that the system takes for each thread block
+FP8 = jnp.float8_e4m3fn
+NUM_BLOCKS = 4096
+SEQS, CONTEXT = 64, 2048
+
+
+class Case(NamedTuple):
+    """A deployment: a device of an 8-GPU group has one KV head, a single GPU all of them."""
+
+    head_dim: int = 128
+    block_size: int = 16
+    group: int = 8
+    kv_heads: int = 8
+    dtype: Any = jnp.bfloat16
+    kv_dtype: Any = jnp.bfloat16
+    options: dict[str, Any] = {}  # noqa: RUF012 - read only
+    config: DecodeConfig = DecodeConfig()
+    blocks_per_sm: int = 2
+
+
+CASES = {
+    "bf16": Case(),
+    "bf16, one KV head": Case(kv_heads=1),
+    "f16, head_dim 64, blocks of 128": Case(64, 128, 4, dtype=jnp.float16, kv_dtype=jnp.float16),
+    "fp8, window, cap": Case(
+        kv_dtype=FP8, options=dict(sliding_window=1024, soft_cap=50.0, k_scale=0.1)
+    ),
+    "fp8, head_dim 64, blocks of 64": Case(64, 64, 1, kv_dtype=FP8),
+    "group 16": Case(group=16),
+    "one block a multiprocessor, tiles of 128": Case(
+        config=DecodeConfig(128, 132, 227 * 1024), blocks_per_sm=1
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return aot.make_mesh("h100", (1,), ("x",))
+
+
+def struct(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def made(text: str) -> list[str]:
+    """The operations of a compiled program, but for what costs nothing."""
+    entry = text[text.index("\nENTRY") :]
+    operations = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z][\w\-]*)\(", entry, re.MULTILINE)
+    free = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}
+    return [operation for operation in operations if operation not in free]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_fits_the_chip(name, mesh, capsys):
+    case = CASES[name]
+    seq_lens = np.full(SEQS, CONTEXT, np.int32)
+    plan = plan_decode(seq_lens, SEQS, kv_heads=case.kv_heads, config=case.config)
+    pool = struct((NUM_BLOCKS, case.kv_heads, case.block_size, case.head_dim), case.kv_dtype)
+    q = struct((SEQS, case.kv_heads * case.group, case.head_dim), case.dtype)
+    tables = struct((SEQS, CONTEXT // case.block_size))
+
+    def attend(q, k, v, tables, seq_lens, plan, out):
+        options = dict(scale=0.1, config=case.config, **case.options)
+        return decode_attention(q, k, v, tables, seq_lens, plan, out=out, **options)
+
+    arguments = aot.on_device(mesh, (q, pool, pool, tables, struct((SEQS,)), plan, q))
+    with capsys.disabled():  # Mosaic prints what it takes
+        program = aot.compile_for(mesh, attend, *arguments, donate_argnums=(6,))
+    # What combines is the same for several cases, and may have been compiled before.
+    [attention] = [kernel for kernel in program.kernels if "attention" in kernel.name]
+    tile = case.config.kv_tile
+    products = 2 * (tile // 64) * (case.head_dim // 16)
+    assert attention.count(r"wgmma\.mma_async") == products
+    assert attention.count(r"fence\.proxy\.async") > 0  # what the interpreter does not miss
+    assert case.blocks_per_sm * 256 * attention.registers <= SM_REGISTERS
+    shared = program.shared_memory_bytes[0]
+    assert shared <= case.config.shared_memory_bytes
+    assert case.blocks_per_sm * (shared + RESERVED) <= SM_SHARED_MEMORY
+    stage = 2 * tile * case.head_dim * jnp.dtype(case.kv_dtype).itemsize
+    assert shared + stage > min(
+        case.config.shared_memory_bytes, 16 * stage
+    )  # a ring as deep as fits
+    operations = made(program.executable.as_text())
+    assert operations.count("custom-call") == 2
+    assert set(operations) <= {"custom-call", "fusion"} and operations.count("fusion") <= 1
+    memory = program.executable.memory_analysis()
+    assert memory.alias_size_in_bytes == q.size * q.dtype.itemsize
+    assert memory.temp_size_in_bytes < pool.size
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, FP8])
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_the_kv_write_is_one_launch_in_place(kv_dtype, kv_heads, mesh):
+    tokens, head_dim = 64, 128
+    pool = struct((NUM_BLOCKS, kv_heads, 16, head_dim), kv_dtype)
+    rows = struct((tokens, kv_heads, head_dim), jnp.bfloat16)
+    table = struct((tokens, head_dim // 2), jnp.float32)
+    scale = 0.5 if kv_dtype == FP8 else 1.0
+
+    def write(k_pool, v_pool, k, v, slots, *rope):
+        return write_kv(k_pool, v_pool, k, v, slots, rope=rope, k_scale=scale, v_scale=scale)
+
+    shapes = pool, pool, rows, rows, struct((tokens,)), table, table
+    program = aot.compile_for(mesh, write, *aot.on_device(mesh, shapes), donate_argnums=(0, 1))
+    assert len(program.kernels) == 1
+    assert made(program.executable.as_text()) == ["custom-call"]
+    memory = program.executable.memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * pool.size * pool.dtype.itemsize
+    assert memory.temp_size_in_bytes == 0
+
+
+def test_a_sharded_layer_makes_no_copy():
+    """Write, then attend, on a quarter of the heads each, as the engine's steps do."""
+    mesh, heads = aot.make_mesh("h200", (4,), ("tp",)), PartitionSpec(None, "tp")
+    kv_heads, head_dim, block_size = 8, 128, 16
+    plan = plan_decode(np.full(SEQS, CONTEXT, np.int32), SEQS, kv_heads=kv_heads // 4)
+
+    def layer(q, k, v, k_pool, v_pool, out, slots, tables, seq_lens, rope, plan):
+        pools = write_kv(k_pool, v_pool, k, v, slots, rope=rope)
+        return decode_attention(q, *pools, tables, seq_lens, plan, scale=0.1, out=out), *pools
+
+    q = struct((SEQS, 8 * kv_heads, head_dim), jnp.bfloat16)
+    row = struct((SEQS, kv_heads, head_dim), jnp.bfloat16)
+    pool = struct((NUM_BLOCKS, kv_heads, block_size, head_dim), jnp.bfloat16)
+    table = struct((SEQS, head_dim // 2), jnp.float32)
+    tables = struct((SEQS, CONTEXT // block_size))
+    split = aot.on_device(mesh, (q, row, row, pool, pool, q))
+    split = [x.update(sharding=NamedSharding(mesh, heads)) for x in split]
+    whole = struct((SEQS,)), tables, struct((SEQS,)), (table, table), plan
+    specs = *[heads] * len(split), *[PartitionSpec()] * len(whole)
+    step = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=(heads,) * 3, check_vma=False)
+    program = aot.compile_for(
+        mesh, step, *split, *aot.on_device(mesh, whole), donate_argnums=(3, 4, 5)
+    )
+    assert made(program.executable.as_text()) == ["custom-call"] * 3
+    written = 2 * pool.size + q.size  # elements of 2 bytes, of 4 devices
+    assert program.executable.memory_analysis().alias_size_in_bytes == 2 * written // 4

@@ -1,0 +1,93 @@
+"""The checks of the decode kernel can fail: every fault below, put into it, is found."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+from decode_cases import FP8, Case, make_step, run, worst
+
+from pallas_kernels import decode
+
+FOLDER = Path(decode.__file__).parent
+MODULES = ("work", "memory", "compute", "kernel", "combine")  # each may import those before it
+TWO_HEADS = Case(kv_heads=2, num_blocks=4)
+FAULTS = {
+    "the last token is dropped": (
+        "decode_compute", "positions < job.length", "positions < job.length - 1", Case()
+    ),
+    "one token too many is seen": (
+        "decode_compute", "positions < job.length", "positions <= job.length", Case()
+    ),
+    "the window is one token short": (
+        "decode_compute", "positions >= job.low", "positions > job.low", Case(sliding_window=50)
+    ),
+    "the scale is 5% off": (
+        "decode_compute", "(shape.scale * LOG2_E))", "(1.05 * shape.scale * LOG2_E))", Case()
+    ),
+    "the scale of values is forgotten": (
+        "decode_compute", "v_scale / total", "1 / total", Case(kv_dtype=FP8, v_scale=1.1)
+    ),
+    "the wrong KV head": (
+        "decode_memory", 'lax.axis_index("kv_head"), tokens', "0, tokens", TWO_HEADS
+    ),
+    "the block before": (
+        "decode_memory", "inputs.block_tables[row, column]",
+        "inputs.block_tables[row, jnp.maximum(column - 1, 0)]", Case(),
+    ),
+    "old values are not scaled down": (
+        "decode_compute", "weighted * down_rows(decay, weighted.shape)", "weighted", Case()
+    ),
+    "values without weight are not cleared": (
+        "decode_compute", "    _clear_unseen(shape, job, nth, v)\n", "", Case()
+    ),
+    "K is not waited for": (
+        "decode_compute", "    plgpu.barrier_wait(buffers.k_full.at[slot])\n", "", Case()
+    ),
+    "a tile is overwritten while it is read": (
+        "decode_memory", "pl.when(count >= shape.stages)", "pl.when(count > shape.stages)", Case()
+    ),
+    "the place of an fp8 tile is free too early": (
+        "decode_compute", "    plgpu.commit_smem()  # before the next", "    # before the next",
+        Case(kv_dtype=FP8),
+    ),
+    "one job is forgotten": (
+        "decode_combine", "(place < count)", "((place < count) & (place != 1))", Case()
+    ),
+    "shares of warpgroups are not waited for": (
+        "decode_combine", "            plgpu.barrier_wait(done)\n", "",
+        Case((700,), num_blocks=11),
+    ),
+}  # fmt: skip
+
+
+def load(changed: str = "", old: str = "", new: str = "") -> ModuleType:
+    """Make the kernel's modules anew from their sources, with one thing changed in one of them."""
+    with mock.patch.dict(sys.modules):
+        for name in (*(f"decode_{name}" for name in MODULES), "decode"):
+            source = (FOLDER / f"{name}.py").read_text()
+            if name == changed:
+                assert source.count(old) == 1, "the fault does not fit the source any more"
+                source = source.replace(old, new)
+            module = sys.modules[f"pallas_kernels.{name}"] = ModuleType(name)
+            exec(compile(source, f"{name}.py", "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault):
+    *change, case = FAULTS[fault]
+    module = load(*change)
+    step = make_step(case)
+    try:
+        error = worst(case, step, run(case, step, module))
+    except Exception as problem:  # the interpreter's own: a race, a barrier left half-way
+        error = problem
+    assert isinstance(error, Exception) or error > 1
+
+
+def test_without_a_fault_nothing_is_found():
+    case = Case(kv_heads=2, num_blocks=4)
+    step = make_step(case)
+    assert worst(case, step, run(case, step, load())) <= 1

@@ -1,0 +1,83 @@
+"""The prefill kernel in the Mosaic interpreter, races watched, against attention's definition."""
+
+import jax.numpy as jnp
+import pytest
+from prefill_cases import FP8, Case, make_step, run, worst
+
+from pallas_kernels.prefill_plan import PrefillConfig
+
+# Slots of no token hold NaN, and keys of them are multiplied before they are masked.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+CASES = {
+    "lengths at the edges of blocks": Case(tuple((n, n) for n in (1, 15, 16, 17, 32, 33))),
+    "chunks that continue a context": Case(((17, 100), (5, 64), (33, 130), (1, 65)), kv_heads=2),
+    "decode rows before, sequences of padding behind": Case(decodes=(60, 33), padding=3),
+    "nothing but padding": Case((), padding=3, tokens=40),
+    "a bucket of fewer tokens than a tile": Case(((3, 70), (2, 2)), group=1, tokens=8),
+    "a chunk of several tiles up to the end of the bucket": Case(((70, 150),), tokens=70),
+    "group 1": Case(((70, 200),), group=1),
+    "group 2": Case(group=2),
+    "group 3": Case(((50, 90), (9, 9)), group=3, kv_heads=2),
+    "group 7": Case(((40, 70),), group=7),
+    "group 8": Case(((20, 70), (3, 80)), group=8),
+    "blocks of 64": Case(block_size=64),
+    "blocks of 128, two rounds to a block": Case(((17, 300), (5, 5)), block_size=128),
+    "rounds of 128, head_dim 128": Case(
+        ((17, 300),), head_dim=128, config=PrefillConfig(128, 2, 1)
+    ),
+    "window 20": Case(((17, 200), (40, 40)), sliding_window=20),
+    "window 100": Case(((17, 200), (70, 150)), sliding_window=100),
+    "soft cap": Case(soft_cap=3.0),
+    "float16": Case(dtype=jnp.float16, kv_dtype=jnp.float16),
+    "fp8": Case(
+        ((17, 150), (5, 5)),
+        kv_heads=2,
+        kv_dtype=FP8,
+        k_scale=jnp.array([0.5, 2.0], jnp.float32),
+        v_scale=1.5,
+    ),
+    "fp8, blocks of 128": Case(((17, 200),), kv_dtype=FP8, block_size=128, dtype=jnp.float16),
+    "no ping-pong, three stages": Case(config=PrefillConfig(64, 3, 1, ping_pong=False)),
+    "more thread blocks than work": Case(config=PrefillConfig(64, 2, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_attention(name):
+    case = CASES[name]
+    step = make_step(case)
+    out = run(case, step)
+    assert worst(case, step, out) <= 1
+    assert not out[step.query_start_loc[-1] :].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(head_dim=80), "head_dim must be a multiple of 64, not 80"),
+        (dict(head_dim=256, config=PrefillConfig()), "head_dim 256 with kv_tile 64 and 2 stages"),
+        (dict(block_size=24), "block_size 24 must be a multiple of 8, and it or kv_tile 64"),
+        (dict(block_size=4), "block_size 4 must be a multiple of 8"),
+        (dict(config=PrefillConfig(256)), "kv_tile must be one of"),
+        (dict(dtype=jnp.float32, kv_dtype=jnp.float32), "q must be bfloat16 or float16"),
+        (dict(kv_dtype=jnp.float16), "pools of float16 with q of bfloat16"),
+        (dict(sliding_window=0), "sliding_window 0 is not positive"),
+        (dict(soft_cap=-1.0), "soft_cap -1.0 is not positive"),
+        (dict(group=65), "65 query heads to a KV head: 1 to 64"),
+    ],
+)
+def test_what_it_cannot_do_is_said(change, message):
+    case = Case()._replace(**change)
+    step = make_step(case)
+    with pytest.raises(ValueError, match=message):
+        run(case, step, interpret=False)
+
+
+def test_heads_must_divide():
+    step = make_step(Case())
+    step = step._replace(q=jnp.concatenate([step.q] * 2, axis=1)[:, :7])
+    pools = [jnp.concatenate([pool] * 2, axis=1) for pool in (step.k_pool, step.v_pool)]
+    step = step._replace(k_pool=pools[0], v_pool=pools[1])
+    with pytest.raises(ValueError, match="7 query heads do not divide into 2 KV heads"):
+        run(Case(), step, interpret=False)

@@ -1,0 +1,196 @@
+"""Which attention a device gets, what it is told, and that the kernels are wired up right."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import engines
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_plan import DecodeConfig
+from pallas_kernels.prefill_plan import PrefillConfig
+from pallas_kernels.reference import ragged_paged_attention
+from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
+from pallas_kernels.work_plan import KernelConfig
+from shiftjax.config import EngineConfig
+from shiftjax.engine.request import SamplingParams
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
+from shiftjax.models.presets import PRESETS
+from shiftjax.options import ConfigError
+from shiftjax.parallel.sharding import Layout
+
+LLAMA = Layout(PRESETS["llama-8b"], 1, 1)
+INTERPRETED = plgpu.InterpretGPUParams(detect_races=False)
+# The interpreter runs thread blocks one by one: few of them.
+FEW_BLOCKS = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
+HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+
+
+def choose(device, layout=LLAMA, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16, block_size=16):
+    return choose_attention(layout, device, dtype, kv_dtype, block_size)
+
+
+def test_a_cpu_gets_xla_without_a_word(caplog):
+    assert choose(jax.devices()[0]).name == "xla"
+    assert caplog.records == []
+
+
+def test_a_hopper_gpu_gets_the_kernels_and_hears_of_safe_settings_once(caplog):
+    assert choose(HOPPER).name == "pallas"
+    _, is_tuned = config_for(HOPPER.device_kind, 128, 16)
+    assert len(caplog.records) == (0 if is_tuned else 1)
+    caplog.clear()
+    unknown = SimpleNamespace(**vars(HOPPER) | {"device_kind": "NVIDIA H300"})
+    assert choose(unknown).name == "pallas"
+    (record,) = caplog.records
+    assert "not tuned for NVIDIA H300, head_dim 128, block_size 16" in record.getMessage()
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+def test_another_gpu_gets_xla_and_is_told_once(capability, caplog):
+    other = SimpleNamespace(**vars(HOPPER) | {"compute_capability": capability})
+    assert choose(other).name == "xla"
+    (record,) = caplog.records
+    assert "compute capability 9.x" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": jnp.float32, "kv_dtype": jnp.float32}, "float32"),
+        (
+            {"layout": Layout(replace(LLAMA.model, head_dim=80), 1, 1)},
+            "head_dim must be a multiple of 64, not 80",
+        ),
+        ({"block_size": 4}, "block_size 4 must"),
+    ],
+)
+def test_what_the_kernels_do_not_have_is_named(options, reason, caplog):
+    assert choose(HOPPER, **options).name == "xla"
+    (record,) = caplog.records
+    assert "XLA loops" in record.getMessage() and reason in record.getMessage()
+
+
+def test_settings_survive_the_table():
+    config = KernelConfig(PrefillConfig(kv_tile=64), DecodeConfig(num_blocks=132))
+    assert from_row(to_row("NVIDIA H200", 128, 16, config)) == config
+    with pytest.raises(TypeError, match="kv_tiles"):
+        from_row({"prefill": {"kv_tiles": 1}, "decode": {}})
+
+
+def test_an_unknown_gpu_gets_safe_settings():
+    assert config_for("NVIDIA H300", 128, 16) == (safe_config(128), False)
+
+
+def test_fp8_pools_are_for_the_kernels_alone(caplog):
+    assert choose(HOPPER, kv_dtype=FP8).name == "pallas"
+    ampere = SimpleNamespace(**vars(HOPPER) | {"compute_capability": "8.0"})
+    with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* capability 9\.x .* not 8\.0"):
+        choose(ampere, kv_dtype=FP8)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* for GPUs, not for cpu"):
+        choose(jax.devices()[0], kv_dtype=FP8)
+
+
+def test_the_engine_does_not_offer_fp8_pools():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: .*float8_e4m3fn"):
+        EngineConfig.from_options(kv_cache_dtype="float8_e4m3fn")
+
+
+def test_a_mixed_step_through_the_kernels_is_right():
+    """Two decodes, a chunk in the middle of a prompt and padding; on the kernels' interpreter."""
+    block_size, blocks_per_seq, tokens = 16, 6, 24
+    model = replace(LLAMA.model, num_heads=4, num_kv_heads=2, head_dim=64)
+    layout = Layout(model, 1, 1)
+    kernels = pallas_attention(layout, FEW_BLOCKS, block_size, interpret=INTERPRETED)
+    seq_lens, starts = np.array([70, 17, 45, 0], np.int32), np.array([0, 1, 2, 20, 20], np.int32)
+    rng = np.random.default_rng(0)
+    shape = (1 + 4 * blocks_per_seq, 2, block_size, 64)
+    pools = [np.full(shape, np.nan, jnp.bfloat16) for _ in "kv"]
+    tables = rng.permutation(np.arange(1, shape[0])).astype(np.int32).reshape(4, blocks_per_seq)
+    for table, length in zip(tables, seq_lens, strict=True):
+        used = -(-length // block_size)
+        table[used:] = 0
+        for position in range(length):
+            for pool in pools:
+                slot = table[position // block_size], slice(None), position % block_size
+                pool[slot] = rng.standard_normal((2, 64))
+    q = rng.standard_normal((tokens, 4, 64)).astype(jnp.bfloat16)
+    plan = kernels.plan(tables, seq_lens, starts, 2, num_tokens=tokens)
+    slots = np.zeros(tokens, np.int32)  # the last token of sequence 0 is written by the kernel
+    slots[0] = tables[0, 69 // block_size] * block_size + 69 % block_size
+    new = [rng.standard_normal((tokens, 2, 64)).astype(jnp.bfloat16) for _ in "kv"]
+    written = jax.jit(kernels.write)(*pools, *new, slots)
+    for pool, rows in zip(pools, new, strict=True):
+        pool[slots[0] // block_size, :, slots[0] % block_size] = rows[0]
+    metadata = AttentionMetadata(slots, tables, seq_lens, starts, np.asarray(2, np.int32), plan)
+    out = jax.jit(kernels.attend)(q, *written, jax.tree.map(jnp.asarray, metadata))
+    expected = ragged_paged_attention(q, *pools, tables, seq_lens, starts, scale=64**-0.5)
+    error = np.linalg.norm(np.asarray(out, np.float64) - expected) / np.linalg.norm(expected)
+    assert error < 5e-3
+    assert not np.asarray(out)[20:].any()
+
+
+def test_a_context_longer_than_its_table_is_refused():
+    kernels = pallas_attention(LLAMA, safe_config(128), 16)
+    tables, starts = np.zeros((1, 2), np.int32), np.array([0, 1], np.int32)
+    with pytest.raises(ValueError, match="33 tokens does not fit a block table of 2 blocks"):
+        kernels.plan(tables, np.array([33], np.int32), starts, 1, num_tokens=8)
+
+
+# ------------------------------------------------------------------------- in the engine
+
+
+def served(monkeypatch, name: str, kv_dtype: str = "bfloat16", **model) -> list[tuple]:
+    """Serve two prompts with one implementation: (token, log-probability) of what they become.
+
+    The longer prompt is computed in chunks, the later ones beside the other's decodes.
+    """
+    directory, *_ = engines.checkpoint(
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, **model
+    )
+
+    def choose(layout, device, dtype, given_kv_dtype, block_size):
+        if name == "xla":
+            return choose_attention(layout, device, dtype, given_kv_dtype, block_size)
+        scales = (0.5, 2.0) if kv_dtype == FP8.name else (1.0, 1.0)
+        return pallas_attention(
+            layout, FEW_BLOCKS, block_size, kv_scales=scales, interpret=INTERPRETED
+        )
+
+    monkeypatch.setattr("shiftjax.build.choose_attention", choose)
+    monkeypatch.setattr("shiftjax.build.kv_dtype", lambda *_: np.dtype(kv_dtype))
+    built = engines.make(
+        directory, 1, 1, dtype="bfloat16", block_size=16, num_blocks=32, token_buckets=[32]
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 60, length).tolist() for length in (9, 70)]
+    events = engines.run(built.engine, prompts, [greedy] * 2)
+    return [
+        (token, event.logprobs.logprob)
+        for key in sorted(events)
+        for event in events[key]
+        for token in event.token_ids
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance", "model"),
+    [
+        ("bfloat16", 0.02, {}),
+        ("bfloat16", 0.02, {"model_type": "mistral", "sliding_window": 20}),
+        (FP8.name, 0.1, {}),
+    ],
+    ids=["plain", "sliding window", "fp8 pools with scales"],
+)
+def test_consecutive_steps_through_the_kernels_are_those_of_xla(
+    monkeypatch, kv_dtype, tolerance, model
+):
+    expected = served(monkeypatch, "xla", **model)
+    got = served(monkeypatch, "pallas", kv_dtype, **model)
+    assert [token for token, _ in got] == [token for token, _ in expected]
+    np.testing.assert_allclose([x for _, x in got], [x for _, x in expected], atol=tolerance)
