@@ -1,0 +1,198 @@
+"""What serving costs over the bare engine: an engine without a model behind HTTP and gRPC.
+
+    python scripts/bench_overhead.py --streams 64 --tokens 256 --step-milliseconds 0
+
+The runner makes up tokens at once, so all that is measured is Python: scheduling, text, JSON or
+protobuf, sockets. With a step time of 0 the engine outruns the front ends, and tokens that come
+while a client is not reading are merged into one event; with a step time as of a real model every
+token is an event of its own, and what is measured is the latency that serving adds to a step.
+
+The server runs in a process of its own and the clients in another, on the same machine. The last
+line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serving.accounts import EngineLimits
+from serving.async_engine import AsyncEngine
+from serving.bench.client import Sample, complete, parse_url
+from serving.options import ServerOptions
+from serving.progress import print_table
+from serving.server import Server
+from serving.service import ServedModel, Service
+from shiftjax.engine.admission import RequestLimits
+from shiftjax.engine.echo import EchoRunner
+from shiftjax.engine.engine import Engine, Group
+from shiftjax.engine.policy import make_policy
+from shiftjax.engine.request import Request, SamplingParams, StepOutput
+from shiftjax.engine.scheduler import Scheduler
+from shiftjax.engine.scheduler_config import SchedulerConfig
+from shiftjax.text.tokenizer import load_tokenizer
+from shiftjax.weights.resolve import resolve_model
+
+SIDES = ("server", "client")
+PROMPT_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN = 32, 16, 2048
+
+
+class TimedRunner(EchoRunner):
+    """An echo runner whose steps take a time."""
+
+    step_seconds = 0.0
+
+    def fetch(self, handle: StepOutput) -> StepOutput:
+        """What `run` computed, a step's time later."""
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        return handle
+
+
+def make_engine(vocab_size: int, streams: int, step_seconds: float) -> Engine:
+    """An engine that runs all streams at once."""
+    num_blocks = 1 + streams * MAX_MODEL_LEN // BLOCK_SIZE
+    config = SchedulerConfig(num_blocks, BLOCK_SIZE, streams, max(1024, streams))
+    limits = RequestLimits(vocab_size, MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE)
+    runner = TimedRunner(vocab_size)
+    runner.step_seconds = step_seconds
+    group = Group(Scheduler(config), runner)
+    return Engine([group], make_policy("threshold", 256), limits, clock=time.monotonic)
+
+
+def bare(streams: int, tokens: int, step_seconds: float) -> dict[str, float]:
+    """The engine alone: no text, no sockets."""
+    engine = make_engine(49152, streams, step_seconds)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    for number in range(streams):
+        engine.add_request(Request(f"r{number}", [number % 200] * PROMPT_TOKENS, sampling))
+    start, count = time.perf_counter(), 0
+    while engine.has_work():
+        count += sum(len(event.token_ids) for event in engine.step(time.monotonic()))
+    return {"tokens_per_second": count / (time.perf_counter() - start)}
+
+
+def serve(pipe: Connection, streams: int, step_seconds: float) -> None:
+    """A server until the pipe closes."""
+
+    async def main() -> None:
+        tokenizer = load_tokenizer(str(resolve_model("smollm2-135m").path))
+        service = Service(ServerOptions(port=0, grpc_port=0, max_num_queued_reqs=4096))
+        core = make_engine(49152, streams, step_seconds)
+        limits = EngineLimits(max_num_queued_reqs=4096)
+        engine = AsyncEngine(core, tokenizer, service.observers, limits)
+        service.open(ServedModel(("echo",), tokenizer, None), engine)
+        server = Server(service)
+        await server.start()
+        assert server.grpc is not None
+        pipe.send((server.http_address, server.grpc.address))
+        await asyncio.to_thread(pipe.recv)
+        await server.stop(1.0)
+        await service.close()
+
+    import uvloop
+
+    uvloop.run(main())
+
+
+async def over_http(url: str, streams: int, tokens: int) -> list[Sample]:
+    """All streams at once over HTTP."""
+    target = parse_url(url)
+    bodies = [_body(number, tokens) for number in range(streams)]
+    return await asyncio.gather(*(complete(target, body) for body in bodies))
+
+
+def _body(number: int, tokens: int) -> dict[str, Any]:
+    prompt = [number % 200] * PROMPT_TOKENS
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def over_grpc(address: str, streams: int, tokens: int) -> list[Sample]:
+    """All streams at once over gRPC, on one channel."""
+    import grpc
+
+    from serving.proto import shiftjax_pb2 as pb
+    from serving.proto import shiftjax_pb2_grpc as pb_grpc
+
+    async def one(number: int) -> Sample:
+        sample = Sample(time.perf_counter())
+        sampling = pb.Sampling(max_tokens=tokens, temperature=0, ignore_eos=True)
+        ids = pb.TokenIds(ids=[number % 200] * PROMPT_TOKENS)
+        async for event in stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=sampling)):
+            if event.HasField("delta"):
+                sample.token_times.append(time.perf_counter())
+                sample.num_output_tokens += len(event.delta.token_ids)
+        sample.ended_at = time.perf_counter()
+        return sample
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = pb_grpc.InferenceStub(channel)
+        return await asyncio.gather(*(one(number) for number in range(streams)))
+
+
+def numbers(samples: Sequence[Sample], step_seconds: float) -> dict[str, float]:
+    """Tokens and events per second; what a gap between events has beyond a step's time."""
+    assert all(sample.error is None for sample in samples), [s.error for s in samples][:3]
+    start = min(sample.sent_at for sample in samples)
+    seconds = max(sample.ended_at for sample in samples) - start
+    gaps = [gap for sample in samples for gap in sample.gaps]
+    p50, p99 = np.percentile(gaps, (50, 99)) - step_seconds
+    return {
+        "tokens_per_second": sum(sample.num_output_tokens for sample in samples) / seconds,
+        "events_per_second": sum(len(sample.token_times) for sample in samples) / seconds,
+        "added_gap_p50_milliseconds": 1000 * float(p50),
+        "added_gap_p99_milliseconds": 1000 * float(p99),
+    }
+
+
+def _cpu_seconds(process: int | None) -> float:
+    """What a process has used so far (Linux)."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--step-milliseconds", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    load = arguments.streams, arguments.tokens
+    step_seconds = arguments.step_milliseconds / 1000
+    rounds: dict[str, list[dict[str, float]]] = {"engine": [bare(*load, step_seconds)]}
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, arguments.streams, step_seconds))
+    process.start()
+    url, address = ours.recv()
+    for _ in range(arguments.rounds + 1):
+        for name, run, where in (("http", over_http, url), ("grpc", over_grpc, address)):
+            before = _cpu_seconds(process.pid), time.process_time()
+            samples = asyncio.run(run(where, *load))
+            row = numbers(samples, step_seconds)
+            spent = _cpu_seconds(process.pid) - before[0], time.process_time() - before[1]
+            row |= {f"{who}_cpu_seconds": s for who, s in zip(SIDES, spent, strict=True)}
+            rounds.setdefault(name, []).append(row)
+    ours.send(None)
+    process.join()
+    kept = {name: rows[1:] or rows for name, rows in rounds.items()}  # the first one warms up
+    medians = {
+        name: {key: float(np.median([row[key] for row in rows])) for key in rows[0]}
+        for name, rows in kept.items()
+    }
+    print_table("medians", medians, stderr=False)
+    print(json.dumps(medians))
+
+
+if __name__ == "__main__":
+    main()

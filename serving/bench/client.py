@@ -1,0 +1,171 @@
+"""A lean HTTP/1.1 client for streamed completions, so that the client is not what is measured."""
+
+import asyncio
+import itertools
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from shiftjax.options import ConfigError, shown
+
+MAX_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server and what its requests need."""
+
+    host: str
+    port: int
+    path: str  # that the URL began with, without /v1
+    tls: bool
+    key: str | None = None
+
+
+@dataclass
+class Sample:
+    """One request as its client saw it. Times are of `time.perf_counter()`."""
+
+    sent_at: float
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    token_times: list[float] = field(default_factory=list)  # of events that carry tokens
+    ended_at: float = 0.0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token."""
+        return self.token_times[0] - self.sent_at if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first."""
+        later = self.num_output_tokens - 1
+        return (self.token_times[-1] - self.token_times[0]) / later if later > 0 else None
+
+    @property
+    def completion(self) -> float:
+        """Seconds from the request to its end."""
+        return self.ended_at - self.sent_at
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between events that carry tokens."""
+        times = self.token_times
+        return [after - before for before, after in itertools.pairwise(times)]
+
+
+def parse_url(url: str, key: str | None = None) -> Target:
+    """The target that a URL names. Raises ConfigError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError([f"--url must be like http://127.0.0.1:8000, got {shown(url)}"])
+    tls = parts.scheme == "https"
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return Target(parts.hostname, parts.port or (443 if tls else 80), path, tls, key)
+
+
+async def get(target: Target, path: str) -> tuple[int, bytes]:
+    """(status, body) of a GET."""
+    connection = await _open(target)
+    try:
+        reader, writer = connection
+        writer.write(_head(target, "GET", path))
+        status, headers = await _read_head(reader)
+        return status, b"".join([chunk async for chunk in _chunks(reader, headers)])
+    finally:
+        await _close(connection)
+
+
+async def complete(target: Target, body: dict[str, Any]) -> Sample:
+    """Send one completion, streamed with its usage; failures are in the sample."""
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    sample = Sample(time.perf_counter())
+    try:
+        connection = await _open(target)
+        try:
+            await _exchange(target, connection, msgspec.json.encode(body), sample)
+        finally:
+            await _close(connection)
+    except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        sample.error = f"{type(error).__name__}: {error}"
+    sample.ended_at = time.perf_counter()
+    return sample
+
+
+async def _exchange(target: Target, connection: Any, body: bytes, sample: Sample) -> None:
+    reader, writer = connection
+    writer.write(_head(target, "POST", "/v1/completions", body) + body)
+    status, headers = await _read_head(reader)
+    if status != 200:
+        text = b"".join([chunk async for chunk in _chunks(reader, headers)])
+        sample.error = f"{status}: {text[:200].decode('utf-8', 'replace')}"
+        return
+    rest, is_done = b"", False
+    async for chunk in _chunks(reader, headers):
+        now = time.perf_counter()
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for event in events:
+            is_done = is_done or event == b"data: [DONE]"
+            if event.startswith(b"data: {"):
+                _note(sample, msgspec.json.decode(event[6:]), now)
+    if not is_done:
+        sample.error = sample.error or "the stream broke off"
+
+
+def _note(sample: Sample, event: dict[str, Any], now: float) -> None:
+    if "error" in event:
+        sample.error = str(event["error"].get("message"))
+    if event.get("choices"):
+        sample.token_times.append(now)
+    usage = event.get("usage")
+    if usage:
+        sample.num_prompt_tokens = usage["prompt_tokens"]
+        sample.num_output_tokens = usage["completion_tokens"]
+
+
+# ---------------------------------------------------------------- HTTP/1.1
+
+
+async def _open(target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = ssl.create_default_context() if target.tls else None
+    return await asyncio.open_connection(target.host, target.port, ssl=context, limit=MAX_LINE)
+
+
+async def _close(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+    connection[1].close()
+    try:
+        await connection[1].wait_closed()
+    except OSError:
+        return
+
+
+def _head(target: Target, method: str, path: str, body: bytes = b"") -> bytes:
+    lines = [f"{method} {target.path}{path} HTTP/1.1", f"Host: {target.host}:{target.port}"]
+    lines += ["Connection: close", "Content-Type: application/json"]
+    lines += [f"Content-Length: {len(body)}"] if body else []
+    lines += [f"Authorization: Bearer {target.key}"] if target.key else []
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
+    status = int((await reader.readline()).split()[1:2][0])
+    headers = {}
+    while (line := (await reader.readline()).strip()) != b"":
+        name, _, value = line.partition(b":")
+        headers[name.lower()] = value.strip()
+    return status, headers
+
+
+async def _chunks(reader: asyncio.StreamReader, headers: dict[bytes, bytes]):
+    """The body in the pieces in which it comes."""
+    if headers.get(b"transfer-encoding", b"").lower() != b"chunked":
+        yield await reader.read(int(headers.get(b"content-length", b"-1")))
+        return
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:-2]

@@ -1,0 +1,78 @@
+"""What `shiftjax bench serve` does. No JAX."""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from serving.bench.client import Target, get, parse_url
+from serving.bench.load import Outcome, closed_loop, replay
+from serving.bench.report import errors, plot, queue_times, summary, write_json
+from serving.progress import print_table
+from shiftjax.options import ConfigError
+from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rate, window
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the load and report; 1 if a request failed."""
+    key = None
+    if arguments.key_file:
+        try:
+            key = Path(arguments.key_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            raise ConfigError([f"--key-file {arguments.key_file}: cannot be read"]) from None
+    target = parse_url(arguments.url, key)
+    requests = _requests(arguments)
+    if not requests:
+        raise ConfigError(["the load has no requests: more seconds, or a higher rate"])
+    outcome, queue = asyncio.run(_measure(target, requests, arguments))
+    row = summary(outcome, arguments.ttft_limit, arguments.tpot_limit) | queue
+    failures = errors(outcome)
+    print_table("load", row, stderr=arguments.json == "-")
+    if failures:
+        print_table("errors", failures)
+    if arguments.json:
+        write_json(arguments.json, row | {"errors": failures})
+    if arguments.plots:
+        plot(outcome, Path(arguments.plots))
+    return 1 if failures else 0
+
+
+def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
+    problems = [
+        f"--{name.replace('_', '-')} must be more than 0, got {value}"
+        for name in ("seconds", "rate", "cv", "speed", "clients", "requests")
+        if (value := getattr(arguments, name)) is not None and not 0 < value < 1e9
+    ]
+    problems += [
+        f"--{name.replace('_', '-')} must be 1 or more, got {getattr(arguments, name)}"
+        for name in ("prompt_tokens", "output_tokens")
+        if getattr(arguments, name) < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    lengths = arguments.prompt_tokens, arguments.output_tokens
+    if arguments.trace:
+        scaled = scale_rate(load_trace(arguments.trace), arguments.speed)
+        return window(scaled, 0.0, arguments.seconds)
+    if arguments.clients:
+        return [TraceRequest(0.0, *lengths)] * arguments.requests
+    rate, cv, seconds = arguments.rate, arguments.cv, arguments.seconds
+    return gamma_bursty(rate, cv, seconds, *lengths, arguments.load_seed)
+
+
+async def _measure(
+    target: Target, requests: list[TraceRequest], arguments: argparse.Namespace
+) -> tuple[Outcome, dict[str, Any]]:
+    try:
+        _, before = await get(target, "/metrics")
+    except OSError as error:
+        problem = f"{arguments.url}: no server answers ({error.strerror or error})"
+        raise ConfigError([problem]) from None
+    if arguments.clients:
+        model = arguments.served_model
+        outcome = await closed_loop(target, requests, arguments.clients, model)
+    else:
+        outcome = await replay(target, requests, arguments.served_model)
+    _, after = await get(target, "/metrics")
+    return outcome, queue_times(before, after)

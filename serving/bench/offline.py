@@ -1,0 +1,106 @@
+"""`shiftjax bench latency|throughput|startup`: the engine without a server. JAX when it runs.
+
+Prompts are made up, answers are greedy and have exactly the lengths asked for, so that numbers of
+different settings compare the same work.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from serving.bench.flags import OFFLINE
+from serving.bench.report import percentiles, write_json
+from serving.progress import print_table
+from serving.start import open_llm
+from shiftjax.config import EngineConfig
+from shiftjax.engine.request import SamplingParams
+from shiftjax.options import ConfigError
+
+if TYPE_CHECKING:
+    from shiftjax.llm import LLM
+
+TOKEN_IDS = 200  # of prompts; every vocabulary has that many
+
+
+def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """Measure and report."""
+    counts = {
+        name: getattr(arguments, name.replace("-", "_")) for name in OFFLINE[arguments.kind][1]
+    }
+    wrong = [f"--{name} must be 1 or more, got {n}" for name, n in counts.items() if n < 1]
+    if wrong:
+        raise ConfigError(wrong)
+    if arguments.kind == "startup":
+        row = startup(config, counts["starts"])
+    else:
+        lengths = counts["prompt-tokens"], counts["output-tokens"]
+        llm = open_llm(config)
+        if arguments.kind == "latency":
+            row = latency(llm, counts["batch"], *lengths, counts["rounds"])
+        else:
+            row = throughput(llm, counts["requests"], *lengths)
+        row |= {name: llm.stats()[name] for name in ("mesh", "steps_by_mode")}
+    print_table(arguments.kind, row, stderr=arguments.json == "-")
+    if arguments.json:
+        write_json(arguments.json, row)
+    return 0
+
+
+def _answer(llm: "LLM", first: int, num: int, num_prompt: int, num_output: int) -> float:
+    """Seconds for answering `num` prompts that begin differently, so that no prefix is shared."""
+    sampling = SamplingParams(max_tokens=num_output, temperature=0, ignore_eos=True)
+    prompts = [_prompt(first + index, num_prompt) for index in range(num)]
+    start = time.perf_counter()
+    llm.generate(prompts, sampling)
+    return time.perf_counter() - start
+
+
+def _prompt(number: int, length: int) -> list[int]:
+    digits = [number // TOKEN_IDS**place % TOKEN_IDS for place in range(3)]
+    return (digits * length)[:length]
+
+
+def latency(llm: "LLM", batch: int, num_prompt: int, num_output: int, rounds: int) -> dict:
+    """Seconds of a batch from its first prompt to its last token."""
+    times = [
+        _answer(llm, batch * index, batch, num_prompt, num_output) for index in range(rounds + 1)
+    ][1:]
+    mean = sum(times) / rounds
+    row = {"batch": batch, "rounds": rounds, "mean_seconds": mean, **percentiles("batch", times)}
+    return row | {"seconds_per_output_token": mean / num_output}
+
+
+def throughput(llm: "LLM", num: int, num_prompt: int, num_output: int) -> dict:
+    """Requests and tokens per second."""
+    _answer(llm, num, 1, num_prompt, 1)  # warms up
+    seconds = _answer(llm, 0, num, num_prompt, num_output)
+    return {
+        "requests": num,
+        "seconds": seconds,
+        "requests_per_second": num / seconds,
+        "prompt_tokens_per_second": num * num_prompt / seconds,
+        "output_tokens_per_second": num * num_output / seconds,
+        "tokens_per_second": num * (num_prompt + num_output) / seconds,
+    }
+
+
+def startup(config: EngineConfig, starts: int) -> dict:
+    """Seconds until an engine is ready, each time in a new process; the first has no cache."""
+    with tempfile.TemporaryDirectory() as directory:
+        compile_part = replace(config.compile, cache_dir=directory)
+        config = replace(config, compile=compile_part)
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            cold, *warm = [pool.apply(_start, (config,)) for _ in range(starts + 1)]
+    names = cold.keys()
+    return {"cold": cold, "warm_best": {name: min(each[name] for each in warm) for name in names}}
+
+
+def _start(config: EngineConfig) -> dict[str, float]:
+    begin = time.perf_counter()
+    stats = open_llm(config).stats()
+    total = time.perf_counter() - begin
+    parts = {name: stats[name] for name in ("load_seconds", "compile_seconds")}
+    return {"total_seconds": total, **parts}

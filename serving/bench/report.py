@@ -1,0 +1,128 @@
+"""What a run amounts to: percentiles, throughput, goodput; as rows, JSON and plots. No JAX."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serving.bench.client import Sample
+from serving.bench.load import Outcome
+from shiftjax.options import ConfigError
+
+PERCENTILES = (50, 90, 99)
+_BUCKET = re.compile(rb'\w+:request_queue_time_seconds_bucket\{[^}]*le="([^"]+)"[^}]*\} (\S+)')
+
+Values = Callable[[Sample], list[float]]
+METRICS: dict[str, Values] = {
+    "ttft": lambda sample: [] if sample.ttft is None else [sample.ttft],
+    "tpot": lambda sample: [] if sample.tpot is None else [sample.tpot],
+    "itl": lambda sample: sample.gaps,
+    "completion": lambda sample: [sample.completion],
+}
+
+
+def summary(
+    outcome: Outcome, ttft_limit: float | None = None, tpot_limit: float | None = None
+) -> dict[str, Any]:
+    """One flat row: counts, tokens per second, seconds. Goodput counts requests within limits."""
+    good = [sample for sample in outcome.samples if sample.error is None]
+    within = [sample for sample in good if _is_within(sample, ttft_limit, tpot_limit)]
+    prompt = sum(sample.num_prompt_tokens for sample in good)
+    output = sum(sample.num_output_tokens for sample in good)
+    row: dict[str, Any] = {
+        "requests": len(outcome.samples),
+        "failed": len(outcome.samples) - len(good),
+        "seconds": outcome.seconds,
+        "requests_per_second": len(good) / outcome.seconds,
+        "prompt_tokens_per_second": prompt / outcome.seconds,
+        "output_tokens_per_second": output / outcome.seconds,
+        "tokens_per_second": (prompt + output) / outcome.seconds,
+        "goodput_requests_per_second": len(within) / outcome.seconds,
+    }
+    for name, values_of in METRICS.items():
+        values = [value for sample in good for value in values_of(sample)]
+        row |= percentiles(name, values)
+    return row
+
+
+def _is_within(sample: Sample, ttft_limit: float | None, tpot_limit: float | None) -> bool:
+    ttft, tpot = sample.ttft or 0.0, sample.tpot or 0.0
+    return ttft <= (ttft_limit or np.inf) and tpot <= (tpot_limit or np.inf)
+
+
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Columns of p50, p90 and p99; None for nothing."""
+    points = np.percentile(values, PERCENTILES) if len(values) else [None] * len(PERCENTILES)
+    return {
+        f"{name}_p{p}_seconds": None if point is None else float(point)
+        for p, point in zip(PERCENTILES, points, strict=True)
+    }
+
+
+def queue_times(before: bytes, after: bytes) -> dict[str, float | None]:
+    """Percentiles of the queue time between two readings of /metrics, as bounds of buckets."""
+    first, last = _buckets(before), _buckets(after)
+    counts = [(bound, count - first.get(bound, 0.0)) for bound, count in sorted(last.items())]
+    total = counts[-1][1] if counts else 0.0
+    row: dict[str, float | None] = {}
+    for p in PERCENTILES:
+        reached = (bound for bound, count in counts if count >= total * p / 100)
+        row[f"queue_p{p}_at_most_seconds"] = next(reached, None) if total else None
+    return row
+
+
+def _buckets(text: bytes) -> dict[float, float]:
+    return {float(bound): float(count) for bound, count in _BUCKET.findall(text)}
+
+
+def write_json(path: str, row: dict[str, Any]) -> None:
+    """Write a row to a file; - is stdout."""
+    text = json.dumps(row, indent=2)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def errors(outcome: Outcome) -> dict[str, int]:
+    """How often each error came."""
+    words = [sample.error for sample in outcome.samples if sample.error is not None]
+    return {word: words.count(word) for word in dict.fromkeys(words)}
+
+
+def plot(outcome: Outcome, directory: Path) -> list[Path]:
+    """Distributions of every metric, and output tokens per second over time, as SVG files."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError(["--plots needs matplotlib: pip install 'shiftjax[plots]'"]) from None
+    directory.mkdir(parents=True, exist_ok=True)
+    good = [sample for sample in outcome.samples if sample.error is None]
+    made = []
+    for name, values_of in METRICS.items():
+        values = sorted(value for sample in good for value in values_of(sample))
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(values, np.linspace(0, 1, len(values)))
+        axes.set(xlabel=f"{name} (s)", ylabel="share of values", title=name)
+        made.append(directory / f"{name}.svg")
+        figure.savefig(made[-1])
+    return [*made, _plot_tokens(good, directory)]
+
+
+def _plot_tokens(samples: Sequence[Sample], directory: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    times = [time for sample in samples for time in sample.token_times]
+    start = min((sample.sent_at for sample in samples), default=0.0)
+    counts, edges = np.histogram(np.array(times) - start, bins=60)
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.stairs(counts / np.diff(edges), edges)
+    axes.set(xlabel="time (s)", ylabel="token events per second", title="throughput")
+    path = directory / "throughput.svg"
+    figure.savefig(path)
+    return path

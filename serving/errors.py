@@ -1,0 +1,88 @@
+"""Every way in which a request can fail, and what HTTP and gRPC call it. No JAX."""
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """One row of the error map. `retry_seconds`: the same request may succeed after that."""
+
+    status: int  # of HTTP
+    type: str  # in the error object, as OpenAI's clients know it
+    grpc: str  # the name of a gRPC status code
+    code: str  # in the error object and in ErrorInfo, unless the error brings its own
+    retry_seconds: int | None = None
+
+
+_INVALID = "invalid_request_error"
+
+KINDS: Mapping[str, Kind] = types.MappingProxyType(
+    {
+        "invalid": Kind(400, _INVALID, "INVALID_ARGUMENT", "invalid_value"),
+        "unauthenticated": Kind(401, "authentication_error", "UNAUTHENTICATED", "invalid_api_key"),
+        "forbidden": Kind(403, "permission_error", "PERMISSION_DENIED", "not_allowed"),
+        "not_found": Kind(404, "not_found_error", "NOT_FOUND", "not_found"),
+        "no_method": Kind(405, _INVALID, "UNIMPLEMENTED", "method_not_allowed"),
+        "slow_sender": Kind(408, "timeout_error", "DEADLINE_EXCEEDED", "request_timeout"),
+        "duplicate": Kind(409, _INVALID, "ALREADY_EXISTS", "duplicate_request_id"),
+        "not_now": Kind(409, _INVALID, "FAILED_PRECONDITION", "failed_precondition"),
+        "aborted": Kind(409, "aborted_error", "ABORTED", "aborted"),
+        "too_large": Kind(413, _INVALID, "RESOURCE_EXHAUSTED", "request_too_large"),
+        "media_type": Kind(415, _INVALID, "INVALID_ARGUMENT", "unsupported_media_type"),
+        "constraint": Kind(422, _INVALID, "FAILED_PRECONDITION", "constraint_failed"),
+        "queue_full": Kind(429, "rate_limit_error", "RESOURCE_EXHAUSTED", "queue_full", 1),
+        "headers": Kind(431, _INVALID, "RESOURCE_EXHAUSTED", "headers_too_large"),
+        "cancelled": Kind(499, "cancelled_error", "CANCELLED", "cancelled"),
+        "slow_reader": Kind(499, "timeout_error", "CANCELLED", "slow_reader"),
+        "internal": Kind(500, "server_error", "INTERNAL", "internal_error"),
+        "device_memory": Kind(503, "server_error", "RESOURCE_EXHAUSTED", "device_oom", 5),
+        "starting": Kind(503, "service_unavailable", "UNAVAILABLE", "server_starting", 5),
+        "draining": Kind(503, "service_unavailable", "UNAVAILABLE", "server_draining", 5),
+        "deadline": Kind(504, "timeout_error", "DEADLINE_EXCEEDED", "deadline_exceeded"),
+    }
+)
+
+
+class Violation(NamedTuple):
+    """A field that is wrong, and how."""
+
+    field: str
+    description: str
+
+
+class ServeError(Exception):
+    """A request that fails, in words for its sender: no path, no address, no traceback."""
+
+    def __init__(
+        self,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        violations: Sequence[Violation] = (),
+    ):
+        super().__init__(message)
+        self.kind_name = kind
+        self.kind = KINDS[kind]
+        self.message = message
+        self.violations = tuple(violations)
+        self.param = param or (self.violations[0].field if self.violations else None)
+        self.code = code or self.kind.code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The error object of OpenAI's interface."""
+        fields = {"message": self.message, "type": self.kind.type}
+        return {"error": {**fields, "param": self.param, "code": self.code}}
+
+
+def invalid(field: str, description: str, code: str | None = None) -> ServeError:
+    """The error for one field that is wrong; the message is `field description`."""
+    message = f"{field} {description}"
+    return ServeError("invalid", message, code=code, violations=[Violation(field, description)])
+
+
+def internal_error() -> ServeError:
+    """What the outside hears of a bug."""
+    return ServeError("internal", "The server failed to process this request.")

@@ -1,0 +1,1 @@
+"""The HTTP front end: OpenAI's endpoints, health, metrics and the page."""

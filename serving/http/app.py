@@ -1,0 +1,173 @@
+"""The HTTP application: which path does what."""
+
+from importlib.metadata import version as installed
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ServeError
+from serving.http.generate import Generate
+from serving.http.guard import LOOPBACK, Guard, error_headers, read_body, send_json
+from serving.http.openapi import document
+from serving.http.page import page_routes
+from serving.schema import parse_json
+from serving.service import Service
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
+    """The application, guarded. `keys` are the API keys; none: no key is needed."""
+    endpoints = Endpoints(service)
+    routes = [
+        Route("/v1/completions", Generate(service, service.complete), methods=["POST"]),
+        Route("/v1/chat/completions", Generate(service, service.chat), methods=["POST"]),
+        Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
+        Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{id:path}", endpoints.model),
+        Route("/health", endpoints.ready),
+        Route("/health/live", endpoints.live),
+        Route("/health/ready", endpoints.ready),
+        Route("/health/progress", endpoints.progress),
+        Route("/metrics", endpoints.metrics),
+        Route("/version", endpoints.version),
+        Route("/openapi.json", endpoints.openapi),
+        *(page_routes(service) if service.options.ui else ()),
+    ]
+    handlers: dict[Any, Any] = {HTTPException: _http_error, ServeError: _serve_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # a redirect would repeat what the Host header says
+    is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
+    return Guard(app, keys, LOOPBACK if is_local else None)
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own errors (no such path, wrong method) as error objects."""
+    assert isinstance(error, HTTPException)
+    is_method = error.status_code == 405
+    kind = "no_method" if is_method else "not_found"
+    message = "This path has another method." if is_method else "There is no such path."
+    return _error_response(ServeError(kind, message), dict(error.headers or {}))
+
+
+def _serve_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    return _error_response(error, {})
+
+
+def _error_response(error: ServeError, headers: dict[str, str]) -> Response:
+    ours = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return _json(error.body(), error.kind.status, headers | ours)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = msgspec.json.encode(value)
+    return Response(body, status, headers, media_type="application/json")
+
+
+class Raw:
+    """An endpoint that reads a bounded JSON body and answers with JSON."""
+
+    def __init__(self, answer: Any):
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await send_json(send, await self._answer(scope, receive))
+
+
+class Endpoints:
+    """Everything but generations."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def _body(self, scope: Scope, receive: Receive) -> Any:
+        return parse_json(await read_body(scope, receive, self._service.options.max_request_bytes))
+
+    async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        """POST /tokenize."""
+        values = await self._body(scope, receive)
+        model, fields, ids = await self._service.tokenize(values)
+        _, engine = self._service.running()
+        answer = {
+            "count": len(ids),
+            "max_model_len": engine.request_limits.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if fields.return_token_strs and model.tokenizer is not None:
+            answer["token_strs"] = [model.tokenizer.backend.id_to_token(i) for i in ids]
+        return answer
+
+    async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, str]:
+        """POST /detokenize."""
+        values = await self._body(scope, receive)
+        return {"prompt": await self._service.detokenize(values)}
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": self._models()})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        name = request.path_params["id"]
+        self._service.model_named(name)
+        return _json(next(each for each in self._models() if each["id"] == name))
+
+    def _models(self) -> list[dict[str, Any]]:
+        model, engine = self._service.running()
+        limits = engine.request_limits
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": model.created,
+                "owned_by": "shiftjax",
+                "root": model.name,
+                "parent": None,
+                "max_model_len": limits.max_model_len,
+            }
+            for name in model.names
+        ]
+
+    async def live(self, request: Request) -> Response:
+        """GET /health/live: the process and its event loop run."""
+        return _json({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /health/ready: requests are taken."""
+        self._raise_unless_ready()
+        return _json({"status": "ready"})
+
+    def _raise_unless_ready(self) -> None:
+        _, engine = self._service.running()
+        engine.check_room(0)
+        if not engine.is_ready:
+            raise ServeError("starting", "The engine does not run.")
+
+    async def progress(self, request: Request) -> Response:
+        """GET /health/progress: steps finish, if there is work."""
+        if not self._service.makes_progress:
+            raise ServeError("starting", "No step has finished for a while.", code="no_progress")
+        return _json({"status": "progress"})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        body = self._service.metrics.text()
+        return Response(body, headers={"content-type": METRICS_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return _json(document())
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return _json({"version": installed("shiftjax")})

@@ -1,0 +1,197 @@
+"""The generation endpoints: a body in, one response or a stream of server-sent events out."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ServeError, internal_error, invalid
+from serving.handle import Delta
+from serving.http.guard import read_body, send_json
+from serving.http.responses import Writer
+from serving.schema import parse_json
+from serving.service import Generation, Service
+from serving.write_limit import WriteLimit
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+TIMEOUT_HEADER = b"x-request-timeout"  # seconds
+MAX_TIMEOUT = 86400.0
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+Start = Callable[..., Awaitable[Generation]]
+
+
+class Generate:
+    """An ASGI endpoint; `start` is `Service.complete` or `Service.chat`."""
+
+    def __init__(self, service: Service, start: Start):
+        self._service, self._start = service, start
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        body = await read_body(scope, receive, self._service.options.max_request_bytes)
+        timeout = _timeout(scope)
+        generation = await self._start(parse_json(body), scope["request_id"], timeout)
+        with generation:
+            async with _watching(receive, generation):
+                if generation.wish.fields.stream:
+                    await self._stream(generation, send, scope.get("abort"))
+                else:
+                    await self._answer(generation, send)
+
+    async def _answer(self, generation: Generation, send: Send) -> None:
+        for handle in generation.handles:
+            await handle.result()
+        response = self._writer(generation).response()
+        await send_json(send, response, headers=_warnings(generation))
+
+    async def _stream(
+        self, generation: Generation, send: Send, drop: Callable[[], None] | None
+    ) -> None:
+        """Headers are sent with the first news, so that what fails before has its own status."""
+        with WriteLimit(self._service.options.write_timeout) as limit:
+            out = _EventStream(send, limit, _warnings(generation), drop)
+            await self._write_events(generation, out)
+
+    async def _write_events(self, generation: Generation, out: "_EventStream") -> None:
+        writer = self._writer(generation)
+        try:
+            async with aclosing(_merged(generation)) as news:
+                async for number, deltas in news:
+                    await out.write(writer.chunks(number, deltas))
+            last = writer.last_chunk()
+            await out.write([last] if last else [])
+        except ServeError as error:
+            if not out.has_begun:
+                raise
+            await out.write([error.body()])
+        except ConnectionError:
+            raise
+        except Exception:
+            if not out.has_begun:
+                raise
+            logger.exception("The stream of request %s failed.", generation.id)
+            await out.write([internal_error().body()])
+        await out.end()
+
+    def _writer(self, generation: Generation) -> Writer:
+        model, _ = self._service.running()
+        return Writer(generation, model.tokenizer)
+
+
+class _EventStream:
+    """Writes server-sent events; a client that does not take them in time is dropped."""
+
+    def __init__(
+        self,
+        send: Send,
+        limit: WriteLimit,
+        headers: list[tuple[bytes, bytes]],
+        drop: Callable[[], None] | None,
+    ):
+        self.has_begun = False
+        self._send, self._limit, self._headers, self._drop = send, limit, headers, drop
+
+    async def write(self, objects: list[dict]) -> None:
+        """Send objects, in one piece. Raises ConnectionError if the client does not read."""
+        if not self.has_begun:
+            self.has_begun = True
+            headers = [*STREAM_HEADERS, *self._headers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = b"".join(b"data: " + msgspec.json.encode(each) + b"\n\n" for each in objects)
+        await self._send_body(body, True)
+
+    async def end(self) -> None:
+        """Send the mark of the end."""
+        await self._send_body(DONE, False)
+
+    async def _send_body(self, body: bytes, more: bool) -> None:
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        try:
+            await self._limit(self._send(message))
+        except TimeoutError:
+            if self._drop is not None:
+                self._drop()
+            raise ConnectionError("The client does not read.") from None
+
+
+async def _merged(generation: Generation) -> AsyncGenerator[tuple[int, list[Delta]]]:
+    """(number of the prompt, deltas) as they come from all handles. Raises the first error."""
+    if len(generation.handles) == 1:
+        async for deltas in generation.handles[0]:
+            yield 0, deltas
+        return
+    news: asyncio.Queue[tuple[int, list[Delta]] | ServeError | None] = asyncio.Queue(1)
+
+    async def read(number: int) -> None:
+        try:
+            async for deltas in generation.handles[number]:
+                await news.put((number, deltas))
+            await news.put(None)
+        except ServeError as error:
+            await news.put(error)
+
+    tasks = [asyncio.create_task(read(number)) for number in range(len(generation.handles))]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await news.get()
+            if isinstance(item, ServeError):
+                raise item
+            num_open -= item is None
+            if item is not None:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _watching(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Cancel the generation as soon as the client hangs up."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.cancel()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _timeout(scope: Scope) -> float | None:
+    """Seconds that the client gives, by header."""
+    text = dict(scope["headers"]).get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_TIMEOUT:
+        raise invalid("x-request-timeout", f"must be a number of seconds up to {MAX_TIMEOUT:g}")
+    return seconds
+
+
+def _warnings(generation: Generation) -> list[tuple[bytes, bytes]]:
+    """A header that names the fields that were ignored."""
+    names = [name for name in generation.wish.unknown if name.isascii() and name.isidentifier()]
+    if not generation.wish.unknown:
+        return []
+    text = ", ".join(names[:10])[:200] or "some"
+    return [(b"warning", f'199 shiftjax "ignored fields: {text}"'.encode())]

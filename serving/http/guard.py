@@ -1,0 +1,183 @@
+"""What stands before every route: sizes, host, request id, API key, and errors as JSON."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.errors import ServeError, internal_error, invalid
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 16 << 10
+BODY_SECONDS = 30.0  # that a client has for sending a body
+HEALTH = frozenset(("/health", "/health/live", "/health/ready", "/health/progress"))
+PUBLIC = HEALTH | {"/ui", "/ui/app.js", "/ui/style.css"}  # static files: they hold no secret
+QUIET = HEALTH | {"/metrics", "/ui/data"}  # asked again and again: not worth a line each
+LOOPBACK = frozenset(("localhost", "127.0.0.1", "[::1]"))
+_REQUEST_ID = re.compile(r"[A-Za-z0-9!#$%&()*+,./:;=?@^_{|}~\[\]-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
+
+
+class Guard:
+    """An ASGI application around another. Everything but health needs a key, if there are any.
+
+    `hosts` are the names by which a server on loopback may be called (None: any), so that a page
+    elsewhere cannot reach it through a name of its own.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], hosts: Collection[str] | None):
+        self.app = app
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._hosts = None if hosts is None else frozenset(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        started = time.monotonic()
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if is_request_id(given) else uuid.uuid4().hex
+        scope["request_id"] = request_id
+        status = 0
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+            await send(message)
+
+        try:
+            if given not in ("", request_id):
+                raise invalid("x-request-id", "must be 1 to 128 ASCII characters without blanks")
+            self._check(scope, headers)
+            await self.app(scope, receive, send_and_note)
+        except ServeError as error:
+            status = status or await _send_error(send_and_note, error)
+        except ConnectionError:
+            status = 499  # the client has gone
+        except Exception:
+            logger.exception("Serving request %s failed.", request_id)
+            status = status or await _send_error(send_and_note, internal_error())
+        milliseconds = 1000 * (time.monotonic() - started)
+        logger.log(
+            logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO,
+            "http: %s %s %d %.1f ms id=%s trace=%s",
+            *(scope["method"], _shown(scope["path"]), status, milliseconds, request_id),
+            trace_id(headers.get(b"traceparent", b"").decode("latin-1")),
+        )
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise `ServeError` for what must not come through."""
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            raise ServeError("headers", "The headers of the request are too large.")
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        hosts = hosts or [b"localhost"] * (scope["http_version"] == "1.0")  # had no such header
+        host = _HOST.fullmatch(hosts[0].decode("latin-1")) if len(hosts) == 1 else None
+        if host is None or (self._hosts is not None and host[1].lower() not in self._hosts):
+            raise ServeError("invalid", "The Host header does not name this server.", param="host")
+        if scope["path"] not in PUBLIC and self._keys:
+            self._check_key(headers.get(b"authorization", b""))
+
+    def _check_key(self, header: bytes) -> None:
+        scheme, _, key = header.partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        known = [hmac.compare_digest(given, each) for each in self._keys]  # all, always
+        if scheme.lower() != b"bearer" or not any(known):
+            raise ServeError("unauthenticated", "A valid API key is needed: Authorization: Bearer.")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client may call its request so, in logs and headers."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def trace_id(traceparent: str) -> str:
+    """The trace that a W3C `traceparent` names; - if it is none."""
+    match = _TRACEPARENT.fullmatch(traceparent)
+    return match[1] if match else "-"
+
+
+def _shown(path: str) -> str:
+    return path[:80].encode("ascii", "backslashreplace").decode() if path.isprintable() else "?"
+
+
+async def _send_error(send: Send, error: ServeError) -> int:
+    """Answer with an error object."""
+    await send_json(send, error.body(), error.kind.status, error_headers(error))
+    return error.kind.status
+
+
+def error_headers(error: ServeError) -> list[tuple[bytes, bytes]]:
+    """What HTTP wants beside the body of an error."""
+    headers = []
+    if error.kind.retry_seconds is not None:
+        headers.append((b"retry-after", str(error.kind.retry_seconds).encode()))
+    if error.kind.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.kind.status in (408, 413, 431):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    return headers
+
+
+async def send_json(
+    send: Send, value: object, status: int = 200, headers: Collection[tuple[bytes, bytes]] = ()
+) -> None:
+    """Answer with JSON."""
+    body = msgspec.json.encode(value)
+    length = str(len(body)).encode()
+    fixed = [(b"content-type", b"application/json"), (b"content-length", length)]
+    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The body of a JSON request, bounded in size and time. Raises `ServeError`."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
+    if kind != b"application/json" and not kind.endswith(b"+json"):
+        raise ServeError("media_type", "The body must be JSON (Content-Type: application/json).")
+    if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
+        raise ServeError("media_type", "The body must not be compressed.")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ServeError("cancelled", "The client closed the request.")
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                if size > limit:
+                    raise _too_large(limit)
+                chunks.append(chunk)
+                if not message.get("more_body"):
+                    return b"".join(chunks)
+    except TimeoutError:
+        raise ServeError("slow_sender", "The body took too long to arrive.") from None
+
+
+def _too_large(limit: int) -> ServeError:
+    return ServeError("too_large", f"The body is larger than {limit} bytes.")

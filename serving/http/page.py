@@ -1,0 +1,76 @@
+"""The page `/ui`: three static files and the data that they poll."""
+
+from importlib.resources import files
+from itertools import islice
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from serving.service import Service
+from serving.timeline import row_of
+
+NUM_OPEN = 16  # requests that have not ended, on the page
+
+# The page may talk to this server only, and run no script but its own.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+FILES = {
+    "/ui": ("index.html", "text/html; charset=utf-8"),
+    "/ui/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/ui/style.css": ("style.css", "text/css; charset=utf-8"),
+}
+
+
+def page_routes(service: Service) -> list[BaseRoute]:
+    """The routes of the page. Its files need no key, its data does."""
+    directory = files("serving") / "ui"
+    routes: list[BaseRoute] = [
+        Route(path, _static((directory / name).read_bytes(), kind))
+        for path, (name, kind) in FILES.items()
+    ]
+
+    async def data(request: Request) -> Response:
+        values = service.timeline.snapshot() | _now(service)
+        body = msgspec.json.encode(values)
+        return Response(body, media_type="application/json")
+
+    return [*routes, Route("/ui/data", data)]
+
+
+def _now(service: Service) -> dict[str, Any]:
+    """What the page says of the present; requests that have not ended among them."""
+    engine, model = service.engine, service.model
+    if engine is None or model is None:
+        load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0}
+        return {"state": "loading", "model": "", "mesh": "", "load": load, "open": []}
+    stats = engine.stats
+    unfinished = (handle for handle in engine.handles.values() if not handle.is_ended)
+    return {
+        "state": "ready" if service.is_ready else "not ready",
+        "model": model.name,
+        "mesh": model.info.get("mesh", ""),
+        "load": {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "kv": stats.kv_usage,
+            "switches": sum(stats.mode_switches.values()),
+        },
+        "open": [row_of(handle, None) for handle in islice(unfinished, NUM_OPEN)],
+    }
+
+
+def _static(body: bytes, kind: str) -> Any:
+    async def serve(request: Request) -> Response:
+        return Response(body, headers={**HEADERS, "content-type": kind})
+
+    return serve

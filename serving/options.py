@@ -1,0 +1,77 @@
+"""Every setting of the server, declared once, as those of the engine are. No JAX."""
+
+from dataclasses import dataclass
+
+from shiftjax.options import option
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens, who may ask, and how much it takes."""
+
+    host: str = option("127.0.0.1", "address to listen on; others can reach 0.0.0.0 or ::")
+    port: int = option(8000, "HTTP port; 0: any free one", low=0, high=65535)
+    grpc: bool = option(True, "serve gRPC")
+    grpc_port: int = option(50051, "gRPC port; 0: any free one", low=0, high=65535)
+    admin_port: int | None = option(
+        None, "gRPC port of the Admin service, on loopback; default: none", low=0, high=65535
+    )
+    admin_token_file: str | None = option(None, "file with the token of the Admin service")
+    served_model_name: str | None = option(
+        None, "names that requests may call the model, with commas; default: that of --model"
+    )
+    api_key: str | None = option(
+        None, "key that requests must bring; better in a file, where `ps` does not show it"
+    )
+    api_key_file: str | None = option(None, "file with one API key per line")
+    ssl_certfile: str | None = option(None, "certificate chain (PEM): serve TLS")
+    ssl_keyfile: str | None = option(None, "private key (PEM) of the certificate")
+    ssl_ca_certs: str | None = option(None, "authorities (PEM) of client certificates: mutual TLS")
+    max_num_queued_reqs: int = option(
+        256, "sequences that may wait; more are refused with 429", low=1, high=1 << 20
+    )
+    max_num_queued_tokens: int = option(1 << 20, "prompt tokens that may wait", low=1, high=1 << 40)
+    max_request_bytes: int = option(
+        8 * MEBIBYTE, "largest body of a request", low=1024, high=64 * MEBIBYTE
+    )
+    max_logprobs: int = option(20, "most log-probabilities per token", low=0, high=20)
+    request_timeout: float | None = option(
+        None, "seconds until any request is ended; default: none", low=0.001, high=86400.0
+    )
+    write_timeout: float = option(
+        30.0, "seconds until a client that does not read is dropped", low=0.01, high=3600.0
+    )
+    stall_timeout: float = option(
+        10.0, "seconds without a step, with work, until progress is denied", low=0.01, high=3600.0
+    )
+    watchdog_timeout: float = option(
+        300.0, "seconds without a step, with work, until the process ends", low=0.1, high=86400.0
+    )
+    shutdown_timeout: float = option(
+        30.0, "seconds that requests have to finish after SIGTERM", low=0.0, high=3600.0
+    )
+    grammar_timeout: float = option(
+        2.0, "seconds that compiling a grammar or schema may take", low=0.01, high=60.0
+    )
+    strict: bool = option(False, "refuse unknown fields instead of ignoring them with a warning")
+    metrics_prefix: str = option("shiftjax", "prefix of metric names, as `vllm` for its dashboards")
+    profile_dir: str | None = option(
+        None, "folder for the profiles that the Admin service makes; default: none are made"
+    )
+    ui: bool = option(True, "serve the page /ui")
+
+
+def server_problems(options: ServerOptions) -> list[str]:
+    """What is wrong between settings."""
+    problems = []
+    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
+        problems.append("ssl_certfile and ssl_keyfile go together: give both or neither")
+    if options.ssl_ca_certs is not None and options.ssl_certfile is None:
+        problems.append("ssl_ca_certs (mutual TLS) needs ssl_certfile and ssl_keyfile")
+    if (options.admin_port is None) != (options.admin_token_file is None):
+        problems.append("admin_port and admin_token_file go together: give both or neither")
+    if options.port == options.grpc_port != 0 and options.grpc:
+        problems.append(f"port and grpc_port are both {options.port}: HTTP and gRPC need their own")
+    return problems

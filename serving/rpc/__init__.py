@@ -1,0 +1,1 @@
+"""The gRPC front end: inference, health, reflection, and an administrator's listener."""

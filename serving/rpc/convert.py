@@ -1,0 +1,134 @@
+"""Between protobuf messages and the values of `serving.schema`. Pure functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from serving.errors import invalid
+from serving.handle import RequestHandle
+from serving.http.responses import usage
+from serving.proto import shiftjax_pb2 as pb
+from shiftjax.engine.request import TokenLogprobs
+from shiftjax.outputs import CompletionOutput
+
+SCALARS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "max_tokens", "min_tokens", "prompt_logprobs"),
+)
+LISTS = ("allowed_token_ids", "stop", "stop_token_ids")
+REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+
+def generate_values(request: pb.GenerateRequest, *, stream: bool) -> dict[str, Any]:
+    """The body that an HTTP client would send for the same request."""
+    values = prompt_values(request) | sampling_values(request)
+    values |= {"model": request.model or None, "request_id": request.request_id or None}
+    values |= {"priority": request.priority, "stream": stream}
+    if request.HasField("cache_salt"):
+        values["cache_salt"] = request.cache_salt
+    return values
+
+
+def is_chat(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool:
+    """Whether the prompt is a conversation."""
+    return request.WhichOneof("prompt") == "chat"
+
+
+def prompt_values(
+    request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest,
+) -> dict[str, Any]:
+    """The fields `prompt`, or `messages` and their variables; none if there is no prompt."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return {"prompt": request.text}
+        case "token_ids":
+            assert not isinstance(request, pb.TokenizeRequest)
+            return {"prompt": list(request.token_ids.ids)}
+        case "chat":
+            assert not isinstance(request, pb.ScoreRequest)
+            return _chat_values(request.chat)
+        case _:
+            return {}
+
+
+def _chat_values(chat: pb.Chat) -> dict[str, Any]:
+    messages = [
+        {"role": each.role, "content": each.content}
+        | ({"name": each.name} if each.HasField("name") else {})
+        for each in chat.messages
+    ]
+    values: dict[str, Any] = {"messages": messages}
+    if chat.template_variables_json:
+        try:
+            variables = msgspec.json.decode(chat.template_variables_json)
+        except (msgspec.MsgspecError, RecursionError):
+            raise invalid("chat.template_variables_json", "must be a JSON object") from None
+        values["chat_template_kwargs"] = variables
+    return values
+
+
+def sampling_values(request: pb.GenerateRequest) -> dict[str, Any]:
+    """The sampling fields that are set."""
+    sampling = request.sampling
+    values: dict[str, Any] = {n: getattr(sampling, n) for n in SCALARS if sampling.HasField(n)}
+    values |= {name: list(getattr(sampling, name)) for name in LISTS if getattr(sampling, name)}
+    if sampling.logit_bias:
+        values["logit_bias"] = {str(key): value for key, value in sampling.logit_bias.items()}
+    if sampling.ignore_eos:
+        values["ignore_eos"] = True
+    if sampling.HasField("logprobs"):
+        chat = {"logprobs": True, "top_logprobs": sampling.logprobs}
+        values |= chat if is_chat(request) else {"logprobs": sampling.logprobs}
+    constraint = sampling.WhichOneof("constraint")
+    if constraint == "choice":
+        values["structured_outputs"] = {"choice": list(sampling.choice.options)}
+    elif constraint is not None:
+        name = "json" if constraint == "json_schema" else constraint
+        values["structured_outputs"] = {name: getattr(sampling, constraint)}
+    return values
+
+
+# ---------------------------------------------------------------- results
+
+
+def logprob_messages(entries: Sequence[TokenLogprobs | None]) -> list[pb.TokenLogprob]:
+    """Log-probabilities of tokens; None is the first token of a prompt."""
+    return [pb.TokenLogprob() if entry is None else _logprob(entry) for entry in entries]
+
+
+def _logprob(entry: TokenLogprobs) -> pb.TokenLogprob:
+    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    top = [pb.TopToken(token_id=token_id, logprob=logprob) for token_id, logprob in pairs]
+    return pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, top=top)
+
+
+def finished(index: int, reason: str, stop_reason: str | int | None) -> pb.Finished:
+    """How a continuation ended."""
+    message = pb.Finished(index=index, reason=REASONS[reason])
+    if isinstance(stop_reason, str):
+        message.stop = stop_reason
+    elif stop_reason is not None:
+        message.stop_token_id = stop_reason
+    return message
+
+
+def usage_message(handle: RequestHandle) -> pb.Usage:
+    """Tokens in and out."""
+    counts = usage([handle])
+    return pb.Usage(
+        prompt_tokens=counts["prompt_tokens"],
+        completion_tokens=counts["completion_tokens"],
+        cached_tokens=counts["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def completion(output: CompletionOutput) -> pb.Completion:
+    """One continuation that has ended."""
+    return pb.Completion(
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=logprob_messages(output.logprobs or []),
+        finished=finished(output.index, output.finish_reason or "", output.stop_reason),
+    )

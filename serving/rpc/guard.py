@@ -1,0 +1,138 @@
+"""What every call passes: the key; and how errors become statuses with details."""
+
+import functools
+import hashlib
+import hmac
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, cast
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from serving.errors import ServeError, internal_error, invalid
+from serving.http.guard import is_request_id, trace_id
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "shiftjax"
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+class BadMessage:
+    """Stands for a request whose bytes are no message."""
+
+
+class KeyInterceptor(aio.ServerInterceptor):
+    """Refuses calls without a key, but those of the services in `public`.
+
+    Bytes that are no message reach the method as a `BadMessage`, so that it can say so.
+    """
+
+    def __init__(self, keys: Collection[str], public: Collection[str] = ()):
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._public = tuple(f"/{name}/" for name in public)
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Pass the call on, or put a handler in its place that ends it."""
+        details = handler_call_details
+        if not self._keys or details.method.startswith(self._public) or self._is_known(details):
+            return _with_tolerance(await continuation(details))
+        error = ServeError("unauthenticated", "A valid key is needed: authorization: Bearer.")
+
+        async def refuse(request: Any, context: aio.ServicerContext) -> None:
+            await abort(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+    def _is_known(self, details: Any) -> bool:
+        metadata = dict(details.invocation_metadata or ())
+        scheme, _, key = str(metadata.get("authorization", "")).partition(" ")
+        given = hashlib.sha256(key.strip().encode()).digest()
+        known = [hmac.compare_digest(given, each) for each in self._keys]  # all, always
+        return scheme.lower() == "bearer" and any(known)
+
+
+def _with_tolerance(handler: Any) -> Any:
+    """The handler with a deserializer that does not raise."""
+    if handler is None or handler.request_deserializer is None:
+        return handler
+    parse = handler.request_deserializer
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return BadMessage()
+
+    return handler._replace(request_deserializer=deserialize)
+
+
+def method[F: Callable[..., Awaitable[Any]]](function: F) -> F:
+    """A servicer method whose `ServeError`s become statuses, and whose bugs become INTERNAL."""
+
+    @functools.wraps(function)
+    async def wrapped(self: Any, request: Any, context: aio.ServicerContext) -> Any:
+        given = str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
+        name = given if is_request_id(given) else uuid.uuid4().hex
+        trace = trace_id(str(dict(context.invocation_metadata() or ()).get("traceparent", "")))
+        context.set_trailing_metadata((("x-request-id", name),))
+        try:
+            if given not in ("", name):
+                raise invalid("x-request-id", "must be 1 to 128 ASCII characters without blanks")
+            if isinstance(request, BadMessage):
+                raise ServeError("invalid", "The bytes of the request are no such message.")
+            result = await function(self, request, context)
+            logger.info("grpc: %s OK id=%s trace=%s", function.__name__, name, trace)
+            return result
+        except ServeError as error:
+            words = "grpc: %s %s id=%s trace=%s"
+            logger.info(words, function.__name__, error.kind.grpc, name, trace)
+            await abort(context, error, name)
+        except aio.AbortError:
+            raise
+        except Exception:
+            if context.done():  # the client has gone, and with it what was to be written
+                logger.info("grpc: %s CANCELLED id=%s trace=%s", function.__name__, name, trace)
+                return None
+            logger.exception("The call %s of request %s failed.", function.__name__, name)
+            await abort(context, internal_error(), name)
+
+    return cast(F, wrapped)
+
+
+def request_id(context: aio.ServicerContext) -> str:
+    """The id of a call that `method` serves: it stands in the trailing metadata."""
+    return str(dict(context.trailing_metadata() or ())["x-request-id"])
+
+
+async def abort(context: aio.ServicerContext, error: ServeError, name: str | None = None) -> None:
+    """End the call with the error's status and its details."""
+    code = grpc.StatusCode[error.kind.grpc]
+    details = [any_pb2.Any() for _ in range(4)]
+    info = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)
+    messages: list[Any] = [info]
+    if error.violations or error.kind_name == "invalid":
+        violations = error.violations or ((error.param or "", error.message),)
+        bad = error_details_pb2.BadRequest()
+        for field, description in violations:
+            bad.field_violations.add(field=field, description=description)
+        messages.append(bad)
+    if error.kind.retry_seconds is not None:
+        delay = duration_pb2.Duration(seconds=error.kind.retry_seconds)
+        messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if name is not None:
+        messages.append(error_details_pb2.RequestInfo(request_id=name))
+    for slot, message in zip(details, messages, strict=False):
+        slot.Pack(message)
+    status = status_pb2.Status(
+        code=code.value[0], message=error.message, details=details[: len(messages)]
+    )
+    metadata: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
+    if name is not None:
+        metadata = (*metadata, ("x-request-id", name))
+    await context.abort(code, error.message, metadata)

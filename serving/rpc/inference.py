@@ -1,0 +1,171 @@
+"""The Inference service: the same requests as over HTTP, in protobuf."""
+
+from grpc import aio
+
+from serving.errors import ServeError, invalid
+from serving.handle import Delta, RequestHandle
+from serving.proto import shiftjax_pb2 as pb
+from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from serving.rpc.convert import (
+    completion,
+    finished,
+    generate_values,
+    is_chat,
+    logprob_messages,
+    prompt_values,
+    usage_message,
+)
+from serving.rpc.guard import method, request_id
+from serving.service import Generation, ServedModel, Service
+from serving.write_limit import WriteLimit
+
+FOREVER = 365 * 86400.0  # seconds; gRPC reports a missing deadline as one far away
+
+
+class InferenceServicer(pb_grpc.InferenceServicer):
+    """Calls of `shiftjax.v1.Inference` as calls of the service."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    @method
+    async def Generate(self, request: pb.GenerateRequest, context: aio.ServicerContext) -> None:
+        """Stream what comes. A client that does not read in time is dropped."""
+        limit = WriteLimit(self._service.options.write_timeout)
+        with await self._start(request, context, stream=True) as generation, limit:
+            (handle,) = generation.handles
+            accepted = pb.Accepted(
+                request_id=generation.id,
+                model=generation.model,
+                num_prompt_tokens=len(handle.request.prompt_token_ids),
+            )
+            await _write(context, limit, pb.GenerateEvent(accepted=accepted))
+            async for deltas in handle:
+                for event in (event for delta in deltas for event in _events(delta)):
+                    await _write(context, limit, event)
+            await _write(context, limit, pb.GenerateEvent(usage=usage_message(handle)))
+
+    @method
+    async def GenerateOnce(
+        self, request: pb.GenerateRequest, context: aio.ServicerContext
+    ) -> pb.GenerateResult:
+        """All of it at the end."""
+        with await self._start(request, context, stream=False) as generation:
+            (handle,) = generation.handles
+            output = await handle.result()
+            return pb.GenerateResult(
+                request_id=generation.id,
+                model=generation.model,
+                completions=[completion(one) for one in output.outputs],
+                usage=usage_message(handle),
+                prompt_logprobs=_prompt_logprobs(handle),
+            )
+
+    @method
+    async def Score(
+        self, request: pb.ScoreRequest, context: aio.ServicerContext
+    ) -> pb.ScoreResponse:
+        """Log-probabilities of a prompt."""
+        most = self._service.options.max_logprobs
+        if not 0 <= request.num_top <= most:
+            raise invalid("num_top", f"must be between 0 and {most}")
+        values = prompt_values(request)
+        values |= {"model": request.model or None, "request_id": request.request_id or None}
+        values |= {"max_tokens": 0, "echo": True, "logprobs": request.num_top}
+        timeout = _time_left(context)
+        with await self._service.complete(values, request_id(context), timeout) as generation:
+            (handle,) = generation.handles
+            await handle.result()
+            entries = _prompt_logprobs(handle)
+            return pb.ScoreResponse(request_id=generation.id, logprobs=entries)
+
+    @method
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        values = prompt_values(request)
+        if request.HasField("add_special_tokens"):
+            values["add_special_tokens"] = request.add_special_tokens
+        _, _, ids = await self._service.tokenize(values | {"model": request.model or None})
+        _, engine = self._service.running()
+        longest = engine.request_limits.max_model_len
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=longest)
+
+    @method
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        """The text of token ids."""
+        values = {"tokens": list(request.token_ids), "model": request.model or None}
+        return pb.DetokenizeResponse(text=await self._service.detokenize(values))
+
+    @method
+    async def GetModel(self, request: pb.GetModelRequest, context: aio.ServicerContext) -> pb.Model:
+        """The model of a name; the empty name is the one there is."""
+        model = self._service.model_named(request.model or None)
+        return self._model(model, request.model or model.name)
+
+    @method
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        """Every name of the model."""
+        model, _ = self._service.running()
+        return pb.ListModelsResponse(models=[self._model(model, name) for name in model.names])
+
+    # ------------------------------------------------------------------ inside
+
+    def _model(self, model: ServedModel, name: str) -> pb.Model:
+        _, engine = self._service.running()
+        limits = engine.request_limits
+        return pb.Model(
+            id=name,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            created=model.created,
+        )
+
+    async def _start(
+        self, request: pb.GenerateRequest, context: aio.ServicerContext, *, stream: bool
+    ) -> Generation:
+        start = self._service.chat if is_chat(request) else self._service.complete
+        values = generate_values(request, stream=stream)
+        return await start(values, request_id(context), _time_left(context))
+
+
+async def _write(context: aio.ServicerContext, limit: WriteLimit, event: pb.GenerateEvent) -> None:
+    try:
+        await limit(context.write(event))
+    except TimeoutError:
+        raise ServeError("slow_reader", "The client reads too slowly.") from None
+
+
+def _time_left(context: aio.ServicerContext) -> float | None:
+    seconds = context.time_remaining()
+    return None if seconds is None or seconds > FOREVER else seconds
+
+
+def _events(delta: Delta) -> list[pb.GenerateEvent]:
+    """The messages of one continuation's news."""
+    events = []
+    if delta.text or delta.token_ids:
+        event = pb.GenerateEvent()
+        message = event.delta  # filled in place: half the time of a message that is copied in
+        message.index, message.text = delta.index, delta.text
+        message.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            message.logprobs.extend(logprob_messages(delta.logprobs))
+        events.append(event)
+    if delta.finish_reason is not None and delta.finish_reason != "error":
+        end = finished(delta.index, delta.finish_reason, delta.stop_reason)
+        events.append(pb.GenerateEvent(finished=end))
+    return events
+
+
+def _prompt_logprobs(handle: RequestHandle) -> list[pb.TokenLogprob]:
+    """With the id of the first token, which nothing predicts."""
+    entries = logprob_messages(handle.output.prompt_logprobs or [])
+    if entries:
+        entries[0].token_id = next(iter(handle.request.prompt_token_ids))
+    return entries

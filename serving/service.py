@@ -1,0 +1,340 @@
+"""What both front ends ask of the server: health, models, tokens, generations. No JAX."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.async_engine import AsyncEngine
+from serving.errors import ServeError, invalid
+from serving.fields import ChatFields, DetokenizeFields, TokenizeFields
+from serving.grammar import Grammars
+from serving.handle import RequestHandle
+from serving.metrics import Metrics
+from serving.options import ServerOptions
+from serving.schema import Wish, prompts_of, read, read_chat, read_completion
+from serving.timeline import Timeline
+from shiftjax.engine.request import Request
+from shiftjax.text.chat import ChatTemplate, encode_chat
+from shiftjax.text.errors import ChatRequestError, ChatTemplateError
+from shiftjax.text.tokenizer import Tokenizer
+
+INLINE_CHARACTERS = 1024  # texts up to this are tokenized on the event loop
+TEXT_THREADS = 2
+MAX_TEXTS = 1024  # that wait for a thread
+LONGEST_TOKEN = 256  # characters, for a tokenizer that does not say
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is loaded and compiled."""
+
+    names: tuple[str, ...]  # as requests may call it; the first is what responses say
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    info: Mapping[str, str] = field(default_factory=dict)  # labels of the metric config_info
+    num_programs: int = 0  # compiled before the first request
+    num_compiles: Callable[[], int] = lambda: 0  # since then
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        """The name in responses."""
+        return self.names[0]
+
+
+@dataclass
+class Generation:
+    """The requests of one call, a handle per prompt; use it as a context manager."""
+
+    id: str
+    wish: Wish
+    model: str
+    handles: list[RequestHandle]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        for handle in self.handles:
+            handle.cancel()
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self.handles:
+            handle.close()
+
+
+class Service:
+    """The server without its listeners. Until `open`, everything but liveness is "starting"."""
+
+    def __init__(self, options: ServerOptions):
+        self.options = options
+        self.metrics = Metrics(options.metrics_prefix)
+        self.timeline = Timeline()
+        self.model: ServedModel | None = None
+        self.engine: AsyncEngine | None = None
+        self.listeners: list[Callable[[bool], None]] = []
+        self.grammars: Grammars | None = None
+        self._num_texts = 0  # in the threads, or waiting for one
+        self._max_characters = 0  # of a prompt that fills the context
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+
+    def open(self, model: ServedModel, engine: AsyncEngine) -> None:
+        """Begin to serve."""
+        self.model, self.engine = model, engine
+        if model.tokenizer is not None:
+            vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
+            self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
+            pieces = model.tokenizer.token_bytes
+            longest = max(map(len, pieces.pieces), default=1) if pieces else LONGEST_TOKEN
+            self._max_characters = engine.request_limits.max_model_len * longest
+        self.metrics.open(model.name, engine, model.info, model.num_programs, model.num_compiles)
+        self.notify()
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        if self.engine is not None:
+            self.engine.stop_accepting()
+        self.notify()
+
+    def notify(self) -> None:
+        """Tell the listeners that readiness may have changed."""
+        for listener in self.listeners:
+            listener(self.is_ready)
+
+    async def close(self) -> bool:
+        """End everything; False if a step hangs."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.grammars is not None:
+            self.grammars.close()
+        return self.engine is None or await self.engine.close()
+
+    @property
+    def observers(self) -> tuple[Metrics, Timeline]:
+        """What an engine of this service reports to."""
+        return self.metrics, self.timeline
+
+    # ------------------------------------------------------------------ health
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.engine is not None and self.engine.is_ready
+
+    @property
+    def makes_progress(self) -> bool:
+        """Whether steps finish; true while there is nothing to do."""
+        return self.engine is None or self.engine.makes_progress
+
+    def running(self) -> tuple[ServedModel, AsyncEngine]:
+        """The model and its engine. Raises `ServeError` while there is none."""
+        if self.model is None or self.engine is None:
+            raise ServeError("starting", "The server is still loading its model.")
+        return self.model, self.engine
+
+    def model_named(self, name: str | None) -> ServedModel:
+        """The model of this name; None is the only one there is."""
+        model, _ = self.running()
+        if name is not None and name not in model.names:
+            message = "There is no such model; see /v1/models."
+            raise ServeError("not_found", message, param="model", code="model_not_found")
+        return model
+
+    # ------------------------------------------------------------------ generations
+
+    async def complete(
+        self, values: Any, request_id: str | None = None, timeout: float | None = None
+    ) -> Generation:
+        """Start what the body of a completion asks for. The caller closes it."""
+        return await self._start(read_completion, values, request_id, timeout)
+
+    async def chat(
+        self, values: Any, request_id: str | None = None, timeout: float | None = None
+    ) -> Generation:
+        """Start what the body of a chat asks for. The caller closes it."""
+        return await self._start(read_chat, values, request_id, timeout)
+
+    async def _start(
+        self,
+        read_fields: Callable[[Any], Wish],
+        values: Any,
+        request_id: str | None,
+        timeout: float | None,
+    ) -> Generation:
+        engine = self.engine
+        try:
+            _, engine = self.running()
+            wish = read_fields(values)
+            return await self._submit(engine, wish, request_id, timeout)
+        except ServeError as error:
+            if engine is None:
+                self.metrics.rejected(error)
+            else:
+                engine.refuse(error)
+            raise
+
+    async def _submit(
+        self, engine: AsyncEngine, wish: Wish, request_id: str | None, timeout: float | None
+    ) -> Generation:
+        arrival, fields = time.monotonic(), wish.fields
+        model = self.model_named(fields.model)
+        limits = [t for t in (timeout, self.options.request_timeout) if t is not None]
+        if limits and min(limits) <= 0:
+            raise ServeError("deadline", "The deadline had passed when the request came.")
+        _check_server_limits(wish, self.options)
+        is_chat = isinstance(fields, ChatFields)
+        num_prompts = 1 if is_chat else len(prompts_of(fields))
+        engine.check_room(num_prompts * wish.sampling.n)
+        prompts = await self._encode(model, wish)
+        states = await self._constrain(wish, num_prompts)
+        name = fields.request_id or request_id or uuid.uuid4().hex
+        requests = [
+            Request(
+                name if num_prompts == 1 else f"{name}-{index}",
+                ids,
+                wish.sampling,
+                arrival_seconds=arrival,
+                priority=wish.priority,
+                cache_salt=fields.cache_salt,
+                constraints=tuple(states[index * wish.sampling.n :][: wish.sampling.n]),
+            )
+            for index, (_, ids) in enumerate(prompts)
+        ]
+        rest = min(limits) - (time.monotonic() - arrival) if limits else None
+        texts = [text for text, _ in prompts]
+        streams = bool(fields.stream)
+        handles = engine.submit(requests, texts, streams=streams, timeout=rest)
+        return Generation(name, wish, model.name, handles)
+
+    async def _constrain(self, wish: Wish, num_prompts: int) -> Sequence[Any]:
+        if wish.grammar is None:
+            return ()
+        if self.grammars is None:
+            raise invalid("response_format", "needs a tokenizer, which this model has not")
+        return await self.grammars.start(wish.grammar, num_prompts * wish.sampling.n)
+
+    # ------------------------------------------------------------------ text and tokens
+
+    async def _encode(self, model: ServedModel, wish: Wish) -> list[tuple[str | None, list[int]]]:
+        """(text, token ids) of every prompt; the text is None where ids came."""
+        fields = wish.fields
+        if isinstance(fields, ChatFields):
+            variables = dict(fields.chat_template_kwargs or {})
+            if fields.add_generation_prompt is not None:
+                variables["add_generation_prompt"] = fields.add_generation_prompt
+            return [(None, await self.encode_chat(model, fields.messages, variables))]
+        prompts = prompts_of(fields)
+        return [
+            (prompt, await self.encode(model, prompt))
+            if isinstance(prompt, str)
+            else (None, list(prompt))
+            for prompt in prompts
+        ]
+
+    async def encode(self, model: ServedModel, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text. Raises `ServeError` for one that no context could hold."""
+        tokenizer = _tokenizer(model, "prompt")
+        self._check_length(len(text), "prompt")
+        if len(text) <= INLINE_CHARACTERS:
+            return tokenizer.encode(text, special)
+        return await self._in_thread(tokenizer.encode, text, special)
+
+    async def encode_chat(
+        self, model: ServedModel, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Token ids of a conversation."""
+        tokenizer = _tokenizer(model, "messages")
+        self._check_length(_num_characters(messages), "messages")
+
+        def work() -> list[int]:
+            return encode_chat(tokenizer, messages, template=model.template, **variables)
+
+        try:
+            return await self._in_thread(work)
+        except ChatRequestError as error:
+            raise ServeError("invalid", str(error), param="messages") from None
+        except ChatTemplateError:
+            message = "The model's chat template fails on these messages."
+            raise ServeError("invalid", message, param="messages") from None
+        except TypeError:
+            message = "chat_template_kwargs must not hold names that are reserved."
+            raise ServeError("invalid", message, param="chat_template_kwargs") from None
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._num_texts >= MAX_TEXTS:
+            raise ServeError("queue_full", "Too many texts wait to be tokenized.")
+        self._num_texts += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, function, *arguments)
+        finally:
+            self._num_texts -= 1
+
+    def _check_length(self, num_characters: int, param: str) -> None:
+        """Refuse, before any tokenizing, what has more characters than a full context can have."""
+        most = self._max_characters
+        if num_characters > most:
+            message = f"{param} has {num_characters} characters; the context has room for {most}."
+            code = "context_length_exceeded"
+            raise ServeError("invalid", message, param=param, code=code)
+
+    async def tokenize(self, values: Any) -> tuple[ServedModel, TokenizeFields, list[int]]:
+        """The token ids of a text or a conversation."""
+        fields, _ = read(TokenizeFields, values)
+        model = self.model_named(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise invalid("prompt", "or messages must be given, and only one of them")
+        if fields.messages is not None:
+            given = fields.chat_template_kwargs or {}
+            variables = {"add_generation_prompt": fields.add_generation_prompt} | given
+            return model, fields, await self.encode_chat(model, fields.messages, variables)
+        if fields.chat_template_kwargs is not None:
+            raise invalid("chat_template_kwargs", "needs messages")
+        text = fields.prompt or ""
+        return model, fields, await self.encode(model, text, special=fields.add_special_tokens)
+
+    async def detokenize(self, values: Any) -> str:
+        """The text of token ids, special tokens included."""
+        fields, _ = read(DetokenizeFields, values)
+        tokenizer = _tokenizer(self.model_named(fields.model), "tokens")
+        _, engine = self.running()
+        limits = engine.request_limits
+        if len(fields.tokens) > limits.max_model_len:
+            raise invalid("tokens", f"must have at most {limits.max_model_len} entries")
+        for token in fields.tokens:
+            if not 0 <= token < limits.vocab_size:
+                raise invalid("tokens", f"must be in the vocabulary of {limits.vocab_size}")
+        return tokenizer.decode(fields.tokens, skip_special_tokens=False)
+
+
+def _tokenizer(model: ServedModel, param: str) -> Tokenizer:
+    if model.tokenizer is None:
+        raise invalid(param, "needs a tokenizer, which this model has not: send token ids")
+    return model.tokenizer
+
+
+def _check_server_limits(wish: Wish, options: ServerOptions) -> None:
+    """What this server refuses although another may allow it."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(wish.sampling, name) or 0) > options.max_logprobs:
+            is_chat = isinstance(wish.fields, ChatFields) and name == "logprobs"
+            field = "top_logprobs" if is_chat else name
+            raise invalid(field, f"must be at most {options.max_logprobs} on this server")
+    if wish.unknown and options.strict:
+        raise invalid(wish.unknown[0], "is not a field of this request", "unknown_parameter")
+
+
+def _num_characters(value: Any, depth: int = 0) -> int:
+    """Characters in the texts of plain values, counted to a depth that no message needs."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping) and depth < 8:
+        return sum(_num_characters(item, depth + 1) for item in value.values())
+    if isinstance(value, list) and depth < 8:
+        return sum(_num_characters(item, depth + 1) for item in value)
+    return 0

@@ -1,0 +1,49 @@
+"""A time limit for each write of a stream that costs nothing per write. No JAX."""
+
+import asyncio
+from collections.abc import Awaitable
+
+
+class WriteLimit:
+    """Use as a context manager in the task that writes; `await limit(write)` raises TimeoutError.
+
+    One timer looks now and then whether a write has taken more than `seconds`, so a late write ends
+    after one to two times that long. (`asyncio.timeout` around every token's write took a tenth of
+    the server's time.)
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when the write that runs began
+        self._is_late = False
+
+    def __enter__(self) -> "WriteLimit":
+        self._task = asyncio.current_task()
+        self._timer = self._loop.call_later(self._seconds, self._look)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._timer.cancel()
+
+    async def __call__(self, write: Awaitable[None]) -> None:
+        """Await a write."""
+        self._since = self._loop.time()
+        try:
+            await write
+        except asyncio.CancelledError:
+            if not self._is_late:
+                raise
+            assert self._task is not None
+            self._task.uncancel()
+            raise TimeoutError from None
+        finally:
+            self._since = None
+
+    def _look(self) -> None:
+        if self._since is not None and self._loop.time() - self._since >= self._seconds:
+            assert self._task is not None
+            self._is_late = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(self._seconds, self._look)

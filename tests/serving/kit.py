@@ -1,0 +1,217 @@
+"""What the tests of the server share: engines over echo runners, and a server that is real."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import tokenizers
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from serving.accounts import EngineLimits
+from serving.async_engine import AsyncEngine
+from serving.options import ServerOptions
+from serving.server import Server
+from serving.service import ServedModel, Service
+from shiftjax.engine.admission import RequestLimits
+from shiftjax.engine.echo import EchoRunner
+from shiftjax.engine.engine import Engine, Group
+from shiftjax.engine.policy import make_policy
+from shiftjax.engine.scheduler import Scheduler
+from shiftjax.engine.scheduler_config import SchedulerConfig
+from shiftjax.text.chat import ChatTemplate
+from shiftjax.text.tokenizer import Tokenizer
+
+BOS, EOS = 256, 257
+VOCAB_SIZE = 258
+MAX_MODEL_LEN = 256
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token for every byte, so that random tokens are all sorts of text, and <s>, </s>."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {character: index for index, character in enumerate(sorted(alphabet))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
+    return Tokenizer(backend, bos_token_id=BOS, eos_token_ids=[EOS], chat_template=TEMPLATE)
+
+
+class GatedRunner(EchoRunner):
+    """An audited echo runner whose steps can be held back, slowed down, or made to fail."""
+
+    def __init__(self, config: SchedulerConfig):
+        super().__init__(
+            VOCAB_SIZE, num_blocks=config.num_blocks, block_size=config.block_size, check=True
+        )
+        self.gate = threading.Event()
+        self.gate.set()
+        self.step_seconds = 0.0
+        self.faults: list[Exception] = []
+        self.poisoned: set[int] = set()  # a prompt that begins with this token is not finite
+
+    def run(self, plan, mode, previous_handle):
+        output = super().run(plan, mode, previous_handle)
+        row = 0
+        for item in plan.scheduled:
+            if item.sequence.token_ids[0] in self.poisoned:
+                output.is_finite[row : row + item.num_rows] = False
+            row += item.num_rows
+        return output
+
+    def fetch(self, handle):
+        self.gate.wait()
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        if self.faults:
+            raise self.faults.pop()
+        return super().fetch(handle)
+
+
+def make_engine(
+    *,
+    num_blocks: int = 256,
+    block_size: int = 4,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 128,
+    max_model_len: int = MAX_MODEL_LEN,
+    check: bool = True,
+) -> Engine:
+    """An engine without a model."""
+    config = SchedulerConfig(
+        num_blocks, block_size, max_num_seqs, max_num_batched_tokens, eos_token_ids=(EOS,)
+    )
+    limits = RequestLimits(
+        VOCAB_SIZE, max_model_len, (num_blocks - 1) * block_size, eos_token_ids=(EOS,)
+    )
+    runner = GatedRunner(config)
+    runner.check = check
+    group = Group(Scheduler(config), runner)
+    return Engine([group], make_policy("threshold", 32), limits, seed=5, clock=time.monotonic)
+
+
+@dataclass
+class Running:
+    """A server in a thread of its own, and ways to look inside."""
+
+    service: Service
+    server: Server
+    engine: AsyncEngine
+    runner: GatedRunner
+    loop: asyncio.AbstractEventLoop
+    url: str
+
+    def on_loop(self, coroutine):
+        """Run a coroutine on the server's loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def client(self, **options) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
+
+    def assert_quiescent(self) -> None:
+        """Nothing is held; what has gone in has come out."""
+
+        async def check() -> None:
+            for _ in range(400):  # a client hears the end before the server has closed its handle
+                if not self.engine.handles:
+                    break
+                await asyncio.sleep(0.005)
+            await self.engine.assert_quiescent()
+
+        self.on_loop(check())
+
+    def wait_until(self, condition) -> None:
+        """Poll; the test fails if it does not come true."""
+        for _ in range(2000):
+            if condition():
+                return
+            time.sleep(0.005)
+        raise AssertionError("the condition never came true")
+
+    def num_running(self) -> int:
+        return self.engine.stats.num_running
+
+
+@contextmanager
+def running_server(
+    engine: Engine | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    keys: tuple[str, ...] = (),
+    limits: EngineLimits | None = None,
+    drain_seconds: float = 5.0,
+    num_compiles: Callable[[], int] = lambda: 0,
+    **options,
+) -> Iterator[Running]:
+    """A server on free ports; at the end it must stop cleanly and hold nothing."""
+    engine = engine or make_engine()
+    tokenizer = tokenizer or byte_tokenizer()
+    service = Service(ServerOptions(port=0, grpc_port=0, **options))
+    server = Server(service, keys)
+    running: list[Running] = []
+    started = threading.Event()
+    stop = asyncio.Event()
+    failures: list[BaseException] = []
+
+    async def main() -> None:
+        async_engine = AsyncEngine(engine, tokenizer, service.observers, limits)
+        template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
+        model = ServedModel(("echo", "echo-alias"), tokenizer, template, num_compiles=num_compiles)
+        service.open(model, async_engine)
+        await server.start()
+        runner, loop = engine.groups[0].runner, asyncio.get_running_loop()
+        running.append(Running(service, server, async_engine, runner, loop, server.http_address))
+        started.set()
+        await stop.wait()
+        await server.stop(drain_seconds)
+        assert await service.close(), "the engine's thread did not end"
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    try:
+        if failures:
+            raise failures[0]
+        yield running[0]
+    finally:
+        if running:
+            if isinstance(running[0].runner, GatedRunner):
+                running[0].runner.gate.set()
+            running[0].loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+    assert not thread.is_alive(), "the server did not stop"
+    if failures:
+        raise failures[0]
+
+
+def metric_values(client) -> dict[tuple[str, tuple], float]:
+    """Values by (name, sorted labels)."""
+    text = client.get("/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def metric_total(values: dict, name: str, **labels: str) -> float:
+    """The sum over all series of a name that have these labels."""
+    return sum(
+        value
+        for (key, found), value in values.items()
+        if key == name and set(labels.items()) <= set(found)
+    )

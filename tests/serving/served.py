@@ -1,0 +1,108 @@
+"""`shiftjax serve` as a process of its own, over a tiny model; what tests of it share."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [5, 6, 7]
+SLOW = "dispatch:delay:4+"  # 0.2 s a step, after the warm-up
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Served:
+    """A server process and its addresses."""
+
+    def __init__(
+        self,
+        directory: Path,
+        cache_dir: Path,
+        *flags: str,
+        fault: str = "",
+        port: int | None = None,
+        admin: bool = False,
+        **limits: int,
+    ):
+        self.port, self.grpc_port, self.admin_port = port or free_port(), free_port(), free_port()
+        command = [sys.executable, "-m", "serving.cli", "serve", "--model", str(directory)]
+        command += ["--sp=2", "--tp=1", "--dtype=float32", "--max-model-len=64", "--block-size=4"]
+        command += ["--num-blocks=64", "--max-num-seqs=4", "--max-num-batched-tokens=16"]
+        command += ["--token-buckets=16", f"--cache-dir={cache_dir}", f"--port={self.port}"]
+        environ = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        environ |= {"SHIFTJAX_TESTING": "1", "SHIFTJAX_FAULT": fault} if fault else {}
+        command += [f"--admin-port={self.admin_port}"] if admin else []
+        if limits:  # of the process, by the names of `ulimit`
+            command = ["prlimit", *(f"--{name}={n}" for name, n in limits.items()), *command]
+        self.process = subprocess.Popen(
+            [*command, f"--grpc-port={self.grpc_port}", "--served-model-name=tiny", *flags],
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False
+        )
+
+    def status(self, path: str) -> int:
+        """The status of a path; 0: nobody listens."""
+        try:
+            return self.client.get(path).status_code
+        except httpx.TransportError:
+            return 0
+
+    def wait_for(self, path: str, status: int) -> None:
+        while self.status(path) != status:
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def complete(self, **fields) -> httpx.Response:
+        body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self.client.post("/v1/completions", json=body | fields)
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end: exit code, stdout, stderr."""
+        out, err = self.process.communicate(timeout=30)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def serve(directory: Path, cache_dir: Path, *flags: str, **options: Any) -> Iterator[Served]:
+    """A server that is killed at the end if it still runs."""
+    served = Served(directory, cache_dir, *flags, **options)
+    try:
+        yield served
+    finally:
+        served.client.close()
+        if served.process.poll() is None:
+            served.process.kill()
+        served.process.communicate()
+
+
+def in_background(function) -> tuple[threading.Thread, list]:
+    answers: list = []
+
+    def run() -> None:
+        try:
+            answers.append(function())
+        except httpx.TransportError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, answers

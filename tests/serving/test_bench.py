@@ -1,0 +1,57 @@
+"""`shiftjax bench`: engines without a server; the flags of every kind; what is refused."""
+
+import json
+
+import pytest
+
+from serving.cli import main
+
+TINY = ("--model=random:tiny", "--sp=1", "--tp=1", "--num-blocks=80", "--max-model-len=64")
+TINY += ("--token-buckets=32", "--max-num-batched-tokens=32", "--max-num-seqs=8")
+LENGTHS = ("--prompt-tokens=12", "--output-tokens=4")
+
+
+def run(tmp_path, *argv: str) -> dict:
+    path = tmp_path / "row.json"
+    assert main(["bench", *argv, *TINY, f"--json={path}"]) == 0
+    return json.loads(path.read_text())
+
+
+def test_latency(tmp_path):
+    row = run(tmp_path, "latency", "--batch=3", "--rounds=4", *LENGTHS)
+    assert 0 < row["batch_p50_seconds"] <= row["batch_p99_seconds"]
+    assert row["seconds_per_output_token"] == pytest.approx(row["mean_seconds"] / 4)
+    # five rounds of a prefill of 36 tokens in two steps and three decodes
+    assert sum(row["steps_by_mode"].values()) == 25
+
+
+def test_throughput(tmp_path):
+    row = run(tmp_path, "throughput", "--requests=5", *LENGTHS)
+    assert row["output_tokens_per_second"] * row["seconds"] == pytest.approx(20)
+    assert row["tokens_per_second"] * row["seconds"] == pytest.approx(80)
+
+
+def test_startup(tmp_path):
+    row = run(tmp_path, "startup", "--starts=1")
+    assert row["warm_best"]["compile_seconds"] < row["cold"]["compile_seconds"]
+    assert row["cold"]["total_seconds"] > row["cold"]["compile_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("latency", "--batch=0"), "--batch must be 1 or more, got 0"),
+        (("startup", "--starts=-1"), "--starts must be 1 or more, got -1"),
+        (("latency", "--prompt-tokens=60", "--output-tokens=60"), "exceed the context of 64"),
+        (("serve", "--rate=0"), "--rate must be more than 0, got 0.0"),
+        (("serve", "--rate=nan"), "--rate must be more than 0, got nan"),
+        (("serve", "--url=ftp://x"), "--url must be like"),
+        (("serve", "--url=http://127.0.0.1:1"), "no server answers"),
+        (("serve", "--trace=/absent"), "/absent"),
+    ],
+)
+def test_what_cannot_be_measured(capsys, argv, words):
+    flags = () if argv[0] == "serve" else TINY
+    assert main(["bench", *argv, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line

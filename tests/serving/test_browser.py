@@ -1,0 +1,81 @@
+"""The page in a real browser: a chat turn, charts that move, no error, no request elsewhere."""
+
+import shutil
+
+import pytest
+from kit import make_engine, running_server
+
+api = pytest.importorskip("playwright.sync_api", reason="needs: pip install playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs Debian's package chromium")
+    with api.sync_playwright() as playwright:
+        flags = ["--no-sandbox"]  # tests may run as root
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page whose errors and outside requests fail the test."""
+    page = browser.new_page()
+    problems: list[str] = []
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: page.seen.append(request.url))
+    page.seen = []
+    page.problems = problems
+    yield page
+    page.close()
+
+
+def test_a_chat_turn_and_moving_charts(page):
+    engine = make_engine(max_num_batched_tokens=64, max_num_seqs=8)
+    with running_server(engine) as server:
+        server.runner.step_seconds = 0.005
+        page.goto(f"{server.url}/ui")
+        page.wait_for_selector("#state:has-text('ready')")
+        assert page.inner_text("#model") == "echo"
+        message = "a long message " * 5  # its prompt is above the threshold: a base step
+        page.fill("#text", message)
+        page.click("#send")
+        page.wait_for_selector("#send:not([disabled])")
+        texts = page.locator(".message").all_text_contents()
+        assert texts[0] == message.strip()
+        assert len(texts) == 2
+        assert texts[1]
+        for chart in ("modes", "tokens", "batch", "kv"):
+            page.wait_for_selector(f"#{chart}[data-sum]:not([data-sum='0'])")
+        page.wait_for_selector("#requests[data-rows='1']")
+        assert page.locator("#latency tbody tr").count() == 2
+        page.click("#clear")
+        assert page.locator(".message").count() == 0
+        page.fill("#text", "again")
+        server.runner.gate.clear()
+        page.click("#send")
+        page.click("#stop")
+        page.wait_for_selector("#send:not([disabled])")
+        server.runner.gate.set()
+        server.wait_until(lambda: not server.engine.handles)
+        assert page.problems == []
+        assert all(url.startswith(server.url) or url == "data:," for url in page.seen), page.seen
+    server_counts = server.engine.counts
+    assert server_counts.finished + server_counts.cancelled == server_counts.accepted
+
+
+def test_a_page_that_needs_a_key(page):
+    with running_server(keys=("secret",)) as server:
+        page.goto(f"{server.url}/ui")
+        page.wait_for_selector("#key-field:not([hidden])")
+        page.fill("#key", "secret")
+        page.wait_for_selector("#state:has-text('ready')")
+        page.fill("#text", "hello")
+        page.press("#text", "Enter")
+        page.wait_for_selector("#send:not([disabled])")
+        assert page.locator(".message.assistant").count() == 1
+        page.goto("about:blank")

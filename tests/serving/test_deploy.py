@@ -1,0 +1,114 @@
+"""What is under deploy/ names metrics, flags and paths that exist; Prometheus itself agrees."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from kit import running_server
+
+from serving.cli import make_parser
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMTOOL = shutil.which("promtool")
+PROMETHEUS = shutil.which("prometheus")
+
+
+@pytest.fixture(scope="module")
+def metrics() -> str:
+    """What a server that has done something shows."""
+    with running_server(grpc=False) as server, server.client() as client:
+        client.post("/v1/completions", json={"prompt": "x"})
+        client.post("/v1/completions", json={"prompt": ""})
+        return client.get("/metrics").text
+
+
+def names_in(text: str) -> set[str]:
+    """Metrics that expressions use, without their prefix."""
+    return set(re.findall(r"(?:shiftjax|\$prefix):([a-z0-9_]+)", text))
+
+
+def test_dashboard_and_alerts_name_what_there_is(metrics):
+    known = {line.split("{")[0].split(" ")[0] for line in metrics.splitlines() if line[:1] != "#"}
+    known = {name.removeprefix("shiftjax:") for name in known}
+    dashboard = json.loads((DEPLOY / "grafana/shiftjax.json").read_text())
+    alerts = (DEPLOY / "prometheus/alerts.yml").read_text()
+    used = names_in(json.dumps(dashboard)) | names_in(alerts)
+    assert len(used) > 15
+    assert used <= known
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids)) > 8
+
+
+def test_the_manifest_names_what_there_is():
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    pod = documents[1]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    parser = make_parser()
+    arguments = parser.parse_args(container["args"])
+    drain = float(arguments.shutdown_timeout) + 5  # preStop
+    assert drain < pod["terminationGracePeriodSeconds"]
+    probes = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness")}
+    with running_server(grpc=False) as server, server.client() as client:
+        assert all(client.get(path).status_code == 200 for path in probes)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
+def test_prometheus_reads_it():
+    for kind, file in (("rules", "alerts.yml"), ("config", "prometheus.yml")):
+        command = [str(PROMTOOL), "check", kind, str(DEPLOY / "prometheus" / file)]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="needs Debian's package prometheus")
+def test_a_real_prometheus_scrapes_and_answers_the_dashboard(tmp_path):
+    dashboard = json.loads((DEPLOY / "grafana/shiftjax.json").read_text())
+    targets = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    fills = {"$prefix": "shiftjax", "$model": ".*", "$__rate_interval": "5s"}
+    address = f"127.0.0.1:{free_port()}"
+    with running_server(grpc=False) as server, server.client() as client:
+        target = server.url.removeprefix("http://")
+        config = {"global": {"scrape_interval": "200ms"}, "scrape_configs": []}
+        static = [{"targets": [target]}]
+        config["scrape_configs"] = [{"job_name": "shiftjax", "static_configs": static}]
+        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+        command = [str(PROMETHEUS), f"--config.file={tmp_path}/prometheus.yml"]
+        command += [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address={address}"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+
+            def query(text: str) -> list:
+                for name, value in fills.items():
+                    text = text.replace(name, value)
+                try:
+                    url = f"http://{address}/api/v1/query"
+                    answer = client.get(url, params={"query": text})
+                except httpx.TransportError:
+                    return []
+                if answer.status_code == 503:  # it is still starting
+                    return []
+                assert answer.status_code == 200, answer.text
+                return answer.json()["data"]["result"]
+
+            try:
+                server.wait_until(lambda: query('up{job="shiftjax"} == 1'))
+                for text in targets:
+
+                    def is_answered(text: str = text) -> bool:
+                        client.post("/v1/completions", json={"prompt": "hello"})
+                        client.post("/v1/completions", json={"prompt": ""})
+                        return bool(query(text))
+
+                    server.wait_until(is_answered)
+            finally:
+                process.terminate()

@@ -1,0 +1,165 @@
+"""The HTTP front end over an engine without a model, through a real socket."""
+
+import json
+
+import pytest
+from kit import BOS, EOS, MAX_MODEL_LEN, byte_tokenizer, running_server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        yield client
+    server.assert_quiescent()
+
+
+def events(text: str) -> list[dict]:
+    """The objects of a stream, whose end must be marked."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_completion(client):
+    body = {"prompt": "hello", "max_tokens": 5, "seed": 1}
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "echo"
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 5,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert client.post("/v1/completions", json=body).json()["choices"] == answer["choices"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streamed_text_is_unstreamed_text(client, n):
+    body = {"prompt": ["é日本", "x"], "max_tokens": 40, "seed": 3, "n": n, "stop": ["a", "\ufffdb"]}
+    whole = client.post("/v1/completions", json=body).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = client.post("/v1/completions", json=body | options)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    objects = events(stream.text)
+    texts, reasons = [""] * 2 * n, [None] * 2 * n
+    for each in objects[:-1]:
+        for choice in each["choices"]:
+            assert reasons[choice["index"]] is None
+            texts[choice["index"]] += choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+    assert objects[-1]["choices"] == []
+    tokens = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [objects[-1]["usage"][k] for k in tokens] == [whole["usage"][k] for k in tokens]
+
+
+def test_a_chat(client):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8, "seed": 1}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["object"] == "chat.completion"
+    message = answer["choices"][0]["message"]
+    prompt = "user: hi\nassistant:"
+    same = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, "seed": 1})
+    assert message["content"] == same.json()["choices"][0]["text"]
+    assert message["role"] == "assistant"
+    stream = events(client.post("/v1/chat/completions", json=body | {"stream": True}).text)
+    deltas = [each["choices"][0]["delta"] for each in stream]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    assert stream[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_scoring_with_echo_and_logprobs(client):
+    body = {"prompt": [BOS, 104, 105], "max_tokens": 0, "echo": True, "logprobs": 2}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -(104 % 7), -(105 % 7)]
+    assert logprobs["top_logprobs"][0] is None
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 3
+    assert logprobs["text_offset"][0] == 0
+    assert choice["text"] == byte_tokenizer().decode([BOS, 104, 105], skip_special_tokens=False)
+    body |= {"max_tokens": 2, "stream": True}
+    chunks = events(client.post("/v1/completions", json=body).text)
+    scored = [value for c in chunks for value in c["choices"][0]["logprobs"]["token_logprobs"]]
+    assert scored[:3] == logprobs["token_logprobs"]
+    assert len(scored) == 5
+
+
+def test_logprobs_of_a_chat(client):
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "max_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    answer = client.post("/v1/chat/completions", json=body).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 3
+    assert set(content[0]) == {"token", "logprob", "bytes", "top_logprobs"}
+    assert len(content[0]["top_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("text", ["a|b", '"\\\n\t', "\x00\x7f", "é日本<b>", "(.*)[&~#-]{2}^$", " "])
+def test_choices_are_taken_literally(client, text):
+    body = {"prompt": "x", "structured_outputs": {"choice": [text]}, "max_tokens": 60}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+
+
+def test_tokens_and_text(client):
+    ids = client.post("/tokenize", json={"prompt": "hé"}).json()
+    assert ids["count"] == 3
+    assert ids["max_model_len"] == MAX_MODEL_LEN
+    assert client.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": "hé"}
+    messages = [{"role": "user", "content": "hi"}]
+    chat = client.post("/tokenize", json={"messages": messages, "return_token_strs": True}).json()
+    assert chat["count"] == len(chat["token_strs"]) == len("user: hi\nassistant:")
+
+
+def test_models_health_and_version(client):
+    models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["echo", "echo-alias"]
+    assert client.get("/v1/models/echo-alias").json()["max_model_len"] == MAX_MODEL_LEN
+    assert client.get("/v1/models/other").status_code == 404
+    for path in ("/health", "/health/live", "/health/ready", "/health/progress"):
+        assert client.get(path).status_code == 200
+    assert "version" in client.get("/version").json()
+
+
+def test_the_end_of_sequence_ends(client):
+    body = {"prompt": "q", "max_tokens": 200, "logit_bias": {str(EOS): 1.0}}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    assert choice["finish_reason"] in ("stop", "length")
+
+
+def test_ids_travel(client):
+    answer = client.post(
+        "/v1/completions",
+        json={"prompt": "x", "max_tokens": 1},
+        headers={"x-request-id": "my-id.1"},
+    )
+    assert answer.headers["x-request-id"] == "my-id.1"
+    assert answer.json()["id"] == "cmpl-my-id.1"
+
+
+def test_traces_are_logged_and_prompts_are_not(client, caplog):
+    caplog.set_level("INFO")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    client.post("/v1/completions", json={"prompt": "a secret"}, headers=headers)
+    client.post("/v1/completions", json={"prompt": "a secret", "n": 0}, headers=headers)
+    client.get("/v1/models", headers={"traceparent": "evil\tline"})
+    assert caplog.text.count(f"trace={trace}") == 2
+    assert "secret" not in caplog.text
+    assert "evil" not in caplog.text
+    assert "Traceback" not in caplog.text

@@ -1,0 +1,51 @@
+"""Metrics under vLLM's names; gauges are back at zero; the counters add up."""
+
+import pytest
+from kit import metric_total, metric_values, running_server
+
+
+@pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
+def test_what_happens_is_counted(prefix):
+    with running_server(metrics_prefix=prefix) as server, server.client() as client:
+        body = {"prompt": "hello", "max_tokens": 8, "seed": 1, "ignore_eos": True}
+        client.post("/v1/completions", json=body)
+        client.post("/v1/completions", json=body | {"n": 2})
+        client.post("/v1/completions", json=body | {"temperature": -1})
+        client.post("/v1/completions", json=body, headers={"x-request-timeout": "0"})
+        server.assert_quiescent()
+        values = metric_values(client)
+        name = f"{prefix}:"
+        assert metric_total(values, name + "generation_tokens_total") == 24
+        assert metric_total(values, name + "prompt_tokens_total") == 10
+        success = name + "request_success_total"
+        assert metric_total(values, success, finished_reason="length") == 3
+        rejected = name + "requests_rejected_total"
+        assert metric_total(values, rejected, reason="invalid_value") == 1
+        assert metric_total(values, rejected, reason="deadline_exceeded") == 1
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert (name + gauge) in {key for key, _ in values}
+            assert metric_total(values, name + gauge) == 0
+        assert metric_total(values, name + "time_to_first_token_seconds_count") == 2
+        assert metric_total(values, name + "e2e_request_latency_seconds_count") == 2
+        assert metric_total(values, name + "request_queue_time_seconds_count") == 2
+        assert metric_total(values, name + "inter_token_latency_seconds_count") == 21
+        steps = metric_total(values, name + "steps_total")
+        assert steps >= metric_total(values, name + "step_duration_seconds_count") > 0
+        assert metric_total(values, name + "recompiles_after_warmup_total") == 0
+        labels = {key for (found, key) in values if found == name + "num_requests_running"}
+        assert labels == {(("engine", "0"), ("model_name", "echo"))}
+
+
+def test_names_that_dashboards_want_are_there_before_any_request():
+    with running_server() as server, server.client() as client:
+        names = {key.removeprefix("shiftjax:") for key, _ in metric_values(client)}
+    assert names >= {
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+        *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket"),
+        *("request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket"),
+        *("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total"),
+        *("prefix_cache_queries_total", "prefix_cache_hits_total", "cache_config_info"),
+        *("steps_total", "mode_switches_total", "recompiles_after_warmup_total"),
+        *("compile_total", "last_step_age_seconds", "nan_rows_total", "config_info"),
+    }

@@ -1,0 +1,295 @@
+"""The server over a tiny float32 model, where tokens are exact: loads, modes, structure."""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import httpx
+import pytest
+from engines import RandomPolicy, checkpoint, make
+from kit import (
+    EOS,
+    VOCAB_SIZE,
+    Running,
+    byte_tokenizer,
+    metric_total,
+    metric_values,
+    running_server,
+)
+from oracle import numpy_llama
+
+from serving.accounts import EngineLimits
+from serving.bench.client import Sample, complete, parse_url
+from serving.proto import shiftjax_pb2 as pb
+from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from shiftjax.engine.engine import Engine
+from shiftjax.engine.programs import CompileCounter
+
+PATH = "/v1/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["x", "yy"]}, "maxItems": 3},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    built = make(model[0], 2, 2, policy="cost", max_num_seqs=8, num_blocks=48)  # both modes
+    built.engine.policy = RandomPolicy(3)
+    with served(built.engine) as running:
+        yield running
+
+
+@contextmanager
+def served(engine: Engine) -> Iterator[Running]:
+    """A server over a compiled engine; anything that compiles from now on is counted."""
+    compiles = CompileCounter()
+    compiles.start()
+    try:
+        with running_server(
+            engine,
+            tokenizer=byte_tokenizer(),
+            limits=EngineLimits(max_num_queued_reqs=64),
+            num_compiles=lambda: compiles.count,
+        ) as running:
+            yield running
+    finally:
+        compiles.stop()
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        yield client
+    server.assert_quiescent()
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+def body_of(prompt: list[int], **fields) -> dict:
+    fixed = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return fixed | {"max_tokens": 12} | fields
+
+
+def test_greedy_tokens_are_those_of_the_oracle(model, client):
+    _, config, tensors = model
+    for prompt in prompts(3):  # L0
+        (choice,) = client.post(PATH, json=body_of(prompt)).json()["choices"]
+        assert choice["token_ids"] == numpy_llama.greedy(config, tensors, prompt, 12)
+
+
+def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
+    """L1 and L4: 8 clients over HTTP and gRPC, streams and not, in a pool that must preempt."""
+    wanted = prompts(8)
+    alone = [client.post(PATH, json=body_of(p, max_tokens=40)).json()["choices"] for p in wanted]
+    before = sum(server.engine.stats.num_preemptions.values())
+
+    def over_http(number: int, streams: bool) -> tuple[str, list[int]]:
+        body = body_of(wanted[number], max_tokens=40, stream=streams)
+        with server.client() as own:
+            response = own.post(PATH, json=body)
+        if not streams:
+            (choice,) = response.json()["choices"]
+            return choice["text"], choice["token_ids"]
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        ids = [token for chunk in chunks for token in chunk["token_ids"]]
+        return "".join(chunk["text"] for chunk in chunks), ids
+
+    def over_grpc(number: int, streams: bool) -> tuple[str, list[int]]:
+        sampling = pb.Sampling(temperature=0, max_tokens=40, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=wanted[number]), sampling=sampling)
+        stub = pb_grpc.InferenceStub(channel)
+        if not streams:
+            (one,) = stub.GenerateOnce(request).completions
+            return one.text, list(one.token_ids)
+        deltas = [event.delta for event in stub.Generate(request) if event.HasField("delta")]
+        ids = [token for delta in deltas for token in delta.token_ids]
+        return "".join(delta.text for delta in deltas), ids
+
+    def one_client(number: int) -> list[tuple[str, list[int]]]:
+        calls = [(over_http, False), (over_http, True), (over_grpc, False), (over_grpc, True)]
+        return [call(number, streams) for call, streams in calls for _ in range(2)]
+
+    with (
+        grpc.insecure_channel(server.server.grpc.address) as channel,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        answers = list(pool.map(one_client, range(8)))
+    for number, given in enumerate(answers):
+        assert {text for text, _ in given} == {alone[number][0]["text"]}
+        assert all(ids == alone[number][0]["token_ids"] for _, ids in given)
+    assert sum(server.engine.stats.num_preemptions.values()) > before
+    assert server.service.model.num_compiles() == 0
+
+
+def test_bursts_switch_modes_both_ways_and_compile_nothing(model):
+    """On 8 devices: the prefills of a burst run in base, its decodes in shift."""
+    built = make(model[0], 4, 2, max_num_seqs=8, num_blocks=128, shift_threshold=8)
+    with served(built.engine) as server, server.client() as client:
+        target = parse_url(server.url)
+
+        async def burst(number: int) -> list[Sample]:
+            some = prompts(16)[8 * number :][:8]
+            return await asyncio.gather(*(complete(target, body_of(each)) for each in some))
+
+        for number in range(2):
+            samples = asyncio.run(burst(number))
+            assert [sample.error for sample in samples] == [None] * 8
+            server.assert_quiescent()
+        values = metric_values(client)
+    for before, after in (("base", "shift"), ("shift", "base")):
+        labels = {"from": before, "to": after}
+        assert metric_total(values, "shiftjax:mode_switches_total", **labels) >= 1
+    assert metric_total(values, "shiftjax:recompiles_after_warmup_total") == 0
+
+
+def test_structure_combines_with_everything(server, client):
+    """n, seeds, penalties, log-probabilities, the prefix cache, preemption and both modes."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    body = {
+        "prompt": "an object:",
+        "response_format": wanted,
+        "n": 3,
+        "seed": 11,
+        "temperature": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"65": 2.0},
+        "logprobs": 2,
+        "max_tokens": 100,
+    }
+    alone = client.post(PATH, json=body).json()["choices"]
+    for choice in alone:
+        if choice["finish_reason"] == "stop":
+            value = json.loads(choice["text"])
+            assert set(value) == {"name", "tags"}
+            assert len(value["name"]) <= 8
+            assert set(value["tags"]) <= {"x", "yy"}
+        assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
+    assert "stop" in {choice["finish_reason"] for choice in alone}
+    assert len({choice["text"] for choice in alone}) == 3
+
+    def again(number: int) -> list[dict]:
+        with server.client() as own:
+            if number % 2:
+                own.post(PATH, json=body_of(prompts(8)[number], max_tokens=60))
+            return own.post(PATH, json=body).json()["choices"]
+
+    def words(choices: list[dict]) -> list[tuple[str, str]]:
+        return [(choice["text"], choice["finish_reason"]) for choice in choices]
+
+    with ThreadPoolExecutor(6) as pool:
+        for choices in pool.map(again, range(6)):
+            assert words(choices) == words(alone)
+
+
+def mixed_bodies() -> list[dict]:
+    """L2's mixture: log-uniform lengths, shared prefixes, n = 2, grammars, log-probabilities."""
+    rng = random.Random(5)
+    prefix = [rng.randrange(256) for _ in range(24)]
+    bodies = []
+    for number in range(20):
+        prompt = [rng.randrange(256) for _ in range(int(2 ** rng.uniform(0, 5.9)))]
+        body = {"prompt": prompt, "max_tokens": rng.randint(1, 24), "seed": number}
+        if number % 5 == 0:
+            body["prompt"] = prefix + prompt[:8]
+        if number % 10 == 1:
+            body["n"] = 2
+        if number % 10 == 2:
+            body |= {"structured_outputs": {"choice": ["ja", "nein", "vielleicht"]}}
+        if number % 20 == 3:
+            body["logprobs"] = 3
+        bodies.append(body)
+    return bodies
+
+
+def test_poisson_arrivals_and_cancels_change_no_tokens(server, client):
+    """L2 with F1: those who stay get what they get alone, whoever leaves meanwhile."""
+    bodies = mixed_bodies()
+
+    def outcome(answer: dict) -> list[tuple[str, str]]:
+        return [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
+
+    alone = [outcome(client.post(PATH, json=body).json()) for body in bodies]
+    rng = random.Random(6)
+
+    async def one(own: httpx.AsyncClient, number: int) -> bool:
+        await asyncio.sleep(rng.random() * 2)
+        send = own.post(PATH, json=bodies[number % 20])
+        try:
+            leaves_after = rng.random() * 0.2 if number % 4 == 0 else None
+            answer = await asyncio.wait_for(send, leaves_after)
+        except TimeoutError:
+            return False
+        assert outcome(answer.json()) == alone[number % 20]
+        return True
+
+    async def load() -> list[bool]:
+        options = {"base_url": server.url, "trust_env": False, "timeout": 60}
+        async with httpx.AsyncClient(**options) as own:
+            return await asyncio.gather(*(one(own, number) for number in range(80)))
+
+    stayed = asyncio.run(load())
+    assert 60 <= sum(stayed) < 80
+    assert server.engine.stats.num_failed_steps == 0
+
+
+def test_a_dead_end_is_the_requests_fault(server, client):
+    body = {"prompt": "x", "structured_outputs": {"regex": "a{200}"}, "max_tokens": 5}
+    answer = client.post(PATH, json=body)
+    assert answer.json()["choices"][0]["text"] == "aaaaa"
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_prefixes_are_shared_but_not_across_salts(client):
+    prompt = prompts(1)[0] * 4
+    body = body_of(prompt[:60], max_tokens=1)
+
+    def cached(**fields) -> int:
+        usage = client.post(PATH, json=body | fields).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    cached(cache_salt="a")
+    assert cached(cache_salt="a") > 0
+    assert cached(cache_salt="b") == 0
+
+
+def test_priorities_go_first(server):
+    async def run() -> list[str]:
+        order: list[str] = []
+        names = {f"low-{i}": 5 for i in range(24)} | {"high": -5}
+        generations = [
+            await server.service.complete(body_of([7, 8, 9], priority=priority, request_id=name))
+            for name, priority in names.items()
+        ]
+
+        async def wait(generation) -> None:
+            with generation:
+                await generation.handles[0].result()
+                order.append(generation.id)
+
+        await asyncio.gather(*map(wait, generations))
+        return order
+
+    order = server.on_loop(run())
+    assert order.index("high") < 16  # eight run at a time; it came last
+    server.assert_quiescent()

@@ -1,0 +1,155 @@
+"""`shiftjax serve` as a process: start, signals, drain, exit codes. A tiny model, slowed down."""
+
+import json
+import signal
+import socket
+import time
+
+import grpc
+import httpx
+import pytest
+from engines import checkpoint
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from oracle import numpy_llama
+from served import PROMPT, SLOW, in_background, serve
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def model():
+    return checkpoint()
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("compiled")
+    directory.chmod(0o700)
+    return directory
+
+
+def test_the_life_of_a_server(model, cache_dir):
+    """Starting is not ready; SIGTERM drains: what runs finishes, what comes is refused."""
+    directory, config, tensors = model
+    with serve(directory, cache_dir, fault=SLOW) as served:
+        served.wait_for("/health/live", 200)
+        assert served.status("/health/ready") == 503
+        early = served.complete(max_tokens=2)
+        assert (early.status_code, early.headers["retry-after"]) == (503, "5")
+        served.wait_for("/health/ready", 200)
+        expected = numpy_llama.greedy(config, tensors, PROMPT, 10)
+        with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+            request = health_pb2.HealthCheckRequest(service="shiftjax.v1.Inference")
+            watch = health_pb2_grpc.HealthStub(channel).Watch(request)
+            assert next(watch).status == SERVING
+            thread, answers = in_background(lambda: served.complete(max_tokens=10))
+            served.wait_for("/health/progress", 200)
+            time.sleep(0.5)
+            served.process.send_signal(signal.SIGTERM)
+            assert next(watch).status == NOT_SERVING
+            served.wait_for("/health/ready", 503)
+            assert served.status("/health/live") == 200
+            late = served.complete(max_tokens=2)
+            assert (late.status_code, late.headers["retry-after"]) == (503, "5")
+            assert late.json()["error"]["code"] == "server_draining"
+            thread.join()
+        (choice,) = answers[0].json()["choices"]
+        assert choice["token_ids"] == expected
+        code, out, err = served.end()
+        assert code == 0, err
+        assert f"http://127.0.0.1:{served.port}" in out
+        assert f"127.0.0.1:{served.grpc_port}" in out
+        assert "Traceback" not in err
+
+
+def test_what_does_not_finish_in_time_says_so(model, cache_dir):
+    with serve(model[0], cache_dir, "--shutdown-timeout=0.5", fault=SLOW) as served:
+        served.wait_for("/health/ready", 200)
+        thread, answers = in_background(lambda: served.complete(max_tokens=50, stream=True))
+        time.sleep(1.0)
+        served.process.send_signal(signal.SIGTERM)
+        thread.join()
+        *chunks, error, done = [line for line in answers[0].text.split("\n\n") if line]
+        assert chunks
+        last = json.loads(error.removeprefix("data: "))
+        assert last["error"]["code"] == "server_draining"
+        assert done == "data: [DONE]"
+        assert served.end()[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_at_once(model, cache_dir, number):
+    with serve(model[0], cache_dir, fault=SLOW) as served:
+        served.wait_for("/health/ready", 200)
+        thread, answers = in_background(lambda: served.complete(max_tokens=50))
+        time.sleep(0.5)
+        served.process.send_signal(number)
+        served.wait_for("/health/ready", 503)
+        served.process.send_signal(number)
+        assert served.end()[0] == 128 + number
+        thread.join()
+        assert isinstance(answers[0], httpx.TransportError)
+
+
+def test_a_signal_while_loading(model, cache_dir):
+    with serve(model[0], cache_dir) as served:
+        served.wait_for("/health/live", 200)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_step_that_hangs_ends_the_process(model, cache_dir):
+    flags = ("--watchdog-timeout=1.0", "--stall-timeout=0.3")
+    with serve(model[0], cache_dir, *flags, fault="dispatch:hang:8") as served:
+        served.wait_for("/health/ready", 200)
+        thread, answers = in_background(lambda: served.complete(max_tokens=50))
+        served.wait_for("/health/progress", 503)
+        thread.join()
+        assert served.end()[0] == 75
+        assert isinstance(answers[0], httpx.TransportError) or answers[0].status_code == 503
+
+
+@pytest.mark.parametrize(("fault", "code"), [("loading:raise:1", 1), ("drain:raise:1", 1)])
+def test_faults_at_the_start_and_at_the_end(model, cache_dir, fault, code):
+    with serve(model[0], cache_dir, fault=fault) as served:
+        if fault.startswith("drain"):
+            served.wait_for("/health/ready", 200)
+            served.process.send_signal(signal.SIGTERM)
+        assert served.end()[0] == code
+
+
+def test_a_signal_while_the_loader_hangs(model, cache_dir):
+    with serve(model[0], cache_dir, fault="loading:hang:1") as served:
+        served.wait_for("/health/live", 200)
+        assert served.status("/health/ready") == 503
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end()[0] == 128 + signal.SIGTERM
+
+
+def test_the_addresses_are_taken(model, cache_dir):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        for flag in ("--port", "--grpc-port"):
+            with serve(model[0], cache_dir, f"{flag}={port}") as served:
+                code, _, err = served.end()
+                assert code == 2
+                assert f"port {port}" in err.splitlines()[-1]
+
+
+def test_a_model_that_is_not_there(tmp_path, cache_dir):
+    with serve(tmp_path / "absent", cache_dir) as served:
+        code, out, err = served.end()
+        assert code == 3
+        assert "absent" in err.splitlines()[-1]
+        assert out == ""
+
+
+def test_a_fault_needs_permission(model, cache_dir, monkeypatch):
+    monkeypatch.setenv("SHIFTJAX_FAULT", "fetch:raise:1")
+    with serve(model[0], cache_dir) as served:
+        code, _, err = served.end()
+        assert code == 2
+        assert "SHIFTJAX_TESTING=1" in err

@@ -1,0 +1,100 @@
+"""The commands `plan` and `mesh simulate`, as users type them."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+from serving.cli import main
+from shiftjax.sim.trace import TraceRequest, save_trace
+
+SYNTHETIC = ("mesh", "simulate", "--trace", "poisson")
+SMALL = ("--set", "rate=2", "--set", "seconds=5", "--set", "prompt_tokens=500")
+QUICK = (*SYNTHETIC, *SMALL, "--set", "output_tokens=10", "--dtype", "fp8")
+
+
+def test_plan_prints_every_configuration_and_a_recommendation(capsys):
+    assert main(["plan", "--model", "llama-70b", "--dtype", "fp8", "--machine", "h200x8"]) == 0
+    out = capsys.readouterr().out
+    assert sum(line.lstrip().startswith("dp") for line in out.splitlines()) == 10
+    assert "recommended: --sp 8 --tp 1 --shift-threshold" in out
+
+
+def test_plan_writes_rows_and_plots(capsys, tmp_path):
+    assert main(["plan", "--model", "llama-8b", "--out", str(tmp_path)]) == 0
+    assert len((tmp_path / "plan.jsonl").read_text().splitlines()) == 10
+    page = (tmp_path / "report.html").read_text()
+    assert [page.count(f"<h2>{name}") for name in ("memory", "a prompt", "roofline")] == [1] * 3
+    assert page.count("<img") == 3
+
+
+def test_plan_says_when_nothing_fits(capsys):
+    assert main(["plan", "--model", "llama-17b-16e", "--machine", "l4x8"]) == 2
+    assert "do not fit" in capsys.readouterr().err
+
+
+def test_simulate_compares_and_writes_rows(capsys, tmp_path):
+    assert (
+        main([*QUICK, "--compare", "dp,tp,shift", "--rates", "0.5,1", "--out", str(tmp_path)]) == 0
+    )
+    rows = [json.loads(line) for line in (tmp_path / "simulate.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in rows] == ["dp", "tp", "shift"] * 2
+    with open(tmp_path / "simulate.csv") as file:
+        assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in rows]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<img") == 6 and "http" not in page.split("<body")[-1][:200]
+
+
+def test_the_options_reach_the_replay(capsys, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    save_trace(trace, [TraceRequest(float(at), 1100, 4, (0, 1)) for at in range(3)])
+    argv = ["mesh", "simulate", "--trace", str(trace), "--dtype", "fp8", "--compare", "shift"]
+
+    def row(*options: str) -> dict:
+        assert main([*argv, *options, "--out", str(tmp_path)]) == 0
+        return json.loads((tmp_path / "simulate.jsonl").read_text())
+
+    assert row()["cached_share"] == pytest.approx(2 * 1024 / 3300)
+    assert row("--no-prefix-caching")["cached_share"] == 0.0
+    assert row()["steps_base"] == 1  # only the first prompt is long
+    assert row("--shift-threshold", "0")["steps_shift"] == 0
+    assert row("--shift-threshold", "2000")["steps_base"] == 0
+    assert row("--window", "1:1")["requests"] == 1
+    assert row("--max-num-batched-tokens", "512")["steps_base"] == 2  # the first in three chunks
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        (("mesh", "simulate"), "required: --trace"),
+        (("mesh", "simulate", "--trace", "/absent"), "/absent: cannot be read"),
+        ((*QUICK, "--compare", "dp,tpp"), "did you mean tp?"),
+        ((*QUICK, "--rates", "fast"), "'fast' is no number"),
+        ((*QUICK, "--rates", "0"), "must be above 0"),
+        ((*QUICK, "--rates", "-1"), "must be above 0"),
+        ((*QUICK, "--shift-threshold", "-1"), "must be at least 0"),
+        ((*QUICK, "--set", "rate=-4"), "rate must be above 0, got -4"),
+        ((*QUICK, "--set", "rat=4"), "unexpected keyword argument"),
+        (("mesh", "simulate", "--trace", "/etc/hostname", "--set", "rate=4"), "synthetic traces"),
+        ((*QUICK, "--machine", "h200"), "unknown machine 'h200'"),
+        ((*QUICK, "--model", "llama-700b"), "did you mean llama-70b?"),
+        ((*QUICK, "--kv-cache-dtype", "fp4"), "'fp4' is none of"),
+        (("plan", "--max-num-seqs", "0"), "max_num_seqs must be at least 1"),
+        (("plan", "--input", "0"), "at least 1 token"),
+        (("mesh", "simulat"), "invalid choice"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(capsys, argv, fragment):
+    assert main(list(argv)) == 2
+    assert fragment in capsys.readouterr().err
+
+
+def test_simulating_needs_no_jax():
+    code = (
+        "import sys; from serving.cli import main; "
+        f"main({[*QUICK, '--compare', 'tp']!r}); print('jax' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "False"
