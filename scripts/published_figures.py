@@ -14,7 +14,7 @@ All parts take about ten minutes.
 import argparse
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,7 +143,9 @@ def show(figures: Iterator[Figure]) -> None:
     print(f"\n{within} of {len(errors)} within 15%, median error {median:.0%}\n", flush=True)
 
 
-PARTS = {part.__name__: part for part in (quiet, saturated, bursts, seesaw, tensorrt_llm, mooncake)}
+PARTS: dict[str, Callable[..., Iterator[Figure]]] = {
+    part.__name__: part for part in (quiet, saturated, bursts, seesaw, tensorrt_llm, mooncake)
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="published figures beside simulated ones")

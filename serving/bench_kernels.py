@@ -10,6 +10,7 @@ That of the KV write is XLA's scatter. An alternative that does not run here say
 import argparse
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from rich.table import Table
 from shiftjax.config import EngineConfig
 from shiftjax.engine.request import SamplingParams
 from shiftjax.options import ConfigError
+from shiftjax.sim.machine import load_machine, machine_of, renewed
 
 TORCH_WORKER = Path(__file__).parent.parent / "scripts" / "peers" / "torch_attention.py"
 DECODE_SHAPES = ((1, 8192), (8, 4096), (64, 2048), (64, 8192), (256, 1024))  # sequences, context
@@ -37,6 +39,8 @@ def add_command(subparsers: Any, add: Callable[..., argparse.ArgumentParser]) ->
     parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), default=128)
     parser.add_argument("--block-size", type=int, default=16, help="tokens, default 16")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    machine = "write a machine file with the measured efficiencies, for --machine"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=machine)
 
 
 def bench_kernels(
@@ -47,13 +51,32 @@ def bench_kernels(
 
     device = jax.devices()[0]
     require_hopper(device)
+    name = machine_of(device.device_kind) if arguments.out else ""
     rows = []
     for row in measure(device.device_kind, arguments.head_dim, arguments.block_size):
         rows.append(row)
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print_rows(f"attention kernels on {device.device_kind}", rows)
+    if arguments.out:
+        arguments.out.write_text(machine_file(name, rows), encoding="utf-8")
     return 0
+
+
+def machine_file(name: str, rows: list[dict[str, Any]]) -> str:
+    """The file of a machine with the efficiencies that the rows show; the medians of the shapes."""
+    machine, ceilings = load_machine(name), rows[0]
+    peak = machine.matmul_flops["bfloat16"]
+
+    def rate(kernel: str) -> float:
+        return statistics.median(row["rate"] for row in rows if row["kernel"] == kernel)
+
+    values = {
+        "matmul_efficiency": ceilings["flops_per_second"] / peak,
+        "kv_efficiency": rate("decode") * 1e9 / machine.memory_bytes_per_second,
+        "attention_efficiency": rate("prefill") * 1e12 / peak,
+    }
+    return renewed(name, values, f"measured by `shiftjax bench kernels` on {ceilings['device']}")
 
 
 def require_hopper(device: Any) -> None:

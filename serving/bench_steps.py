@@ -31,8 +31,8 @@ from shiftjax.engine.request import (
 )
 from shiftjax.engine.shape import Formats, ModelShape
 from shiftjax.settings import make_virtual_devices
-from shiftjax.sim.fit import Point, errors, fit_machine
-from shiftjax.sim.machine import dump_machine, load_engine, load_machine
+from shiftjax.sim.fit import CostsOf, Point, errors, fit_machine
+from shiftjax.sim.machine import dump_machine, load_engine, load_machine, machine_of
 
 if TYPE_CHECKING:
     from shiftjax.engine.runner import DeviceRunner
@@ -133,6 +133,11 @@ def start_runner(model: str, sp: int, tp: int) -> "DeviceRunner":
     return built.runners[0]
 
 
+def device_kind(runner: "DeviceRunner") -> str:
+    """What JAX calls the devices: the fit starts from the machine that has them."""
+    return runner.step.mesh.devices.flat[0].device_kind
+
+
 def measure_mesh(
     runner: "DeviceRunner", sp: int, tp: int, repeats: int
 ) -> list[tuple[Case, Point]]:
@@ -158,10 +163,10 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
     measured: list[tuple[Case, Point]] = []
     switches: dict[str, dict[str, float]] = {}
     layouts: dict[tuple[int, int], Any] = {}
-    shape = formats = None
+    shape = formats = kind = None
     for sp, tp in meshes:
         runner = start_runner(model, sp, tp)
-        dtype = str(runner.params[Mode.SHIFT][0].dtype)
+        dtype, kind = str(runner.params[Mode.SHIFT][0].dtype), device_kind(runner)
         shape, formats = ModelShape(runner.step.layout.model), Formats(dtype, dtype, dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]
         measured += measure_mesh(runner, sp, tp, repeats)
@@ -170,20 +175,15 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
             switches[f"{sp}x{tp}"] = measure_switch(runner, plan, repeats)
         print(f"measured {sp}x{tp}: {len(measured)} points so far", flush=True)
         del runner
-    assert shape is not None and formats is not None
+    assert shape is not None and formats is not None and kind is not None
     engine = load_engine("shiftjax")
 
     def costs_of(machine: Machine, sp: int, tp: int) -> CostModel:
         return CostModel(shape, sp, tp, machine, engine, formats, layouts[sp, tp])
 
     _save_points(out.with_suffix(".jsonl"), measured, switches)
-    grid = cases()
-    used = [pair for pair in measured if grid.index(pair[0]) % 2 == 0]
-    held = [pair for pair in measured if grid.index(pair[0]) % 2]
-    start = replace(load_machine("cpu"), num_devices=devices)
-    machine = fit_machine(start, [point for _, point in used], costs_of)
-    _print_errors("used for the fit", used, machine, costs_of)
-    _print_errors("held out", held, machine, costs_of)
+    start = replace(load_machine(machine_of(kind)), num_devices=devices)
+    machine = fit_every_other(start, measured, costs_of)
     for mesh, pairs in switches.items():
         print(f"switching on {mesh}:", {pair: f"{1e3 * s:.2f} ms" for pair, s in pairs.items()})
     where = f"shiftjax bench steps, {date.today()}, {model}, {os.cpu_count()} cores"
@@ -192,7 +192,22 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
     return 0
 
 
-def _print_errors(what: str, measured: Sequence[tuple[Case, Point]], machine, costs_of) -> None:
+def fit_every_other(
+    start: Machine, measured: Sequence[tuple[Case, Point]], costs_of: CostsOf
+) -> Machine:
+    """Fit to every other case of the grid and say how good the fit is on both halves."""
+    grid = cases()
+    used = [pair for pair in measured if grid.index(pair[0]) % 2 == 0]
+    held = [pair for pair in measured if grid.index(pair[0]) % 2]
+    machine = fit_machine(start, [point for _, point in used], costs_of)
+    _print_errors("used for the fit", used, machine, costs_of)
+    _print_errors("held out", held, machine, costs_of)
+    return machine
+
+
+def _print_errors(
+    what: str, measured: Sequence[tuple[Case, Point]], machine: Machine, costs_of: CostsOf
+) -> None:
     values = errors(machine, [point for _, point in measured], costs_of)
     print(f"{what}: median {statistics.median(values):.1%}, worst {max(values):.1%}")
     for kind in ("decode", "chunk", "mixed"):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from pallas_kernels.measure import Ceilings, DecodeShape, decode_row  # noqa: E4
 from pallas_kernels.tuned import from_row, read_table  # noqa: E402
 from serving import bench_kernels  # noqa: E402
 from serving.cli import main  # noqa: E402
+from shiftjax.sim.machine import load_machine  # noqa: E402
 from shiftjax.weights.place import Declared  # noqa: E402
 
 ENGINE = {"decode step", "prefill step", "greedy", "serve", "switch"}
@@ -126,6 +128,19 @@ def test_bench_kernels_needs_a_gpu(capsys):
     assert "needs a Hopper GPU (H100, H200): JAX sees only cpu here" in capsys.readouterr().err
 
 
+def test_measured_kernels_renew_a_machine_file(tmp_path):
+    rows = [
+        {"kernel": "ceilings", "device": "NVIDIA H200", "flops_per_second": 0.8 * 989.5e12},
+        *({"kernel": "decode", "rate": rate} for rate in (2400, 3600, 4000)),
+        {"kernel": "  cuDNN", "rate": 1.0},
+        {"kernel": "prefill", "rate": 494.75},
+    ]
+    file = tmp_path / "here.yaml"
+    file.write_text(bench_kernels.machine_file("h200x8", rows))
+    renewed = {"matmul_efficiency": 0.8, "kv_efficiency": 0.75, "attention_efficiency": 0.5}
+    assert load_machine(str(file)) == replace(load_machine("h200x8"), **renewed)
+
+
 @pytest.mark.parametrize("head_dim", tune_kernels.HEAD_DIMS)
 @pytest.mark.parametrize("block_size", tune_kernels.BLOCK_SIZES)
 def test_every_shape_has_candidates_of_both_kernels(head_dim, block_size):
@@ -133,8 +148,13 @@ def test_every_shape_has_candidates_of_both_kernels(head_dim, block_size):
     for kernel in ("prefill", "decode"):
         kept = tune_kernels.candidates_for(kernel, head_dim, block_size)
         tried = [one.settings for one in every if one.kernel == kernel]
-        assert 0 < len(kept) < len(tried)  # some do not fit shared memory
-        assert all(settings in tried for settings in kept)
+        assert kept and all(settings in tried for settings in kept)
+
+
+def test_what_does_not_fit_shared_memory_is_pruned():
+    deepest = {"kv_tile": 128, "stages": 4}
+    for settings in tune_kernels.candidates_for("prefill", 128, 16):
+        assert not deepest.items() <= settings.items()
 
 
 def test_the_table_that_is_shipped_can_be_read():

@@ -18,6 +18,9 @@ from shiftjax.options import ConfigError, shown, unknown_name
 UNITS = MappingProxyType(
     {
         "s": 1.0,
+        "B": 1.0,
+        "B/s": 1.0,
+        "FLOP/s": 1.0,
         "ms": 1e-3,
         "us": 1e-6,
         "GB": 1e9,
@@ -26,10 +29,10 @@ UNITS = MappingProxyType(
         "TB/s": 1e12,
         "GFLOP/s": 1e9,
         "TFLOP/s": 1e12,
-        "SI": 1.0,
         "1": 1,
     }
 )
+_SI = (("_flops", "FLOP/s"), ("bytes_per_second", "B/s"), ("_bytes", "B"), ("_seconds", "s"))
 MACHINE_OF_DEVICE = MappingProxyType(
     {
         "cpu": "cpu",
@@ -121,7 +124,7 @@ def _constant(node: Mapping[str, Any], where: str) -> Any:
     numbers = value if isinstance(value, list) else [value]
     if any(not isinstance(n, (int, float)) or isinstance(n, bool) or n < 0 for n in numbers):
         raise ConfigError([f"{where}: {shown(value)} is no number of at least 0"])
-    return value if isinstance(value, list) or unit in ("1", "SI") else value * UNITS[unit]
+    return value if isinstance(value, list) or unit == "1" else value * UNITS[unit]
 
 
 def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
@@ -134,22 +137,31 @@ def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
     return kind(**values)
 
 
+def renewed(name: str, values: Mapping[str, float], source: str) -> str:
+    """The file of the machine `name` with some of its constants (without a unit) measured anew."""
+    data = yaml.safe_load((_HERE / "machines" / f"{name}.yaml").read_text(encoding="utf-8"))
+    for constant, value in values.items():
+        data[constant] = {"value": round(value, 3), "unit": "1", "source": source}
+    return yaml.safe_dump(data, sort_keys=False, width=110)
+
+
 def dump_machine(machine: Machine, source: str) -> str:
     """A machine file whose constants all have one source, say a measurement."""
 
-    def constant(value: Any) -> dict[str, Any]:
-        return {"value": value, "unit": "SI", "source": source}
-
-    def plain(value: Any) -> Any:
+    def plain(value: Any, name: str) -> Any:
         if isinstance(value, Transfer):
-            return {name: plain(one) for name, one in vars(value).items()}
+            return {key: plain(one, key) for key, one in vars(value).items()}
         if isinstance(value, tuple) and value and isinstance(value[0], Transfer):
-            return [plain(one) for one in value]
+            return [plain(one, name) for one in value]
         if isinstance(value, Mapping):
-            return {name: plain(one) for name, one in value.items()}
+            return {key: plain(one, name) for key, one in value.items()}
         if isinstance(value, (str, bool)):
             return value
-        return constant(list(value) if isinstance(value, tuple) else value)
+        unit = next((unit for end, unit in _SI if name.endswith(end)), "1")
+        numbers = list(value) if isinstance(value, tuple) else value
+        return {"value": numbers, "unit": unit, "source": source}
 
-    data = {field.name: plain(getattr(machine, field.name)) for field in fields(machine)}
+    data = {
+        field.name: plain(getattr(machine, field.name), field.name) for field in fields(machine)
+    }
     return yaml.safe_dump(data, sort_keys=False, width=110)

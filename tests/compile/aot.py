@@ -1,9 +1,9 @@
 """Compile for Hopper GPUs on a machine that has none: devices that can be compiled for, not run on.
 
-XLA's CUDA plugin takes a description of a chip (`targets/`) in place of a chip and goes all the
-way to machine code; `ptxas` comes from CUDA or from the wheel `nvidia-cuda-nvcc`. What the compiler
-says of itself (registers, spills, shared memory) is as true here as on the chip; speed is not
-visible.
+XLA's CUDA plugin takes a description of a chip (`serving/targets/`) in place of a chip and goes all
+the way to machine code; `ptxas` comes from CUDA or from the wheel `nvidia-cuda-nvcc`. What the
+compiler says of itself (registers, spills, shared memory) is as true here as on the chip; speed is
+not visible.
 """
 
 import importlib.metadata
@@ -24,7 +24,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-TARGETS = Path(__file__).parent / "targets"
+TARGETS = Path(__file__).parent.parent.parent / "serving" / "targets"
 SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one block of an H100 or H200 can have
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -83,7 +83,7 @@ def require() -> None:
 
 
 def make_mesh(chip: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
-    """Return a mesh of compile-only devices; `chip` names a file in `targets/`."""
+    """Return a mesh of compile-only devices; `chip` names a file in `serving/targets/`."""
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=(TARGETS / f"{chip}.txtpb").read_text(),

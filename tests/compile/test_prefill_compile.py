@@ -31,6 +31,8 @@ CASES = {
         "config": PrefillConfig(128, 4),
     },
     "float16, blocks of 128": {"dtype": jnp.float16, "block_size": 128},
+    "group 16, window, soft cap": {"group": 16, "sliding_window": 1000, "soft_cap": 50.0},
+    "group 32": {"group": 32},
     "fp8": {"kv_dtype": FP8},
     "fp8, blocks of 128, window, soft cap": {
         "kv_dtype": FP8,
@@ -70,11 +72,14 @@ def compile_kernel(
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_uses_the_chip(name):
-    compiled = compile_kernel(**CASES[name])
+    case = CASES[name]
+    compiled = compile_kernel(**case)
     [kernel] = compiled.kernels
     assert kernel.registers * 3 * 128 <= 65536
     assert max(compiled.shared_memory_bytes) <= aot.SHARED_MEMORY_LIMIT
-    assert kernel.count(WGMMA) and kernel.count(TMA_LOAD) and kernel.count(TMA_STORE)
+    head_dim, kv_tile = case.get("head_dim", 128), 64 if "kv_dtype" in case else 128
+    assert kernel.count(WGMMA) == (head_dim + kv_tile) // 16  # one loop: masks are a branch in it
+    assert kernel.count(TMA_LOAD) and kernel.count(TMA_STORE)
     assert kernel.count(r"setmaxnreg\.inc") == kernel.count(r"setmaxnreg\.dec") == 1
     assert not kernel.count(r"\bmma\.sync|\bld\.local|\bst\.local")
 

@@ -1,8 +1,11 @@
 """Machine and engine files: all that come with the package, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
+import shiftjax.sim.machine
 from shiftjax.options import ConfigError
 from shiftjax.sim.machine import (
     MACHINE_OF_DEVICE,
@@ -14,6 +17,8 @@ from shiftjax.sim.machine import (
     machine_of,
 )
 
+MACHINES = Path(shiftjax.sim.machine.__file__).parent / "machines"
+WAYS = ("all_reduce", "all_to_all", "all_gather", "point_to_point")
 GPUS = {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8"}
 
 
@@ -29,6 +34,17 @@ def test_every_machine_and_engine_loads():
         assert load_engine(name).name == name
 
 
+def test_every_constant_has_a_unit_that_fits_its_name():
+    ends = {"_bytes": {"GB", "B"}, "bytes_per_second": {"GB/s", "B/s"}, "_seconds": {"us", "s"}}
+    for name in GPUS | {"cpu"}:
+        data = yaml.safe_load((MACHINES / f"{name}.yaml").read_text())
+        ways = [way for kind in WAYS for way in data[kind]]
+        for key, node in [*data.items(), *(pair for way in ways for pair in way.items())]:
+            for end, units in ends.items():
+                assert not key.endswith(end) or node["unit"] in units, (name, key)
+        assert {node["unit"] for node in data["matmul_flops"].values()} <= {"TFLOP/s", "FLOP/s"}
+
+
 def test_units_become_si():
     machine = load_machine("h200x8")
     assert machine.memory_bytes == 141e9
@@ -42,6 +58,12 @@ def test_a_machine_survives_a_file(tmp_path):
     path = tmp_path / "copy.yaml"
     path.write_text(dump_machine(machine, "a test"))
     assert load_machine(str(path)) == machine
+    data = yaml.safe_load(path.read_text())
+    assert data["memory_bytes"] == {"value": 24e9, "unit": "B", "source": "a test"}
+    assert data["memory_bytes_per_second"]["unit"] == "B/s"
+    assert data["matmul_flops"]["bfloat16"]["unit"] == "FLOP/s"
+    assert data["all_reduce"][0]["latency_seconds"]["unit"] == "s"
+    assert data["tile_rows"]["unit"] == data["kv_efficiency"]["unit"] == "1"
 
 
 def spoiled(tmp_path, change) -> str:
