@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, filled
+from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, filled, store
 from pallas_kernels.prefill_plan import WARPGROUP_ROWS as ROWS
 from pallas_kernels.prefill_work import (
     Inputs,
@@ -234,7 +234,10 @@ def put_out(
     """Write the rows of the tokens that are owned: all at once, or one by one."""
     stage, n = shared.out.at[warpgroup], problem.n
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows of the piece before
-    stage[...] = rows.astype(problem.out_dtype)
+    if n % 8:  # copies of n rows cannot be from tiles of 8
+        store(stage, rows.astype(problem.out_dtype))
+    else:
+        stage[...] = rows.astype(problem.out_dtype)
     plgpu.commit_smem()
 
     def copy(token, count):

@@ -45,8 +45,8 @@ def fetch_work(
 def by_warps(keys: Job = nothing, values: Job = nothing, queries: Job = nothing) -> None:
     """Give each job to a warp of its own: a copy's barrier hears of every thread that asks for it.
 
-    With blocks of 16 tokens a round takes 16 copies, and 128 threads to each would take longer to
-    say so than the round to be computed.
+    With blocks of 16 tokens a round takes 16 copies, and 128 threads to each could take longer to
+    say so than the round takes to be computed.
     """
 
     def run(warp):
@@ -149,13 +149,17 @@ def fetch_rounds(
         lambda: fetch_queries(problem, inputs, shared, work, turn),
     )
 
-    @pl.when(whole < work.last)
-    def _():
-        stage = shared.v.at[slot_of(whole)]
-        plgpu.barrier_wait(shared.raw_ready)
-        convert(problem, stage, stage, length - whole * problem.kv_tile)
-        for _ in range(problem.copies_per_round):
-            plgpu.barrier_arrive(shared.v_ready.at[slot_of(whole)])
+    pl.when(whole < work.last)(
+        lambda: clear_the_end(problem, shared, slot_of(whole), length - whole * problem.kv_tile)
+    )
+
+
+def clear_the_end(problem: Problem, shared: Shared, slot: jax.Array, count: jax.Array) -> None:
+    """Hand over values, `count` of which are of the context, when they have come."""
+    plgpu.barrier_wait(shared.raw_ready)
+    convert(problem, shared.v.at[slot], shared.v.at[slot], count)
+    for _ in range(problem.copies_per_round):
+        plgpu.barrier_arrive(shared.v_ready.at[slot])
 
 
 def fetch_raw(

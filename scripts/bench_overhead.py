@@ -1,6 +1,6 @@
 """What serving costs over the bare engine: an engine without a model behind HTTP and gRPC.
 
-    python scripts/bench_overhead.py --streams 64 --tokens 256 --step-milliseconds 0
+    python scripts/bench_overhead.py --streams 64 --tokens 512 --step-milliseconds 0 8
 
 The runner makes up tokens at once, so all that is measured is Python: scheduling, text, JSON or
 protobuf, sockets. With a step time of 0 the engine outruns the front ends, and tokens that come
@@ -159,39 +159,45 @@ def _cpu_seconds(process: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def measure(streams: int, tokens: int, step_seconds: float, rounds: int) -> dict[str, Any]:
+    """Medians over rounds, after one that warms up, of the engine alone, HTTP and gRPC."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, streams, step_seconds))
+    process.start()
+    url, address = ours.recv()
+    rows: dict[str, list[dict[str, float]]] = {"engine": [bare(streams, tokens, step_seconds)]}
+    for _ in range(rounds + 1):
+        for name, run, where in (("http", over_http, url), ("grpc", over_grpc, address)):
+            before = _cpu_seconds(process.pid), time.process_time()
+            row = numbers(asyncio.run(run(where, streams, tokens)), step_seconds)
+            spent = _cpu_seconds(process.pid) - before[0], time.process_time() - before[1]
+            row |= {f"{who}_cpu_seconds": s for who, s in zip(SIDES, spent, strict=True)}
+            rows.setdefault(name, []).append(row)
+    ours.send(None)
+    process.join()
+    kept = {name: each[1:] or each for name, each in rows.items()}
+    return {
+        name: {key: float(np.median([row[key] for row in each])) for key in each[0]}
+        for name, each in kept.items()
+    }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--step-milliseconds", type=float, default=0.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--step-milliseconds", type=float, nargs="*", default=[0.0, 8.0])
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    load = arguments.streams, arguments.tokens
-    step_seconds = arguments.step_milliseconds / 1000
-    rounds: dict[str, list[dict[str, float]]] = {"engine": [bare(*load, step_seconds)]}
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, arguments.streams, step_seconds))
-    process.start()
-    url, address = ours.recv()
-    for _ in range(arguments.rounds + 1):
-        for name, run, where in (("http", over_http, url), ("grpc", over_grpc, address)):
-            before = _cpu_seconds(process.pid), time.process_time()
-            samples = asyncio.run(run(where, *load))
-            row = numbers(samples, step_seconds)
-            spent = _cpu_seconds(process.pid) - before[0], time.process_time() - before[1]
-            row |= {f"{who}_cpu_seconds": s for who, s in zip(SIDES, spent, strict=True)}
-            rounds.setdefault(name, []).append(row)
-    ours.send(None)
-    process.join()
-    kept = {name: rows[1:] or rows for name, rows in rounds.items()}  # the first one warms up
-    medians = {
-        name: {key: float(np.median([row[key] for row in rows])) for key in rows[0]}
-        for name, rows in kept.items()
-    }
-    print_table("medians", medians, stderr=False)
-    print(json.dumps(medians))
+    load = {"streams": arguments.streams, "tokens": arguments.tokens}
+    results: dict[str, Any] = dict(load)
+    for milliseconds in arguments.step_milliseconds:
+        row = measure(**load, step_seconds=milliseconds / 1000, rounds=arguments.rounds)
+        print_table(f"steps of {milliseconds:g} ms, medians", row, stderr=False)
+        results[f"step_{milliseconds:g}_ms"] = row
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

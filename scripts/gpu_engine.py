@@ -57,9 +57,8 @@ class Sizes(NamedTuple):
     def num_blocks(self) -> int:
         """KV blocks for the hungriest of these."""
         requests, before, after = self.serve
-        tokens = max(
-            self.batches[-1] * self.context, self.prompts[-1], requests * (before + after + 16)
-        )
+        served = requests * (before + after + BLOCK_SIZE)
+        tokens = max(self.batches[-1] * self.context, served, *self.prompts)
         return 1 + -(-tokens // BLOCK_SIZE)
 
     @property
@@ -99,7 +98,7 @@ def make_runner(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> D
     buckets = sizes.buckets
     max_rows = max(bucket.rows for bucket in buckets)
     step = StepDef(define(model, layout, dtype), layout, mesh, "alias", max_rows, attention)
-    longest = max(sizes.context, sizes.prompts[-1])
+    longest = max((sizes.context, *sizes.prompts))
     pool = PoolOptions(sizes.num_blocks, BLOCK_SIZE, -(-longest // BLOCK_SIZE), dtype)
     base = hashed_weights(step)
     shift = shift_weights(step.model, base, layout, "alias")
@@ -163,32 +162,36 @@ def median_seconds(action: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def run_steps(runner: DeviceRunner, plan: StepPlan, modes: list[Mode]) -> Any:
-    """Dispatch the plan once in each mode, with nothing done on the host between the steps."""
+def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Mode]], Any]:
+    """Return a function that runs the plan once in each mode, the host doing nothing between."""
     program = program_for(runner, plan)
     scalars = neutral_scalars(program.bucket.rows)
     key = np.zeros(2, np.uint32)
     inputs = step_inputs(plan, program.bucket, runner.pool, runner.step.attention, scalars, key)
-    handle = runner.run(plan, modes[0], None)
-    flat = jax.device_put(program.packing.pack(inputs), handle.last_tokens.sharding)
-    result: Any = None
-    for mode in modes:
-        arguments = runner.params[mode], runner.pools, handle.last_tokens, flat, program.tables
-        runner.pools, *result = program.steps[mode](*arguments)
-    return result
+    last_tokens = runner.run(plan, Mode.SHIFT, None).last_tokens
+    flat = jax.device_put(program.packing.pack(inputs), last_tokens.sharding)
+
+    def chain(modes: list[Mode]) -> Any:
+        result: Any = None
+        for mode in modes:
+            arguments = runner.params[mode], runner.pools, last_tokens, flat, program.tables
+            runner.pools, *result = program.steps[mode](*arguments)
+        return result
+
+    return chain
 
 
 def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str, float]:
     """Time a step: on the device alone, and as the engine's runner dispatches it."""
+    chain = make_chain(runner, plan)
 
     def dispatched() -> Any:
         handle = None
         for _ in range(repeats):
             handle = runner.run(plan, Mode.SHIFT, handle)
-        return handle
+        return handle and handle.last_tokens
 
-    modes = [Mode.SHIFT] * repeats
-    device = median_seconds(lambda: run_steps(runner, plan, modes), repeats)
+    device = median_seconds(lambda: chain([Mode.SHIFT] * repeats), repeats)
     engine = median_seconds(dispatched, repeats)
     return {"device_seconds": device, "engine_seconds": engine, "bubble_seconds": engine - device}
 
@@ -205,18 +208,16 @@ def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[di
     """Yield everything about one model; with several devices the modes are compared, too."""
     runner = make_runner(model, sizes)
     attention = {"model": model.name, "attention": runner.step.attention.name}
-    for row in (
-        *decode_rows(runner, sizes, ceilings),
-        *prefill_rows(runner, sizes, ceilings),
-        greedy_row(runner),
-        serve_row(runner, sizes, ceilings),
-        switch_row(runner, sizes),
-    ):
-        yield row | attention
+    yield from (row | attention for row in decode_rows(runner, sizes, ceilings))
+    yield from (row | attention for row in prefill_rows(runner, sizes, ceilings))
+    yield greedy_row(runner) | attention
+    yield serve_row(runner, sizes, ceilings) | attention
+    yield switch_row(runner, sizes) | attention
     del runner  # its memory is wanted
     count = jax.device_count()
     if count > 1:
         tp = 2 if count >= 4 else 1
+        sizes = sizes._replace(prompts=())
         yield switch_row(make_runner(model, sizes, count // tp, tp), sizes) | attention
 
 
@@ -328,10 +329,9 @@ def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
         program.steps[Mode.BASE] = base
     repeats = 2 * sizes.repeats
     orders = {"base": [Mode.BASE] * 2, "shift": [Mode.SHIFT] * 2, "alternating": list(Mode)}
+    chain = make_chain(runner, plan)
     seconds = {
-        f"{name}_seconds": median_seconds(
-            lambda order=order: run_steps(runner, plan, order * sizes.repeats), repeats
-        )
+        f"{name}_seconds": median_seconds(lambda order=order: chain(order * sizes.repeats), repeats)
         for name, order in orders.items()
     }
     alone = (seconds["base_seconds"] + seconds["shift_seconds"]) / 2

@@ -33,7 +33,6 @@ from serving.progress import print_table
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
-MEBIBYTE = 1 << 20
 MEASURE_SECONDS, CLIENTS = 20.0, 8  # of the closed loop that finds the capacity
 WARM_UP_SHARE = 0.25  # of the run, not counted in slopes
 SAMPLE_SECONDS = 10.0
@@ -159,11 +158,15 @@ class Soak:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def look(self) -> dict[str, float]:
-        """Memory, descriptors and threads of the server (Linux)."""
+        """Memory, descriptors and threads of the server (Linux).
+
+        Memory without mapped files, whose pages the system takes away and brings back as it likes.
+        """
         process = Path(f"/proc/{self.process.pid}")
-        pages = int((process / "statm").read_text(encoding="ascii").split()[1])
+        status = (process / "status").read_text(encoding="utf-8")
+        kibibytes = int(status.partition("RssAnon:")[2].split()[0])
         return {
-            "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / MEBIBYTE,
+            "anonymous_mib": kibibytes / 1024,
             "descriptors": len(os.listdir(process / "fd")),
             "threads": len(os.listdir(process / "task")),
         }
@@ -192,18 +195,21 @@ async def soak(run: Soak, minutes: float) -> dict[str, Any]:
     await asyncio.sleep(5)  # connections close
     idle, metrics = run.look(), await run.metrics()
     held = {name: metrics[name] for name in IDLE_METRICS}
-    names = ("rss_mib", "descriptors", "threads")
+    names = ("anonymous_mib", "descriptors", "threads")
     slopes = {name: slope_per_10_minutes(run.samples, name) for name in names}
     run.process.send_signal(signal.SIGTERM)
     code = await asyncio.to_thread(run.process.wait, 60)
     row = {"minutes": minutes, "requests_per_second": rate, "ends": dict(run.ends), "idle": idle}
-    row |= {"slope_per_10_minutes": slopes, "held": held, "exit_code": code}
+    rest = run.samples[int(WARM_UP_SHARE * len(run.samples)) :]
+    ranges = {n: [min(s[n] for s in rest), max(s[n] for s in rest)] for n in names}
+    row |= {"slope_per_10_minutes": slopes, "after_warm_up": ranges}
+    row |= {"held": held, "exit_code": code}
     row |= {n: metrics[f"{n}_total"] for n in ("recompiles_after_warmup", "mode_switches")}
     row |= {n: metrics[f"{n}_total"] for n in ("generation_tokens", "num_preemptions")}
     checks = {
-        "memory grows": slopes["rss_mib"] > 1.0,
-        "descriptors grow": abs(slopes["descriptors"]) > 5 and slopes["descriptors"] > 0,
-        "threads grow": slopes["threads"] > 1,
+        "memory grows": slopes["anonymous_mib"] > 1.0,
+        "descriptors grow": slopes["descriptors"] > 3,
+        "threads grow": slopes["threads"] > 3,  # pools still grow to their bounds
         "something is held": any(held.values()),
         "compiled while serving": row["recompiles_after_warmup"] > 0,
         "requests failed": set(run.ends) - {"finished", "cancelled"},

@@ -57,7 +57,8 @@ CONTROL_PLANE = (
     *("shiftjax.engine." + name for name in ("buckets", "machine", "shape")),
     *("shiftjax.engine." + name for name in ("collectives", "costs")),
     *("shiftjax.sim." + name for name in ("machine", "models", "trace", "deployment", "replay")),
-    *("shiftjax.sim." + name for name in ("metrics", "planning", "experiments", "report", "stages")),
+    *("shiftjax.sim." + name for name in ("metrics", "planning", "experiments", "report")),
+    "shiftjax.sim.stages",
 )
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax"}
 

@@ -48,7 +48,7 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
     return Guard(app, keys, LOOPBACK if is_local else None)
 
 
-def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors (no such path, wrong method) as error objects."""
     assert isinstance(error, HTTPException)
     is_method = error.status_code == 405
@@ -57,7 +57,7 @@ def _http_error(request: Request, error: Exception) -> Response:
     return _error_response(ServeError(kind, message), dict(error.headers or {}))
 
 
-def _serve_error(request: Request, error: Exception) -> Response:
+async def _serve_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
     return _error_response(error, {})
 

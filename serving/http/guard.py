@@ -77,13 +77,7 @@ class Guard:
         except Exception:
             logger.exception("Serving request %s failed.", request_id)
             status = status or await _send_error(send_and_note, internal_error())
-        milliseconds = 1000 * (time.monotonic() - started)
-        logger.log(
-            logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO,
-            "http: %s %s %d %.1f ms id=%s trace=%s",
-            *(scope["method"], _shown(scope["path"]), status, milliseconds, request_id),
-            trace_id(headers.get(b"traceparent", b"").decode("latin-1")),
-        )
+        _log(scope, headers, status, time.monotonic() - started)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise `ServeError` for what must not come through."""
@@ -104,6 +98,17 @@ class Guard:
         known = [hmac.compare_digest(given, each) for each in self._keys]  # all, always
         if scheme.lower() != b"bearer" or not any(known):
             raise ServeError("unauthenticated", "A valid API key is needed: Authorization: Bearer.")
+
+
+def _log(scope: Scope, headers: dict[bytes, bytes], status: int, seconds: float) -> None:
+    """One line per request; probes and polls only where they are looked for."""
+    is_quiet = scope["path"] in QUIET and status in (200, 503)
+    logger.log(
+        logging.DEBUG if is_quiet else logging.INFO,
+        "http: %s %s %d %.1f ms id=%s trace=%s",
+        *(scope["method"], _shown(scope["path"]), status, 1000 * seconds, scope["request_id"]),
+        trace_id(headers.get(b"traceparent", b"").decode("latin-1")),
+    )
 
 
 def is_request_id(text: str) -> bool:

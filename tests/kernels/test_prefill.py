@@ -64,7 +64,7 @@ def test_it_is_attention(name):
         (dict(kv_dtype=jnp.float16), "pools of float16 with q of bfloat16"),
         (dict(sliding_window=0), "sliding_window 0 is not positive"),
         (dict(soft_cap=-1.0), "soft_cap -1.0 is not positive"),
-        (dict(group=65), "65 query heads to a KV head: 1 to 64"),
+        (dict(group=33), "33 query heads to a KV head: 1 to 32"),
     ],
 )
 def test_what_it_cannot_do_is_said(change, message):

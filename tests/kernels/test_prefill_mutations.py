@@ -44,7 +44,8 @@ FAULTS = {
         Case(((5, 5), (17, 100))),
     ),
     "keys are not waited for": (
-        "compute", "    pl.when(j < place.last)(lambda: plgpu.barrier_wait(ready))\n", "", Case(),
+        "compute", "    pl.when(j < place.last)(lambda: plgpu.barrier_wait(ready))\n", "",
+        Case(((17, 300),)),
     ),
     "values are not waited for": (
         "compute", "    plgpu.barrier_wait(shared.v_ready.at[slot])\n\n    def weigh",

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -47,13 +48,14 @@ class Served:
         command += [f"--admin-port={self.admin_port}"] if admin else []
         if limits:  # of the process, by the names of `ulimit`
             command = ["prlimit", *(f"--{name}={n}" for name, n in limits.items()), *command]
+        # Files, because nobody reads while the server runs, and a full pipe would stop it.
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, f"--grpc-port={self.grpc_port}", "--served-model-name=tiny", *flags],
             cwd=ROOT,
             env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=self._files[0],
+            stderr=self._files[1],
         )
         self.client = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False
@@ -68,8 +70,8 @@ class Served:
 
     def wait_for(self, path: str, status: int) -> None:
         while self.status(path) != status:
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
+            assert self.process.poll() is None, self.texts()
+            time.sleep(0.05)
 
     def complete(self, **fields) -> httpx.Response:
         body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -77,8 +79,23 @@ class Served:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, stdout, stderr."""
-        out, err = self.process.communicate(timeout=30)
-        return self.process.returncode, out, err
+        code = self.process.wait(timeout=60)
+        return code, *self.texts()
+
+    def texts(self) -> list[str]:
+        """What stdout and stderr say so far."""
+        for file in self._files:
+            file.seek(0)
+        return [file.read() for file in self._files]
+
+    def close(self) -> None:
+        """Kill the process if it runs, and let go of everything."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for file in self._files:
+            file.close()
 
 
 @contextmanager
@@ -88,10 +105,7 @@ def serve(directory: Path, cache_dir: Path, *flags: str, **options: Any) -> Iter
     try:
         yield served
     finally:
-        served.client.close()
-        if served.process.poll() is None:
-            served.process.kill()
-        served.process.communicate()
+        served.close()
 
 
 def in_background(function) -> tuple[threading.Thread, list]:

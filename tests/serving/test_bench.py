@@ -1,10 +1,16 @@
 """`shiftjax bench`: engines without a server; the flags of every kind; what is refused."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from serving.cli import main
+
+ROOT = Path(__file__).parents[2]
 
 TINY = ("--model=random:tiny", "--sp=1", "--tp=1", "--num-blocks=80", "--max-model-len=64")
 TINY += ("--token-buckets=32", "--max-num-batched-tokens=32", "--max-num-seqs=8")
@@ -55,3 +61,14 @@ def test_what_cannot_be_measured(capsys, argv, words):
     assert main(["bench", *argv, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_what_serving_costs(tmp_path):
+    command = [sys.executable, "scripts/bench_overhead.py", "--streams=3", "--tokens=20"]
+    command += ["--rounds=1", "--step-milliseconds", "1"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    rows = json.loads(run.stdout.splitlines()[-1])["step_1_ms"]
+    assert set(rows) == {"engine", "http", "grpc"}
+    assert all(row["tokens_per_second"] > 0 for row in rows.values())
+    assert all(rows[name]["events_per_second"] > 0 for name in ("http", "grpc"))

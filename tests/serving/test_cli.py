@@ -71,6 +71,25 @@ def test_names_of_the_interface_are_flags():
     }
 
 
+def test_names_of_the_server_are_flags():
+    flags = set(subparsers()["serve"]._option_string_actions)
+    assert flags >= {
+        *("--served-model-name", "--host", "--port", "--grpc-port", "--max-num-queued-reqs"),
+        *("--max-num-queued-tokens", "--shutdown-timeout", "--max-logprobs", "--api-key"),
+        *("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--metrics-prefix"),
+    }
+
+
+def test_the_commands_and_benchmarks_of_the_interface_exist():
+    commands = subparsers()
+    assert set(commands) >= {
+        *("generate", "chat", "serve", "batch", "bench", "plan", "mesh", "convert", "check")
+    }
+    actions = commands["bench"]._actions
+    kinds = next(a.choices for a in actions if isinstance(a, argparse._SubParsersAction))
+    assert set(kinds) >= {"serve", "latency", "throughput", "startup", "kernels"}
+
+
 def test_all_problems_come_on_lines_of_their_own(capsys, monkeypatch, tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text("dp: 0\n")

@@ -286,14 +286,18 @@ def test_a_slow_reader_is_dropped(server, client):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
             connection.sendall(head.encode() + data)
+            server.runner.step_seconds = 0.02  # the engine takes longer than the server waits
             server.wait_until(lambda: aborts(server) == before + 1)
+        server.runner.step_seconds = 0.002
 
 
 def test_a_slow_reader_over_grpc_is_dropped():
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]  # windows
     with (
         running_server(write_timeout=0.3) as server,
-        grpc.insecure_channel(server.server.grpc.address) as channel,
+        grpc.insecure_channel(server.server.grpc.address, options=small) as channel,
     ):
+        server.runner.step_seconds = 0.01  # the engine takes longer than the server waits
         sampling = pb.Sampling(max_tokens=200, n=32, logprobs=20, ignore_eos=True)  # some 10 MB
         stub = pb_grpc.InferenceStub(channel)
         call = stub.Generate(pb.GenerateRequest(text="x", sampling=sampling))

@@ -22,13 +22,6 @@ def model():
     return checkpoint()
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("compiled")
-    directory.chmod(0o700)
-    return directory
-
-
 def test_the_life_of_a_server(model, cache_dir):
     """Starting is not ready; SIGTERM drains: what runs finishes, what comes is refused."""
     directory, config, tensors = model

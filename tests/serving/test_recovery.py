@@ -27,13 +27,6 @@ def model():
     return checkpoint()
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("compiled")
-    directory.chmod(0o700)
-    return directory
-
-
 def stream_until_it_breaks(served: Served) -> tuple[bytes, bool]:
     """(what came, whether the connection broke) of a streamed completion."""
     received = b""
@@ -93,17 +86,18 @@ def test_a_stopped_process_goes_on_where_it_was(model, cache_dir):
         assert served.end()[0] == 0
 
 
-def test_a_broken_compilation_cache_is_compiled_again(model, tmp_path):
-    cache_dir = tmp_path / "cache"
-    cache_dir.mkdir(mode=0o700)
-    for text in (None, b"", b"nonsense"):
-        entries = [path for path in cache_dir.rglob("*") if path.is_file()]
-        assert bool(entries) == (text is not None)
-        for path in entries:
-            path.write_bytes(text or b"")
-        with serve(model[0], cache_dir) as served:
-            served.wait_for("/health/ready", 200)
-            assert served.complete(max_tokens=3).status_code == 200
+def test_a_broken_compilation_cache_is_compiled_again(model, cache_dir, tmp_path):
+    with serve(model[0], cache_dir) as served:
+        served.wait_for("/health/ready", 200)
+    broken = tmp_path / "cache"
+    shutil.copytree(cache_dir, broken)
+    entries = [path for path in broken.rglob("*") if path.is_file()]
+    assert entries
+    for path in entries:
+        path.write_bytes(b"nonsense")
+    with serve(model[0], broken) as served:
+        served.wait_for("/health/ready", 200)
+        assert served.complete(max_tokens=3).status_code == 200
 
 
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit of util-linux")

@@ -140,6 +140,7 @@ def test_a_reader_that_stops_loses_its_connection():
     body |= {"stream": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     data = json.dumps(body).encode()
     with running_server(grpc=False, write_timeout=0.3) as server, socket.socket() as connection:
+        server.runner.step_seconds = 0.01  # the engine takes longer than the server waits
         host, port = server.url.removeprefix("http://").split(":")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
