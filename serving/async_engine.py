@@ -309,8 +309,9 @@ class AsyncEngine:
         stats = await self.call(lambda engine: engine.stats())
         held = stats.num_running, stats.num_waiting, stats.num_waiting_tokens, stats.kv_usage
         assert held == (0, 0, 0, 0.0), f"held at idle: {held}"
-        await asyncio.sleep(0)  # the turn that carried the call
-        assert not self._submitted, self._submitted
+        async with asyncio.timeout(10):  # the turn that carried the calls is on its way
+            while self._submitted or self.stats != stats:
+                await asyncio.sleep(0.005)
 
 
 def _validate(request: Request, engine: Engine) -> None:
