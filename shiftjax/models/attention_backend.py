@@ -31,6 +31,7 @@ from shiftjax.parallel.sharding import Device, Layout
 
 logger = logging.getLogger(__name__)
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
+MISCOMPILES = range(12080, 12091)  # of CUDA; JAX's own attention kernel refuses them, too
 KERNEL_CAPABILITY = 9  # Hopper; the matrix instructions of later chips are others
 
 
@@ -96,7 +97,16 @@ def why_not(device: Device) -> str | None:
             f"they are for compute capability {KERNEL_CAPABILITY}.x (H100, H200, H20), not "
             f"{device.compute_capability}"
         )
+    if (version := cuda_version()) in MISCOMPILES:
+        return f"ptxas of CUDA {version} miscompiles causal masks; install 12.9.1 or later"
     return None
+
+
+def cuda_version() -> int | None:
+    """The CUDA runtime's version, 1000 * major + 10 * minor + patch; None without CUDA."""
+    from jax._src.lib import cuda_versions  # JAX has no public name for it
+
+    return cuda_versions.cuda_runtime_get_version() if cuda_versions else None
 
 
 def _tuned_attention(

@@ -106,6 +106,10 @@ def test_collectives_are_the_papers_to_the_byte(case, compiled):
 def test_weights_are_read_where_they_are(case, compiled):
     one = compiled(case)
     assert weight_moves(one.text, matrices(one.step, one.params), "bf16") == []
+    if case.mode is Mode.SHIFT:  # few tokens: there is no room for one of three large matrices
+        model = one.step.layout.model
+        gate = model.intermediate_size * model.hidden_size * BF16_BYTES // NUM_DEVICES
+        assert one.temporary_bytes < gate
 
 
 def test_slicing_in_the_step_copies_every_weight(compiled):

@@ -61,6 +61,13 @@ def test_another_gpu_gets_xla_and_is_told_once(capability, caplog):
     assert "compute capability 9.x" in record.getMessage()
 
 
+@pytest.mark.parametrize(("version", "name"), [(12080, "xla"), (12090, "xla"), (12091, "pallas")])
+def test_a_compiler_that_errs_is_not_used(version, name, caplog, monkeypatch):
+    monkeypatch.setattr("shiftjax.models.attention_backend.cuda_version", lambda: version)
+    assert choose(HOPPER).name == name
+    assert (f"CUDA {version} miscompiles" in caplog.text) == (name == "xla")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -203,4 +210,4 @@ def test_consecutive_steps_through_the_kernels_are_those_of_xla(monkeypatch, kv_
     expected = served(monkeypatch, "xla", kv_dtype, **model)
     got = served(monkeypatch, "pallas", kv_dtype, **model)
     assert [token for token, _ in got] == [token for token, _ in expected]
-    np.testing.assert_allclose([x for _, x in got], [x for _, x in expected], atol=0.02)
+    np.testing.assert_allclose([x for _, x in got], [x for _, x in expected], atol=0.04)
