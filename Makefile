@@ -19,8 +19,9 @@ install: $(VENV)/.dev
 demo: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
 
+# A file's tests share what they compile, so they stay in one process.
 test: $(VENV)/.gpu $(VENV)/.node
-	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest
+	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
