@@ -240,7 +240,11 @@ def _grammar_source(fields: GenerationFields) -> GrammarSource | None:
 
 
 def _from_format(wanted: ResponseFormat | None) -> list[GrammarSource]:
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
+        return []
+    if wanted.json_schema is not None and wanted.type in ("text", "json_object"):
+        raise invalid("response_format.json_schema", "needs the type json_schema")
+    if wanted.type == "text":
         return []
     if wanted.type == "json_object":
         return [GrammarSource("json", '{"type":"object"}')]

@@ -36,6 +36,7 @@ from shiftjax.sim.trace import TraceRequest
 
 Add = Callable[[Any, str, Any, str], argparse.ArgumentParser]
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+WINDOW = "0:900"
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
@@ -70,7 +71,7 @@ def _add_simulate(commands: Any, add: Add) -> None:
     parser = add(commands, "simulate", simulate, "replay a trace on a modelled machine")
     _add_target(parser)
     parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
-    parser.add_argument("--window", default="0:900", metavar="START:SECONDS", help="default 0:900")
+    parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
     parser.add_argument("--compare", default="dp,tp,sp,shift", help="deployments, comma-separated")
     parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
     parser.add_argument(
@@ -179,6 +180,8 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     if arguments.shift_threshold is not None:
         if arguments.shift_threshold < 0:
             raise ConfigError(["--shift-threshold must be at least 0"])
+        if "shift" not in names:
+            raise ConfigError(["--shift-threshold is for shift, which --compare does not name"])
         budgets["threshold"] = arguments.shift_threshold
     deployments = choose_deployments(target, names, **budgets)
     requests = _trace(arguments)
@@ -220,12 +223,14 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
     if arguments.trace in SYNTHETIC:
+        if arguments.window is not None:
+            raise ConfigError(["--window is for trace files; use --set seconds=..."])
         pairs = [text.partition("=") for text in arguments.set]
         options = {name: _number(value, f"--set {name}") for name, _, value in pairs}
         return trace_from({"kind": arguments.trace} | options)
     if arguments.set:
         raise ConfigError(["--set is for synthetic traces: " + ", ".join(SYNTHETIC)])
-    start, _, seconds = arguments.window.partition(":")
+    start, _, seconds = (arguments.window or WINDOW).partition(":")
     bounds = {"start": _number(start, "--window"), "seconds": _number(seconds, "--window")}
     return trace_from({"file": arguments.trace} | bounds)
 

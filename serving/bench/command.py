@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.bench.client import Target, get, parse_url
+from serving.bench.flags import LOADS, MADE_UP
 from serving.bench.load import Outcome, closed_loop, replay
 from serving.bench.report import errors, plot, queue_times, summary, write_json
 from serving.progress import print_table
@@ -39,26 +40,45 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
+    is_loop = arguments.clients is not None
+    kind = "trace" if arguments.trace else "clients" if is_loop else "rate"
+    values = _load(arguments, kind)
+    if kind == "trace":
+        scaled = scale_rate(load_trace(arguments.trace), values["speed"])
+        return window(scaled, 0.0, values["seconds"])
+    lengths = values["prompt_tokens"], values["output_tokens"]
+    if kind == "clients":
+        return [TraceRequest(0.0, *lengths)] * values["requests"]
+    rate, cv, seconds, seed = (values[name] for name in ("rate", "cv", "seconds", "load_seed"))
+    return gamma_bursty(rate, cv, seconds, *lengths, seed)
+
+
+def _load(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """What shapes this kind of load. Raises ConfigError, also for what shapes another."""
+    names = {"clients", *(name for load in LOADS.values() for name in load)}
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    values = LOADS[kind] | given
     problems = [
-        f"--{name.replace('_', '-')} must be more than 0, got {value}"
-        for name in ("seconds", "rate", "cv", "speed", "clients", "requests")
-        if (value := getattr(arguments, name)) is not None and not 0 < value < 1e9
+        f"--{_flag(name)} has no meaning for a load of --{kind}"
+        for name in sorted(given.keys() - LOADS[kind].keys() - {kind})
     ]
     problems += [
-        f"--{name.replace('_', '-')} must be 1 or more, got {getattr(arguments, name)}"
-        for name in ("prompt_tokens", "output_tokens")
-        if getattr(arguments, name) < 1
+        f"--{_flag(name)} must be more than 0, got {values[name]}"
+        for name in ("seconds", "rate", "cv", "speed", "clients", "requests")
+        if name in values and not 0 < values[name] < 1e9
+    ]
+    problems += [
+        f"--{_flag(name)} must be 1 or more, got {values[name]}"
+        for name in MADE_UP
+        if name in values and values[name] < 1
     ]
     if problems:
         raise ConfigError(problems)
-    lengths = arguments.prompt_tokens, arguments.output_tokens
-    if arguments.trace:
-        scaled = scale_rate(load_trace(arguments.trace), arguments.speed)
-        return window(scaled, 0.0, arguments.seconds)
-    if arguments.clients:
-        return [TraceRequest(0.0, *lengths)] * arguments.requests
-    rate, cv, seconds = arguments.rate, arguments.cv, arguments.seconds
-    return gamma_bursty(rate, cv, seconds, *lengths, arguments.load_seed)
+    return values
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 async def _measure(

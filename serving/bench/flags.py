@@ -2,6 +2,13 @@
 
 import argparse
 
+MADE_UP = {"prompt_tokens": 128, "output_tokens": 64}
+# What shapes each kind of load, with defaults; a flag of another kind is refused.
+LOADS = {
+    "trace": {"speed": 1.0, "seconds": 30.0},
+    "clients": {"requests": 100, **MADE_UP},
+    "rate": {"rate": 2.0, "cv": 1.0, "seconds": 30.0, "load_seed": 0, **MADE_UP},
+}
 COUNTS = {
     "batch": ("sequences at a time", 8),
     "requests": ("requests in all", 64),
@@ -25,15 +32,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-file", metavar="FILE", help="file with the API key")
     load = parser.add_argument_group("load", "a trace, or arrivals at a rate, or a closed loop")
     load.add_argument("--trace", metavar="FILE", help="Azure, Mooncake, BurstGPT or shiftjax")
-    load.add_argument("--speed", type=float, default=1.0, help="replay the trace so much faster")
-    load.add_argument("--seconds", type=float, default=30.0, help="length of the load")
-    load.add_argument("--rate", type=float, default=2.0, help="requests per second")
-    load.add_argument("--cv", type=float, default=1.0, help="1: Poisson; more is burstier")
+    load.add_argument("--speed", type=float, help="replay the trace so much faster; default 1")
+    load.add_argument("--seconds", type=float, help="of a trace or arrivals; default 30")
+    load.add_argument("--rate", type=float, help="requests per second; default 2")
+    load.add_argument("--cv", type=float, help="1, the default: Poisson; more is burstier")
     load.add_argument("--clients", type=int, help="closed loop of so many clients")
-    load.add_argument("--requests", type=int, default=100, help="of a closed loop")
-    load.add_argument("--prompt-tokens", type=int, default=128, help="of a made-up request")
-    load.add_argument("--output-tokens", type=int, default=64, help="of a made-up request")
-    load.add_argument("--load-seed", type=int, default=0, help="of the arrivals")
+    load.add_argument("--requests", type=int, help="of a closed loop; default 100")
+    load.add_argument("--prompt-tokens", type=int, help="of a made-up request; default 128")
+    load.add_argument("--output-tokens", type=int, help="of a made-up request; default 64")
+    load.add_argument("--load-seed", type=int, help="of the arrivals; default 0")
     out = parser.add_argument_group("results")
     out.add_argument("--ttft-limit", type=float, help="seconds; goodput counts what keeps it")
     out.add_argument("--tpot-limit", type=float, help="seconds; goodput counts what keeps it")

@@ -78,6 +78,7 @@ OTHERS = {
     "response_format": [
         *({}, {"type": "xml"}, {"type": "json_schema"}, "json", 5, {"type": 5}),
         {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "text", "json_schema": {"schema": True}},
     ],
     "structured_outputs": [{}, {"regex": ""}, {"json": "", "regex": "a"}, {"json_object": False}],
     "prompt": [5, {"a": 1}, [1, "a"], [[[1]]], [], "", [""], [[]], None, [1.5], [True], ["a", 1]],

@@ -75,6 +75,8 @@ def test_the_options_reach_the_replay(capsys, tmp_path):
         ((*QUICK, "--rates", "0"), "must be above 0"),
         ((*QUICK, "--rates", "-1"), "must be above 0"),
         ((*QUICK, "--shift-threshold", "-1"), "must be at least 0"),
+        ((*QUICK, "--compare", "dp", "--shift-threshold", "9"), "which --compare does not name"),
+        ((*QUICK, "--window", "0:5"), "--window is for trace files"),
         ((*QUICK, "--set", "rate=-4"), "rate must be above 0, got -4"),
         ((*QUICK, "--set", "rat=4"), "unexpected keyword argument"),
         (("mesh", "simulate", "--trace", "/etc/hostname", "--set", "rate=4"), "synthetic traces"),
