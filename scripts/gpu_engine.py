@@ -26,12 +26,13 @@ from shiftjax.engine.admission import RequestLimits
 from shiftjax.engine.buckets import Bucket
 from shiftjax.engine.engine import Engine, Group
 from shiftjax.engine.policy import make_policy
-from shiftjax.engine.programs import PoolOptions, Program, compile_programs, step_inputs
+from shiftjax.engine.programs import PoolOptions, compile_programs, step_inputs
 from shiftjax.engine.request import Mode, Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.engine.runner import DeviceRunner
 from shiftjax.engine.sampling_inputs import neutral_scalars
 from shiftjax.engine.scheduler import Scheduler
 from shiftjax.engine.scheduler_config import SchedulerConfig
+from shiftjax.engine.shape import ModelShape
 from shiftjax.engine.step import StepDef
 from shiftjax.models.attention_backend import choose_attention
 from shiftjax.models.config import ModelConfig
@@ -103,8 +104,7 @@ def make_runner(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> D
     base = hashed_weights(step)
     shift = shift_weights(step.model, base, layout, "alias")
     params = {Mode.BASE: base, Mode.SHIFT: shift}
-    modes = list(Mode) if sp > 1 else [Mode.SHIFT]  # one and the same where SP = 1
-    wanted = dict.fromkeys(buckets, modes)
+    wanted = dict.fromkeys(buckets, layout.modes)
     programs = compile_programs(step, params, pool, wanted, lambda *_: None)
     return DeviceRunner(step, params, pool, programs)
 
@@ -139,16 +139,6 @@ def make_plan(seqs: int, context: int, num_tokens: int) -> StepPlan:
     return StepPlan(scheduled, seqs * num_tokens, seqs, decodes, [], [], step_id=0)
 
 
-def program_for(runner: DeviceRunner, plan: StepPlan) -> Program:
-    """Return the smallest program that a plan fits."""
-    fits = (
-        program
-        for program in runner.programs
-        if plan.num_tokens <= program.bucket.tokens and plan.num_rows <= program.bucket.rows
-    )
-    return next(fits)
-
-
 def median_seconds(action: Callable[[], Any], repeats: int) -> float:
     """Median seconds of one of the `repeats` steps of an action; the first action is not counted.
 
@@ -164,7 +154,7 @@ def median_seconds(action: Callable[[], Any], repeats: int) -> float:
 
 def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Mode]], Any]:
     """Return a function that runs the plan once in each mode, the host doing nothing between."""
-    program = program_for(runner, plan)
+    program = runner.program_for(plan)
     scalars = neutral_scalars(program.bucket.rows)
     key = np.zeros(2, np.uint32)
     inputs = step_inputs(plan, program.bucket, runner.pool, runner.step.attention, scalars, key)
@@ -198,10 +188,7 @@ def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str
 
 def matrix_elements(model: ModelConfig) -> tuple[int, int]:
     """(elements of all matrices of the layers, of the LM head)."""
-    head = model.vocab_size * model.hidden_size
-    tables = head if model.tie_word_embeddings else 2 * head
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    return model.num_parameters - tables - norms, head
+    return ModelShape(model).layer_parameters, model.vocab_size * model.hidden_size
 
 
 def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -321,7 +308,7 @@ def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
     """
     layout, batch = runner.step.layout, sizes.batches[-1]
     plan = make_plan(batch, sizes.context, 1)
-    program = program_for(runner, plan)
+    program = runner.program_for(plan)
     if layout.sp == 1:
         base = runner.step.compile(
             Mode.BASE, runner.params[Mode.BASE], runner.pools, program.packing, program.tables

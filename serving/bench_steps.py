@@ -35,6 +35,7 @@ from shiftjax.sim.fit import CostsOf, Point, errors, fit_machine
 from shiftjax.sim.machine import dump_machine, load_engine, load_machine, machine_of
 
 if TYPE_CHECKING:
+    from shiftjax.build import Built
     from shiftjax.engine.runner import DeviceRunner
 
 TOKEN_BUCKETS = (8, 32, 128, 512)
@@ -110,26 +111,35 @@ def measure_switch(runner: "DeviceRunner", plan: StepPlan, repeats: int) -> dict
     return {pair: statistics.median(values) for pair, values in times.items()}
 
 
-def start_runner(model: str, sp: int, tp: int) -> "DeviceRunner":
-    """An engine's runner, ready to run steps of the grid."""
+def build_for_both_modes(model: str, token_buckets: Sequence[int], **options: Any) -> "Built":
+    """An engine without a tokenizer whose steps are compiled in both modes."""
     from shiftjax.build import build
     from shiftjax.weights.resolve import open_source, resolve_model
 
     config = EngineConfig.from_options(
         model=model,
+        token_buckets=token_buckets,
+        max_num_batched_tokens=token_buckets[-1],
+        block_size=BLOCK_SIZE,
+        policy="cost",  # may choose either mode for every size; not asked here
+        machine="cpu",
+        **options,
+    )
+    source = open_source(resolve_model(model), seed=0)
+    return build(config, source, lambda stage, done, total: None)
+
+
+def start_runner(model: str, sp: int, tp: int) -> "DeviceRunner":
+    """An engine's runner, ready to run steps of the grid."""
+    built = build_for_both_modes(
+        model,
+        TOKEN_BUCKETS,
         sp=sp,
         tp=tp,
         max_model_len=MAX_LENGTH,
         max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=TOKEN_BUCKETS[-1],
-        token_buckets=TOKEN_BUCKETS,
-        block_size=BLOCK_SIZE,
         num_blocks=1 + MAX_SEQS * MAX_LENGTH // BLOCK_SIZE,
-        policy="cost",  # so that both modes of every size are compiled
-        machine="cpu",
     )
-    source = open_source(resolve_model(model), seed=0)
-    built = build(config, source, lambda stage, done, total: None)
     return built.runners[0]
 
 
@@ -146,7 +156,7 @@ def measure_mesh(
     The first round does not. Other work on the machine only ever adds time, and it seldom lasts
     through all rounds.
     """
-    modes = list(Mode) if sp > 1 else [Mode.SHIFT]
+    modes = runner.step.layout.modes
     plans = [(case, plan_of(case), mode) for case in cases() for mode in modes]
     rounds = [[measure(runner, plan, mode) for _, plan, mode in plans] for _ in range(repeats + 1)]
     best = [min(times) for times in zip(*rounds[1:], strict=True)]

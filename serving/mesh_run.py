@@ -5,7 +5,7 @@
       model: random:tiny
       meshes: [[4, 2], [2, 4]]      # SP, TP
       tokens: 16                    # greedy tokens of each of the prompts
-    dtype: float32
+      dtype: float32
     modelled:
       - {machine: h200x8, model: llama-70b, dtype: fp8, engine: vllm,
          compare: [dp, tp, shift], rates: [0.5, 1],
@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from serving.bench_steps import BLOCK_SIZE, Case, measure, plan_of
+from serving.bench_steps import (
+    Case,
+    build_for_both_modes,
+    device_kind,
+    measure,
+    plan_of,
+)
 from serving.compiled import collective_bytes
 from shiftjax.config import EngineConfig
 from shiftjax.engine.collectives import step_collectives
@@ -42,7 +48,7 @@ from shiftjax.sim.experiments import (
     trace_from,
     write_rows,
 )
-from shiftjax.sim.machine import load_engine, load_machine
+from shiftjax.sim.machine import load_engine, load_machine, machine_of
 from shiftjax.sim.report import Report, frontier, percentiles_by_rate, time_lines
 
 if TYPE_CHECKING:
@@ -169,7 +175,7 @@ def _measured(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     first: list[tuple[int, ...]] | None = None
     for sp, tp in meshes:
         built = _build(options, sp, tp)
-        for mode in list(Mode) if sp > 1 else [Mode.SHIFT]:
+        for mode in built.layout.modes:
             tokens = _generate(built.engine, mode, options["tokens"])
             first = first or tokens
             rows.append(_row(built, sp, tp, mode) | {"same_tokens": tokens == first})
@@ -182,25 +188,10 @@ def rows_agree(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _build(options: Mapping[str, Any], sp: int, tp: int) -> "Built":
-    from shiftjax.build import build
-    from shiftjax.weights.resolve import open_source, resolve_model
-
-    config = EngineConfig.from_options(
-        model=options["model"],
-        dtype=options["dtype"],
-        sp=sp,
-        tp=tp,
-        max_model_len=MAX_LENGTH,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        token_buckets=(8, 64),
-        block_size=BLOCK_SIZE,
-        num_blocks=2048,
-        policy="cost",  # so that both modes of every size are compiled
-        machine="cpu",
+    sizes = {"max_model_len": MAX_LENGTH, "max_num_seqs": 8, "num_blocks": 2048}
+    return build_for_both_modes(
+        options["model"], (8, 64), dtype=options["dtype"], sp=sp, tp=tp, **sizes
     )
-    source = open_source(resolve_model(options["model"]), seed=0)
-    return build(config, source, lambda stage, done, total: None)
 
 
 def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[tuple[int, ...]]:
@@ -227,7 +218,7 @@ def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     moves = step_collectives(layout, mode, *program.bucket, width)
     formats = Formats(weights, str(runner.pool.dtype), weights)
     buckets = [one.bucket for one in runner.programs]
-    shape, machine = ModelShape(layout.model), load_machine("cpu")
+    shape, machine = ModelShape(layout.model), load_machine(machine_of(device_kind(runner)))
     costs = CostModel(shape, sp, tp, machine, load_engine("shiftjax"), formats, buckets)
     row = {"sp": sp, "tp": tp, "mode": mode.value, "bytes": sum(compiled.values())}
     row |= {"predicted_bytes": sum(m.num_bytes * m.num_times for m in moves)}

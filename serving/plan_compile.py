@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.compiled import collective_bytes
-from shiftjax.engine.buckets import Bucket, make_buckets
+from shiftjax.engine.buckets import make_buckets
 from shiftjax.engine.collectives import step_collectives
-from shiftjax.engine.request import Mode, StepPlan
+from shiftjax.engine.request import Mode
 from shiftjax.engine.shape import FORMAT_BYTES
 from shiftjax.options import ConfigError
+from shiftjax.parallel.layout import Layout
 from shiftjax.sim.deployment import Deployment, Target, memory_of
 
 if TYPE_CHECKING:
-    from shiftjax.engine.step import StepDef
     from shiftjax.parallel.sharding import Device
 
 TARGETS = Path(__file__).parent / "targets"
@@ -79,9 +79,9 @@ def _chip(target: Target) -> str:
 
 def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
     """SHIFT's weights are views of those of BASE, so those of BASE are all there are."""
-    modes = list(Mode) if deployment.sp > 1 else [Mode.SHIFT]
-    steps = {mode: _whole(target, deployment, mode) for mode in modes}
-    held, memory = steps[modes[0]].weight_bytes, memory_of(target, deployment)
+    layout = Layout(target.shape.config, deployment.sp, deployment.tp)
+    steps = {mode: _whole(target, deployment, mode) for mode in layout.modes}
+    held, memory = steps[layout.modes[0]].weight_bytes, memory_of(target, deployment)
     temporary = max(step.temporary_bytes for step in steps.values())
     predicted = memory.workspace_bytes - int(target.engine.reserved_bytes)
     more = memory.weight_bytes + predicted - held - temporary  # than was predicted
@@ -120,10 +120,10 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     import numpy as np
 
     from shiftjax.cache.pool import abstract_pools
-    from shiftjax.engine.programs import PoolOptions
+    from shiftjax.engine.programs import PoolOptions, abstract_inputs
     from shiftjax.engine.step import StepDef
     from shiftjax.models.attention_backend import choose_attention
-    from shiftjax.parallel.sharding import Layout, make_mesh
+    from shiftjax.parallel.sharding import make_mesh
     from shiftjax.weights.place import define
 
     config = replace(target.shape.config, num_layers=num_layers)
@@ -138,7 +138,8 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     length = -(-deployment.max_num_batched_tokens // block)
     pool = PoolOptions(1 + length, block, length, kv)
     pools = abstract_pools(mesh, layout, pool.num_blocks, block, kv)
-    compiled = step.compile(mode, _params(step, mode), pools, *_inputs(step, bucket, pool))
+    inputs = abstract_inputs(step, pool, bucket)
+    compiled = step.compile(mode, step.abstract_params(mode), pools, *inputs)
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
@@ -161,37 +162,3 @@ def _devices(chip: str, count: int) -> "list[Device]":
         platform="cuda", target_config=description, topology=f"1x1x{count}"
     )
     return list(topologies.make_mesh(topology, (count,), ("x",)).devices.flat)
-
-
-def _params(step: "StepDef", mode: Mode) -> tuple[Any, ...]:
-    """The weights of a mode, as shapes: a shift shard has rows of its own."""
-    import jax
-
-    from shiftjax.parallel.sharding import named
-
-    layout, params = step.layout, []
-    for weight, spec in zip(step.model.declared, step.weight_specs(mode), strict=True):
-        shape, axis = weight.shape, weight.axes[0]
-        if mode is Mode.SHIFT and axis not in (None, "lm_vocab"):
-            shape = (layout.shift_rows(axis) * layout.num_devices, *shape[1:])
-        params.append(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=named(step.mesh, spec)))
-    return tuple(params)
-
-
-def _inputs(step: "StepDef", bucket: Bucket, pool: Any) -> tuple[Any, Any]:
-    """What changes every step, as shapes: the packed vector and the sampling tables."""
-    import jax
-    import numpy as np
-
-    from shiftjax.engine.programs import step_inputs
-    from shiftjax.engine.sampling_inputs import neutral_rows
-    from shiftjax.engine.step import Packing
-    from shiftjax.parallel.sharding import named, rows_spec
-
-    scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
-    empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
-    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, np.zeros(2, np.uint32))
-    rows = named(step.mesh, rows_spec())
-    return Packing.of(inputs), jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tables
-    )

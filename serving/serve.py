@@ -12,9 +12,9 @@ from serving.accounts import EngineLimits
 from serving.async_engine import AsyncEngine
 from serving.faults import LOADING, Fault, faulty, install, parse_fault
 from serving.options import ServerOptions
-from serving.progress import progress_bars
 from serving.server import Server, read_keys
 from serving.service import ServedModel, Service
+from serving.start import open_llm
 from shiftjax.config import EngineConfig
 from shiftjax.engine.request import SamplingParams
 from shiftjax.settings import fault_of, make_virtual_devices
@@ -145,11 +145,8 @@ class Process:
 
 
 def _load(config: EngineConfig) -> "LLM":
-    """Load and compile, with bars on a terminal, and prove that a step runs."""
-    from shiftjax.llm import LLM
-
-    with progress_bars() as progress:
-        llm = LLM.from_config(config, progress=progress)
+    """Load, compile and prove that a step runs."""
+    llm = open_llm(config)
     llm.generate([[0]], WARM_UP)
     return llm
 
@@ -169,7 +166,8 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
         "enable_prefix_caching": str(cache.prefix_caching),
     }
     template = ChatTemplate(source) if source is not None else None
-    programs = sum(len(p.steps) for runner in llm.runners for p in runner.programs)
+    # With SP = 1 the two modes of a program are one step.
+    programs = sum(len(set(p.steps.values())) for runner in llm.runners for p in runner.programs)
     return ServedModel(names, tokenizer, template, info, programs, lambda: llm.num_compiles)
 
 

@@ -143,7 +143,7 @@ def _wanted(policy: Policy, buckets: list[Bucket], layout: Layout) -> dict[Bucke
     """The modes that the policy may choose in each bucket; with SP = 1 they are one."""
     wanted, least = {}, 1
     for bucket in buckets:
-        modes = policy.modes(least, bucket.tokens) if layout.sp > 1 else {Mode.SHIFT}
+        modes = policy.modes(least, bucket.tokens) if layout.sp > 1 else layout.modes
         wanted[bucket] = [mode for mode in Mode if mode in modes]
         least = bucket.tokens + 1
     return wanted

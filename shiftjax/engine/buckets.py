@@ -14,6 +14,10 @@ class Bucket(NamedTuple):
     tokens: int
     rows: int
 
+    def holds(self, tokens: int, rows: int) -> bool:
+        """Whether a step of so many tokens and logit rows fits."""
+        return self.tokens >= tokens and self.rows >= rows
+
 
 def doubling(max_tokens: int) -> tuple[int, ...]:
     """Return token counts that double from `SMALLEST_TOKENS` up to `max_tokens`."""

@@ -34,7 +34,7 @@ def layer_collectives(
     head = num_tokens * layout.model.head_dim * activation_bytes
     h, m = layout.heads_per_device, layout.kv_heads_per_device
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 2)]
-    if splits_tokens(layout, mode):
+    if layout.splits_tokens(mode):
         moves.append(Collective("all-to-all", layout.sp, head * (h + 2 * m), 1))
         moves.append(Collective("all-to-all", layout.sp, head * h, 1))
     return [move for move in moves if move.num_devices > 1]
@@ -61,7 +61,7 @@ def row_collectives(
         Collective("all-to-all", size, num_rows * layout.vocab_size * LOGIT_BYTES // size, 1),
         Collective("all-gather", size, num_rows * SAMPLE_BYTES, 1),
     ]
-    if splits_tokens(layout, mode):
+    if layout.splits_tokens(mode):
         moves.append(Collective("all-reduce", layout.sp, num_rows * row, 1))
     return [move for move in moves if move.num_devices > 1]
 
@@ -79,15 +79,10 @@ def step_collectives(
     ]
 
 
-def splits_tokens(layout: Layout, mode: Mode) -> bool:
-    """Whether activations are split over SP."""
-    return mode is Mode.BASE and layout.sp > 1
-
-
 def _reduce(
     layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int, num_times: int
 ) -> Collective:
-    split = layout.sp if splits_tokens(layout, mode) else 1
+    split = layout.sp if layout.splits_tokens(mode) else 1
     devices = layout.tp if mode is Mode.BASE else layout.num_devices
     row = layout.model.hidden_size * activation_bytes
     return Collective("all-reduce", devices, num_tokens // split * row, num_times)

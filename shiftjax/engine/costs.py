@@ -38,7 +38,6 @@ from shiftjax.engine.collectives import (
     embedding_collectives,
     layer_collectives,
     row_collectives,
-    splits_tokens,
 )
 from shiftjax.engine.machine import EngineOverhead, Machine, Transfer
 from shiftjax.engine.request import Mode, StepPlan
@@ -200,7 +199,7 @@ class CostModel:
         """(tokens, rows) that the step is padded to; what fits no bucket is not padded."""
         rows = max(work.num_rows, work.num_sequences)
         for bucket in self.buckets:
-            if bucket.tokens >= work.num_tokens and bucket.rows >= rows:
+            if bucket.holds(work.num_tokens, rows):
                 return bucket
         return work.num_tokens, work.num_rows
 
@@ -223,7 +222,7 @@ class CostModel:
     def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
         """All layers and the embedding, but for attention over the context."""
         layout, config, width = self.layout, self.shape.config, self.formats.activation_bytes
-        split = layout.sp if splits_tokens(layout, mode) else 1
+        split = layout.sp if layout.splits_tokens(mode) else 1
         padded = round_up(num_tokens, split)
         local = padded // split
         products, num_products = self._layer_products(mode, local)
@@ -293,7 +292,7 @@ class CostModel:
         h, m = layout.heads_per_device, layout.kv_heads_per_device
         numbers = local * (8 * config.hidden_size + 3 * width // t)
         numbers += 2 * num_tokens * (h + 2 * m) * config.head_dim
-        if splits_tokens(layout, mode):  # packed before and unpacked after both exchanges
+        if layout.splits_tokens(mode):  # packed before and unpacked after both exchanges
             numbers += 4 * num_tokens * (2 * h + 2 * m) * config.head_dim
         rate = self.machine.memory_bytes_per_second * self.machine.memory_efficiency
         return numbers * self.formats.activation_bytes / rate * self._queueing

@@ -5,7 +5,7 @@ files, each with its unit and source; `shiftjax/sim/machine.py` reads them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -21,6 +21,14 @@ class Transfer:
     latency_seconds: float
     bytes_per_second: float
     volume: Literal["ring", "one_shot"] = "ring"
+
+    def scaled(self, latency: float, rate: float) -> "Transfer":
+        """The same with its constants multiplied."""
+        return replace(
+            self,
+            latency_seconds=self.latency_seconds * latency,
+            bytes_per_second=self.bytes_per_second * rate,
+        )
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,26 @@ def add_mode(
 
 
 def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
+    packing, tables = empty_inputs(step, pool, bucket)
+    return Program(bucket, packing, jax.device_put(tables, named(step.mesh, rows_spec())), {})
+
+
+def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowTables]:
+    """How the inputs of a bucket are packed, and its neutral tables; NumPy arrays."""
     scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
     empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
     key = np.zeros(2, np.uint32)
     inputs = step_inputs(empty, bucket, pool, step.attention, scalars, key)
-    placed = jax.device_put(tables, named(step.mesh, rows_spec()))
-    return Program(bucket, Packing.of(inputs), placed, {})
+    return Packing.of(inputs), tables
+
+
+def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowTables]:
+    """The same as shapes: what `StepDef.compile` needs where there are no devices."""
+    packing, tables = empty_inputs(step, pool, bucket)
+    rows = named(step.mesh, rows_spec())
+    return packing, jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tables
+    )
 
 
 def step_inputs(

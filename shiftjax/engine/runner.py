@@ -63,7 +63,7 @@ class DeviceRunner:
     def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
         """Dispatch one step; nothing is awaited."""
         self._move_blocks(plan)
-        program = self._program_for(plan)
+        program = self.program_for(plan)
         model = self.step.layout.model
         self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
         rows = build_rows(plan, self._row_params, program.bucket.rows, model.vocab_size)
@@ -119,10 +119,11 @@ class DeviceRunner:
         for device_block, host_block in plan.restores:
             self.pools = self._host.restore(self.pools, device_block, host_block)
 
-    def _program_for(self, plan: StepPlan) -> Program:
+    def program_for(self, plan: StepPlan) -> Program:
+        """The smallest program that holds a plan. Raises `NoBucketError`."""
         rows = max(plan.num_rows, len(plan.scheduled))
         for program in self.programs:
-            if program.bucket.tokens >= plan.num_tokens and program.bucket.rows >= rows:
+            if program.bucket.holds(plan.num_tokens, rows):
                 return program
         sizes = [tuple(program.bucket) for program in self.programs]
         raise NoBucketError(

@@ -121,6 +121,18 @@ class StepDef:
             for weight in self.model.declared
         )
 
+    def abstract_params(self, mode: Mode) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the weights of a mode as shapes: what `compile` needs where there are none."""
+        params = []
+        for weight, spec in zip(self.model.declared, self.weight_specs(mode), strict=True):
+            shape, axis = weight.shape, weight.axes[0]
+            has_own_rows = mode is Mode.SHIFT and self.strategy != "slice"
+            if has_own_rows and axis not in (None, "lm_vocab"):
+                shape = (self.layout.shift_rows(axis) * self.layout.num_devices, *shape[1:])
+            sharding = named(self.mesh, spec)
+            params.append(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding))
+        return tuple(params)
+
     def compile(
         self, mode: Mode, params: Any, pools: Any, packing: Packing, tables: RowTables
     ) -> jax.stages.Compiled:

@@ -51,6 +51,15 @@ class Layout:
         """P, the devices of the group."""
         return self.sp * self.tp
 
+    @property
+    def modes(self) -> list[Mode]:
+        """The modes that differ: with SP = 1 both are one configuration, SHIFT."""
+        return list(Mode) if self.sp > 1 else [Mode.SHIFT]
+
+    def splits_tokens(self, mode: Mode) -> bool:
+        """Whether activations are split over SP."""
+        return mode is Mode.BASE and self.sp > 1
+
     @cached_property
     def _heads(self) -> tuple[int, int]:
         return pad_heads(self.model.num_heads, self.model.num_kv_heads, self.num_devices)

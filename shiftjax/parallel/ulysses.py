@@ -40,7 +40,7 @@ class Parallel:
     @property
     def splits_tokens(self) -> bool:
         """Whether activations are split over `sp`."""
-        return self.mode is Mode.BASE and self.layout.sp > 1
+        return self.layout.splits_tokens(self.mode)
 
     @property
     def weight_axes(self) -> tuple[str, ...]:

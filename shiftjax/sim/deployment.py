@@ -44,11 +44,6 @@ class Deployment:
     memory_fraction: float = 0.9
     prefix_caching: bool = True
 
-    @property
-    def num_devices(self) -> int:
-        """Devices of all replicas."""
-        return self.dp * self.sp * self.tp
-
 
 @dataclass(frozen=True)
 class Memory:

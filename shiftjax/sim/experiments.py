@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.engine.costs import CostModel, Work
+from shiftjax.engine.costs import Work
+from shiftjax.engine.machine import Transfer
 from shiftjax.engine.request import Mode
 from shiftjax.engine.shape import FORMAT_BYTES, Formats
 from shiftjax.options import ConfigError, shown, unknown_name
@@ -40,13 +41,6 @@ def target_from(options: Mapping[str, Any]) -> Target:
         load_engine(options.get("engine") or "shiftjax"),
         Formats(dtype, kv, activations),
     )
-
-
-def compare(
-    requests: Sequence[TraceRequest], target: Target, deployments: Iterable[Deployment]
-) -> list[Replay]:
-    """The same trace through every deployment."""
-    return [replay(requests, target, deployment) for deployment in deployments]
 
 
 def choose_deployments(target: Target, names: Sequence[str], **budgets: Any) -> list[Deployment]:
@@ -98,15 +92,8 @@ def perturbed(target: Target, links: float, compute: float) -> Target:
     """A machine whose links and products are this many times as fast: a model that errs."""
     machine = target.machine
 
-    def faster(ways):
-        return tuple(
-            replace(
-                way,
-                latency_seconds=way.latency_seconds / links,
-                bytes_per_second=way.bytes_per_second * links,
-            )
-            for way in ways
-        )
+    def faster(ways: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(way.scaled(1 / links, links) for way in ways)
 
     flops = {name: rate * compute for name, rate in machine.matmul_flops.items()}
     machine = replace(
@@ -117,11 +104,6 @@ def perturbed(target: Target, links: float, compute: float) -> Target:
         all_gather=faster(machine.all_gather),
     )
     return replace(target, machine=machine)
-
-
-def belief_of(target: Target, deployment: Deployment) -> CostModel:
-    """The cost model that a policy uses if it takes `target` for the truth."""
-    return cost_model(target, deployment)
 
 
 def breakdown_by_context(

@@ -83,14 +83,7 @@ def scaled(machine: Machine, factors: dict[str, float]) -> Machine:
 
 
 def _ways(ways: tuple[Transfer, ...], latency: float, rate: float) -> tuple[Transfer, ...]:
-    return tuple(
-        replace(
-            way,
-            latency_seconds=way.latency_seconds * latency,
-            bytes_per_second=way.bytes_per_second * rate,
-        )
-        for way in ways
-    )
+    return tuple(way.scaled(latency, rate) for way in ways)
 
 
 def _predictions(machine: Machine, points: Sequence[Point], costs_of: CostsOf) -> np.ndarray:

@@ -23,14 +23,13 @@ from hlo import collectives, launches
 
 from shiftjax.cache.pool import abstract_pools
 from shiftjax.engine.buckets import Bucket
-from shiftjax.engine.programs import PoolOptions, step_inputs
-from shiftjax.engine.request import Mode, StepPlan
-from shiftjax.engine.sampling_inputs import neutral_rows
-from shiftjax.engine.step import Packing, StepDef
+from shiftjax.engine.programs import PoolOptions, abstract_inputs
+from shiftjax.engine.request import Mode
+from shiftjax.engine.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
 from shiftjax.models.config import ModelConfig
 from shiftjax.models.presets import PRESETS
-from shiftjax.parallel.sharding import Device, Layout, make_mesh, named, rows_spec
+from shiftjax.parallel.sharding import Device, Layout, make_mesh
 from shiftjax.weights.place import define
 
 NUM_DEVICES = 8
@@ -133,8 +132,8 @@ class Compiler:
 def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
     """Compile a step the way the engine does."""
     step, pool = define_step(case, devices)
-    params, pools = abstract_params(step, case.mode), pools_of(step, pool)
-    packing, tables = _inputs(step, case.bucket, pool)
+    params, pools = step.abstract_params(case.mode), pools_of(step, pool)
+    packing, tables = abstract_inputs(step, pool, case.bucket)
     compiled = step.compile(case.mode, params, pools, packing, tables)
     memory = compiled.memory_analysis()
     vectors = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (packing.size, step.max_rows)]
@@ -187,36 +186,13 @@ def resident_bytes(case: Case, devices: list[Device]) -> int:
     """
     step, _ = define_step(case._replace(num_layers=NUM_LAYERS), devices)
     stored = modes_of(case.sp) if case.strategy == "replicate" else modes_of(case.sp)[:1]
-    first, *others = (abstract_params(step, mode) for mode in stored)
+    first, *others = (step.abstract_params(mode) for mode in stored)
     declared = step.model.declared
     copied = [  # what SHIFT splits differently
         [x for weight, x in zip(declared, other, strict=True) if weight.axes[0] in SPLIT_BY_MODE]
         for other in others
     ]
     return device_bytes((first, copied))
-
-
-def abstract_params(step: StepDef, mode: Mode) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Describe the weights of a mode: shift shards have rows of their own, but for `slice`."""
-    layout, params = step.layout, []
-    for weight, spec in zip(step.model.declared, step.weight_specs(mode), strict=True):
-        shape, axis = weight.shape, weight.axes[0]
-        if mode is Mode.SHIFT and step.strategy != "slice" and axis not in (None, "lm_vocab"):
-            shape = (layout.shift_rows(axis) * layout.num_devices, *shape[1:])
-        params.append(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=named(step.mesh, spec)))
-    return tuple(params)
-
-
-def _inputs(step: StepDef, bucket: Bucket, pool: PoolOptions):
-    """Describe what changes every step: the packed vector and the sampling tables."""
-    vocab = step.layout.model.vocab_size
-    scalars, tables = neutral_rows(bucket.rows, vocab)
-    empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
-    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, np.zeros(2, np.uint32))
-    rows = named(step.mesh, rows_spec())
-    return Packing.of(inputs), jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tables
-    )
 
 
 def table(compiler: Compiler) -> Iterator[str]:

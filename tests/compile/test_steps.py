@@ -38,7 +38,6 @@ from steps import (  # noqa: E402
     Case,
     CompiledStep,
     Compiler,
-    abstract_params,
     cases,
     define_step,
     device_bytes,
@@ -128,7 +127,7 @@ def test_a_second_copy_of_the_weights_is_for_the_same_program(compiled):
         define_step(ALIAS._replace(strategy=strategy), compiled.devices)[0]
         for strategy in ("alias", "replicate")
     )
-    assert abstract_params(alias, Mode.SHIFT) == abstract_params(second, Mode.SHIFT)
+    assert alias.abstract_params(Mode.SHIFT) == second.abstract_params(Mode.SHIFT)
 
 
 @every_case

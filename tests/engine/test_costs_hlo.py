@@ -7,7 +7,6 @@ from engines import checkpoint, make
 from hlo import FLOAT32_BYTES, collectives
 
 from shiftjax.engine.collectives import step_collectives
-from shiftjax.engine.request import Mode
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 HEADS = {  # query and KV heads on 8 devices
@@ -29,8 +28,7 @@ def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
     options = {"token_buckets": (24,), "max_num_batched_tokens": 24}
     (runner,) = make(directory, sp, tp, **options).runners
     (program,) = runner.programs
-    modes = list(Mode) if sp > 1 else [Mode.SHIFT]
-    for mode in modes:
+    for mode in runner.step.layout.modes:
         predicted: Counter[tuple[str, int]] = Counter()
         for move in step_collectives(runner.step.layout, mode, *program.bucket, FLOAT32_BYTES):
             predicted[move.kind, move.num_bytes] += move.num_times

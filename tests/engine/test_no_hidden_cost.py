@@ -137,7 +137,7 @@ def test_aliased_shift_weights_take_no_memory_and_copies_do():
 def test_collectives_are_the_papers_to_the_byte(sp, tp):
     runner = runner_of(sp, tp)
     (program,) = runner.programs
-    for mode in Mode if sp > 1 else (Mode.SHIFT,):  # SP = 1: one configuration, one program
+    for mode in runner.step.layout.modes:
         step = runner.compiled(program, mode)
         assert collectives(step.as_text()) == expected_collectives(
             runner.step.layout, mode, *program.bucket, FLOAT32_BYTES
