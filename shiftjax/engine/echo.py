@@ -7,6 +7,7 @@ exactly its own tokens behind its block table.
 
 import numpy as np
 
+from shiftjax.engine.logprobs import num_top
 from shiftjax.engine.request import Mode, ScheduledSequence, StepOutput, StepPlan
 
 NO_TOKEN = -1
@@ -61,13 +62,13 @@ class EchoRunner:
                 token_ids += self._tokens(item, previous)
         tokens = np.array(token_ids, np.int32)
         logprobs = -(tokens % 7).astype(np.float32)
-        return StepOutput(
-            tokens,
-            np.ones(len(tokens), bool),
-            logprobs,
-            np.repeat(tokens[:, None], NUM_TOP, axis=1),
-            np.repeat(logprobs[:, None], NUM_TOP, axis=1),
+        output = StepOutput(tokens, np.ones(len(tokens), bool), logprobs)
+        if max(map(num_top, plan.scheduled)) <= 0:
+            return output
+        top_ids, top = (
+            np.repeat(values[:, None], NUM_TOP, axis=1) for values in (tokens, logprobs)
         )
+        return output._replace(top_ids=top_ids, top_logprobs=top)
 
     def fetch(self, handle: StepOutput) -> StepOutput:
         """What `run` computed."""

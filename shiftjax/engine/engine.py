@@ -157,8 +157,10 @@ class Engine:
         self._num_failed_steps += 1
         group.in_flight = None
         reason = f"The step that computed this request failed ({type(error).__name__})."
-        code = "device_oom" if "RESOURCE_EXHAUSTED" in str(error) else "step_failed"
+        code = "device_oom" if is_out_of_memory(error) else "step_failed"
         events = group.scheduler.fail(flight.plan, reason, code)
+        if code == "device_oom" and flight.plan is not None:
+            group.scheduler.lower_budget(flight.plan.num_tokens)
         group.runner.reset()
         return events
 
@@ -306,3 +308,9 @@ def _aborted_in_queue(request: Request) -> list[Event]:
         )
         for index in range(request.sampling.n)
     ]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the devices or the host had no room; XLA says so in two ways."""
+    signs = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)

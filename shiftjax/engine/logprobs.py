@@ -2,7 +2,6 @@
 
 from shiftjax.engine.request import (
     ScheduledSequence,
-    Sequence,
     StepOutput,
     StepPlan,
     TokenLogprobs,
@@ -17,37 +16,42 @@ def check_output(plan: StepPlan, output: StepOutput) -> None:
             f"tokens and {len(output.is_finite)} flags."
         )
     if output.logprobs is None or output.top_ids is None or output.top_logprobs is None:
-        asking = (item.sequence for item in plan.scheduled if item.num_rows)
-        num_top = max(map(_num_top, asking), default=-1)
-        if num_top > 0 or (num_top == 0 and output.logprobs is None):
+        most = max(map(num_top, plan.scheduled), default=-1)
+        if most > 0 or (most == 0 and output.logprobs is None):
             raise ValueError("The runner returned no log-probabilities, the plan asks for them.")
 
 
-def _num_top(sequence: Sequence) -> int:
-    """How many of the most likely tokens a sequence wants; 0: its own token alone; -1: nothing."""
-    sampling = sequence.request.sampling
-    wanted = sampling.logprobs, sampling.prompt_logprobs
-    return max(-1 if number is None else number for number in wanted)
+def num_top(item: ScheduledSequence) -> int:
+    """How many of the most likely tokens the rows of an item want; 0: their own alone; -1: nothing.
+
+    Rows whose next token is given are there for the log-probabilities of the prompt, the row that
+    samples for those of the output; an item may have either, or both.
+    """
+    sampling, end = item.sequence.request.sampling, item.start + item.num_tokens
+    num_given = len(item.sequence.token_ids[end - item.num_rows + 1 : end + 1])
+    of_prompt = sampling.prompt_logprobs if num_given else None
+    of_output = sampling.logprobs if num_given < item.num_rows else None
+    return max(-1 if number is None else number for number in (of_prompt, of_output))
 
 
-def token_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
-    """The entry of one row with the `num_top` most likely tokens; `output` has been checked."""
+def token_logprobs(output: StepOutput, row: int, most: int) -> TokenLogprobs:
+    """The entry of one row with `most` of the likeliest tokens; `output` has been checked."""
     assert output.logprobs is not None
     top_ids, top_logprobs = output.top_ids, output.top_logprobs
     return TokenLogprobs(
         int(output.token_ids[row]),
         float(output.logprobs[row]),
-        top_ids[row, :num_top].tolist() if top_ids is not None else [],
-        top_logprobs[row, :num_top].tolist() if top_logprobs is not None else [],
+        top_ids[row, :most].tolist() if top_ids is not None else [],
+        top_logprobs[row, :most].tolist() if top_logprobs is not None else [],
     )
 
 
 def collect_prompt_logprobs(item: ScheduledSequence, output: StepOutput, last_row: int) -> None:
     """Row of position p tells about prompt token p + 1; rows seen before a preemption are known."""
     sequence = item.sequence
-    collected, num_top = sequence.prompt_logprobs, sequence.request.sampling.prompt_logprobs
-    assert collected is not None and num_top is not None
+    collected, most = sequence.prompt_logprobs, sequence.request.sampling.prompt_logprobs
+    assert collected is not None and most is not None
     end = min(item.start + item.num_tokens, sequence.num_prompt_tokens - 1)
     for position in range(len(collected) - 1, end):
         row = last_row - (item.start + item.num_tokens - 1 - position)
-        collected.append(token_logprobs(output, row, num_top))
+        collected.append(token_logprobs(output, row, most))

@@ -37,6 +37,7 @@ from shiftjax.engine.scheduler_config import SchedulerConfig
 
 NON_FINITE = "The model produced numbers that are not finite for this request."
 DEAD_END = "The output cannot be continued within the structure that this request asks for."
+STEPS_TO_RECOVER = 1000
 logger = logging.getLogger(__name__)
 _order = attrgetter("order")
 
@@ -60,6 +61,8 @@ class Scheduler:
         self.num_preemptions = {"recompute": 0, "swap": 0}
         self._eos_ids = frozenset(config.eos_token_ids)
         self._num_steps = 0
+        self._budget = config.max_num_batched_tokens  # less for a while after `lower_budget`
+        self._recovers_at = 0  # number of a step
 
     @property
     def num_used_blocks(self) -> int:
@@ -108,7 +111,7 @@ class Scheduler:
 
         At most one plan may be uncommitted, and it must have been given to the device.
         """
-        draft = Draft(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        draft = Draft(self._tokens_per_step(), self._max_num_seqs)
         self._schedule_decodes(draft)
         for sequence in draft.unfinished_prompts:
             draft.add(sequence)
@@ -117,6 +120,27 @@ class Scheduler:
         plan = draft.finish(self._num_steps)
         self._num_steps += plan is not None
         return plan
+
+    def lower_budget(self, num_tokens: int) -> None:
+        """Plan at most half of `num_tokens`, which a device had no memory for, in a step.
+
+        Every `STEPS_TO_RECOVER` steps the budget doubles, up to the configured one. For when
+        nothing runs: running sequences may be more than a smaller budget holds.
+        """
+        self._budget = max(1, num_tokens // 2)
+        self._recovers_at = self._num_steps + STEPS_TO_RECOVER
+        logger.warning("A step had no memory: at most %d tokens in one for a while.", self._budget)
+
+    def _tokens_per_step(self) -> int:
+        most = self.config.max_num_batched_tokens
+        if self._budget < most and self._num_steps >= self._recovers_at:
+            self._budget = min(most, 2 * self._budget)
+            self._recovers_at = self._num_steps + STEPS_TO_RECOVER
+        return self._budget
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return min(self.config.max_num_seqs, self._budget)
 
     def _schedule_decodes(self, draft: Draft) -> None:
         """One token of every running sequence that lacks just one. The loop that must be fast."""
@@ -171,7 +195,7 @@ class Scheduler:
         position = 0
         while (
             position < len(self.waiting)
-            and len(self.running) < self.config.max_num_seqs
+            and len(self.running) < self._max_num_seqs
             and min(draft.tokens_left, draft.rows_left) > 0
         ):
             sequence = self.waiting[position]

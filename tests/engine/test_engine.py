@@ -182,6 +182,36 @@ def test_a_failed_step_ends_its_batch_and_the_engine_goes_on(fault, overlap):
     assert (runner.num_resets, engine.stats().num_failed_steps) == (1, 1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_after_a_step_without_memory_steps_are_smaller_for_a_while(overlap, monkeypatch):
+    monkeypatch.setattr("shiftjax.engine.scheduler.STEPS_TO_RECOVER", 20)
+    engine, listener = make_engine(overlap=overlap), Listener()
+    runner = runner_of(engine)
+    run = runner.run
+
+    def without_memory(plan, mode, previous_handle):
+        runner.run = run
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    runner.run = without_memory
+    engine.add_request(make_request("lost", [1, 2, 3] * 4, max_tokens=5))
+    run_to_end(engine, listener)
+    assert listener.outcomes["lost", 0].last.error_code == "device_oom"
+    prompts = [[(n + i * (1 + n % 7)) % 13 for i in range(28)] for n in range(60)]  # no prefixes
+    requests = [make_request(f"r{n}", p, float(n), max_tokens=20) for n, p in enumerate(prompts)]
+    for request in requests:
+        engine.add_request(request)
+    run_to_end(engine, listener)
+    assert_quiescent(engine)
+    for number, request in enumerate(requests):
+        outcome = listener.outcomes[request.request_id, 0]
+        assert outcome.token_ids == reference(engine, request, number + 1, 0)[0]
+    sizes = [plan.num_tokens for plan in runner.plans]
+    assert max(sizes[:20]) == 6  # half of the 12 that had no room
+    assert 6 < max(sizes[21:40]) <= 12
+    assert max(sizes[60:]) == 32  # as configured, again
+
+
 def test_a_failed_launch_leaves_the_step_before_its_results():
     engine, listener = make_engine(overlap=True), Listener()
     runner_of(engine).faults = {1: "run"}
