@@ -1,28 +1,34 @@
 """What serving costs over the bare engine: an engine without a model behind HTTP and gRPC.
 
-    python scripts/bench_overhead.py --streams 64 --tokens 512 --step-milliseconds 0 8
+    python scripts/bench_overhead.py --streams 64 --tokens 512 --step-milliseconds 0 0.5 1 2 8
 
 The runner makes up tokens at once, so all that is measured is Python: scheduling, text, JSON or
 protobuf, sockets. With a step time of 0 the engine outruns the front ends, and tokens that come
 while a client is not reading are merged into one event; with a step time as of a real model every
 token is an event of its own, and what is measured is the latency that serving adds to a step.
 
-The server runs in a process of its own and the clients in another, on the same machine. The last
-line is JSON.
+The server runs in a process of its own and the clients in another, on the same machine. The first
+step waits until all streams are accepted, and tokens count from the first one that comes: a round
+may take a third of a second, of which streaming must be all. How long the streams take to start is
+a number of its own. Both clients run on uvloop, parse what they read and do nothing else: the one
+for HTTP is a lean one, that for gRPC is grpc.aio with one channel, which costs three times as much
+per event and leaves the server that much less of the machine. The last line is JSON.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from serving.accounts import EngineLimits
 from serving.async_engine import AsyncEngine
@@ -42,35 +48,38 @@ from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.resolve import resolve_model
 
 SIDES = ("server", "client")
-PROMPT_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN = 32, 16, 2048
+VOCAB_SIZE, PROMPT_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN = 49152, 32, 16, 2048
 
 
 class TimedRunner(EchoRunner):
-    """An echo runner whose steps take a time."""
+    """An echo runner whose steps take a time and end only while `is_open`."""
 
-    step_seconds = 0.0
+    def __init__(self, vocab_size: int, step_seconds: float):
+        super().__init__(vocab_size)
+        self.step_seconds = step_seconds
+        self.is_open: Callable[[], bool] = lambda: True
 
     def fetch(self, handle: StepOutput) -> StepOutput:
         """What `run` computed, a step's time later."""
+        while not self.is_open():
+            time.sleep(0.001)
         if self.step_seconds:
             time.sleep(self.step_seconds)
         return handle
 
 
-def make_engine(vocab_size: int, streams: int, step_seconds: float) -> Engine:
+def make_engine(runner: TimedRunner, streams: int) -> Engine:
     """An engine that runs all streams at once."""
     num_blocks = 1 + streams * MAX_MODEL_LEN // BLOCK_SIZE
     config = SchedulerConfig(num_blocks, BLOCK_SIZE, streams, max(1024, streams))
-    limits = RequestLimits(vocab_size, MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE)
-    runner = TimedRunner(vocab_size)
-    runner.step_seconds = step_seconds
+    limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE)
     group = Group(Scheduler(config), runner)
     return Engine([group], make_policy("threshold", 256), limits, clock=time.monotonic)
 
 
 def bare(streams: int, tokens: int, step_seconds: float) -> dict[str, float]:
     """The engine alone: no text, no sockets."""
-    engine = make_engine(49152, streams, step_seconds)
+    engine = make_engine(TimedRunner(VOCAB_SIZE, step_seconds), streams)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     for number in range(streams):
         engine.add_request(Request(f"r{number}", [number % 200] * PROMPT_TOKENS, sampling))
@@ -86,19 +95,21 @@ def serve(pipe: Connection, streams: int, step_seconds: float) -> None:
     async def main() -> None:
         tokenizer = load_tokenizer(str(resolve_model("smollm2-135m").path))
         service = Service(ServerOptions(port=0, grpc_port=0, max_num_queued_reqs=4096))
-        core = make_engine(49152, streams, step_seconds)
+        runner = TimedRunner(VOCAB_SIZE, step_seconds)
+        core = make_engine(runner, streams)
         limits = EngineLimits(max_num_queued_reqs=4096)
         engine = AsyncEngine(core, tokenizer, service.observers, limits)
+        runner.is_open = lambda: engine.counts.accepted % streams == 0
         service.open(ServedModel(("echo",), tokenizer, None), engine)
         server = Server(service)
         await server.start()
         assert server.grpc is not None
+        gc.collect()
+        gc.freeze()  # as `shiftjax serve` does
         pipe.send((server.http_address, server.grpc.address))
         await asyncio.to_thread(pipe.recv)
         await server.stop(1.0)
         await service.close()
-
-    import uvloop
 
     uvloop.run(main())
 
@@ -141,11 +152,12 @@ async def over_grpc(address: str, streams: int, tokens: int) -> list[Sample]:
 def numbers(samples: Sequence[Sample], step_seconds: float) -> dict[str, float]:
     """Tokens and events per second; what a gap between events has beyond a step's time."""
     assert all(sample.error is None for sample in samples), [s.error for s in samples][:3]
-    start = min(sample.sent_at for sample in samples)
-    seconds = max(sample.ended_at for sample in samples) - start
+    firsts = [sample.token_times[0] for sample in samples]
+    seconds = max(sample.ended_at for sample in samples) - min(firsts)
     gaps = [gap for sample in samples for gap in sample.gaps]
     p50, p99 = np.percentile(gaps, (50, 99)) - step_seconds
     return {
+        "start_milliseconds": 1000 * (max(firsts) - min(sample.sent_at for sample in samples)),
         "tokens_per_second": sum(sample.num_output_tokens for sample in samples) / seconds,
         "events_per_second": sum(len(sample.token_times) for sample in samples) / seconds,
         "added_gap_p50_milliseconds": 1000 * float(p50),
@@ -163,23 +175,23 @@ def measure(streams: int, tokens: int, step_seconds: float, rounds: int) -> dict
     """Medians over rounds, after one that warms up, of the engine alone, HTTP and gRPC."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, streams, step_seconds))
+    process = context.Process(target=serve, args=(theirs, streams, step_seconds), daemon=True)
     process.start()
     url, address = ours.recv()
-    rows: dict[str, list[dict[str, float]]] = {"engine": [bare(streams, tokens, step_seconds)]}
+    rows: dict[str, list[dict[str, float]]] = {"engine": [], "http": [], "grpc": []}
     for _ in range(rounds + 1):
+        rows["engine"].append(bare(streams, tokens, step_seconds))
         for name, run, where in (("http", over_http, url), ("grpc", over_grpc, address)):
             before = _cpu_seconds(process.pid), time.process_time()
-            row = numbers(asyncio.run(run(where, streams, tokens)), step_seconds)
+            row = numbers(uvloop.run(run(where, streams, tokens)), step_seconds)
             spent = _cpu_seconds(process.pid) - before[0], time.process_time() - before[1]
             row |= {f"{who}_cpu_seconds": s for who, s in zip(SIDES, spent, strict=True)}
-            rows.setdefault(name, []).append(row)
+            rows[name].append(row)
     ours.send(None)
     process.join()
-    kept = {name: each[1:] or each for name, each in rows.items()}
     return {
-        name: {key: float(np.median([row[key] for row in each])) for key in each[0]}
-        for name, each in kept.items()
+        name: {key: float(np.median([row[key] for row in each[1:]])) for key in each[0]}
+        for name, each in rows.items()
     }
 
 
@@ -188,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--step-milliseconds", type=float, nargs="*", default=[0.0, 8.0])
+    parser.add_argument("--step-milliseconds", type=float, nargs="*", default=[0, 0.5, 1, 2, 8])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     load = {"streams": arguments.streams, "tokens": arguments.tokens}

@@ -34,8 +34,25 @@ class Sample:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     token_times: list[float] = field(default_factory=list)  # of events that carry tokens
+    texts: dict[int, str] = field(default_factory=dict)  # by continuation
+    finish_reasons: dict[int, str] = field(default_factory=dict)  # by continuation
     ended_at: float = 0.0
     error: str | None = None
+    retry_after: str | None = None  # of a refusal
+
+    @staticmethod
+    def begin() -> "Sample":
+        """A request that is sent now."""
+        return Sample(time.perf_counter())
+
+    def end(self, error: str | None = None) -> None:
+        """It has ended now."""
+        self.ended_at, self.error = time.perf_counter(), error or self.error
+
+    def add_text(self, index: int, text: str) -> None:
+        """An event with tokens of a continuation has come now."""
+        self.token_times.append(time.perf_counter())
+        self.texts[index] = self.texts.get(index, "") + text
 
     @property
     def ttft(self) -> float | None:
@@ -82,10 +99,11 @@ async def get(target: Target, path: str) -> tuple[int, bytes]:
         await _close(connection)
 
 
-async def complete(target: Target, body: dict[str, Any]) -> Sample:
-    """Send one completion, streamed with its usage; failures are in the sample."""
-    body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    sample = Sample(time.perf_counter())
+async def complete(target: Target, body: dict[str, Any], *, streams: bool = True) -> Sample:
+    """Send one completion, by default streamed with its usage; failures are in the sample."""
+    if streams:
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    sample = Sample.begin()
     try:
         connection = await _open(target)
         try:
@@ -94,7 +112,7 @@ async def complete(target: Target, body: dict[str, Any]) -> Sample:
             await _close(connection)
     except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
         sample.error = f"{type(error).__name__}: {error}"
-    sample.ended_at = time.perf_counter()
+    sample.end()
     return sample
 
 
@@ -105,24 +123,36 @@ async def _exchange(target: Target, connection: Any, body: bytes, sample: Sample
     if status != 200:
         text = b"".join([chunk async for chunk in _chunks(reader, headers)])
         sample.error = f"{status}: {text[:200].decode('utf-8', 'replace')}"
-        return
+        sample.retry_after = headers.get(b"retry-after", b"").decode() or None
+    elif headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+        await _read_events(reader, headers, sample)
+    else:
+        text = b"".join([chunk async for chunk in _chunks(reader, headers)])
+        _note(sample, msgspec.json.decode(text))
+        sample.token_times.clear()  # nobody saw when a token came
+
+
+async def _read_events(
+    reader: asyncio.StreamReader, headers: dict[bytes, bytes], sample: Sample
+) -> None:
     rest, is_done = b"", False
     async for chunk in _chunks(reader, headers):
-        now = time.perf_counter()
         *events, rest = (rest + chunk).split(b"\n\n")
         for event in events:
             is_done = is_done or event == b"data: [DONE]"
             if event.startswith(b"data: {"):
-                _note(sample, msgspec.json.decode(event[6:]), now)
+                _note(sample, msgspec.json.decode(event[6:]))
     if not is_done:
         sample.error = sample.error or "the stream broke off"
 
 
-def _note(sample: Sample, event: dict[str, Any], now: float) -> None:
+def _note(sample: Sample, event: dict[str, Any]) -> None:
     if "error" in event:
-        sample.error = str(event["error"].get("message"))
-    if event.get("choices"):
-        sample.token_times.append(now)
+        sample.error = f"{event['error'].get('code')}: {event['error'].get('message')}"
+    for choice in event.get("choices", ()):
+        sample.add_text(choice["index"], choice["text"])
+        if choice.get("finish_reason") is not None:
+            sample.finish_reasons[choice["index"]] = choice["finish_reason"]
     usage = event.get("usage")
     if usage:
         sample.num_prompt_tokens = usage["prompt_tokens"]

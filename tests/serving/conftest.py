@@ -1,6 +1,11 @@
-"""Fixtures of the tests that run server processes."""
+"""Fixtures of the tests that run server processes, and the way to the load scripts' parts."""
+
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from shiftjax.text.tokenizer import Tokenizer
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
 MAX_MODEL_LEN = 256
+MODEL_LIMITS = EngineLimits(max_num_queued_reqs=64)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -52,6 +53,7 @@ class GatedRunner(EchoRunner):
         )
         self.gate = threading.Event()
         self.gate.set()
+        self.is_held = False
         self.step_seconds = 0.0
         self.faults: list[Exception] = []
         self.poisoned: set[int] = set()  # a prompt that begins with this token is not finite
@@ -66,7 +68,9 @@ class GatedRunner(EchoRunner):
         return output
 
     def fetch(self, handle):
+        self.is_held = not self.gate.is_set()
         self.gate.wait()
+        self.is_held = False
         if self.step_seconds:
             time.sleep(self.step_seconds)
         if self.faults:
@@ -196,6 +200,25 @@ def running_server(
     assert not thread.is_alive(), "the server did not stop"
     if failures:
         raise failures[0]
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[Running]:
+    """A server over a compiled engine; anything that compiles from now on is counted."""
+    from shiftjax.engine.programs import CompileCounter
+
+    compiles = CompileCounter()
+    compiles.start()
+    try:
+        with running_server(
+            engine,
+            tokenizer=byte_tokenizer(),
+            limits=MODEL_LIMITS,
+            num_compiles=lambda: compiles.count,
+        ) as running:
+            yield running
+    finally:
+        compiles.stop()
 
 
 def metric_values(client) -> dict[tuple[str, tuple], float]:

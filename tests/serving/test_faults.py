@@ -4,12 +4,13 @@ import asyncio
 import json
 import socket
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import grpc
 import httpx
 import pytest
-from kit import make_engine, running_server
+from background import Background
+from kit import VOCAB_SIZE, make_engine, running_server
 
 from serving.accounts import EngineLimits
 from serving.errors import ServeError
@@ -19,6 +20,7 @@ from serving.proto import shiftjax_pb2_grpc as pb_grpc
 PATH = "/v1/completions"
 NEIGHBOUR = {"prompt": "neighbour", "max_tokens": 40, "seed": 7, "ignore_eos": True}
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
+VICTIM = LONG | {"request_id": "victim"}
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +46,39 @@ def stub(server):
         yield pb_grpc.InferenceStub(channel)
 
 
-@contextmanager
-def neighbour(server, client):
-    """A request that runs meanwhile and must give what it gives alone."""
-    alone = client.post(PATH, json=NEIGHBOUR).json()["choices"]
-    answers = []
+@pytest.fixture(scope="module")
+def background(server):
+    return Background(server)
 
-    def run() -> None:
-        with server.client() as own:
-            answers.append(own.post(PATH, json=NEIGHBOUR).json()["choices"])
 
-    thread = threading.Thread(target=run)
+@pytest.fixture
+def load(server, client, background):
+    """A mixed load meanwhile, none of whose requests may notice."""
     server.runner.step_seconds = 0.005
-    thread.start()
-    yield
-    server.runner.gate.set()
-    thread.join()
-    assert answers == [alone]
+    with background.load():
+        server.wait_until(lambda: server.num_running() >= 2)
+        yield
+
+
+def handle_of_victim(server):
+    handles = list(server.engine.handles.values())
+    return next((handle for handle in handles if handle.public_id == "victim"), None)
+
+
+def victim_has_tokens(server) -> bool:
+    handle = handle_of_victim(server)
+    return handle is not None and handle.num_output_tokens > 0
+
+
+def sequences_of_victim(server):
+    """What the engine knows of it; nothing before it has heard of the request."""
+    requests = dict(server.engine._engine.groups[0].scheduler.requests)
+    return next((each for name, each in requests.items() if name.endswith(":victim")), [])
+
+
+def victim_is_in_prefill(server) -> bool:
+    sequences = sequences_of_victim(server)
+    return any(0 < each.num_computed_tokens < each.num_prompt_tokens for each in sequences)
 
 
 def hang_up(server, body: dict, when) -> None:
@@ -86,49 +104,42 @@ def aborts(server) -> int:
     return server.engine.counts.cancelled
 
 
-def test_cancel_while_queued(server, client):
-    with neighbour(server, client):
-        before = aborts(server)
-        server.wait_until(lambda: server.num_running() == 1)
-        server.runner.gate.clear()
-        accepted = server.engine.counts.accepted
-        hang_up(server, LONG, lambda _: server.engine.counts.accepted > accepted)
-        server.wait_until(lambda: aborts(server) == before + 1)
+def test_cancel_while_queued(server, client, load):
+    before = aborts(server)
+    server.runner.gate.clear()
+    server.wait_until(lambda: server.runner.is_held)  # the engine does not even hear of it
+    hang_up(server, VICTIM, lambda _: handle_of_victim(server) is not None)
+    assert not sequences_of_victim(server)
+    server.wait_until(lambda: aborts(server) == before + 1)
 
 
-def test_cancel_during_a_prefill_chunk(server, client):
-    with neighbour(server, client):
-        before = aborts(server)
-        body = LONG | {"prompt": "p" * 100}  # five chunks
-        hang_up(server, body, lambda _: server.num_running() >= 2)
-        server.wait_until(lambda: aborts(server) == before + 1)
+def test_cancel_during_a_prefill_chunk(server, client, load):
+    before = aborts(server)
+    hang_up(server, VICTIM | {"prompt": "p" * 100}, lambda _: victim_is_in_prefill(server))
+    server.wait_until(lambda: aborts(server) == before + 1)
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_cancel_in_mid_stream(server, client, n):
-    with neighbour(server, client):
-        before = aborts(server)
-        body = LONG | {"stream": True, "n": n, "prompt": "x"}
-        hang_up(server, body, lambda received: received.count(b"data:") > 3)
-        server.wait_until(lambda: aborts(server) == before + 1)
+def test_cancel_in_mid_stream(server, client, n, load):
+    before = aborts(server)
+    body = LONG | {"stream": True, "n": n, "prompt": "x"}
+    hang_up(server, body, lambda received: received.count(b"data:") > 3)
+    server.wait_until(lambda: aborts(server) == before + 1)
 
 
-def test_cancel_of_a_request_that_does_not_stream(server, client):
-    with neighbour(server, client):
-        before = aborts(server)
-        server.wait_until(lambda: server.num_running() == 1)
-        hang_up(server, LONG, lambda _: server.num_running() == 2)
-        server.wait_until(lambda: aborts(server) == before + 1)
+def test_cancel_of_a_request_that_does_not_stream(server, client, load):
+    before = aborts(server)
+    hang_up(server, VICTIM, lambda _: victim_has_tokens(server))
+    server.wait_until(lambda: aborts(server) == before + 1)
 
 
-def test_cancel_just_before_the_end(server, client):
-    with neighbour(server, client):
-        ended = server.engine.counts.cancelled + server.engine.counts.finished
-        body = LONG | {"stream": True, "max_tokens": 20}
-        hang_up(server, body, lambda received: received.count(b"data:") >= 19)
-        server.wait_until(
-            lambda: server.engine.counts.cancelled + server.engine.counts.finished > ended
-        )
+def test_cancel_just_before_the_end(server, client, load):
+    ended = server.engine.counts.cancelled + server.engine.counts.finished
+    body = LONG | {"stream": True, "max_tokens": 20}
+    hang_up(server, body, lambda received: received.count(b"data:") >= 19)
+    server.wait_until(
+        lambda: server.engine.counts.cancelled + server.engine.counts.finished > ended
+    )
 
 
 def test_cancel_after_the_end_and_twice(server, client):
@@ -176,63 +187,70 @@ def test_the_work_stops_within_two_steps(server, client, how):
     assert server.on_loop(steps_after()) <= 3  # one in flight, one launched meanwhile, one to see
 
 
-def test_cancel_over_grpc(server, client, stub):
-    with neighbour(server, client):
-        before = aborts(server)
-        sampling = pb.Sampling(max_tokens=150, n=2, ignore_eos=True)
-        call = stub.Generate(pb.GenerateRequest(text="x", sampling=sampling))
-        for _ in range(5):
-            next(call)
-        call.cancel()
-        server.wait_until(lambda: aborts(server) == before + 1)
+def test_cancel_over_grpc(server, client, stub, load):
+    before = aborts(server)
+    sampling = pb.Sampling(max_tokens=150, n=2, ignore_eos=True)
+    call = stub.Generate(pb.GenerateRequest(text="x", sampling=sampling))
+    for _ in range(5):
+        next(call)
+    call.cancel()
+    server.wait_until(lambda: aborts(server) == before + 1)
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.05])
-def test_deadlines(server, client, stub, seconds):
-    with neighbour(server, client):
-        server.runner.step_seconds = 0.02
-        headers = {"x-request-timeout": str(seconds)}
-        response = client.post(PATH, json=LONG, headers=headers)
-        assert response.status_code == 504
-        assert response.json()["error"]["code"] == "deadline_exceeded"
-        sampling = pb.Sampling(max_tokens=150, ignore_eos=True)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.GenerateOnce(pb.GenerateRequest(text="x", sampling=sampling), timeout=seconds)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        server.runner.step_seconds = 0.002
+def test_deadlines(server, client, stub, seconds, load):
+    server.runner.step_seconds = 0.02
+    headers = {"x-request-timeout": str(seconds)}
+    response = client.post(PATH, json=LONG, headers=headers)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    sampling = pb.Sampling(max_tokens=150, ignore_eos=True)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GenerateOnce(pb.GenerateRequest(text="x", sampling=sampling), timeout=seconds)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    server.runner.step_seconds = 0.002
 
 
-def test_a_deadline_in_mid_stream(server, client):
-    with neighbour(server, client):
-        server.runner.step_seconds = 0.01
-        headers = {"x-request-timeout": "0.3"}
-        body = LONG | {"stream": True, "prompt": "x"}
-        response = client.post(PATH, json=body, headers=headers)
-        assert response.status_code == 200
-        *_, error, done = [line for line in response.text.split("\n\n") if line]
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
-        assert done == "data: [DONE]"
-        server.runner.step_seconds = 0.002
+def test_a_deadline_in_mid_stream(server, client, load):
+    server.runner.step_seconds = 0.01
+    headers = {"x-request-timeout": "0.3"}
+    body = LONG | {"stream": True, "prompt": "x"}
+    response = client.post(PATH, json=body, headers=headers)
+    assert response.status_code == 200
+    *_, error, done = [line for line in response.text.split("\n\n") if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert done == "data: [DONE]"
+    server.runner.step_seconds = 0.002
 
 
-def test_a_failed_step_ends_its_requests_alone(server, client):
-    body = LONG | {"max_tokens": 100}
+FAILED = ("500: ", "StatusCode.INTERNAL", "internal_error: ")
+NO_MEMORY = ("503: ", "refused", "device_oom: ")  # RESOURCE_EXHAUSTED over gRPC
+
+
+@pytest.mark.parametrize(
+    ("fault", "ends"),
+    [
+        (ValueError("secret words of the inside"), FAILED),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating"), NO_MEMORY),
+    ],
+)
+def test_a_failed_step_ends_its_requests_alone(server, client, background, fault, ends):
     server.runner.step_seconds = 0.005
     answers = []
 
     def run() -> None:
         with server.client() as own:
-            answers.append(own.post(PATH, json=body))
+            answers.append(own.post(PATH, json=LONG))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    server.wait_until(lambda: server.num_running() == 1)
-    server.runner.faults.append(ValueError("secret words of the inside"))
-    thread.join()
-    assert answers[0].status_code == 500
-    assert "secret" not in answers[0].text
-    assert client.post(PATH, json=NEIGHBOUR).status_code == 200
-    assert client.get("/health/ready").status_code == 200
+    with background.load(*ends):
+        thread = threading.Thread(target=run)
+        thread.start()
+        server.wait_until(lambda: server.num_running() >= 3)
+        server.runner.faults.append(fault)
+        thread.join()
+        assert f"{answers[0].status_code}: " == ends[0]
+        assert "secret" not in answers[0].text
+        assert client.get("/health/ready").status_code == 200
 
 
 def test_a_device_without_memory_is_its_own_error(server, client, stub):
@@ -246,15 +264,24 @@ def test_a_device_without_memory_is_its_own_error(server, client, stub):
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_row_that_is_not_finite_ends_alone(server, client):
-    with neighbour(server, client):
-        server.runner.poisoned.add(ord("!") - 33)  # the first token of the sorted alphabet
-        response = client.post(PATH, json=LONG | {"prompt": [0, 1, 2]})
-        assert response.status_code == 500
+def test_steps_without_one_finite_row_end_what_was_in_them(server, client, background):
+    server.runner.step_seconds = 0.005
+    with background.load(*FAILED):
+        server.wait_until(lambda: server.num_running() >= 2)
+        server.runner.poisoned |= set(range(VOCAB_SIZE))
+        assert client.post(PATH, json=LONG).status_code == 500
         server.runner.poisoned.clear()
+        assert client.post(PATH, json=NEIGHBOUR).status_code == 200
 
 
-def test_a_bug_in_making_text_ends_one_request(server, client, monkeypatch):
+def test_a_row_that_is_not_finite_ends_alone(server, client, load):
+    server.runner.poisoned.add(250)  # no request of the load begins with it
+    response = client.post(PATH, json=LONG | {"prompt": [250, 1, 2]})
+    assert response.status_code == 500
+    server.runner.poisoned.clear()
+
+
+def test_a_bug_in_making_text_ends_one_request(server, client, monkeypatch, load):
     from shiftjax.outputs import OutputAssembler
 
     apply = OutputAssembler.apply
@@ -264,31 +291,29 @@ def test_a_bug_in_making_text_ends_one_request(server, client, monkeypatch):
             raise ZeroDivisionError("secret")
         return apply(self, event)
 
-    with neighbour(server, client):
-        monkeypatch.setattr(OutputAssembler, "apply", broken)
-        response = client.post(PATH, json=LONG | {"prompt": "break me"})
-        assert response.status_code == 500
-        assert "secret" not in response.text
-        monkeypatch.undo()
+    monkeypatch.setattr(OutputAssembler, "apply", broken)
+    response = client.post(PATH, json=LONG | {"prompt": "break me"})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    monkeypatch.undo()
 
 
-def test_a_slow_reader_is_dropped(server, client):
-    with neighbour(server, client):
-        before = aborts(server)
-        host, port = server.url.removeprefix("http://").split(":")
-        messages = [{"role": "user", "content": "x"}]
-        body = {"messages": messages, "max_tokens": 200, "n": 32, "stream": True}
-        body |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}  # some 10 MB
-        data = json.dumps(body).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-        head += f"Content-Length: {len(data)}\r\n\r\n"
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect((host, int(port)))
-            connection.sendall(head.encode() + data)
-            server.runner.step_seconds = 0.02  # the engine takes longer than the server waits
-            server.wait_until(lambda: aborts(server) == before + 1)
-        server.runner.step_seconds = 0.002
+def test_a_slow_reader_is_dropped(server, client, load):
+    before = aborts(server)
+    host, port = server.url.removeprefix("http://").split(":")
+    messages = [{"role": "user", "content": "x"}]
+    body = {"messages": messages, "max_tokens": 200, "n": 32, "stream": True}
+    body |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}  # some 10 MB
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + data)
+        server.runner.step_seconds = 0.02  # the engine takes longer than the server waits
+        server.wait_until(lambda: aborts(server) == before + 1)
+    server.runner.step_seconds = 0.002
 
 
 def test_a_slow_reader_over_grpc_is_dropped():
@@ -429,7 +454,7 @@ def test_a_full_queue_refuses_at_once():
         server.assert_quiescent()
 
 
-def test_many_streams_and_cancels_leave_nothing(server, client):
+def test_many_streams_and_cancels_leave_nothing(server, client, load):
     def run(number: int) -> None:
         body = LONG | {"stream": True, "n": 1 + number % 3, "seed": number}
         try:
@@ -440,9 +465,8 @@ def test_many_streams_and_cancels_leave_nothing(server, client):
         except httpx.HTTPError:
             return
 
-    with neighbour(server, client):
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,82 +1,64 @@
-"""Bursts and overload, scaled down: rejects are quick and say when to retry; all ends are sure."""
+"""Loads at full length on a tiny float32 model, where every text is exact; what a run counts."""
 
 import asyncio
 import random
 
-from kit import make_engine, running_server
+import pytest
+from engines import checkpoint, make
+from kit import EOS, MODEL_LIMITS, VOCAB_SIZE, make_engine, running_server, serving
+from load_kit import REFUSED, clients, mixed_body
+from loads import LOADS, Known, Loads
 
 from serving.accounts import EngineLimits
 from serving.bench.client import complete, parse_url
-from serving.bench.load import Outcome, closed_loop, replay
-from serving.bench.report import errors, queue_times, summary
-from shiftjax.sim.trace import TraceRequest, gamma_bursty
+from serving.bench.load import Outcome, closed_loop
+from serving.bench.report import queue_times, summary
+from shiftjax.sim.trace import TraceRequest
 
-LIMITS = EngineLimits(max_num_queued_reqs=24)
-
-
-def overloaded():
-    """A server of four sequences at a time and a short queue."""
-    return running_server(make_engine(max_num_seqs=4), limits=LIMITS, grpc=False)
+SECONDS = 60.0  # of the steady load and the overload
+BODIES = [mixed_body(number, 60, 24) for number in range(60)]
 
 
-def test_bursts_are_met_with_a_bounded_queue():
-    """L6: many at once, then silence, again and again; nothing is left each time."""
-    with overloaded() as server:
-        server.runner.step_seconds = 0.001
-        target = parse_url(server.url)
-        longest = 0
-
-        async def watch() -> None:
-            nonlocal longest
-            while True:
-                longest = max(longest, server.engine.stats.num_waiting)
-                await asyncio.sleep(0.002)
-
-        watcher = asyncio.run_coroutine_threadsafe(watch(), server.loop)
-        refused = served = 0
-        for _ in range(3):
-            burst = [TraceRequest(0.1 * number / 100, 8, 12) for number in range(100)]
-            outcome = asyncio.run(replay(target, burst, None))
-            for sample in outcome.samples:
-                assert sample.error is None or sample.error.startswith("429"), sample.error
-            refused += sum(sample.error is not None for sample in outcome.samples)
-            served += sum(sample.error is None for sample in outcome.samples)
-            server.assert_quiescent()
-        watcher.cancel()
-        assert refused
-        assert served >= 3 * LIMITS.max_num_queued_reqs
-        assert longest <= LIMITS.max_num_queued_reqs
-        assert server.engine.counts.rejected == refused
-        assert server.engine.counts.finished == served
+@pytest.fixture(scope="module")
+def server():
+    """Both modes, a pool that holds fewer than all that may run, and a bounded queue."""
+    directory, _, _ = checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    built = make(directory, 2, 2, max_num_seqs=8, num_blocks=120, shift_threshold=8)
+    with serving(built.engine) as running:
+        yield running
 
 
-def test_overload_hurts_only_those_who_are_refused():
-    """L3: about twice what the engine can do; what is accepted gives the tokens it gives alone."""
-    with overloaded() as server, server.client() as client:
-        server.runner.step_seconds = 0.002
-        target = parse_url(server.url)
-        body = {"prompt": list(range(20)), "max_tokens": 20, "seed": 3, "ignore_eos": True}
-        alone = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-        probes: list[str] = []
+def on(server, action):
+    """What an action gives that is done with loads on a server."""
 
-        async def run() -> Outcome:
-            requests = gamma_bursty(200.0, 1.0, 2.0, 20, 20, seed=1)
-            load = asyncio.create_task(replay(target, requests, None))
-            for _ in range(20):
-                response = await asyncio.to_thread(client.post, "/v1/completions", json=body)
-                if response.status_code == 200:
-                    probes.append(response.json()["choices"][0]["text"])
-                else:
-                    assert response.status_code == 429
-                    assert response.headers["retry-after"] == "1"
-            return await load
+    async def run():
+        async with clients(parse_url(server.url), server.server.grpc.address) as senders:
+            return await action(Loads(senders, BODIES))
 
-        outcome = asyncio.run(run())
-        assert set(errors(outcome)) and all(key.startswith("429") for key in errors(outcome))
-        assert set(probes) <= {alone}
-        row = summary(outcome)
-        assert row["failed"] == server.engine.counts.rejected - (20 - len(probes))
-        server.assert_quiescent()
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def known(server) -> Known:
+    return on(server, lambda loads: loads.learn())
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_load(server, known, name):
+    """L2, L3 and L6: every end is definite, refusals say when to retry, nobody's text changes."""
+    counts = server.engine.counts
+    before = counts.accepted, counts.finished, counts.rejected
+    row = on(server, lambda loads: LOADS[name](loads, known, SECONDS))
+    ends = row["ends"]
+    assert set(ends) <= ({"finished"} if name == "steady" else {"finished", REFUSED})
+    assert row["greedy_differ"] == row["sampled_differ"] == row["refused_without_hint"] == 0
+    assert row["longest_queue"] <= MODEL_LIMITS.max_num_queued_reqs
+    server.assert_quiescent()
+    after = counts.accepted, counts.finished, counts.rejected
+    gained = [new - old for old, new in zip(before, after, strict=True)]
+    assert gained == [ends["finished"], ends["finished"], ends.get(REFUSED, 0)]
+    assert (ends.get(REFUSED, 0) > 0) == (name != "steady")
+    assert server.service.model.num_compiles() == 0
 
 
 def test_a_closed_loop_and_its_numbers():
@@ -111,7 +93,8 @@ def test_failures_are_counted_not_raised():
 def test_random_cancels_leave_nothing():
     """A minute's soak in seconds: clients that stay, that go early, and that ask nonsense."""
     rng = random.Random(4)
-    with overloaded() as server:
+    engine, limits = make_engine(max_num_seqs=4), EngineLimits(max_num_queued_reqs=24)
+    with running_server(engine, limits=limits, grpc=False) as server:
         server.runner.step_seconds = 0.0005
         target = parse_url(server.url)
 

@@ -3,31 +3,18 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import grpc
 import httpx
 import pytest
 from engines import RandomPolicy, checkpoint, make
-from kit import (
-    EOS,
-    VOCAB_SIZE,
-    Running,
-    byte_tokenizer,
-    metric_total,
-    metric_values,
-    running_server,
-)
+from kit import EOS, VOCAB_SIZE, metric_total, metric_values, serving
 from oracle import numpy_llama
 
-from serving.accounts import EngineLimits
 from serving.bench.client import Sample, complete, parse_url
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from shiftjax.engine.engine import Engine
-from shiftjax.engine.programs import CompileCounter
 
 PATH = "/v1/completions"
 SCHEMA = {
@@ -50,25 +37,8 @@ def model():
 def server(model):
     built = make(model[0], 2, 2, policy="cost", max_num_seqs=8, num_blocks=48)  # both modes
     built.engine.policy = RandomPolicy(3)
-    with served(built.engine) as running:
+    with serving(built.engine) as running:
         yield running
-
-
-@contextmanager
-def served(engine: Engine) -> Iterator[Running]:
-    """A server over a compiled engine; anything that compiles from now on is counted."""
-    compiles = CompileCounter()
-    compiles.start()
-    try:
-        with running_server(
-            engine,
-            tokenizer=byte_tokenizer(),
-            limits=EngineLimits(max_num_queued_reqs=64),
-            num_compiles=lambda: compiles.count,
-        ) as running:
-            yield running
-    finally:
-        compiles.stop()
 
 
 @pytest.fixture
@@ -143,7 +113,7 @@ def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
 def test_bursts_switch_modes_both_ways_and_compile_nothing(model):
     """On 8 devices: the prefills of a burst run in base, its decodes in shift."""
     built = make(model[0], 4, 2, max_num_seqs=8, num_blocks=128, shift_threshold=8)
-    with served(built.engine) as server, server.client() as client:
+    with serving(built.engine) as server, server.client() as client:
         target = parse_url(server.url)
 
         async def burst(number: int) -> list[Sample]:
@@ -159,6 +129,30 @@ def test_bursts_switch_modes_both_ways_and_compile_nothing(model):
         labels = {"from": before, "to": after}
         assert metric_total(values, "shiftjax:mode_switches_total", **labels) >= 1
     assert metric_total(values, "shiftjax:recompiles_after_warmup_total") == 0
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 3}, {"prompt_logprobs": 0, "logprobs": 2}])
+def test_log_probabilities_of_a_prompt_are_nobody_elses_business(server, client, asked):
+    """Steps inside a prompt bring those of the prompt alone, steps after it those of the output."""
+    neighbour, prompt = body_of(prompts(8)[7], max_tokens=40), [7, 8, 9] * 20  # in two chunks
+    alone = client.post(PATH, json=neighbour).json()["choices"]
+
+    def one(number: int) -> list[dict]:
+        body = neighbour if number % 2 else body_of(prompt, n=2, **asked)
+        with server.client() as own:
+            return own.post(PATH, json=body).json()["choices"]
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(one, range(6)))
+    assert answers[1::2] == [alone] * 3
+    for choices in answers[::2]:
+        first, *entries = choices[0]["prompt_logprobs"]
+        assert first is None
+        assert len(entries) == 59
+        assert all(len(entry) >= max(asked["prompt_logprobs"], 1) for entry in entries)
+        for choice in choices:
+            assert len(choice["token_ids"]) == 12
+            assert (choice["logprobs"] is not None) == ("logprobs" in asked)
 
 
 def test_structure_combines_with_everything(server, client):

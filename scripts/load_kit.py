@@ -1,0 +1,253 @@
+"""What the load scripts and tests share: a server process, mixed requests, and what came of each.
+
+The mixture is that of many users at once: prompt lengths log-uniform, one in five begins with a
+shared prefix, one in ten wants two continuations, one in ten a structure, one in twenty
+log-probabilities; half of them greedy; over HTTP and gRPC, streamed and not. Every request has a
+seed, so that its text is a function of the request alone.
+"""
+
+import asyncio
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from serving.bench.client import Sample, Target, complete, get
+from serving.proto import shiftjax_pb2 as pb
+from serving.proto import shiftjax_pb2_grpc as pb_grpc
+
+TOKEN_IDS = 200  # of prompts; every vocabulary has that many
+OVER_GRPC, STREAMED = 0.5, 0.5  # shares of requests
+SCHEMA = '{"type":"object","properties":{"ok":{"type":"boolean"}},"required":["ok"]}'
+REFUSED = "refused"
+REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+def mixed_body(number: int, longest_prompt: int, most_tokens: int) -> dict[str, Any]:
+    """Request `number` of the mixture, as the body of an HTTP completion."""
+    rng = random.Random(number)
+    length, shares = int(longest_prompt ** rng.random()), rng.random() < 0.2
+    prompt = [rng.randrange(TOKEN_IDS) for _ in range(length)]
+    if shares:
+        prompt = list(range(longest_prompt // 2)) + prompt[: longest_prompt // 4]
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, most_tokens)}
+    body |= {"seed": number, "temperature": number % 2}
+    kind = rng.random()
+    if kind < 0.1:
+        return body | {"n": 2}
+    if kind < 0.2:
+        constraint = {"json": SCHEMA} if kind < 0.15 else {"choice": ["yes", "no", "perhaps"]}
+        return body | {"structured_outputs": constraint}
+    return body | ({"logprobs": 5} if kind < 0.25 else {})
+
+
+def to_grpc(body: dict[str, Any]) -> pb.GenerateRequest:
+    """The same request as a message."""
+    names = ("max_tokens", "seed", "temperature", "n", "logprobs")
+    sampling = pb.Sampling(**{name: body[name] for name in names if name in body})
+    constraint = body.get("structured_outputs", {})
+    if "json" in constraint:
+        sampling.json_schema = constraint["json"]
+    if "choice" in constraint:
+        sampling.choice.options.extend(constraint["choice"])
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=body["prompt"]), sampling=sampling)
+
+
+# ---------------------------------------------------------------- clients
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request as its client saw it. `end`: finished, refused, cancelled, or what went wrong."""
+
+    end: str
+    sample: Sample
+    outcome: tuple[tuple[str, str], ...] = ()  # text and finish reason of every continuation
+    says_when: bool = False  # a refusal that tells when to come again
+
+
+class Clients:
+    """Senders of requests to one server, over both protocols."""
+
+    def __init__(self, target: Target, stub: pb_grpc.InferenceStub):
+        self.target, self._stub = target, stub
+
+    async def send(self, body: dict[str, Any], *, over_grpc: bool, streams: bool) -> Answer:
+        """Send a request and wait for its end, whatever that is."""
+        if over_grpc:
+            return await self._over_grpc(to_grpc(body), streams)
+        sample = await complete(self.target, body, streams=streams)
+        if sample.error is None:
+            return Answer("finished", sample, _outcome(sample))
+        is_refusal = sample.error.startswith("429")
+        end = REFUSED if is_refusal else sample.error
+        return Answer(end, sample, says_when=sample.retry_after is not None)
+
+    async def send_any(self, body: dict[str, Any], rng: random.Random) -> Answer:
+        """Send it one way or another."""
+        over_grpc, streams = rng.random() < OVER_GRPC, rng.random() < STREAMED
+        return await self.send(body, over_grpc=over_grpc, streams=streams)
+
+    async def _over_grpc(self, request: pb.GenerateRequest, streams: bool) -> Answer:
+        sample = Sample.begin()
+        try:
+            await (self._stream(request, sample) if streams else self._once(request, sample))
+        except grpc.aio.AioRpcError as error:
+            sample.end(str(error.code()))
+            is_refusal = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            says_when = "google.rpc.RetryInfo" in str(error.trailing_metadata())
+            return Answer(REFUSED if is_refusal else str(error.code()), sample, says_when=says_when)
+        sample.end()
+        return Answer("finished", sample, _outcome(sample))
+
+    async def _stream(self, request: pb.GenerateRequest, sample: Sample) -> None:
+        async for event in self._stub.Generate(request):
+            if event.HasField("delta"):
+                sample.add_text(event.delta.index, event.delta.text)
+            elif event.HasField("finished"):
+                sample.finish_reasons[event.finished.index] = REASONS[event.finished.reason]
+
+    async def _once(self, request: pb.GenerateRequest, sample: Sample) -> None:
+        result = await self._stub.GenerateOnce(request)
+        for one in result.completions:
+            sample.texts[one.index] = one.text
+            sample.finish_reasons[one.index] = REASONS[one.finished.reason]
+
+
+def _outcome(sample: Sample) -> tuple[tuple[str, str], ...]:
+    reasons = sample.finish_reasons
+    return tuple((sample.texts.get(index, ""), reasons[index]) for index in sorted(reasons))
+
+
+@asynccontextmanager
+async def clients(target: Target, grpc_address: str) -> AsyncIterator[Clients]:
+    """Clients of the server at these addresses."""
+    async with grpc.aio.insecure_channel(grpc_address) as channel:
+        yield Clients(target, pb_grpc.InferenceStub(channel))
+
+
+async def metrics_of(target: Target) -> dict[str, float]:
+    """Sums over the labels of every metric, without the prefix."""
+    _, text = await get(target, "/metrics")
+    sums: dict[str, float] = {}
+    for line in text.decode().splitlines():
+        if not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            name = series.partition("{")[0].removeprefix("shiftjax:")
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
+
+
+# ---------------------------------------------------------------- loads
+
+Send = Callable[[int], Any]  # of the request with a number; gives an awaitable
+
+
+async def closed_loop(send: Send, num_clients: int, seconds: float) -> float:
+    """Requests per second that a fixed number of clients get answered."""
+    loop = asyncio.get_running_loop()
+    end, count = loop.time() + seconds, 0
+
+    async def client() -> None:
+        nonlocal count
+        while loop.time() < end:
+            await send(count)
+            count += 1
+
+    await asyncio.gather(*(client() for _ in range(num_clients)))
+    return count / seconds
+
+
+async def open_loop(send: Send, arrivals: Sequence[float]) -> list[Any]:
+    """What `send` gives for requests that come at these seconds, whatever became of others."""
+    start = asyncio.get_running_loop().time()
+
+    async def one(number: int, at: float) -> Any:
+        await asyncio.sleep(start + at - asyncio.get_running_loop().time())
+        return await send(number)
+
+    return await asyncio.gather(*(one(number, at) for number, at in enumerate(arrivals)))
+
+
+def poisson(rate: float, seconds: float, rng: random.Random) -> list[float]:
+    """Times of arrivals at `rate` a second."""
+    times: list[float] = []
+    now = rng.expovariate(rate)
+    while now < seconds:
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
+
+
+# ---------------------------------------------------------------- a server process
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@dataclass
+class ServerProcess:
+    """`shiftjax serve` with some flags on free ports, looked at from outside (Linux)."""
+
+    flags: list[str]
+    target: Target = field(init=False)
+    grpc_address: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.target = Target("127.0.0.1", free_port(), "", False)
+        grpc_port = free_port()
+        self.grpc_address = f"127.0.0.1:{grpc_port}"
+        ports = [f"--port={self.target.port}", f"--grpc-port={grpc_port}"]
+        self.command = [sys.executable, "-m", "serving.cli", "serve", *ports, *self.flags]
+        print(f"http://127.0.0.1:{self.target.port}/ui", flush=True)
+        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
+
+    async def wait_until_ready(self) -> None:
+        """Poll until the model is loaded; raises SystemExit if the process ends instead."""
+        while True:
+            if self.process.poll() is not None:
+                raise SystemExit(f"did not start: {shlex.join(self.command)}")
+            try:
+                if (await get(self.target, "/health/ready"))[0] == 200:
+                    return
+            except OSError:
+                pass
+            await asyncio.sleep(0.5)
+
+    def look(self) -> dict[str, float]:
+        """Memory, descriptors and threads of the server.
+
+        Memory without mapped files, whose pages the system takes away and brings back as it likes.
+        """
+        process = Path(f"/proc/{self.process.pid}")
+        status = (process / "status").read_text(encoding="utf-8")
+        kibibytes = int(status.partition("RssAnon:")[2].split()[0])
+        return {
+            "anonymous_mib": kibibytes / 1024,
+            "descriptors": len(os.listdir(process / "fd")),
+            "threads": len(os.listdir(process / "task")),
+        }
+
+    async def stop(self) -> int:
+        """Ask it to end, wait, and return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(self.process.wait, 60)
+
+    def kill(self) -> None:
+        """End it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()

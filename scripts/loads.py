@@ -1,0 +1,208 @@
+"""Loads on a real server: most of what it can do, twice that, and bursts; what became of each.
+
+    python scripts/loads.py --seconds 60 -- --model smollm2-135m --devices 8 --sp 4 --tp 2
+
+Starts `shiftjax serve` with the flags after `--`, sends every request of the mixture alone (its
+text then is the reference), finds the capacity with a closed loop, and then runs
+
+    steady     Poisson arrivals at 70 % of the capacity
+    overload   Poisson arrivals at twice the capacity: refusals are quick and say when to retry
+    bursts     500 requests in 0.1 s, then nothing until the server is idle, ten times
+
+A row for each: how the requests ended, how many of those that finished differ from their
+reference (numbers round differently in other batches, so a few may, above all where a draw from
+the far tail of the distribution falls on a neighbour), latency, the longest queue seen. The last
+line is JSON. Loopback only.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from load_kit import (
+    REFUSED,
+    Answer,
+    Clients,
+    ServerProcess,
+    clients,
+    closed_loop,
+    metrics_of,
+    mixed_body,
+    open_loop,
+    poisson,
+)
+
+from serving.progress import print_table
+
+NUM_BODIES = 60  # different requests; the load repeats them
+LONGEST_PROMPT, MOST_TOKENS = 128, 48
+NUM_CLIENTS, CAPACITY_SECONDS = 8, 10.0
+BURST_REQUESTS, BURST_SECONDS, NUM_BURSTS = 500, 0.1, 10
+POLL_SECONDS = 0.25
+HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a server before the loads."""
+
+    alone: list[Answer]  # what every body gives when nothing else runs
+    capacity: float  # requests per second
+
+
+class Loads:
+    """The loads on one server."""
+
+    def __init__(self, senders: Clients, bodies: Sequence[dict[str, Any]]):
+        self.senders, self.bodies = senders, bodies
+        self.rng = random.Random(1)
+
+    def send(self, number: int) -> Awaitable[Answer]:
+        """Send one of the bodies, one way or another."""
+        return self.senders.send_any(self.bodies[number % len(self.bodies)], self.rng)
+
+    async def learn(self) -> Known:
+        """References and capacity. Raises SystemExit if a request fails alone."""
+        alone = [await self.send(number) for number in range(len(self.bodies))]
+        ends = {answer.end for answer in alone}
+        if ends != {"finished"}:
+            raise SystemExit(f"alone, not every request finishes: {ends}")
+        return Known(alone, await closed_loop(self.send, NUM_CLIENTS, CAPACITY_SECONDS))
+
+    async def arrivals(self, known: Known, times: Sequence[float]) -> dict[str, Any]:
+        """Send requests at these times; a row of what became of them."""
+        waiting: list[float] = []
+
+        async def watch() -> None:
+            while True:
+                metrics = await metrics_of(self.senders.target)
+                waiting.append(metrics["num_requests_waiting"])
+                await asyncio.sleep(POLL_SECONDS)
+
+        watcher = asyncio.create_task(watch())
+        answers = await open_loop(self.send, times)
+        watcher.cancel()
+        return row_of(known, answers) | {"longest_queue": max(waiting)}
+
+    async def held(self) -> float:
+        """What the server holds once it is idle: requests and KV."""
+        metrics: dict[str, float] = {}
+        for _ in range(40):
+            metrics = await metrics_of(self.senders.target)
+            if not any(metrics[name] for name in HELD):
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        return sum(metrics[name] for name in HELD)
+
+
+def row_of(known: Known, answers: Sequence[Answer]) -> dict[str, Any]:
+    """How many requests ended how, how many differ from their reference, and times."""
+    refused = [answer for answer in answers if answer.end == REFUSED]
+    done = [(number % len(known.alone), a) for number, a in enumerate(answers) if a.outcome]
+    differ = [number for number, a in done if a.outcome != known.alone[number].outcome]
+    times = [1000 * (a.sample.ended_at - a.sample.sent_at) for a in refused]
+    first = [1000 * ttft for _, a in done if (ttft := a.sample.ttft) is not None]
+    gaps = [1000 * gap for _, answer in done for gap in answer.sample.gaps]
+    row: dict[str, Any] = {"ends": dict(Counter(answer.end for answer in answers))}
+    row["refused_without_hint"] = sum(not answer.says_when for answer in refused)
+    row["greedy_differ"] = sum(number % 2 == 0 for number in differ)
+    row["sampled_differ"] = sum(number % 2 for number in differ)
+    for name, values in (("refusal", times), ("ttft", first), ("gap", gaps)):
+        for p in (50, 99):
+            point = float(np.percentile(values, p)) if values else None
+            row[f"{name}_p{p}_milliseconds"] = point
+    return row
+
+
+async def steady(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
+    """Poisson arrivals at 70 % of the capacity."""
+    return await loads.arrivals(known, poisson(0.7 * known.capacity, seconds, random.Random(2)))
+
+
+async def overload(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
+    """Poisson arrivals at twice the capacity."""
+    return await loads.arrivals(known, poisson(2.0 * known.capacity, seconds, random.Random(3)))
+
+
+async def bursts(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
+    """Many at once, again and again; `held` is what is left in the silences, which is nothing."""
+    del seconds
+    times = [BURST_SECONDS * number / BURST_REQUESTS for number in range(BURST_REQUESTS)]
+    rows, held = [], 0.0
+    for _ in range(NUM_BURSTS):
+        rows.append(await loads.arrivals(known, times))
+        held += await loads.held()
+    ends = sum((Counter(row["ends"]) for row in rows), Counter())
+    counted = ("refused_without_hint", "greedy_differ", "sampled_differ")
+    sums = {name: sum(row[name] for row in rows) for name in counted}
+    worst = {
+        name: max((row[name] for row in rows if row[name] is not None), default=None)
+        for name in rows[0]
+        if name.endswith("milliseconds") or name == "longest_queue"
+    }
+    return {"ends": dict(ends), **sums, **worst, "held": held}
+
+
+LOADS: dict[str, Callable[[Loads, Known, float], Awaitable[dict[str, Any]]]] = {
+    "steady": steady,
+    "overload": overload,
+    "bursts": bursts,
+}
+
+
+async def run(server: ServerProcess, names: Sequence[str], seconds: float) -> dict[str, Any]:
+    """All loads one after another; `failures` is what should not have been."""
+    await server.wait_until_ready()
+    bodies = [mixed_body(number, LONGEST_PROMPT, MOST_TOKENS) for number in range(NUM_BODIES)]
+    async with clients(server.target, server.grpc_address) as senders:
+        loads = Loads(senders, bodies)
+        known = await loads.learn()
+        rows: dict[str, Any] = {"capacity_requests_per_second": known.capacity}
+        for name in names:
+            rows[name] = await LOADS[name](loads, known, seconds)
+            rows[name]["held"] = await loads.held()
+            print_table(name, rows[name], stderr=False)
+    metrics = await metrics_of(server.target)
+    rows["recompiles_after_warmup"] = metrics["recompiles_after_warmup_total"]
+    rows["mode_switches"] = metrics["mode_switches_total"]
+    rows["exit_code"] = await server.stop()
+    return rows | {"failures": failures(rows, names)}
+
+
+def failures(rows: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """What should not have been, in words; differing texts are for the reader to judge."""
+    found = []
+    for name in names:
+        row = rows[name]
+        allowed = {"finished"} if name == "steady" else {"finished", REFUSED}
+        found += [f"{name}: {end}" for end in row["ends"] if end not in allowed]
+        found += [f"{name}: {what}" for what in ("refused_without_hint", "held") if row[what]]
+    found += ["compiled while serving"] if rows["recompiles_after_warmup"] else []
+    return found + (["the end was not clean"] if rows["exit_code"] else [])
+
+
+def main() -> int:
+    """Run; 1 if anything was not as it should be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of steady and overload")
+    parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("flags", nargs="*", help="of shiftjax serve, after --")
+    arguments = parser.parse_args()
+    server = ServerProcess(arguments.flags)
+    try:
+        rows = asyncio.run(run(server, arguments.loads, arguments.seconds))
+    finally:
+        server.kill()
+    print(json.dumps(rows))
+    return 1 if rows["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
