@@ -20,8 +20,9 @@ demo: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
 
 # A file's tests share what they compile, so they stay in one process.
-test: $(VENV)/.gpu $(VENV)/.node
-	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(VENV)/.gpu $(VENV)/.node $(VENV)/.prometheus
+	PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
+	    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -64,6 +65,15 @@ $(VENV)/.node: tests/serving/node/package.json | $(VENV)/.dev
 	    echo "npm not found: the test with Node's gRPC client will be skipped"; \
 	elif ! npm install --prefix tests/serving/node --silent --no-audit --no-fund --no-package-lock; then \
 	    echo "npm install failed: the test with Node's gRPC client will be skipped"; fi
+	@touch $@
+
+# Debian's package, unpacked and not installed, for tests that are skipped without it.
+$(VENV)/.prometheus: | $(VENV)/.dev
+	@if ! command -v prometheus >/dev/null && ! { cd $(VENV) && \
+	    { timeout 100 apt-get download -qq prometheus || \
+	    { timeout 100 apt-get update -qq && timeout 100 apt-get download -qq prometheus; }; } && \
+	    dpkg -x prometheus_*.deb prometheus; } >/dev/null 2>&1; then \
+	    echo "no package prometheus: the tests with a real one will be skipped"; fi
 	@touch $@
 
 clean:

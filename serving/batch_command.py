@@ -2,10 +2,12 @@
 
 import argparse
 import asyncio
+import os
 import sys
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,16 +72,27 @@ async def _run(
     service.open(served_model(llm, options), engine)
     num_at_once = 2 * llm.config.scheduler.max_num_seqs
     try:
-        with output.open("ab") as file, progress_bars() as progress:
+        with output.open("ab", buffering=0) as file, progress_bars() as progress:
             async with aclosing(run_lines(service, lines, num_at_once)) as records:
                 async for record in records:
-                    file.write(msgspec.json.encode(record) + b"\n")
-                    file.flush()
+                    _append(file, msgspec.json.encode(record) + b"\n")
                     _count(summary, record)
                     if progress:
                         progress("generating", summary.lines, len(lines))
     finally:
         await service.close()
+
+
+def _append(file: FileIO, record: bytes) -> None:
+    """Write all of a record, or nothing where the disk is full. Raises OSError."""
+    end, rest = os.fstat(file.fileno()).st_size, record
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        with suppress(OSError):  # a device or a pipe keeps what it has
+            file.truncate(end)
+        raise
 
 
 def _count(summary: Summary, record: dict) -> None:

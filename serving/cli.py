@@ -20,6 +20,7 @@ from serving.flags import (
     parse_args,
     settle,
 )
+from serving.start import StartError
 from shiftjax.engine.request import RequestError
 from shiftjax.options import ConfigError
 from shiftjax.settings import dump_part, dump_yaml
@@ -41,8 +42,8 @@ def guarded(action: Callable[[], int]) -> int:
         return action()
     except ConfigError as error:
         return _fail(error.problems, USAGE)
-    except RequestError as error:
-        return _fail([str(error)], USAGE)
+    except (RequestError, StartError) as error:
+        return _fail([str(error)], USAGE if isinstance(error, RequestError) else FAILED)
     except (CheckpointError, TokenizerError, ChatTemplateError) as error:
         return _fail(str(error).splitlines(), NO_MODEL)
     except BrokenPipeError:  # the reader went away, as `| head` does; nothing is left to flush to

@@ -16,6 +16,7 @@ class Kind(NamedTuple):
 
 
 _INVALID = "invalid_request_error"
+MAX_MESSAGE = 500  # characters; a gRPC status travels in headers of 8 KiB
 
 KINDS: Mapping[str, Kind] = types.MappingProxyType(
     {
@@ -63,11 +64,11 @@ class ServeError(Exception):
         code: str | None = None,
         violations: Sequence[Violation] = (),
     ):
-        super().__init__(message)
+        self.message = _shown(message)
+        super().__init__(self.message)
         self.kind_name = kind
         self.kind = KINDS[kind]
-        self.message = message
-        self.violations = tuple(violations)
+        self.violations = tuple(Violation(*map(_shown, each)) for each in violations)
         self.param = param or (self.violations[0].field if self.violations else None)
         self.code = code or self.kind.code
 
@@ -75,6 +76,13 @@ class ServeError(Exception):
         """The error object of OpenAI's interface."""
         fields = {"message": self.message, "type": self.kind.type}
         return {"error": {**fields, "param": self.param, "code": self.code}}
+
+
+def _shown(text: str) -> str:
+    """A text that may hold what the client sent: one printable line of bounded length."""
+    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:MAX_MESSAGE])
+    is_whole = len(text) <= MAX_MESSAGE and len(line) <= MAX_MESSAGE
+    return line if is_whole else f"{line[: MAX_MESSAGE - 4]} ..."
 
 
 def invalid(field: str, description: str, code: str | None = None) -> ServeError:

@@ -11,8 +11,8 @@ Json = Any
 class StreamOptions(msgspec.Struct):
     """When usage is sent with a stream."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(msgspec.Struct):
@@ -48,6 +48,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = None
     temperature: float | None = None
@@ -73,9 +74,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     # OpenAI's clients send these; checked, and without effect here.
     metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
     parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
 
@@ -83,6 +83,7 @@ class CompletionFields(GenerationFields, kw_only=True):
     """The body of /v1/completions."""
 
     prompt: str | list[Any]
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -91,7 +92,6 @@ class ChatFields(GenerationFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Json]]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Json] | None = None
@@ -104,10 +104,10 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Json]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeFields(msgspec.Struct, kw_only=True):
@@ -117,34 +117,108 @@ class DetokenizeFields(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+# Fields that are objects of their own.
+NESTED: Mapping[str, type[msgspec.Struct]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "json_schema": JsonSchema,
+    "structured_outputs": StructuredOutputs,
+}
+
 # Fields that others have and this server has not, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI
     "suffix": ("",),
     "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in-memory", "in_memory"),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options.include_obfuscation": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "typical_p": (1, 1.0),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
     "bad_words": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
+    "detokenize": (True,),
     "logits_processors": ([],),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": (),
+    "guided_decoding_backend": (),
+    "structural_tag": (),
+    "structured_outputs.structural_tag": (),
+    "structured_outputs.whitespace_pattern": (),
+    "structured_outputs.disable_any_whitespace": (False,),
+    "structured_outputs.disable_fallback": (False,),
+    "structured_outputs.disable_additional_properties": (False,),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "audio": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
-    "lora": (),
-    "adapter": (),
+    "include_reasoning": (True, False),
+    "thinking_token_budget": (),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "lora": (),
+    "lora_path": (),
+    "lora_request": (),
+    "adapter": (),
+    # SGLang, llama.cpp, TGI and others
+    "response_format.schema": (),
+    "json_schema": (),
+    "json_object": (False,),
+    "regex": (),
+    "ebnf": (),
+    "grammar": ("",),
+    "choice": (),
+    "stop_regex": ([], ""),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "custom_logit_processor": (),
+    "typical_p": (1,),
+    "typical": (1,),
+    "top_a": (0,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "repeat_penalty": (1,),
+    "n_predict": (),
+    "n_probs": (0,),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "top_n_tokens": (0,),
+}
+
+# Fields that only the other one of the two endpoints has.
+FOREIGN: Mapping[type, Mapping[str, tuple[Any, ...]]] = {
+    CompletionFields: {
+        "messages": (),
+        "top_logprobs": (0,),
+        "chat_template_kwargs": ({},),
+        "add_generation_prompt": (True,),
+    },
+    ChatFields: {"prompt": (), "echo": (False,), "add_special_tokens": (False,)},
 }

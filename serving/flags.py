@@ -22,7 +22,8 @@ EXIT_CODES = """exit codes:
   2  wrong usage or settings: every problem on a line of its own on stderr
   3  the model cannot be found or read
   75  the engine failed while serving: start the server again
-  130, 143  interrupted, terminated (a server that is told once ends its work first, with 0)"""
+  130, 143  interrupted, terminated (a server that is told once ends its work first, with 0)
+  134, 137, 139  ended by the system, as a rule for want of memory: start again with less"""
 
 SOURCES = """Settings come from flags, then from environment variables (SHIFTJAX_ and the setting's
 name, as in SHIFTJAX_MAX_MODEL_LEN), then from the file of --config, then from defaults. `auto`

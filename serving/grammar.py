@@ -1,6 +1,7 @@
 """Structured output: grammars become token masks (llguidance). Used off the event loop. No JAX."""
 
 import asyncio
+import contextlib
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from serving.errors import ServeError
+from serving.grammar_trial import Trial, parser_limits
 from serving.schema import GrammarSource
 from shiftjax.text.tokenizer import Tokenizer
 
@@ -17,9 +19,9 @@ MAX_SOURCE_BYTES = 64 << 10
 MAX_CACHED = 64
 MAX_REASON = 200  # characters of llguidance's words in an error
 NUM_THREADS = 2
+UNMATCHABLE = "nothing can match it"
+EMPTY_LANGUAGE = "NoExtensionBias"  # what llguidance calls it
 REGEX_META = frozenset("\\.+*?()|[]{}^$#&-~")
-# A fraction of llguidance's own limits: some 4 ms for compiling, 8 ms for the mask of one token.
-MAX_COMPILE_FUEL, MAX_STEP_FUEL, MAX_STEP_ITEMS = 200_000, 100_000, 20_000
 
 
 class GrammarState:
@@ -69,6 +71,10 @@ class Grammars:
         self._compiled: OrderedDict[GrammarSource, GrammarState] = OrderedDict()
         self._llguidance: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
+        self._trials = [Trial() for _ in range(NUM_THREADS)]  # those that no thread uses
+        self._is_closed = False
+        with contextlib.suppress(OSError):  # it is tried again when there is a grammar
+            self._trials[-1].start()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
 
     async def start(self, source: GrammarSource, num: int) -> list[GrammarState]:
@@ -85,8 +91,12 @@ class Grammars:
             raise _refusal(source, f"took more than {self._timeout:g} s to compile") from None
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads and their processes end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            for trial in self._trials:
+                trial.close()
 
     def prepare(self, source: GrammarSource, num: int) -> list[GrammarState]:
         """What `start` does, in the thread that calls it."""
@@ -103,18 +113,30 @@ class Grammars:
 
     def _compile(self, source: GrammarSource) -> GrammarState:
         tokenizer = self._open_tokenizer()
-        limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=MAX_COMPILE_FUEL,
-            step_lexer_fuel=MAX_STEP_FUEL,
-            step_max_items=MAX_STEP_ITEMS,
-            verbose_errors=False,
-        )
-        matcher = llguidance.LLMatcher(tokenizer, _grammar(source), log_level=0, limits=limits)
+        grammar, limits = _grammar(source), parser_limits()
+        if not self._is_quick(grammar):
+            raise _refusal(source, "takes too long to compile")
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         state = GrammarState(matcher, self._num_words)
         if state.is_dead or not _survives_a_token(state):
-            reason = " ".join((matcher.get_error() or "nothing can match it").split())
+            reason = " ".join((matcher.get_error() or UNMATCHABLE).split())
+            reason = UNMATCHABLE if reason.startswith(EMPTY_LANGUAGE) else reason
             raise _refusal(source, f"cannot be used: {reason[:MAX_REASON]}")
         return state
+
+    def _is_quick(self, grammar: str) -> bool:
+        """Whether another process can compile it in little time."""
+        with self._lock:
+            trial = self._trials.pop() if self._trials else Trial()
+        try:
+            return trial.survives(grammar)
+        except OSError:
+            raise ServeError("queue_full", "There is no room to compile a grammar now.") from None
+        finally:
+            with self._lock:
+                self._trials.append(trial)
+                if self._is_closed:
+                    trial.close()
 
     def _open_tokenizer(self) -> llguidance.LLTokenizer:
         with self._lock:

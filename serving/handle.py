@@ -71,6 +71,14 @@ class RequestHandle:
         """Tokens generated so far, over all continuations."""
         return sum(len(one.token_ids) for one in self.output.outputs)
 
+    @property
+    def num_logprobs(self) -> int:
+        """About how many log-probabilities have come; to write many takes a while."""
+        sampling, num_prompt = self.request.sampling, len(self.output.prompt_logprobs or ())
+        num_output = 0 if sampling.logprobs is None else self.num_output_tokens
+        of_prompt = num_prompt * (1 + (sampling.prompt_logprobs or 0))
+        return num_output * (1 + (sampling.logprobs or 0)) + of_prompt
+
     # ------------------------------------------------------------------ from the engine
 
     def apply(self, event: Event) -> int:

@@ -1,8 +1,11 @@
 """Traces of the engine's steps on request: JAX's profiler, into one directory, one at a time."""
 
+import logging
 from pathlib import Path
 
 from serving.errors import ServeError
+
+logger = logging.getLogger(__name__)
 
 
 class Profiler:
@@ -38,7 +41,8 @@ class Profiler:
         self._name = None
         try:
             jax.profiler.stop_trace()
-        except OSError:
+        except (OSError, RuntimeError) as error:  # XLA says a full disk in one of its own
+            logger.warning("a profile cannot be written: %s", error)
             raise ServeError("not_now", "The profile cannot be written.") from None
 
     def _open(self) -> Path:

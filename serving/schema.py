@@ -12,6 +12,8 @@ import msgspec
 
 from serving.errors import ServeError, Violation, invalid
 from serving.fields import (
+    FOREIGN,
+    NESTED,
     UNSUPPORTED,
     ChatFields,
     CompletionFields,
@@ -26,6 +28,10 @@ MAX_TEXT_CHARACTERS = 256  # of ids, salts and users
 MAX_METADATA, MAX_METADATA_CHARACTERS = 16, 512
 MAX_MESSAGES = 4096
 MAX_CHOICES = 1024
+# What JSON may hold, whatever it means: decoding this much takes some ten milliseconds.
+MAX_VALUES = 1 << 20  # separated by commas, as token ids are
+MAX_NODES = 1 << 16  # lists, objects and names in objects
+MAX_STRINGS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,13 @@ class Wish:
         return self.fields.priority or 0
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """The JSON value of a body. Raises `ServeError`."""
+    if _has_too_much(text):
+        message = "The body holds too many values, lists or objects."
+        raise ServeError("invalid", message, code="invalid_json")
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(text)
     except RecursionError:
         raise ServeError("invalid", "The body is nested too deeply.", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -63,22 +72,59 @@ def parse_json(body: bytes) -> Any:
         raise ServeError("invalid", message, code="invalid_json") from None
 
 
+def _has_too_much(text: bytes) -> bool:
+    """Whether decoding would keep the event loop busy: eight MiB can hold four million lists."""
+    if not _exceeds(text):
+        return False
+    bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    if bare.count(b'"') > 2 * MAX_STRINGS:
+        return True
+    return _exceeds(b"".join(bare.split(b'"')[::2]))  # what is not within strings
+
+
+def _exceeds(text: bytes) -> bool:
+    nodes = sum(text.count(mark) for mark in (b"[", b"{", b":"))
+    strings = text.count(b'"') // 2
+    return nodes > MAX_NODES or strings > MAX_STRINGS or text.count(b",") > MAX_VALUES
+
+
 def read[T: msgspec.Struct](kind: type[T], values: Any) -> tuple[T, tuple[str, ...]]:
     """(fields, names that nobody knows) of an object of plain values."""
-    if not isinstance(values, dict):
-        raise ServeError("invalid", "The body must be a JSON object.", code="invalid_json")
-    for name, harmless in UNSUPPORTED.items():
-        value = values.get(name)
-        if value is not None and value not in harmless:
-            raise invalid(name, "is not supported by this server", "unsupported_parameter")
-    known = {*kind.__struct_fields__, *UNSUPPORTED}
-    unknown = tuple(sorted(name for name in values if name not in known))
+    unknown = unknown_names(kind, values)
     try:
         return msgspec.convert(values, kind), unknown
     except msgspec.ValidationError as error:
         raise _type_error(str(error)) from None
     except RecursionError:
         raise ServeError("invalid", "The body is nested too deeply.", code="invalid_json") from None
+
+
+def unknown_names(kind: type[msgspec.Struct], values: Any) -> tuple[str, ...]:
+    """What nobody knows, as `name` or `object.name`. Raises `ServeError` for what others know."""
+    if not isinstance(values, dict):
+        raise ServeError("invalid", "The body must be a JSON object.", code="invalid_json")
+    for name, harmless in FOREIGN.get(kind, {}).items():
+        _check_harmless(name, values.get(name), harmless, "is not a field of this endpoint")
+    return tuple(sorted(_unknown_in(kind, values, "")))
+
+
+def _unknown_in(kind: type[msgspec.Struct], values: dict[str, Any], place: str) -> list[str]:
+    unknown: list[str] = []
+    for name, value in values.items():
+        path = place + name
+        if path in UNSUPPORTED:
+            _check_harmless(path, value, UNSUPPORTED[path], "is not supported by this server")
+        elif name not in kind.__struct_fields__:
+            unknown += [path] * (name not in FOREIGN.get(kind, {}))
+        elif isinstance(value, dict) and name in NESTED:
+            unknown += _unknown_in(NESTED[name], value, f"{path}.")
+    return unknown
+
+
+def _check_harmless(name: str, value: Any, harmless: tuple[Any, ...], words: str) -> None:
+    same = (each for each in harmless if isinstance(each, bool) == isinstance(value, bool))
+    if value is not None and value not in same:
+        raise invalid(name, words, "unsupported_parameter")
 
 
 def _type_error(message: str) -> ServeError:
@@ -104,7 +150,7 @@ def read_completion(values: Any) -> Wish:
         if fields.prompt_logprobs is not None:
             raise invalid("prompt_logprobs", "cannot be combined with echo and logprobs")
         given["prompt_logprobs"] = fields.logprobs
-    if fields.max_tokens == 0 and fields.echo and given.get("prompt_logprobs") is None:
+    if given.get("max_tokens") == 0 and fields.echo and given.get("prompt_logprobs") is None:
         given["prompt_logprobs"] = 0  # nothing is generated: the prompt comes back
     return _wish(fields, given, unknown)
 
@@ -115,14 +161,9 @@ def read_chat(values: Any) -> Wish:
     if not 0 < len(fields.messages) <= MAX_MESSAGES:
         raise invalid("messages", f"must have 1 to {MAX_MESSAGES} entries")
     given = {"max_tokens": None} | _given(fields)
-    most = fields.max_completion_tokens
-    if most is not None:
-        if fields.max_tokens not in (None, most):
-            raise invalid("max_completion_tokens", "disagrees with max_tokens")
-        given["max_tokens"] = most
     if given["max_tokens"] == 0:
         raise invalid("max_tokens", "must be at least 1 in a chat")
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
     return _wish(fields, given, unknown)
@@ -139,6 +180,11 @@ def _given(fields: GenerationFields) -> dict[str, Any]:
         for name, value in values.items()
         if name in _SAMPLING_NAMES and name != "logprobs" and value is not None
     }
+    most = fields.max_completion_tokens
+    if most is not None:
+        if fields.max_tokens not in (None, most):
+            raise invalid("max_completion_tokens", "disagrees with max_tokens")
+        given["max_tokens"] = most
     if fields.logit_bias is not None:
         given["logit_bias"] = _logit_bias(fields.logit_bias)
     return given
@@ -147,7 +193,7 @@ def _given(fields: GenerationFields) -> dict[str, Any]:
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     if len(bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
-    if not all(re.fullmatch(r"-?\d{1,10}", key, re.ASCII) for key in bias):
+    if not all(re.fullmatch(r"-?(0|[1-9]\d{0,9})", key, re.ASCII) for key in bias):
         raise invalid("logit_bias", "must map token ids to numbers")
     return {int(key): value for key, value in bias.items()}
 
@@ -170,15 +216,13 @@ def _sampling_error(message: str, fields: GenerationFields) -> ServeError:
     violations = []
     for part in parts:
         field, _, description = part.partition(" ")
-        if isinstance(fields, ChatFields):
-            field = _chat_name(field, fields)
-        violations.append(Violation(field, description))
+        violations.append(Violation(_given_name(field, fields), description))
     text = "; ".join(f"{field} {description}" for field, description in violations)
     return ServeError("invalid", text, violations=violations)
 
 
-def _chat_name(field: str, fields: ChatFields) -> str:
-    if field == "logprobs":
+def _given_name(field: str, fields: GenerationFields) -> str:
+    if field == "logprobs" and isinstance(fields, ChatFields):
         return "top_logprobs"
     renamed = field == "max_tokens" and fields.max_completion_tokens is not None
     return "max_completion_tokens" if renamed else field
@@ -189,7 +233,7 @@ def _check_common(fields: GenerationFields) -> None:
         raise invalid("stream_options", "needs stream to be true")
     if fields.priority is not None and abs(fields.priority) > INT32_MAX:
         raise invalid("priority", f"must be between -{INT32_MAX} and {INT32_MAX}")
-    for name in ("cache_salt", "user", "request_id", "service_tier", "safety_identifier"):
+    for name in ("cache_salt", "user", "request_id", "prompt_cache_key", "safety_identifier"):
         text = getattr(fields, name)
         if text is not None and not (0 < len(text) <= MAX_TEXT_CHARACTERS and text.isprintable()):
             words = f"must be 1 to {MAX_TEXT_CHARACTERS} printable characters"

@@ -1,11 +1,16 @@
 """`shiftjax serve`: load a model behind listeners that are up, and run until told to stop."""
 
 import asyncio
+import contextlib
+import ctypes
+import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from serving.accounts import EngineLimits
@@ -14,7 +19,7 @@ from serving.faults import LOADING, Fault, faulty, install, parse_fault
 from serving.options import ServerOptions
 from serving.server import Server, read_keys
 from serving.service import ServedModel, Service
-from serving.start import open_llm
+from serving.start import StartError, open_llm
 from shiftjax.config import EngineConfig
 from shiftjax.engine.request import SamplingParams
 from shiftjax.settings import fault_of, make_virtual_devices
@@ -39,9 +44,18 @@ def run_server(config: EngineConfig, options: ServerOptions) -> int:
     fault = fault_of()
     faults = (parse_fault(fault),) if fault else ()
     make_virtual_devices(config)
+    _use_all_descriptors()
+    faulthandler.enable()  # a library that aborts leaves at least its stack
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(Process(config, options, keys, faults).run())
     return code
+
+
+def _use_all_descriptors() -> None:
+    """Open files up to the hard limit: every connection needs a descriptor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _loop_factory() -> Any:
@@ -107,7 +121,7 @@ class Process:
     async def _open(self) -> None:
         """Load, compile, run a first step, then take requests."""
         options = self._options
-        load = _load
+        load = open_llm
         for fault in self._faults:
             load = faulty(fault, load) if fault.point == LOADING else load
         self._llm = llm = await asyncio.to_thread(load, self._config)
@@ -117,38 +131,58 @@ class Process:
             stall_seconds=options.stall_timeout,
         )
         engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, limits)
+        # On the thread of all later steps: its first one opens files, for which there may be no
+        # room when clients have come.
+        await engine.call(lambda _: prove(llm))
         engine.on_failure = self._on_failure
         self._service.open(served_model(llm, options), engine)
         for fault in self._faults:
             if fault.point != LOADING:
                 install(fault, llm.engine, self._service)
-        gc.collect()
-        gc.freeze()  # what has been loaded stays: later collections need not look at it
-        for line in self._server.addresses():
-            print(line, flush=True)
+        _settle_memory()
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
+            print(*self._server.addresses(), sep="\n", flush=True)
 
     def _on_failure(self) -> None:
         self._code = ENGINE_FAILED
         self._begin_end()
 
     async def _watch(self) -> None:
-        """End the process when steps hang for too long."""
-        engine = self._service.engine
+        """End the process when steps hang for too long.
+
+        Two looks must agree, because the first request after a pause may just be on its way to the
+        engine; and the time for which the process itself was stopped does not count.
+        """
+        engine, limit = self._service.engine, self._options.watchdog_timeout
         assert engine is not None
+        was_late, woken = False, time.monotonic()
+        looked = woken
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            stalled = engine.stalled_seconds()
-            if stalled > self._options.watchdog_timeout:
-                logger.critical("no step for %.0f s: giving up", stalled)
+            now, stalled = time.monotonic(), engine.stalled_seconds()
+            woken, looked = now if now - looked > 2 * WATCH_SECONDS else woken, now
+            is_late = stalled > limit and now - woken > limit
+            if is_late and was_late:
+                logger.critical("no step for %.0f s: giving up; where all threads are:", stalled)
+                faulthandler.dump_traceback()
                 self._on_failure()
                 return
+            was_late = is_late
 
 
-def _load(config: EngineConfig) -> "LLM":
-    """Load, compile and prove that a step runs."""
-    llm = open_llm(config)
-    llm.generate([[0]], WARM_UP)
-    return llm
+def prove(llm: "LLM") -> None:
+    """Run a step. Raises StartError if it fails."""
+    (first,) = llm.generate([[0]], WARM_UP)[0].outputs
+    if first.finish_reason == "error":
+        raise StartError(f"the first step failed, see above: {first.error}")
+
+
+def _settle_memory() -> None:
+    """Free what only loading needed, and leave the rest out of later collections."""
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(OSError, AttributeError):  # of glibc; others keep what is freed
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:

@@ -13,6 +13,7 @@ from serving.errors import ServeError, invalid
 from serving.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.grammar import Grammars
 from serving.handle import RequestHandle
+from serving.messages import num_characters, with_content
 from serving.metrics import Metrics
 from serving.options import ServerOptions
 from serving.schema import Wish, prompts_of, read, read_chat, read_completion
@@ -25,6 +26,7 @@ from shiftjax.text.tokenizer import Tokenizer
 INLINE_CHARACTERS = 1024  # texts up to this are tokenized on the event loop
 TEXT_THREADS = 2
 MAX_TEXTS = 1024  # that wait for a thread
+INLINE_LOGPROBS = 4096  # responses with up to this many are written on the event loop
 LONGEST_TOKEN = 256  # characters, for a tokenizer that does not say
 
 
@@ -228,9 +230,9 @@ class Service:
             if fields.add_generation_prompt is not None:
                 variables["add_generation_prompt"] = fields.add_generation_prompt
             return [(None, await self.encode_chat(model, fields.messages, variables))]
-        prompts = prompts_of(fields)
+        prompts, special = prompts_of(fields), fields.add_special_tokens is not False
         return [
-            (prompt, await self.encode(model, prompt))
+            (prompt, await self.encode(model, prompt, special=special))
             if isinstance(prompt, str)
             else (None, list(prompt))
             for prompt in prompts
@@ -242,20 +244,21 @@ class Service:
         self._check_length(len(text), "prompt")
         if len(text) <= INLINE_CHARACTERS:
             return tokenizer.encode(text, special)
-        return await self._in_thread(tokenizer.encode, text, special)
+        return await self._tokenize(tokenizer.encode, text, special)
 
     async def encode_chat(
         self, model: ServedModel, messages: list[dict[str, Any]], variables: Mapping[str, Any]
     ) -> list[int]:
         """Token ids of a conversation."""
         tokenizer = _tokenizer(model, "messages")
-        self._check_length(_num_characters(messages), "messages")
+        self._check_length(num_characters([messages, variables]), "messages")
+        plain = [with_content(message) for message in messages]
 
         def work() -> list[int]:
-            return encode_chat(tokenizer, messages, template=model.template, **variables)
+            return encode_chat(tokenizer, plain, template=model.template, **variables)
 
         try:
-            return await self._in_thread(work)
+            return await self._tokenize(work)
         except ChatRequestError as error:
             raise ServeError("invalid", str(error), param="messages") from None
         except ChatTemplateError:
@@ -265,13 +268,17 @@ class Service:
             message = "chat_template_kwargs must not hold names that are reserved."
             raise ServeError("invalid", message, param="chat_template_kwargs") from None
 
-    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function returns that takes long; other requests go on meanwhile."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, *arguments)
+
+    async def _tokenize(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._num_texts >= MAX_TEXTS:
             raise ServeError("queue_full", "Too many texts wait to be tokenized.")
         self._num_texts += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, function, *arguments)
+            return await self.in_thread(function, *arguments)
         finally:
             self._num_texts -= 1
 
@@ -285,22 +292,26 @@ class Service:
 
     async def tokenize(self, values: Any) -> tuple[ServedModel, TokenizeFields, list[int]]:
         """The token ids of a text or a conversation."""
-        fields, _ = read(TokenizeFields, values)
+        fields = self._read_plain(TokenizeFields, values)
         model = self.model_named(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("prompt", "or messages must be given, and only one of them")
         if fields.messages is not None:
+            if fields.add_special_tokens:
+                raise invalid("add_special_tokens", "needs prompt: a template writes them itself")
             given = fields.chat_template_kwargs or {}
-            variables = {"add_generation_prompt": fields.add_generation_prompt} | given
+            variables = {"add_generation_prompt": fields.add_generation_prompt is not False} | given
             return model, fields, await self.encode_chat(model, fields.messages, variables)
-        if fields.chat_template_kwargs is not None:
-            raise invalid("chat_template_kwargs", "needs messages")
+        for name in ("chat_template_kwargs", "add_generation_prompt"):
+            if getattr(fields, name) not in (None, True):
+                raise invalid(name, "needs messages")
         text = fields.prompt or ""
-        return model, fields, await self.encode(model, text, special=fields.add_special_tokens)
+        special = fields.add_special_tokens is not False
+        return model, fields, await self.encode(model, text, special=special)
 
     async def detokenize(self, values: Any) -> str:
         """The text of token ids, special tokens included."""
-        fields, _ = read(DetokenizeFields, values)
+        fields = self._read_plain(DetokenizeFields, values)
         tokenizer = _tokenizer(self.model_named(fields.model), "tokens")
         _, engine = self.running()
         limits = engine.request_limits
@@ -310,6 +321,12 @@ class Service:
             if not 0 <= token < limits.vocab_size:
                 raise invalid("tokens", f"must be in the vocabulary of {limits.vocab_size}")
         return tokenizer.decode(fields.tokens, skip_special_tokens=False)
+
+    def _read_plain[T: (TokenizeFields, DetokenizeFields)](self, kind: type[T], values: Any) -> T:
+        """The fields of a request that generates nothing."""
+        fields, unknown = read(kind, values)
+        _check_known(unknown, self.options)
+        return fields
 
 
 def _tokenizer(model: ServedModel, param: str) -> Tokenizer:
@@ -325,16 +342,9 @@ def _check_server_limits(wish: Wish, options: ServerOptions) -> None:
             is_chat = isinstance(wish.fields, ChatFields) and name == "logprobs"
             field = "top_logprobs" if is_chat else name
             raise invalid(field, f"must be at most {options.max_logprobs} on this server")
-    if wish.unknown and options.strict:
-        raise invalid(wish.unknown[0], "is not a field of this request", "unknown_parameter")
+    _check_known(wish.unknown, options)
 
 
-def _num_characters(value: Any, depth: int = 0) -> int:
-    """Characters in the texts of plain values, counted to a depth that no message needs."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping) and depth < 8:
-        return sum(_num_characters(item, depth + 1) for item in value.values())
-    if isinstance(value, list) and depth < 8:
-        return sum(_num_characters(item, depth + 1) for item in value)
-    return 0
+def _check_known(unknown: Sequence[str], options: ServerOptions) -> None:
+    if unknown and options.strict:
+        raise invalid(unknown[0], "is not a field of this request", "unknown_parameter")

@@ -3,6 +3,7 @@
 The only file that reads environment variables. No JAX.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping, MutableMapping
@@ -20,6 +21,8 @@ from shiftjax.options import (
     settings_of,
     unknown_name,
 )
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "SHIFTJAX_"
 MAX_FILE_BYTES = 1 << 20
@@ -217,20 +220,27 @@ def compile_cache_dir(
 ) -> Path | None:
     """The directory of the compilation cache, made if need be (mode 0700); None: no cache.
 
+    One that nobody asked for may have no place, as on a read-only system: that is a warning.
     Compiled programs are code: a directory that others can write is refused with ConfigError.
     """
     environ = os.environ if environ is None else environ
-    if config.compile.cache_dir == "none":
+    setting = config.compile.cache_dir
+    if setting == "none":
         return None
-    path = Path(config.compile.cache_dir).expanduser()
-    if config.compile.cache_dir == "auto":
-        home = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        path = Path(home) / "shiftjax" / "compiled"
+    place: str | Path = setting
+    if setting == "auto":
+        place = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "shiftjax" / "compiled"
     try:
+        path = Path(place).expanduser()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
-    except OSError as error:
-        raise ConfigError([f"cache_dir: {path} cannot be made: {error.strerror}"]) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        reason = error.strerror if isinstance(error, OSError) else error
+        problem = f"cache_dir: {place} cannot be made: {reason}"
+        if setting != "auto":
+            raise ConfigError([problem]) from None
+        logger.warning("%s; every start compiles anew", problem)
+        return None
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError([f"cache_dir: {path} can be written by others; chmod 700 it or move it"])
     return path

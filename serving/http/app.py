@@ -12,13 +12,22 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServeError
+from serving.fields import DetokenizeFields, TokenizeFields
 from serving.http.generate import Generate
-from serving.http.guard import LOOPBACK, Guard, error_headers, read_body, send_json
+from serving.http.guard import (
+    LOOPBACK,
+    Guard,
+    error_headers,
+    read_body,
+    send_json,
+    warning_headers,
+)
 from serving.http.openapi import document
 from serving.http.page import page_routes
-from serving.schema import parse_json
+from serving.schema import parse_json, unknown_names
 from serving.service import Service
 
+Answer = tuple[dict[str, Any], tuple[str, ...]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -73,14 +82,15 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 class Raw:
-    """An endpoint that reads a bounded JSON body and answers with JSON."""
+    """An endpoint that reads a bounded JSON body; `answer` gives JSON, and what it ignored."""
 
     def __init__(self, answer: Any):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        await send_json(send, await self._answer(scope, receive))
+        answer, unknown = await self._answer(scope, receive)
+        await send_json(send, answer, headers=warning_headers(unknown))
 
 
 class Endpoints:
@@ -92,7 +102,7 @@ class Endpoints:
     async def _body(self, scope: Scope, receive: Receive) -> Any:
         return parse_json(await read_body(scope, receive, self._service.options.max_request_bytes))
 
-    async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+    async def tokenize(self, scope: Scope, receive: Receive) -> Answer:
         """POST /tokenize."""
         values = await self._body(scope, receive)
         model, fields, ids = await self._service.tokenize(values)
@@ -105,12 +115,13 @@ class Endpoints:
         }
         if fields.return_token_strs and model.tokenizer is not None:
             answer["token_strs"] = [model.tokenizer.backend.id_to_token(i) for i in ids]
-        return answer
+        return answer, unknown_names(TokenizeFields, values)
 
-    async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, str]:
+    async def detokenize(self, scope: Scope, receive: Receive) -> Answer:
         """POST /detokenize."""
         values = await self._body(scope, receive)
-        return {"prompt": await self._service.detokenize(values)}
+        answer = {"prompt": await self._service.detokenize(values)}
+        return answer, unknown_names(DetokenizeFields, values)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 
@@ -11,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServeError, internal_error, invalid
 from serving.handle import Delta
-from serving.http.guard import read_body, send_json
+from serving.http.guard import read_body, send_json, warning_headers
 from serving.http.responses import Writer
 from serving.schema import parse_json
-from serving.service import Generation, Service
+from serving.service import INLINE_LOGPROBS, Generation, Service
 from serving.write_limit import WriteLimit
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 TIMEOUT_HEADER = b"x-request-timeout"  # seconds
 MAX_TIMEOUT = 86400.0
+_SECONDS = re.compile(rb"\d+(\.\d*)?([eE][+-]?\d+)?")
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -51,15 +53,19 @@ class Generate:
     async def _answer(self, generation: Generation, send: Send) -> None:
         for handle in generation.handles:
             await handle.result()
-        response = self._writer(generation).response()
-        await send_json(send, response, headers=_warnings(generation))
+        writer = self._writer(generation)
+        if writer.num_logprobs <= INLINE_LOGPROBS:
+            response = writer.encoded()
+        else:  # a million would keep the event loop busy for seconds
+            response = await self._service.in_thread(writer.encoded)
+        await send_json(send, response, headers=warning_headers(generation.wish.unknown))
 
     async def _stream(
         self, generation: Generation, send: Send, drop: Callable[[], None] | None
     ) -> None:
         """Headers are sent with the first news, so that what fails before has its own status."""
         with WriteLimit(self._service.options.write_timeout) as limit:
-            out = _EventStream(send, limit, _warnings(generation), drop)
+            out = _EventStream(send, limit, warning_headers(generation.wish.unknown), drop)
             await self._write_events(generation, out)
 
     async def _write_events(self, generation: Generation, out: "_EventStream") -> None:
@@ -179,19 +185,7 @@ def _timeout(scope: Scope) -> float | None:
     text = dict(scope["headers"]).get(TIMEOUT_HEADER)
     if text is None:
         return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = float(text) if _SECONDS.fullmatch(text) else math.nan
     if not 0 <= seconds <= MAX_TIMEOUT:
         raise invalid("x-request-timeout", f"must be a number of seconds up to {MAX_TIMEOUT:g}")
     return seconds
-
-
-def _warnings(generation: Generation) -> list[tuple[bytes, bytes]]:
-    """A header that names the fields that were ignored."""
-    names = [name for name in generation.wish.unknown if name.isascii() and name.isidentifier()]
-    if not generation.wish.unknown:
-        return []
-    text = ", ".join(names[:10])[:200] or "some"
-    return [(b"warning", f'199 shiftjax "ignored fields: {text}"'.encode())]

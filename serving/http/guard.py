@@ -155,6 +155,15 @@ async def send_json(
     await send({"type": "http.response.body", "body": body})
 
 
+def warning_headers(unknown: Collection[str]) -> list[tuple[bytes, bytes]]:
+    """A header that names the fields that were ignored, if there were any."""
+    if not unknown:
+        return []
+    plain = [name for name in unknown if name.isascii() and name.replace(".", "_").isidentifier()]
+    text = ", ".join(plain[:10])[:200] or "some"
+    return [(b"warning", f'199 shiftjax "ignored fields: {text}"'.encode())]
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The body of a JSON request, bounded in size and time. Raises `ServeError`."""
     headers = dict(scope["headers"])

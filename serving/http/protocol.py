@@ -4,6 +4,8 @@ What is checked here cannot be checked by an application: it is called when all 
 """
 
 import asyncio
+import math
+import resource
 import socket
 from typing import Any
 
@@ -15,6 +17,7 @@ from serving.errors import ServeError
 HEADER_SECONDS = 10.0  # that a client has for sending the headers of its first request
 MAX_HEAD_BYTES = 64 << 10  # of target and headers; the guard refuses less, with a JSON error
 MAX_CONNECTIONS = 4096
+SPARE_DESCRIPTORS = 32  # that connections leave to everything else
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 20, 5, 3
 
 
@@ -23,13 +26,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _is_in_head = True
     _head_bytes = 0
+    _num_messages = 0
+    _spare_bytes = 0  # that may come without being body: framing and trailers
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin the time for headers; refuse one connection too many."""
         super().connection_made(transport)
         self._start_timer()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS or _are_few_left(transport):
             self._refuse(ServeError("queue_full", "There are too many connections."))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -41,7 +46,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse; what is no request yet has a limit in size and time."""
         if self.transport.is_closing():
             return
+        number = self._num_messages
         super().data_received(data)
+        if not self._is_in_head and number == self._num_messages:
+            self._spare_bytes -= len(data)
+            if self._spare_bytes < 0:
+                self._refuse(ServeError("headers", "The body is mostly framing, or its trailers."))
         if self._is_in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -53,6 +63,18 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begin to count the bytes of a head."""
         super().on_message_begin()
         self._is_in_head, self._head_bytes = True, 0
+        self._num_messages += 1
+        self._spare_bytes = MAX_HEAD_BYTES
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; a trailer, which comes after the body, is none and is dropped."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body; one byte of it may come in a chunk of its own."""
+        self._spare_bytes += 9 * len(body)
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         """Start the application; `scope["abort"]` drops the connection and what is unsent."""
@@ -95,17 +117,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+def _are_few_left(transport: asyncio.Transport) -> bool:
+    """Whether file descriptors are running out. A new one has the lowest number that is free."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = transport.get_extra_info("socket").fileno()
+    return limit != resource.RLIM_INFINITY and number >= limit - SPARE_DESCRIPTORS
+
+
 def tune(listener: socket.socket, unread_seconds: float) -> None:
     """Let small writes go at once; end connections whose peer has vanished or does not read.
 
-    `unread_seconds` is how long a peer may take nothing. Connections inherit all of it from the
-    listener (Linux). Without TCP_NODELAY an answer in two writes waits for 40 ms.
+    `unread_seconds` is how long a peer may take nothing; one to whom nothing is sent is asked after
+    as long, or `KEEPALIVE_IDLE_SECONDS`, whether it is there. Connections inherit all of it from
+    the listener (Linux). Without TCP_NODELAY an answer in two writes waits for 40 ms.
     """
     options: list[tuple[int, Any, int]] = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    seconds = max(1, math.ceil(unread_seconds))
     for name, value in (
         ("TCP_NODELAY", 1),
-        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
-        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_SECONDS),
+        ("TCP_KEEPIDLE", min(seconds, KEEPALIVE_IDLE_SECONDS)),
+        ("TCP_KEEPINTVL", min(seconds, KEEPALIVE_INTERVAL_SECONDS)),
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", max(1, int(1000 * unread_seconds))),
     ):

@@ -1,7 +1,9 @@
 """Engine output as the JSON of OpenAI's completions and chats. Pure functions of what came."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from serving.fields import ChatFields, CompletionFields
 from serving.handle import Delta, RequestHandle
@@ -29,14 +31,26 @@ class Writer:
 
     def response(self) -> Json:
         """The response to a request that does not stream."""
-        choices = [
-            self._choice(number, handle, index)
-            for number, handle in enumerate(self._generation.handles)
-            for index in range(handle.request.sampling.n)
-        ]
+        return self._whole(list(self._choices()))
+
+    def encoded(self) -> Json:
+        """The same, with choices that are JSON already: one at a time, as they may be big."""
+        return self._whole([msgspec.Raw(msgspec.json.encode(each)) for each in self._choices()])
+
+    def _choices(self) -> Iterator[Json]:
+        for number, handle in enumerate(self._generation.handles):
+            for index in range(handle.request.sampling.n):
+                yield self._choice(number, handle, index)
+
+    def _whole(self, choices: Sequence[Json | msgspec.Raw]) -> Json:
         return self._envelope(choices, "") | {"usage": usage(self._generation.handles)}
 
-    def _envelope(self, choices: list[Json], suffix: str) -> Json:
+    @property
+    def num_logprobs(self) -> int:
+        """About how many log-probabilities the response holds."""
+        return sum(handle.num_logprobs for handle in self._generation.handles)
+
+    def _envelope(self, choices: Sequence[Json | msgspec.Raw], suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         return {

@@ -1,14 +1,13 @@
 """Between protobuf messages and the values of `serving.schema`. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import msgspec
-
-from serving.errors import invalid
+from serving.errors import ServeError, invalid
 from serving.handle import RequestHandle
 from serving.http.responses import usage
 from serving.proto import shiftjax_pb2 as pb
+from serving.schema import MAX_MESSAGES, MAX_VALUES, parse_json
 from shiftjax.engine.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 
@@ -18,6 +17,16 @@ SCALARS = (
 )
 LISTS = ("allowed_token_ids", "stop", "stop_token_ids")
 REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+
+def bounded[T](field: str, values: Collection[T], most: int = MAX_MESSAGES) -> list[T]:
+    """A list of what a message repeats. Raises `ServeError` for what takes long to copy.
+
+    64 MiB can hold sixty million entries. What a field may have of them, the schema says.
+    """
+    if len(values) > most:
+        raise invalid(field, f"must have at most {most} entries, not {len(values)}")
+    return list(values)
 
 
 def generate_values(request: pb.GenerateRequest, *, stream: bool) -> dict[str, Any]:
@@ -44,7 +53,7 @@ def prompt_values(
             return {"prompt": request.text}
         case "token_ids":
             assert not isinstance(request, pb.TokenizeRequest)
-            return {"prompt": list(request.token_ids.ids)}
+            return {"prompt": bounded("prompt", request.token_ids.ids, MAX_VALUES)}
         case "chat":
             assert not isinstance(request, pb.ScoreRequest)
             return _chat_values(request.chat)
@@ -56,13 +65,13 @@ def _chat_values(chat: pb.Chat) -> dict[str, Any]:
     messages = [
         {"role": each.role, "content": each.content}
         | ({"name": each.name} if each.HasField("name") else {})
-        for each in chat.messages
+        for each in bounded("messages", chat.messages)
     ]
     values: dict[str, Any] = {"messages": messages}
     if chat.template_variables_json:
         try:
-            variables = msgspec.json.decode(chat.template_variables_json)
-        except (msgspec.MsgspecError, RecursionError):
+            variables = parse_json(chat.template_variables_json.encode())
+        except ServeError:
             raise invalid("chat.template_variables_json", "must be a JSON object") from None
         values["chat_template_kwargs"] = variables
     return values
@@ -72,9 +81,11 @@ def sampling_values(request: pb.GenerateRequest) -> dict[str, Any]:
     """The sampling fields that are set."""
     sampling = request.sampling
     values: dict[str, Any] = {n: getattr(sampling, n) for n in SCALARS if sampling.HasField(n)}
-    values |= {name: list(getattr(sampling, name)) for name in LISTS if getattr(sampling, name)}
+    given = {name: getattr(sampling, name) for name in LISTS}
+    values |= {name: bounded(name, entries) for name, entries in given.items() if entries}
     if sampling.logit_bias:
-        values["logit_bias"] = {str(key): value for key, value in sampling.logit_bias.items()}
+        keys = bounded("logit_bias", sampling.logit_bias)
+        values["logit_bias"] = {str(key): sampling.logit_bias[key] for key in keys}
     if sampling.ignore_eos:
         values["ignore_eos"] = True
     if sampling.HasField("logprobs"):
@@ -82,7 +93,9 @@ def sampling_values(request: pb.GenerateRequest) -> dict[str, Any]:
         values |= chat if is_chat(request) else {"logprobs": sampling.logprobs}
     constraint = sampling.WhichOneof("constraint")
     if constraint == "choice":
-        values["structured_outputs"] = {"choice": list(sampling.choice.options)}
+        values["structured_outputs"] = {
+            "choice": bounded("structured_outputs.choice", sampling.choice.options)
+        }
     elif constraint is not None:
         name = "json" if constraint == "json_schema" else constraint
         values["structured_outputs"] = {name: getattr(sampling, constraint)}

@@ -6,6 +6,7 @@ import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
@@ -23,25 +24,30 @@ DOMAIN = "shiftjax"
 DETAILS_KEY = "grpc-status-details-bin"
 
 
+@dataclass(frozen=True)
 class BadMessage:
-    """Stands for a request whose bytes are no message."""
+    """Stands for a request that has not been read."""
+
+    error: ServeError
 
 
 class KeyInterceptor(aio.ServerInterceptor):
     """Refuses calls without a key, but those of the services in `public`.
 
-    Bytes that are no message reach the method as a `BadMessage`, so that it can say so.
+    Messages over `max_bytes`, which may take seconds and gigabytes to parse, and bytes that are no
+    message reach the method as a `BadMessage`, so that it can say so.
     """
 
-    def __init__(self, keys: Collection[str], public: Collection[str] = ()):
+    def __init__(self, keys: Collection[str], max_bytes: int, public: Collection[str] = ()):
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._max_bytes = max_bytes
         self._public = tuple(f"/{name}/" for name in public)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Pass the call on, or put a handler in its place that ends it."""
         details = handler_call_details
         if not self._keys or details.method.startswith(self._public) or self._is_known(details):
-            return _with_tolerance(await continuation(details))
+            return _with_tolerance(await continuation(details), self._max_bytes)
         error = ServeError("unauthenticated", "A valid key is needed: authorization: Bearer.")
 
         async def refuse(request: Any, context: aio.ServicerContext) -> None:
@@ -57,17 +63,21 @@ class KeyInterceptor(aio.ServerInterceptor):
         return scheme.lower() == "bearer" and any(known)
 
 
-def _with_tolerance(handler: Any) -> Any:
+def _with_tolerance(handler: Any, max_bytes: int) -> Any:
     """The handler with a deserializer that does not raise."""
     if handler is None or handler.request_deserializer is None:
         return handler
     parse = handler.request_deserializer
 
     def deserialize(data: bytes) -> Any:
+        if len(data) > max_bytes:
+            words = f"The message has {len(data)} bytes; at most {max_bytes} are allowed."
+            return BadMessage(ServeError("too_large", words))
         try:
             return parse(data)
         except DecodeError:
-            return BadMessage()
+            words = "The bytes of the request are no such message."
+            return BadMessage(ServeError("invalid", words))
 
     return handler._replace(request_deserializer=deserialize)
 
@@ -85,7 +95,7 @@ def method[F: Callable[..., Awaitable[Any]]](function: F) -> F:
             if given not in ("", name):
                 raise invalid("x-request-id", "must be 1 to 128 ASCII characters without blanks")
             if isinstance(request, BadMessage):
-                raise ServeError("invalid", "The bytes of the request are no such message.")
+                raise request.error
             result = await function(self, request, context)
             logger.info("grpc: %s OK id=%s trace=%s", function.__name__, name, trace)
             return result

@@ -7,6 +7,7 @@ from serving.handle import Delta, RequestHandle
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc.convert import (
+    bounded,
     completion,
     finished,
     generate_values,
@@ -16,7 +17,8 @@ from serving.rpc.convert import (
     usage_message,
 )
 from serving.rpc.guard import method, request_id
-from serving.service import Generation, ServedModel, Service
+from serving.schema import MAX_VALUES
+from serving.service import INLINE_LOGPROBS, Generation, ServedModel, Service
 from serving.write_limit import WriteLimit
 
 FOREVER = 365 * 86400.0  # seconds; gRPC reports a missing deadline as one far away
@@ -52,14 +54,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         """All of it at the end."""
         with await self._start(request, context, stream=False) as generation:
             (handle,) = generation.handles
-            output = await handle.result()
-            return pb.GenerateResult(
-                request_id=generation.id,
-                model=generation.model,
-                completions=[completion(one) for one in output.outputs],
-                usage=usage_message(handle),
-                prompt_logprobs=_prompt_logprobs(handle),
-            )
+            await handle.result()
+            if handle.num_logprobs <= INLINE_LOGPROBS:
+                return _result(generation)
+            return await self._service.in_thread(_result, generation)
 
     @method
     async def Score(
@@ -97,7 +95,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self, request: pb.DetokenizeRequest, context: aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         """The text of token ids."""
-        values = {"tokens": list(request.token_ids), "model": request.model or None}
+        tokens = bounded("tokens", request.token_ids, MAX_VALUES)
+        values = {"tokens": tokens, "model": request.model or None}
         return pb.DetokenizeResponse(text=await self._service.detokenize(values))
 
     @method
@@ -132,6 +131,18 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         start = self._service.chat if is_chat(request) else self._service.complete
         values = generate_values(request, stream=stream)
         return await start(values, request_id(context), _time_left(context))
+
+
+def _result(generation: Generation) -> pb.GenerateResult:
+    """All of a finished generation."""
+    (handle,) = generation.handles
+    return pb.GenerateResult(
+        request_id=generation.id,
+        model=generation.model,
+        completions=[completion(one) for one in handle.output.outputs],
+        usage=usage_message(handle),
+        prompt_logprobs=_prompt_logprobs(handle),
+    )
 
 
 async def _write(context: aio.ServicerContext, limit: WriteLimit, event: pb.GenerateEvent) -> None:

@@ -14,7 +14,8 @@ from serving.service import Service
 from serving.tls import Certificates
 from shiftjax.options import ConfigError
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 64 << 20  # that are received at all
+MAX_ADMIN_BYTES = 1 << 20
 INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 STOP_SECONDS = 1.0  # for calls that do not end by themselves, such as Watch
@@ -22,6 +23,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_allowed_incoming_connections", 4096),
     ("grpc.so_reuseport", 0),  # a port in use is an error
     ("grpc.keepalive_time_ms", 20_000),  # a client that has vanished is noticed
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -42,7 +44,8 @@ class GrpcServer:
 
     async def start_inference(self, service: Service, keys: tuple[str, ...]) -> None:
         """Listen; readiness follows that of the service. Raises ConfigError."""
-        guard = KeyInterceptor(keys, public=(health.SERVICE_NAME,))
+        most = service.options.max_request_bytes
+        guard = KeyInterceptor(keys, most, public=(health.SERVICE_NAME,))
         server = self._server = aio.server(interceptors=(guard,), options=CHANNEL_OPTIONS)
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(service), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -55,7 +58,7 @@ class GrpcServer:
 
     async def start_admin(self, servicer: Any, token: str) -> None:
         """Listen for the administrator, whose token every call must bring."""
-        guard = KeyInterceptor((token,))
+        guard = KeyInterceptor((token,), MAX_ADMIN_BYTES)
         server = self._server = aio.server(interceptors=(guard,), options=CHANNEL_OPTIONS)
         pb_grpc.add_AdminServicer_to_server(servicer, server)
         reflection.enable_server_reflection((ADMIN, reflection.SERVICE_NAME), server)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,30 +36,37 @@ class Served:
         fault: str = "",
         port: int | None = None,
         admin: bool = False,
-        **limits: int,
+        inside: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        uds: Path | None = None,
+        **limits: int | str,
     ):
+        """`inside`: a command that runs the server's; `uds`: where a bridge to its port listens."""
         self.port, self.grpc_port, self.admin_port = port or free_port(), free_port(), free_port()
         command = [sys.executable, "-m", "serving.cli", "serve", "--model", str(directory)]
         command += ["--sp=2", "--tp=1", "--dtype=float32", "--max-model-len=64", "--block-size=4"]
         command += ["--num-blocks=64", "--max-num-seqs=4", "--max-num-batched-tokens=16"]
         command += ["--token-buckets=16", f"--cache-dir={cache_dir}", f"--port={self.port}"]
-        environ = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        environ |= {"SHIFTJAX_TESTING": "1", "SHIFTJAX_FAULT": fault} if fault else {}
+        variables = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | dict(environ or {})
+        variables |= {"SHIFTJAX_TESTING": "1", "SHIFTJAX_FAULT": fault} if fault else {}
         command += [f"--admin-port={self.admin_port}"] if admin else []
         if limits:  # of the process, by the names of `ulimit`
             command = ["prlimit", *(f"--{name}={n}" for name, n in limits.items()), *command]
+        command = [*inside, *command]
         # Files, because nobody reads while the server runs, and a full pipe would stop it.
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, f"--grpc-port={self.grpc_port}", "--served-model-name=tiny", *flags],
             cwd=ROOT,
-            env=environ,
+            env=variables,
             stdout=self._files[0],
             stderr=self._files[1],
         )
-        self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False
-        )
+        limits_of_client = httpx.Limits(keepalive_expiry=60)
+        path = None if uds is None else str(uds)
+        transport = httpx.HTTPTransport(uds=path, limits=limits_of_client)
+        url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=url, timeout=60, transport=transport, trust_env=False)
 
     def status(self, path: str) -> int:
         """The status of a path; 0: nobody listens."""

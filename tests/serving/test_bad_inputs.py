@@ -3,9 +3,16 @@
 import gzip
 import json
 import socket
+import threading
 
 import pytest
 from kit import MAX_MODEL_LEN, VOCAB_SIZE, running_server
+
+from serving.errors import MAX_MESSAGE
+from serving.fields import UNSUPPORTED
+from serving.grammar_trial import Trial
+from serving.http import generate
+from serving.http.responses import Writer
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -62,7 +69,16 @@ OTHERS = {
     "stop": ["", ["x"] * 1000, [None], [""], 5, "x" * 2000, {}],
     "stop_token_ids": [[VOCAB_SIZE], [-1], [1] * 129, [1.5], ["a"], 5],
     "allowed_token_ids": [[], [VOCAB_SIZE], list(range(200)) * 10, "a"],
-    "logit_bias": [{"999": 1}, {"-1": 1}, {"a": 1}, {"1": 101}, {"1": "x"}, [1], 5],
+    "logit_bias": [
+        {"07": 1, "7": 2},
+        {"999": 1},
+        {"-1": 1},
+        {"a": 1},
+        {"1": 101},
+        {"1": "x"},
+        [1],
+        5,
+    ],
     "stream": ["yes", 1],
     "stream_options": [{"include_usage": True}, 5],
     "ignore_eos": ["no", 0],
@@ -172,6 +188,8 @@ def test_bad_chats(client, body, param):
         ({"prompt": "x", "typical_p": 0.5}, "typical_p"),
         ({"prompt": "x", "bad_words": ["a"]}, "bad_words"),
         ({"prompt": "x", "lora": "a"}, "lora"),
+        ({"prompt": "x", "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"prompt": "x", "max_completion_tokens": -1}, "max_completion_tokens"),
         ({"prompt": ["x"] * 300}, "prompt"),
         ({"prompt": ["x"] * 100, "n": 100}, None),
         ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -308,7 +326,7 @@ def test_ids_in_headers_are_not_echoed_raw(client):
         assert response.headers["x-request-id"] != name
 
 
-@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon", "1e9"])
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon", "1e9", "1_0", ""])
 def test_bad_deadlines(client, seconds):
     headers = {"x-request-timeout": seconds}
     is_error(client.post(COMPLETION, json={"prompt": "x"}, headers=headers), 400)
@@ -342,3 +360,243 @@ def test_garbage_on_the_wire(server, client, data):
             answer += chunk
     assert answer == b"" or answer.split(b" ")[1] in (b"400", b"404", b"405", b"413"), answer
     assert client.get("/health/live").status_code == 200
+
+
+# ---------------------------------------------------------------- served or refused, never dropped
+
+CHAT_BODY = {"messages": USER, "max_tokens": 3}
+BODIES = {COMPLETION: {"prompt": "x", "max_tokens": 3}, CHAT: CHAT_BODY}
+OF_BOTH = [
+    *({name: None} for name in UNSUPPORTED if "." not in name),
+    *({"best_of": 1}, {"suffix": ""}, {"tools": []}, {"tool_choice": "none"}, {"functions": []}),
+    *({"store": False}, {"service_tier": "auto"}, {"parallel_tool_calls": False}, {"user": "me"}),
+    *({"metadata": {"a": "b"}}, {"modalities": ["text"]}, {"prompt_cache_key": "a"}),
+    *({"skip_special_tokens": True}, {"spaces_between_special_tokens": True}, {"stop": []}),
+    *({"bad_words": []}, {"length_penalty": 1}, {"use_beam_search": False}, {"echo": False}),
+    *({"frequency_penalty": 0}, {"presence_penalty": 0}, {"temperature": 0}, {"top_p": 1}),
+    *({"repetition_penalty": 1}, {"logit_bias": {}}, {"top_logprobs": 0}, {"top_k": -1}),
+    *({"stop_token_ids": []}, {"response_format": {"type": "text", "json_schema": None}}),
+    *({"max_completion_tokens": 3}, {"stream": False, "stream_options": None}),
+    {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": False}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}},
+]
+OF_CHATS = [
+    *({"logprobs": False, "top_logprobs": 0}, {"logprobs": True}, {"add_special_tokens": False}),
+    *({"add_generation_prompt": True}, {"continue_final_message": False}),
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": [{"role": "developer", "content": "x"}, *USER]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    {"messages": [*USER, {"role": "assistant", "content": None, "refusal": None}, *USER]},
+    {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [{"bad": "{"}]}]},
+    {"messages": [*USER, {"role": "tool", "content": "", "tool_call_id": "1"}]},
+]
+OF_COMPLETIONS = [
+    *({"logprobs": 0}, {"add_special_tokens": True}, {"prompt": [[1], [2]]}, {"messages": None}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        *((path, fields) for path in (COMPLETION, CHAT) for fields in OF_BOTH),
+        *((CHAT, fields) for fields in OF_CHATS),
+        *((COMPLETION, fields) for fields in OF_COMPLETIONS),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_clients_send_is_served(client, path, fields):
+    response = client.post(path, json=BODIES[path] | fields)
+    assert response.status_code == 200, response.text
+    assert "warning" not in response.headers
+
+
+def test_an_assistant_that_said_nothing(client):
+    """null is an empty text to a template, not the word None."""
+    said = [{"role": "assistant", "content": text} for text in ("", None)]
+    counts = {client.post("/tokenize", json={"messages": [each]}).json()["count"] for each in said}
+    assert counts == {len("assistant: \nassistant:")}
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_special_tokens_can_be_left_out(client, add):
+    body = {"prompt": "ab", "max_tokens": 1, "add_special_tokens": add}
+    plain = client.post("/tokenize", json={"prompt": "ab", "add_special_tokens": add})
+    used = client.post(COMPLETION, json=body).json()["usage"]["prompt_tokens"]
+    assert used == plain.json()["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETION, {"best_of": True}, "best_of"),
+        (COMPLETION, {"use_beam_search": 0}, "use_beam_search"),
+        (COMPLETION, {"guided_json": {"type": "object"}}, "guided_json"),
+        (COMPLETION, {"regex": "a"}, "regex"),
+        (COMPLETION, {"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        (COMPLETION, {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        (COMPLETION, {"top_logprobs": 3}, "top_logprobs"),
+        (COMPLETION, {"messages": USER}, "messages"),
+        (COMPLETION, {"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+        (COMPLETION, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        (CHAT, {"prompt": "x"}, "prompt"),
+        (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"store": True}, "store"),
+        (CHAT, {"service_tier": "flex"}, "service_tier"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"web_search_options": {}}, "web_search_options"),
+    ],
+)
+def test_what_is_not_done_is_refused(client, path, fields, param):
+    response = client.post(path, json=BODIES[path] | fields)
+    is_error(response, 400, param)
+    assert response.json()["error"]["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT, "/tokenize", "/detokenize"])
+def test_unknown_fields_everywhere(client, path):
+    body = {**BODIES, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}}[path]
+    response = client.post(path, json=body | {"unheard_of": 1})
+    assert "unheard_of" in response.headers["warning"]
+    with running_server(strict=True, grpc=False) as server, server.client() as strict:
+        is_error(strict.post(path, json=body | {"unheard_of": 1}), 400, "unheard_of")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "x", "messages": USER}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": USER, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": USER, "tools": [{}]}, "tools"),
+    ],
+)
+def test_bad_tokenizing(client, fields, param):
+    is_error(client.post("/tokenize", json=fields), 400, param)
+
+
+def test_unknown_fields_inside(client):
+    format = {"type": "text", "unheard": 1}
+    response = client.post(COMPLETION, json={"prompt": "x", "response_format": format})
+    assert "response_format.unheard" in response.headers["warning"]
+
+
+# ---------------------------------------------------------------- what would take long
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" + b"[[[[[[[[]]]]]]]]," * 100_000 + b"1]",
+        b"[" + b"{}," * 100_000 + b"1]",
+        b"[" + b"1," * 2_000_000 + b"1]",
+        b"[" + b'"",' * 1_000_000 + b"1]",
+        b"{" + b",".join(b'"%d":1' % i for i in range(200_000)) + b"}",
+        b'["\\\\",' + b'"\\"",' * 400_000 + b"1]",
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+@pytest.mark.parametrize("path", [COMPLETION, CHAT, "/tokenize", "/detokenize"])
+def test_more_values_than_any_request_has(client, path, value):
+    """They are refused before they are decoded, which would keep the loop busy for seconds."""
+    headers = {"content-type": "application/json"}
+    response = client.post(path, content=b'{"ignored":%s}' % value, headers=headers)
+    is_error(response, 400)
+    assert "too many" in response.json()["error"]["message"]
+
+
+def test_marks_within_texts_count_for_nothing(client):
+    text = '[{"a": 1, "b\\\\": [2, 3]}, ' * 50_000 + '\\"'
+    response = client.post(COMPLETION, json={"prompt": text})
+    is_error(response, 400, "prompt")
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("place", ["messages", "chat_template_kwargs"])
+def test_chats_of_too_many_values(client, place):
+    numbers = [1] * 100_000
+    message = {"role": "user", "content": "hi"}
+    body = {"messages": [message], "chat_template_kwargs": {}}
+    body |= (
+        {"messages": [message | {"x": numbers}]} if place == "messages" else {place: {"x": numbers}}
+    )
+    for path in (CHAT, "/tokenize"):
+        is_error(client.post(path, json=body), 400, "messages")
+
+
+def test_texts_deep_inside_messages_are_counted(client):
+    inner: object = "x" * 100_000
+    for _ in range(20):
+        inner = [inner]
+    body = {"messages": [{"role": "user", "content": "x", "tool_calls": inner}]}
+    response = client.post(CHAT, json=body)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1, 10**4000]},
+        {"messages": [{"role": "a\n\x00\u2028" * 100, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "y" * 800}]}]},
+    ],
+    ids=["token", "role", "part"],
+)
+def test_errors_are_one_short_line(client, body):
+    response = client.post(CHAT if "messages" in body else COMPLETION, json=body)
+    is_error(response, 400)
+    message = response.json()["error"]["message"]
+    assert message.isprintable()
+    assert len(message) <= MAX_MESSAGE
+
+
+NEVER_ENDING = [
+    {"json": {"type": "integer", "multipleOf": 9999991}},
+    {"json": {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(300)]}},
+    {"grammar": 'start: %json {"type": "integer", "multipleOf": 9999991}'},
+]
+
+
+def test_grammars_that_never_end(client):
+    """They are given up, and take no thread away from those that come later."""
+    for constraint in NEVER_ENDING:
+        body = {"prompt": "x", "structured_outputs": constraint}
+        response = client.post(COMPLETION, json=body)
+        is_error(response, 400, "structured_outputs")
+        assert response.json()["error"]["code"] == "grammar_invalid"
+    for number in range(4):
+        schema = {"type": "string", "maxLength": 20 + number}
+        body = {"prompt": "x", "structured_outputs": {"json": schema}}
+        assert client.post(COMPLETION, json=body).status_code == 200
+
+
+def test_a_trial_is_made_again_after_its_process_has_died():
+    trial = Trial()
+    try:
+        assert trial.survives("not even a grammar")
+        process = trial._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert trial.survives("not even a grammar")
+        assert trial._process is not process
+    finally:
+        trial.close()
+    assert trial._process is None
+
+
+def test_big_answers_are_written_in_a_thread(client, monkeypatch):
+    body = {"prompt": "hello", "seed": 1, "n": 3, "logprobs": 5, "echo": True}
+    inline = client.post(COMPLETION, json=body).json()["choices"]
+    monkeypatch.setattr(generate, "INLINE_LOGPROBS", 0)
+    names = []
+    encode = Writer.encoded
+
+    def encoded(writer):
+        names.append(threading.current_thread().name)
+        return encode(writer)
+
+    monkeypatch.setattr(Writer, "encoded", encoded)
+    assert client.post(COMPLETION, json=body).json()["choices"] == inline
+    assert names[0].startswith("text")

@@ -11,8 +11,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from grpc_status import rpc_status
 from kit import MAX_MODEL_LEN, VOCAB_SIZE, running_server
 
+from serving.errors import ServeError
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from serving.rpc import convert
+from serving.schema import MAX_VALUES
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,9 @@ def stub(channel):
 
 def request(text: str | None = None, **sampling) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, sampling=pb.Sampling(**sampling))
+
+
+MANY_LISTS = '{"a": [%s1]}' % ("[]," * 100_000)
 
 
 def collect(events) -> tuple[pb.Accepted, dict[int, str], dict[int, pb.Finished], pb.Usage]:
@@ -176,6 +182,13 @@ def details(error: grpc.RpcError) -> dict[str, object]:
         (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt"),
         (pb.GenerateRequest(chat=pb.Chat()), "messages"),
         (pb.GenerateRequest(chat=pb.Chat(template_variables_json="[")), "chat"),
+        (request("x", stop=["x"] * 5000), "stop"),
+        (request("x", logit_bias={i: 1.0 for i in range(5000)}), "logit_bias"),
+        (request("x", choice=pb.Choices(options=["x"] * 5000)), "structured_outputs"),
+        (request("x", regex="(?<=a)b"), "structured_outputs"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * (MAX_VALUES + 1))), "prompt"),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.Message(role="user")] * 5000)), "messages"),
+        (pb.GenerateRequest(chat=pb.Chat(template_variables_json=MANY_LISTS)), "chat"),
         (pb.GenerateRequest(text="x", priority=2**40), "priority"),
         (pb.GenerateRequest(text="x", cache_salt=""), "cache_salt"),
         (pb.GenerateRequest(text="x", request_id="a\nb"), "request_id"),
@@ -191,6 +204,39 @@ def test_bad_input_is_an_invalid_argument(stub, wanted, field):
         violated = found["BadRequest"].field_violations[0].field
         assert violated.split(".")[0].split("[")[0] == field
         assert "RetryInfo" not in found
+
+
+def test_long_lists_are_refused_before_they_are_copied():
+    """A message of 64 MiB can hold 60 million entries, as long as nobody looks at them all."""
+
+    class Long(list):
+        def __len__(self):
+            return MAX_VALUES + 1
+
+        def __iter__(self):
+            raise AssertionError("copied")
+
+    with pytest.raises(ServeError, match="stop must have at most 4096 entries"):
+        convert.bounded("stop", Long())
+
+
+@pytest.mark.parametrize("method", ["GenerateOnce", "Tokenize", "Detokenize"])
+def test_messages_over_the_limit_of_a_request_are_not_parsed(stub, channel, method):
+    call = channel.unary_unary(f"/shiftjax.v1.Inference/{method}")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(b"\xff" * ((8 << 20) + 1))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details(caught.value)["ErrorInfo"].reason == "REQUEST_TOO_LARGE"
+    assert "RetryInfo" not in details(caught.value)
+
+
+def test_many_log_probabilities_are_those_of_a_stream(stub):
+    wanted = request("x", max_tokens=100, n=4, logprobs=20, ignore_eos=True, seed=1)
+    streamed = [event.delta for event in stub.Generate(wanted) if event.HasField("delta")]
+    for one in stub.GenerateOnce(wanted).completions:
+        deltas = [delta for delta in streamed if delta.index == one.index]
+        assert list(one.logprobs) == [entry for delta in deltas for entry in delta.logprobs]
+        assert len(one.logprobs) == 100
 
 
 def test_what_is_not_there(stub, channel):

@@ -99,7 +99,10 @@ def test_a_step_that_hangs_ends_the_process(model, cache_dir):
         thread, answers = in_background(lambda: served.complete(max_tokens=50))
         served.wait_for("/health/progress", 503)
         thread.join()
-        assert served.end()[0] == 75
+        code, _, err = served.end()
+        assert code == 75
+        assert "most recent call first" in err  # of every thread, also of the one that hangs:
+        assert "engine_thread.py" in err
         assert isinstance(answers[0], httpx.TransportError) or answers[0].status_code == 503
 
 
