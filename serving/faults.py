@@ -7,6 +7,7 @@ hooks in it: the wrappers are put around the objects of one engine from outside.
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ POINTS: Mapping[str, Callable[[Engine, Service], Iterable[tuple[Any, str]]]] = {
     "commit": lambda engine, service: [(g.scheduler, "commit") for g in engine.groups],
     "detokenise": lambda engine, service: [(service.engine, "make_text")],
     "grammar": lambda engine, service: [(service.grammars, "prepare")],
-    "write": lambda engine, service: [(Writer, "chunks"), (Writer, "response")],
+    "write": lambda engine, service: [(Writer, "chunks"), (Writer, "encoded")],
     "free": lambda engine, service: [(g.scheduler.tables, "release") for g in engine.groups],
     "abort": lambda engine, service: [(g.scheduler, "abort") for g in engine.groups],
     "drain": lambda engine, service: [(service.engine, "drain")],
@@ -84,13 +85,17 @@ def parse_fault(text: str) -> Fault:
     return Fault(point, action, int(number), when.endswith("+"))
 
 
-def install(fault: Fault, engine: Engine, service: Service) -> None:
-    """Put a fault into one engine and its service."""
+def install(fault: Fault, engine: Engine, service: Service) -> Counter[str]:
+    """Put a fault into one engine and its service; returns where it is counted when it happens."""
+    happened: Counter[str] = Counter()
     for owner, name in POINTS[fault.point](engine, service):
-        setattr(owner, name, faulty(fault, getattr(owner, name)))
+        setattr(owner, name, faulty(fault, getattr(owner, name), happened))
+    return happened
 
 
-def faulty(fault: Fault, function: Callable[..., Any]) -> Callable[..., Any]:
+def faulty(
+    fault: Fault, function: Callable[..., Any], happened: Counter[str] | None = None
+) -> Callable[..., Any]:
     """The function with a fault in it."""
     count = 0
 
@@ -99,6 +104,8 @@ def faulty(fault: Fault, function: Callable[..., Any]) -> Callable[..., Any]:
         count += 1
         is_due = count == fault.first or (fault.forever and count > fault.first)
         if is_due:
+            if happened is not None:
+                happened[fault.point] += 1
             ACTIONS[fault.action]()
         result = function(*arguments, **options)
         if is_due and fault.action == "nan":

@@ -1,6 +1,7 @@
 """`shiftjax serve` as a process: start, signals, drain, exit codes. A tiny model, slowed down."""
 
 import json
+import shutil
 import signal
 import socket
 import time
@@ -10,8 +11,11 @@ import httpx
 import pytest
 from engines import checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kit import EOS, VOCAB_SIZE, byte_tokenizer
 from oracle import numpy_llama
 from served import PROMPT, SLOW, in_background, serve
+
+from serving.faults import EXIT_CODE
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -92,9 +96,10 @@ def test_a_signal_while_loading(model, cache_dir):
         assert served.end()[0] == 128 + signal.SIGTERM
 
 
-def test_a_step_that_hangs_ends_the_process(model, cache_dir):
+@pytest.mark.parametrize("point", ["dispatch", "schedule", "commit"])
+def test_a_step_that_hangs_ends_the_process(model, cache_dir, point):
     flags = ("--watchdog-timeout=1.0", "--stall-timeout=0.3")
-    with serve(model[0], cache_dir, *flags, fault="dispatch:hang:8") as served:
+    with serve(model[0], cache_dir, *flags, fault=f"{point}:hang:8") as served:
         served.wait_for("/health/ready", 200)
         thread, answers = in_background(lambda: served.complete(max_tokens=50))
         served.wait_for("/health/progress", 503)
@@ -113,6 +118,22 @@ def test_faults_at_the_start_and_at_the_end(model, cache_dir, fault, code):
             served.wait_for("/health/ready", 200)
             served.process.send_signal(signal.SIGTERM)
         assert served.end()[0] == code
+
+
+@pytest.mark.parametrize("point", ["dispatch:exit:8", "write:exit:1", "grammar:exit:1"])
+def test_a_process_that_ends_in_mid_work_ends_nothing_well(cache_dir, tmp_path, point):
+    """On the engine's thread, the event loop's and one for grammars."""
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS)[0], directory)
+    byte_tokenizer().save(directory)
+    with serve(directory, cache_dir, fault=point) as served:
+        served.wait_for("/health/ready", 200)
+        body = {"structured_outputs": {"choice": ["a" * 30]}, "ignore_eos": False}
+        pairs = [in_background(lambda: served.complete(max_tokens=30, **body)) for _ in range(3)]
+        for thread, answers in pairs:
+            thread.join()
+            assert isinstance(answers[0], httpx.TransportError)
+        assert served.end()[0] == EXIT_CODE
 
 
 def test_a_signal_while_the_loader_hangs(model, cache_dir):
