@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 
 import grpc
 import httpx
@@ -35,7 +36,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    built = make(model[0], 2, 2, policy="cost", max_num_seqs=8, num_blocks=48)  # both modes
+    # Both modes, and a pool that holds 1.2 of the longest requests.
+    built = make(model[0], 2, 2, policy="cost", max_num_seqs=8, num_blocks=39)
     built.engine.policy = RandomPolicy(3)
     with serving(built.engine) as running:
         yield running
@@ -66,7 +68,7 @@ def test_greedy_tokens_are_those_of_the_oracle(model, client):
 
 
 def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
-    """L1 and L4: 8 clients over HTTP and gRPC, streams and not, in a pool that must preempt."""
+    """L1: 8 clients with 25 requests each over HTTP and gRPC, streams and not."""
     wanted = prompts(8)
     alone = [client.post(PATH, json=body_of(p, max_tokens=40)).json()["choices"] for p in wanted]
     before = sum(server.engine.stats.num_preemptions.values())
@@ -96,7 +98,7 @@ def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
 
     def one_client(number: int) -> list[tuple[str, list[int]]]:
         calls = [(over_http, False), (over_http, True), (over_grpc, False), (over_grpc, True)]
-        return [call(number, streams) for call, streams in calls for _ in range(2)]
+        return [call(number, streams) for call, streams in islice(cycle(calls), 25)]
 
     with (
         grpc.insecure_channel(server.server.grpc.address) as channel,
@@ -108,6 +110,26 @@ def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
         assert all(ids == alone[number][0]["token_ids"] for _, ids in given)
     assert sum(server.engine.stats.num_preemptions.values()) > before
     assert server.service.model.num_compiles() == 0
+
+
+def test_a_pool_for_one_serves_many(server, client):
+    """L4: all finish, nobody is preempted more often than the cap, and the tokens stay."""
+    rng = random.Random(2)
+    lengths = [(88, 40) if number % 4 == 0 else (rng.randint(4, 30), 60) for number in range(32)]
+    bodies = [body_of([rng.randrange(256) for _ in range(n)], max_tokens=m) for n, m in lengths]
+
+    def one(body: dict) -> list[dict]:
+        with server.client() as own:
+            return own.post(PATH, json=body).json()["choices"]
+
+    alone = [one(body) for body in bodies]
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(one, bodies)) == alone
+    recent = server.service.timeline.snapshot()["requests"][-32:]
+    counts = [row["preemptions"] for row in recent]
+    assert sum(counts) > 0
+    assert max(counts) <= server.engine._engine.groups[0].scheduler.config.max_preemptions
+    server.assert_quiescent()
 
 
 def test_bursts_switch_modes_both_ways_and_compile_nothing(model):
