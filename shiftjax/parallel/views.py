@@ -17,13 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shiftjax.engine.request import Mode
+from shiftjax.options import ConfigError
 from shiftjax.parallel.sharding import Device, Layout, named, weight_spec
 
 ALIGNMENT_BYTES = 64  # what XLA's CPU client wants of a buffer that it does not copy
-
-
-class ViewError(RuntimeError):
-    """A view could not be made without a copy; says which weight and what to use instead."""
 
 
 def shift_array(
@@ -34,7 +31,7 @@ def shift_array(
     With `copy` the shards get memory of their own.
 
     Raises:
-        ViewError: the backend would have copied a shard that should have been viewed.
+        ConfigError: the backend would have copied a shard that should have been viewed.
     """
     axis, take = axes[0], row_copy if copy else row_view
     if axis is None or layout.sp == 1:
@@ -72,10 +69,12 @@ def row_view(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:
     view = make(shard, start, rows)
     offset = start * shard.nbytes // shard.shape[0]
     if view.unsafe_buffer_pointer() != shard.unsafe_buffer_pointer() + offset:
-        raise ViewError(
-            f"{name}: rows {start}..{start + rows} at byte {offset} of the base shard cannot be "
-            f"viewed in place (the backend wants {ALIGNMENT_BYTES}-byte alignment); "
-            'use weights="slice" or weights="replicate"'
+        raise ConfigError(
+            [
+                f"{name}: rows {start}..{start + rows} at byte {offset} of the base shard cannot "
+                f"be viewed in place (the backend wants {ALIGNMENT_BYTES}-byte alignment); "
+                "use weights=slice or weights=replicate"
+            ]
         )
     return view
 

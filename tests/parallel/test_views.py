@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shiftjax.parallel.views import ViewError, dlpack_view, host_view, row_view
+from shiftjax.options import ConfigError
+from shiftjax.parallel.views import dlpack_view, host_view, row_view
 from shiftjax.weights.place import aligned_zeros
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -67,5 +68,5 @@ def test_views_stay_put_through_steps_that_donate_something_else(make):
 
 def test_a_view_that_would_be_a_copy_is_refused():
     base, _ = placed((8, 3), jnp.float32)  # rows of 12 bytes: no row but the first is aligned
-    with pytest.raises(ViewError, match=r"q: rows 1\.\.3 at byte 12 .* weights=\"replicate\""):
+    with pytest.raises(ConfigError, match=r"q: rows 1\.\.3 at byte 12 .* weights=replicate"):
         row_view(base, 1, 2, "q")
