@@ -21,6 +21,7 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -35,6 +36,7 @@ from serving.async_engine import AsyncEngine
 from serving.bench.client import Sample, complete, parse_url
 from serving.options import ServerOptions
 from serving.progress import print_table
+from serving.serve import GIL_SECONDS
 from serving.server import Server
 from serving.service import ServedModel, Service
 from shiftjax.engine.admission import RequestLimits
@@ -105,7 +107,8 @@ def serve(pipe: Connection, streams: int, step_seconds: float) -> None:
         await server.start()
         assert server.grpc is not None
         gc.collect()
-        gc.freeze()  # as `shiftjax serve` does
+        gc.freeze()  # as `shiftjax serve` does, and
+        sys.setswitchinterval(GIL_SECONDS)
         pipe.send((server.http_address, server.grpc.address))
         await asyncio.to_thread(pipe.recv)
         await server.stop(1.0)

@@ -258,6 +258,8 @@ class AsyncEngine:
         future: Future[T] = Future()
 
         def command(engine: Engine) -> list[Event]:
+            if not future.set_running_or_notify_cancel():
+                return []  # who asked has gone, and does not want it any more
             try:
                 future.set_result(function(engine))
             except Exception as error:

@@ -36,6 +36,7 @@ class Summary:
 
     lines: int = 0
     errors: int = 0
+    ignoring: int = 0  # with fields that were ignored
     tokens: int = 0
 
 
@@ -50,7 +51,12 @@ def run_batch(arguments: argparse.Namespace, config: EngineConfig) -> int:
     except OSError as error:
         print(f"{arguments.output}: {error.strerror}; --resume continues", file=sys.stderr)
         return 1
-    rows = {"lines": summary.lines, "errors": summary.errors, "left out": len(lines) - len(todo)}
+    except KeyboardInterrupt:
+        print(f"{arguments.output}: interrupted; --resume continues", file=sys.stderr)
+        raise
+    rows = {"lines": summary.lines, "errors": summary.errors}
+    rows |= {"with ignored fields": summary.ignoring} if summary.ignoring else {}
+    rows |= {"left out": len(lines) - len(todo)}
     print_table("batch", rows | throughput(summary.tokens, time.monotonic() - start))
     return 0
 
@@ -98,5 +104,6 @@ def _append(file: FileIO, record: bytes) -> None:
 def _count(summary: Summary, record: dict) -> None:
     summary.lines += 1
     summary.errors += record["error"] is not None
+    summary.ignoring += "ignored_fields" in record
     if record["error"] is None:
         summary.tokens += record["response"]["body"]["usage"]["completion_tokens"]

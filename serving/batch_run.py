@@ -1,11 +1,14 @@
 """`shiftjax batch`: a file of requests through the engine that also serves them. No JAX.
 
 A line is OpenAI's (`custom_id`, `method`, `url`, `body`) or plain (`prompt` or `messages` with
-fields of either endpoint, and perhaps an `id`). Records keep the order of the lines; each is
+fields of either endpoint, and perhaps an `id`). A record of a line with fields that nobody knows
+names them in `ignored_fields`. Records keep the order of the lines; each is
 written as soon as all before it are, so that what a broken run leaves is a beginning of the whole.
 """
 
 import asyncio
+import codecs
+import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +16,17 @@ from typing import Any
 
 import msgspec
 
-from serving.errors import ServeError
+from serving.errors import ServeError, internal_error
 from serving.http.responses import Writer
 from serving.service import Service
 from shiftjax.options import ConfigError, shown
 
+logger = logging.getLogger(__name__)
+
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 MAX_ID_CHARACTERS = 256
 ID_PREFIX = "batch_req_"  # and the number of the line
+RECORD_START = f'{{"id":"{ID_PREFIX}'.encode()  # of every record
 
 Record = dict[str, Any]
 
@@ -34,13 +40,15 @@ class Line:
     url: str
     body: Any
     problem: str | None = None
+    unknown: tuple[str, ...] = ()  # fields beside the body
 
 
 def read_lines(data: Iterable[bytes]) -> list[Line]:
     """Parse a file; what is wrong with a line is kept with it."""
     lines: list[Line] = []
     seen: dict[str, int] = {}
-    for number, text in enumerate(data, start=1):
+    for number, raw in enumerate(data, start=1):
+        text = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if not text.strip():
             continue
         line = _read_line(number, text)
@@ -63,14 +71,20 @@ def _read_line(number: int, text: bytes) -> Line:
     given = values.pop("custom_id", values.pop("id", name))
     if not (isinstance(given, str) and 0 < len(given) <= MAX_ID_CHARACTERS):
         return Line(number, name, "", None, "custom_id must be text of 1 to 256 characters")
-    if "body" not in values:
-        url = ENDPOINTS["messages" in values]
-        return Line(number, given, url, values)
-    url, method = values.get("url"), values.get("method", "POST")
+    return _line_of(number, given, values)
+
+
+def _line_of(number: int, name: str, values: dict[str, Any]) -> Line:
+    """OpenAI's line or a plain one."""
+    if values.keys().isdisjoint(("method", "url", "body")):
+        return Line(number, name, ENDPOINTS["messages" in values], values)
+    url, method = values.pop("url", None), values.pop("method", "POST")
     if url not in ENDPOINTS or method != "POST":
         words = f"must be POST to one of {', '.join(ENDPOINTS)}"
-        return Line(number, given, "", None, words)
-    return Line(number, given, url, values["body"])
+        return Line(number, name, "", None, words)
+    if "body" not in values:
+        return Line(number, name, url, None, "body is missing")
+    return Line(number, name, url, values.pop("body"), unknown=tuple(sorted(values)))
 
 
 # ---------------------------------------------------------------- running
@@ -107,18 +121,34 @@ async def _run_line(service: Service, line: Line) -> Record:
         problem = ServeError("invalid", line.problem)
         return record | {"response": None, "error": problem.body()["error"]}
     try:
-        if isinstance(line.body, dict) and line.body.get("stream"):
-            raise ServeError("invalid", "stream has no meaning in a batch.", param="stream")
-        start = service.chat if line.url == ENDPOINTS[1] else service.complete
-        with await start(line.body, f"{ID_PREFIX}{line.number}") as generation:
-            for handle in generation.handles:
-                await handle.result()
-            model, _ = service.running()
-            body = Writer(generation, model.tokenizer).response()
+        body, ignored = await _answer(service, line)
     except ServeError as error:
-        response = {"status_code": error.kind.status, "body": error.body()}
-        return record | {"response": response, "error": error.body()["error"]}
-    return record | {"response": {"status_code": 200, "body": body}, "error": None}
+        return record | _failure(error)
+    except Exception:  # a bug is that line's alone, as it is that request's in a server
+        logger.exception("Line %d failed.", line.number)
+        return record | _failure(internal_error())
+    record |= {"response": {"status_code": 200, "body": body}, "error": None}
+    return record | ({"ignored_fields": ignored} if ignored else {})
+
+
+def _failure(error: ServeError) -> Record:
+    response = {"status_code": error.kind.status, "body": error.body()}
+    return {"response": response, "error": error.body()["error"]}
+
+
+async def _answer(service: Service, line: Line) -> tuple[Record, tuple[str, ...]]:
+    """The body of the response, and the fields that were ignored. Raises `ServeError`."""
+    if line.unknown and service.options.strict:
+        raise ServeError("invalid", f"{line.unknown[0]} is not a field of a line.")
+    if isinstance(line.body, dict) and line.body.get("stream"):
+        raise ServeError("invalid", "stream has no meaning in a batch.", param="stream")
+    start = service.chat if line.url == ENDPOINTS[1] else service.complete
+    with await start(line.body, f"{ID_PREFIX}{line.number}") as generation:
+        for handle in generation.handles:
+            await handle.result()
+        model, _ = service.running()
+        body = Writer(generation, model.tokenizer).response()
+    return body, (*line.unknown, *generation.wish.unknown)
 
 
 # ---------------------------------------------------------------- resuming
@@ -153,7 +183,8 @@ def _repair(path: Path) -> Mapping[int, str]:
     for number, text in enumerate(data, start=1):
         key = _record_key(text)
         if key is None:
-            if number < len(data):
+            # Only the beginning of a record is ours to remove; another file stays as it is.
+            if number < len(data) or not _is_cut_off(text):
                 raise ConfigError([f"{path}, line {number}: no record of a batch; not resumed"])
             break
         done[key[0]] = key[1]
@@ -163,10 +194,23 @@ def _repair(path: Path) -> Mapping[int, str]:
     return done
 
 
+def _is_cut_off(text: bytes) -> bool:
+    """Whether a line is the beginning of a record."""
+    start = text[: len(RECORD_START)]
+    return not text.endswith(b"\n") and RECORD_START.startswith(start)
+
+
 def _record_key(text: bytes) -> tuple[int, str] | None:
     try:
         record = msgspec.json.decode(text)
         number, name = int(record["id"].removeprefix(ID_PREFIX)), record["custom_id"]
-    except (msgspec.MsgspecError, TypeError, KeyError, ValueError, AttributeError):
+    except (
+        msgspec.MsgspecError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
     return (number, name) if text.endswith(b"\n") and isinstance(name, str) else None

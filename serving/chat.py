@@ -46,6 +46,8 @@ def _read(prompt: str) -> str | None:
             return input(prompt).strip()
         except EOFError:
             return None
+        except UnicodeDecodeError as error:
+            print(f"not {error.encoding} text", file=sys.stderr)
         except KeyboardInterrupt:
             if not prompt:
                 raise

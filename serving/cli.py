@@ -46,11 +46,20 @@ def guarded(action: Callable[[], int]) -> int:
         return _fail([str(error)], USAGE if isinstance(error, RequestError) else FAILED)
     except (CheckpointError, TokenizerError, ChatTemplateError) as error:
         return _fail(str(error).splitlines(), NO_MODEL)
-    except BrokenPipeError:  # the reader went away, as `| head` does; nothing is left to flush to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+    except OSError as error:
+        return _system_failure(error)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _system_failure(error: OSError) -> int:
+    """FAILED for a reader that went away and for a file that cannot be used; others are bugs."""
+    if isinstance(error, BrokenPipeError):  # as `| head` does; nothing is left to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    if error.filename is None:
+        raise error
+    return _fail([f"{error.filename}: {error.strerror}"], FAILED)
 
 
 def _fail(problems: Iterable[str], code: int) -> int:

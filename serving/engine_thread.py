@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 Command = Callable[[Engine], list[Event]]
 MAX_UNDELIVERED = 32  # turns; then the engine waits for the event loop
-GIL_SECONDS = 0.0002  # how long a busy event loop may keep the engine waiting, or the reverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +55,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to obey commands and to step.
-
-        From now on the threads of the process take turns at the GIL more often: with Python's 5 ms
-        a step that has ended waits that long for a busy loop, and all streams get fewer tokens.
-        """
-        sys.setswitchinterval(GIL_SECONDS)
+        """Begin to obey commands and to step."""
         self._thread.start()
 
     def post(self, command: Command) -> None:

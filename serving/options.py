@@ -1,5 +1,6 @@
 """Every setting of the server, declared once, as those of the engine are. No JAX."""
 
+import re
 from dataclasses import dataclass
 
 from shiftjax.options import option
@@ -74,4 +75,8 @@ def server_problems(options: ServerOptions) -> list[str]:
         problems.append("admin_port and admin_token_file go together: give both or neither")
     if options.port == options.grpc_port != 0 and options.grpc:
         problems.append(f"port and grpc_port are both {options.port}: HTTP and gRPC need their own")
+    if options.served_model_name is not None and not options.served_model_name.strip(" ,"):
+        problems.append("served_model_name holds no name")
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.metrics_prefix) is None:
+        problems.append("metrics_prefix must be letters, digits and _: it begins names of metrics")
     return problems

@@ -7,7 +7,9 @@ the same for every layer. Temporaries do not grow with the layers.
 """
 
 import importlib.metadata
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -115,6 +117,20 @@ def _whole(target: Target, deployment: Deployment, mode: Mode) -> Compiled:
     return whole._replace(temporary_bytes=many.temporary_bytes)
 
 
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Keep out JAX's cache, which can write programs for absent devices, but not read them."""
+    import jax
+
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int) -> Compiled:
     """Compile the largest step of a deployment with so many layers."""
     import numpy as np
@@ -139,7 +155,8 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     pool = PoolOptions(1 + length, block, length, kv)
     pools = abstract_pools(mesh, layout, pool.num_blocks, block, kv)
     inputs = abstract_inputs(step, pool, bucket)
-    compiled = step.compile(mode, step.abstract_params(mode), pools, *inputs)
+    with _uncached():
+        compiled = step.compile(mode, step.abstract_params(mode), pools, *inputs)
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])

@@ -1,6 +1,7 @@
 """Traces of the engine's steps on request: JAX's profiler, into one directory, one at a time."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from serving.errors import ServeError
@@ -28,7 +29,13 @@ class Profiler:
             raise ServeError("not_now", "The folder of profiles cannot be written.") from None
         import jax
 
-        jax.profiler.start_trace(directory / name)
+        try:
+            jax.profiler.start_trace(directory / name)
+        except (OSError, RuntimeError) as error:
+            logger.warning("a profile cannot be started: %s", error)
+            with suppress(OSError):  # the name stays free
+                (directory / name).rmdir()
+            raise ServeError("not_now", "The profile cannot be started.") from None
         self._name = name
 
     def stop(self) -> None:

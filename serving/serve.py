@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 OK, ENGINE_FAILED = 0, 75
 WATCH_SECONDS = 0.5  # between looks of the watchdog
+# How long a busy event loop may keep the engine waiting for the GIL, or the reverse. With Python's
+# 5 ms a step that has ended waits that long, and all streams get fewer tokens.
+GIL_SECONDS = 0.0002
 WARM_UP = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
@@ -45,6 +48,7 @@ def run_server(config: EngineConfig, options: ServerOptions) -> int:
     faults = (parse_fault(fault),) if fault else ()
     make_virtual_devices(config)
     _use_all_descriptors()
+    sys.setswitchinterval(GIL_SECONDS)
     faulthandler.enable()  # a library that aborts leaves at least its stack
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(Process(config, options, keys, faults).run())

@@ -13,21 +13,18 @@ from serving.errors import ServeError, invalid
 from serving.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.grammar import Grammars
 from serving.handle import RequestHandle
-from serving.messages import num_characters, with_content
 from serving.metrics import Metrics
 from serving.options import ServerOptions
 from serving.schema import Wish, prompts_of, read, read_chat, read_completion
+from serving.texts import Texts
 from serving.timeline import Timeline
 from shiftjax.engine.request import Request
-from shiftjax.text.chat import ChatTemplate, encode_chat
-from shiftjax.text.errors import ChatRequestError, ChatTemplateError
+from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.tokenizer import Tokenizer
 
-INLINE_CHARACTERS = 1024  # texts up to this are tokenized on the event loop
-TEXT_THREADS = 2
-MAX_TEXTS = 1024  # that wait for a thread
-INLINE_LOGPROBS = 4096  # responses with up to this many are written on the event loop
-LONGEST_TOKEN = 256  # characters, for a tokenizer that does not say
+TEXT_THREADS = 2  # for texts that come and answers that go
+INLINE_LOGPROBS = 4096  # responses with up to this many are written on the event loop: a
+# million would keep it busy for seconds
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,11 @@ class Generation:
     handles: list[RequestHandle]
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def num_logprobs(self) -> int:
+        """About how many log-probabilities have come; to write many takes a while."""
+        return sum(handle.num_logprobs for handle in self.handles)
+
     def cancel(self) -> None:
         """The client has gone."""
         for handle in self.handles:
@@ -82,19 +84,17 @@ class Service:
         self.engine: AsyncEngine | None = None
         self.listeners: list[Callable[[bool], None]] = []
         self.grammars: Grammars | None = None
-        self._num_texts = 0  # in the threads, or waiting for one
-        self._max_characters = 0  # of a prompt that fills the context
+        self._texts: Texts | None = None
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     def open(self, model: ServedModel, engine: AsyncEngine) -> None:
         """Begin to serve."""
         self.model, self.engine = model, engine
+        longest = engine.request_limits.max_model_len
+        self._texts = Texts(model.tokenizer, model.template, longest, self._threads)
         if model.tokenizer is not None:
             vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
             self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
-            pieces = model.tokenizer.token_bytes
-            longest = max(map(len, pieces.pieces), default=1) if pieces else LONGEST_TOKEN
-            self._max_characters = engine.request_limits.max_model_len * longest
         self.metrics.open(model.name, engine, model.info, model.num_programs, model.num_compiles)
         self.notify()
 
@@ -139,6 +139,13 @@ class Service:
             raise ServeError("starting", "The server is still loading its model.")
         return self.model, self.engine
 
+    @property
+    def texts(self) -> Texts:
+        """What makes token ids. Raises `ServeError` while there is no model."""
+        self.running()
+        assert self._texts is not None
+        return self._texts
+
     def model_named(self, name: str | None) -> ServedModel:
         """The model of this name; None is the only one there is."""
         model, _ = self.running()
@@ -168,17 +175,20 @@ class Service:
         request_id: str | None,
         timeout: float | None,
     ) -> Generation:
-        engine = self.engine
         try:
             _, engine = self.running()
             wish = read_fields(values)
             return await self._submit(engine, wish, request_id, timeout)
         except ServeError as error:
-            if engine is None:
-                self.metrics.rejected(error)
-            else:
-                engine.refuse(error)
+            self.refuse(error)
             raise
+
+    def refuse(self, error: ServeError) -> None:
+        """Count a generation that was refused, by this service or by a front end before it."""
+        if self.engine is None:
+            self.metrics.rejected(error)
+        else:
+            self.engine.refuse(error)
 
     async def _submit(
         self, engine: AsyncEngine, wish: Wish, request_id: str | None, timeout: float | None
@@ -192,7 +202,7 @@ class Service:
         is_chat = isinstance(fields, ChatFields)
         num_prompts = 1 if is_chat else len(prompts_of(fields))
         engine.check_room(num_prompts * wish.sampling.n)
-        prompts = await self._encode(model, wish)
+        prompts = await self._encode(wish)
         states = await self._constrain(wish, num_prompts)
         name = fields.request_id or request_id or uuid.uuid4().hex
         requests = [
@@ -222,73 +232,28 @@ class Service:
 
     # ------------------------------------------------------------------ text and tokens
 
-    async def _encode(self, model: ServedModel, wish: Wish) -> list[tuple[str | None, list[int]]]:
+    async def _encode(self, wish: Wish) -> list[tuple[str | None, list[int]]]:
         """(text, token ids) of every prompt; the text is None where ids came."""
         fields = wish.fields
         if isinstance(fields, ChatFields):
             variables = dict(fields.chat_template_kwargs or {})
             if fields.add_generation_prompt is not None:
                 variables["add_generation_prompt"] = fields.add_generation_prompt
-            return [(None, await self.encode_chat(model, fields.messages, variables))]
+            return [(None, await self.texts.encode_chat(fields.messages, variables))]
         prompts, special = prompts_of(fields), fields.add_special_tokens is not False
         return [
-            (prompt, await self.encode(model, prompt, special=special))
+            (prompt, await self.texts.encode(prompt, special=special))
             if isinstance(prompt, str)
             else (None, list(prompt))
             for prompt in prompts
         ]
 
-    async def encode(self, model: ServedModel, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text. Raises `ServeError` for one that no context could hold."""
-        tokenizer = _tokenizer(model, "prompt")
-        self._check_length(len(text), "prompt")
-        if len(text) <= INLINE_CHARACTERS:
-            return tokenizer.encode(text, special)
-        return await self._tokenize(tokenizer.encode, text, special)
-
-    async def encode_chat(
-        self, model: ServedModel, messages: list[dict[str, Any]], variables: Mapping[str, Any]
-    ) -> list[int]:
-        """Token ids of a conversation."""
-        tokenizer = _tokenizer(model, "messages")
-        self._check_length(num_characters([messages, variables]), "messages")
-        plain = [with_content(message) for message in messages]
-
-        def work() -> list[int]:
-            return encode_chat(tokenizer, plain, template=model.template, **variables)
-
-        try:
-            return await self._tokenize(work)
-        except ChatRequestError as error:
-            raise ServeError("invalid", str(error), param="messages") from None
-        except ChatTemplateError:
-            message = "The model's chat template fails on these messages."
-            raise ServeError("invalid", message, param="messages") from None
-        except TypeError:
-            message = "chat_template_kwargs must not hold names that are reserved."
-            raise ServeError("invalid", message, param="chat_template_kwargs") from None
-
-    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function returns that takes long; other requests go on meanwhile."""
+    async def write[T](self, function: Callable[[Generation], T], generation: Generation) -> T:
+        """What a function makes of a generation; other requests go on if that takes long."""
+        if generation.num_logprobs <= INLINE_LOGPROBS:
+            return function(generation)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, function, *arguments)
-
-    async def _tokenize(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self._num_texts >= MAX_TEXTS:
-            raise ServeError("queue_full", "Too many texts wait to be tokenized.")
-        self._num_texts += 1
-        try:
-            return await self.in_thread(function, *arguments)
-        finally:
-            self._num_texts -= 1
-
-    def _check_length(self, num_characters: int, param: str) -> None:
-        """Refuse, before any tokenizing, what has more characters than a full context can have."""
-        most = self._max_characters
-        if num_characters > most:
-            message = f"{param} has {num_characters} characters; the context has room for {most}."
-            code = "context_length_exceeded"
-            raise ServeError("invalid", message, param=param, code=code)
+        return await loop.run_in_executor(self._threads, function, generation)
 
     async def tokenize(self, values: Any) -> tuple[ServedModel, TokenizeFields, list[int]]:
         """The token ids of a text or a conversation."""
@@ -301,18 +266,19 @@ class Service:
                 raise invalid("add_special_tokens", "needs prompt: a template writes them itself")
             given = fields.chat_template_kwargs or {}
             variables = {"add_generation_prompt": fields.add_generation_prompt is not False} | given
-            return model, fields, await self.encode_chat(model, fields.messages, variables)
+            return model, fields, await self.texts.encode_chat(fields.messages, variables)
         for name in ("chat_template_kwargs", "add_generation_prompt"):
             if getattr(fields, name) not in (None, True):
                 raise invalid(name, "needs messages")
         text = fields.prompt or ""
         special = fields.add_special_tokens is not False
-        return model, fields, await self.encode(model, text, special=special)
+        return model, fields, await self.texts.encode(text, special=special)
 
     async def detokenize(self, values: Any) -> str:
         """The text of token ids, special tokens included."""
         fields = self._read_plain(DetokenizeFields, values)
-        tokenizer = _tokenizer(self.model_named(fields.model), "tokens")
+        self.model_named(fields.model)
+        tokenizer = self.texts.tokenizer_for("tokens")
         _, engine = self.running()
         limits = engine.request_limits
         if len(fields.tokens) > limits.max_model_len:
@@ -327,12 +293,6 @@ class Service:
         fields, unknown = read(kind, values)
         _check_known(unknown, self.options)
         return fields
-
-
-def _tokenizer(model: ServedModel, param: str) -> Tokenizer:
-    if model.tokenizer is None:
-        raise invalid(param, "needs a tokenizer, which this model has not: send token ids")
-    return model.tokenizer
 
 
 def _check_server_limits(wish: Wish, options: ServerOptions) -> None:

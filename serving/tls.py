@@ -17,7 +17,10 @@ class Certificates:
 
     def __init__(self, options: ServerOptions):
         self._options = options
-        self.context = self._make_context()
+        # The listener's context passes every handshake on to the latest one: a context that is
+        # loaded again would go on trusting the authorities that it has trusted before.
+        self.context = self._latest = self._make_context()
+        self.context.sni_callback = self._use_latest
         self._grpc = self._read()
 
     @property
@@ -29,13 +32,14 @@ class Certificates:
     def reload(self) -> None:
         """Read the files again; if they cannot be used, stay with what there was and say so."""
         try:
-            self._make_context()  # a context that half of the files have changed is of no use
-            self._grpc = self._read()
-            self._load(self.context)
+            self._latest, self._grpc = self._make_context(), self._read()
         except ConfigError as error:
             logger.error("the certificates are not reloaded: %s", "; ".join(error.problems))
         else:
             logger.info("the certificates are reloaded")
+
+    def _use_latest(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = self._latest
 
     def _changes(self) -> grpc.ServerCertificateConfiguration:
         return self._grpc
@@ -45,6 +49,10 @@ class Certificates:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self._options.ssl_ca_certs is not None:
             context.verify_mode = ssl.CERT_REQUIRED
+            # A session that is resumed shows no certificate again, so there are none; TLS 1.2
+            # would keep some without tickets.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
         self._load(context)
         return context
 

@@ -1,8 +1,9 @@
 """The Python API: `LLM` turns prompts into text."""
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -219,7 +220,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("This model has no tokenizer: give token ids as the prompt.")
-            return prompt, self.tokenizer.encode(prompt)
+            with _unicode():
+                return prompt, self.tokenizer.encode(prompt)
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
         if not isinstance(ids, Seq) or isinstance(ids, str | bytes):
             raise RequestError(
@@ -232,7 +234,18 @@ class LLM:
             raise RequestError("This model has no tokenizer, and so no chat template.")
         if self._template is None and self.tokenizer.chat_template is not None:
             self._template = ChatTemplate(self.tokenizer.chat_template)
-        return encode_chat(self.tokenizer, messages, template=self._template, **variables)
+        with _unicode():
+            return encode_chat(self.tokenizer, messages, template=self._template, **variables)
+
+
+@contextmanager
+def _unicode() -> Iterator[None]:
+    """Say of text that no tokenizer takes what is wrong with it."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        words = f"The prompt is not valid Unicode at character {error.start}: is it UTF-8?"
+        raise RequestError(words) from None
 
 
 def _open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer | None:

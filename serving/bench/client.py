@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -13,6 +14,14 @@ import msgspec
 from shiftjax.options import ConfigError, shown
 
 MAX_LINE = 1 << 20
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})( .*)?")
+
+
+class AnswerError(ValueError):
+    """An answer that is no HTTP, or not what OpenAI's interface says."""
+
+
+FAILURES = (OSError, EOFError, ValueError)  # what may come of talking to a server; JSON's too
 
 
 @dataclass(frozen=True)
@@ -79,16 +88,22 @@ class Sample:
 
 def parse_url(url: str, key: str | None = None) -> Target:
     """The target that a URL names. Raises ConfigError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError([f"--url must be like http://127.0.0.1:8000, got {shown(url)}"])
+    problem = ConfigError([f"--url must be like http://127.0.0.1:8000, got {shown(url)}"])
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # half an IPv6 address, a port that is none
+        raise problem from None
+    is_plain = url.isascii() and url.isprintable()
+    if parts.scheme not in ("http", "https") or not host or not is_plain:
+        raise problem
     tls = parts.scheme == "https"
     path = parts.path.rstrip("/").removesuffix("/v1")
-    return Target(parts.hostname, parts.port or (443 if tls else 80), path, tls, key)
+    return Target(host, port or (443 if tls else 80), path, tls, key)
 
 
 async def get(target: Target, path: str) -> tuple[int, bytes]:
-    """(status, body) of a GET."""
+    """(status, body) of a GET. Raises one of `FAILURES`."""
     connection = await _open(target)
     try:
         reader, writer = connection
@@ -110,8 +125,10 @@ async def complete(target: Target, body: dict[str, Any], *, streams: bool = True
             await _exchange(target, connection, msgspec.json.encode(body), sample)
         finally:
             await _close(connection)
-    except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+    except FAILURES as error:
         sample.error = f"{type(error).__name__}: {error}"
+    if sample.error is None and sample.num_prompt_tokens == 0:
+        sample.error = "the answer says nothing of its usage: its tokens cannot be counted"
     sample.end()
     return sample
 
@@ -128,7 +145,7 @@ async def _exchange(target: Target, connection: Any, body: bytes, sample: Sample
         await _read_events(reader, headers, sample)
     else:
         text = b"".join([chunk async for chunk in _chunks(reader, headers)])
-        _note(sample, msgspec.json.decode(text))
+        _note(sample, text)
         sample.token_times.clear()  # nobody saw when a token came
 
 
@@ -137,26 +154,55 @@ async def _read_events(
 ) -> None:
     rest, is_done = b"", False
     async for chunk in _chunks(reader, headers):
-        *events, rest = (rest + chunk).split(b"\n\n")
+        *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
-            is_done = is_done or event == b"data: [DONE]"
-            if event.startswith(b"data: {"):
-                _note(sample, msgspec.json.decode(event[6:]))
+            data = _data_of(event)
+            is_done = is_done or data == b"[DONE]"
+            if data.startswith(b"{"):
+                _note(sample, data)
     if not is_done:
         sample.error = sample.error or "the stream broke off"
 
 
-def _note(sample: Sample, event: dict[str, Any]) -> None:
-    if "error" in event:
-        sample.error = f"{event['error'].get('code')}: {event['error'].get('message')}"
-    for choice in event.get("choices", ()):
-        sample.add_text(choice["index"], choice["text"])
-        if choice.get("finish_reason") is not None:
-            sample.finish_reasons[choice["index"]] = choice["finish_reason"]
-    usage = event.get("usage")
-    if usage:
-        sample.num_prompt_tokens = usage["prompt_tokens"]
-        sample.num_output_tokens = usage["completion_tokens"]
+def _data_of(event: bytes) -> bytes:
+    """What a server-sent event carries; nothing for a comment."""
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+def _note(sample: Sample, data: bytes) -> None:
+    event = _EVENT.decode(data)
+    if isinstance(event.error, dict):
+        sample.error = f"{event.error.get('code')}: {event.error.get('message')}"
+    elif event.error is not None:
+        sample.error = str(event.error)
+    for choice in event.choices or ():
+        sample.add_text(choice.index, choice.text or "")
+        if choice.finish_reason is not None:
+            sample.finish_reasons[choice.index] = choice.finish_reason
+    if event.usage is not None:
+        sample.num_prompt_tokens = event.usage.prompt_tokens
+        sample.num_output_tokens = event.usage.completion_tokens
 
 
 # ---------------------------------------------------------------- HTTP/1.1
@@ -176,26 +222,53 @@ async def _close(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) 
 
 
 def _head(target: Target, method: str, path: str, body: bytes = b"") -> bytes:
-    lines = [f"{method} {target.path}{path} HTTP/1.1", f"Host: {target.host}:{target.port}"]
+    host = f"[{target.host}]" if ":" in target.host else target.host
+    lines = [f"{method} {target.path}{path} HTTP/1.1", f"Host: {host}:{target.port}"]
     lines += ["Connection: close", "Content-Type: application/json"]
     lines += [f"Content-Length: {len(body)}"] if body else []
     lines += [f"Authorization: Bearer {target.key}"] if target.key else []
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return (await reader.readline()).strip()
+    except ValueError:
+        raise AnswerError("a line of the answer is too long") from None
+
+
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
-    status = int((await reader.readline()).split()[1:2][0])
+    first = await _line(reader)
+    status = _STATUS.fullmatch(first)
+    if status is None:
+        raise AnswerError("the answer is not HTTP" if first else "there was no answer")
     headers = {}
-    while (line := (await reader.readline()).strip()) != b"":
+    while (line := await _line(reader)) != b"":
         name, _, value = line.partition(b":")
         headers[name.lower()] = value.strip()
-    return status, headers
+    return int(status[1]), headers
 
 
 async def _chunks(reader: asyncio.StreamReader, headers: dict[bytes, bytes]):
-    """The body in the pieces in which it comes."""
-    if headers.get(b"transfer-encoding", b"").lower() != b"chunked":
-        yield await reader.read(int(headers.get(b"content-length", b"-1")))
+    """The body in the pieces in which it comes. Raises EOFError where it breaks off."""
+    if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
+        while size := await _size_of_chunk(reader):
+            yield (await reader.readexactly(size + 2))[:-2]
         return
-    while size := int((await reader.readline()).split(b";")[0], 16):
-        yield (await reader.readexactly(size + 2))[:-2]
+    rest = headers.get(b"content-length")
+    if rest is None:  # it ends with the connection
+        while chunk := await reader.read(MAX_LINE):
+            yield chunk
+    elif rest.isdigit():
+        yield await reader.readexactly(int(rest))
+    else:
+        raise AnswerError("the Content-Length of the answer is no number")
+
+
+async def _size_of_chunk(reader: asyncio.StreamReader) -> int:
+    line = await _line(reader)
+    try:
+        return int(line.split(b";")[0], 16)
+    except ValueError:
+        words = "the answer has a chunk without a size" if line else "the answer broke off"
+        raise AnswerError(words) from None

@@ -5,10 +5,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from serving.bench.client import Target, get, parse_url
+from serving.bench.client import FAILURES, Target, get, parse_url
 from serving.bench.flags import LOADS, MADE_UP
 from serving.bench.load import Outcome, closed_loop, replay
-from serving.bench.report import errors, plot, queue_times, summary, write_json
+from serving.bench.report import errors, open_results, plot, queue_times, summary, write_json
 from serving.progress import print_table
 from shiftjax.options import ConfigError
 from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rate, window
@@ -16,16 +16,11 @@ from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rat
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the load and report; 1 if a request failed."""
-    key = None
-    if arguments.key_file:
-        try:
-            key = Path(arguments.key_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            raise ConfigError([f"--key-file {arguments.key_file}: cannot be read"]) from None
-    target = parse_url(arguments.url, key)
+    target = parse_url(arguments.url, _read_key(arguments.key_file))
     requests = _requests(arguments)
     if not requests:
         raise ConfigError(["the load has no requests: more seconds, or a higher rate"])
+    open_results(arguments.json, arguments.plots)
     outcome, queue = asyncio.run(_measure(target, requests, arguments))
     row = summary(outcome, arguments.ttft_limit, arguments.tpot_limit) | queue
     failures = errors(outcome)
@@ -37,6 +32,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plots:
         plot(outcome, Path(arguments.plots))
     return 1 if failures else 0
+
+
+def _read_key(path: str | None) -> str | None:
+    """The first key of a file of keys."""
+    if path is None:
+        return None
+    try:
+        keys = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError([f"--key-file {path}: cannot be read"]) from None
+    if not keys:
+        raise ConfigError([f"--key-file {path}: is empty"])
+    return keys[0]
 
 
 def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
@@ -72,6 +80,11 @@ def _load(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
         for name in MADE_UP
         if name in values and values[name] < 1
     ]
+    problems += [
+        f"--{_flag(name)} must be more than 0, got {limit}"
+        for name in ("ttft_limit", "tpot_limit")
+        if (limit := getattr(arguments, name)) is not None and not limit > 0
+    ]
     if problems:
         raise ConfigError(problems)
     return values
@@ -86,13 +99,17 @@ async def _measure(
 ) -> tuple[Outcome, dict[str, Any]]:
     try:
         _, before = await get(target, "/metrics")
-    except OSError as error:
-        problem = f"{arguments.url}: no server answers ({error.strerror or error})"
+    except FAILURES as error:
+        words = getattr(error, "strerror", None) or error
+        problem = f"{arguments.url}: no server answers ({words})"
         raise ConfigError([problem]) from None
     if arguments.clients:
         model = arguments.served_model
         outcome = await closed_loop(target, requests, arguments.clients, model)
     else:
         outcome = await replay(target, requests, arguments.served_model)
-    _, after = await get(target, "/metrics")
+    try:
+        _, after = await get(target, "/metrics")
+    except FAILURES:  # it has gone, as the samples say
+        after = b""
     return outcome, queue_times(before, after)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from serving.bench.flags import OFFLINE
-from serving.bench.report import percentiles, write_json
+from serving.bench.report import open_results, percentiles, write_json
 from serving.progress import print_table
 from serving.start import open_llm
 from shiftjax.config import EngineConfig
@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
     wrong = [f"--{name} must be 1 or more, got {n}" for name, n in counts.items() if n < 1]
     if wrong:
         raise ConfigError(wrong)
+    open_results(arguments.json)
     if arguments.kind == "startup":
         row = startup(config, counts["starts"])
     else:

@@ -1,5 +1,6 @@
 """What a run amounts to: percentiles, throughput, goodput; as rows, JSON and plots. No JAX."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -78,6 +79,26 @@ def _buckets(text: bytes) -> dict[float, float]:
     return {float(bound): float(count) for bound, count in _BUCKET.findall(text)}
 
 
+def open_results(json_file: str | None, plots: str | None = None) -> None:
+    """Raise ConfigError, before anything is measured, where results could not be written."""
+    problems = []
+    try:
+        if json_file not in (None, "-"):
+            Path(json_file).open("ab").close()
+    except OSError as error:
+        problems.append(f"--json {json_file}: {error.strerror}")
+    try:
+        if plots is not None:
+            importlib.import_module("matplotlib")
+            Path(plots).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problems.append(f"--plots {plots}: {error.strerror}")
+    except ModuleNotFoundError:
+        problems.append("--plots needs matplotlib: pip install 'shiftjax[plots]'")
+    if problems:
+        raise ConfigError(problems)
+
+
 def write_json(path: str, row: dict[str, Any]) -> None:
     """Write a row to a file; - is stdout."""
     text = json.dumps(row, indent=2)
@@ -95,11 +116,8 @@ def errors(outcome: Outcome) -> dict[str, int]:
 
 def plot(outcome: Outcome, directory: Path) -> list[Path]:
     """Distributions of every metric, and output tokens per second over time, as SVG files."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError(["--plots needs matplotlib: pip install 'shiftjax[plots]'"]) from None
-    directory.mkdir(parents=True, exist_ok=True)
+    from matplotlib.figure import Figure
+
     good = [sample for sample in outcome.samples if sample.error is None]
     made = []
     for name, values_of in METRICS.items():

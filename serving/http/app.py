@@ -54,7 +54,7 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a redirect would repeat what the Host header says
     is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
-    return Guard(app, keys, LOOPBACK if is_local else None)
+    return Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from serving.handle import Delta
 from serving.http.guard import read_body, send_json, warning_headers
 from serving.http.responses import Writer
 from serving.schema import parse_json
-from serving.service import INLINE_LOGPROBS, Generation, Service
+from serving.service import Generation, Service
 from serving.write_limit import WriteLimit
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,13 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        body = await read_body(scope, receive, self._service.options.max_request_bytes)
-        timeout = _timeout(scope)
-        generation = await self._start(parse_json(body), scope["request_id"], timeout)
+        try:
+            body = await read_body(scope, receive, self._service.options.max_request_bytes)
+            values, timeout = parse_json(body), _timeout(scope)
+        except ServeError as error:
+            self._service.refuse(error)
+            raise
+        generation = await self._start(values, scope["request_id"], timeout)
         with generation:
             async with _watching(receive, generation):
                 if generation.wish.fields.stream:
@@ -53,11 +57,7 @@ class Generate:
     async def _answer(self, generation: Generation, send: Send) -> None:
         for handle in generation.handles:
             await handle.result()
-        writer = self._writer(generation)
-        if writer.num_logprobs <= INLINE_LOGPROBS:
-            response = writer.encoded()
-        else:  # a million would keep the event loop busy for seconds
-            response = await self._service.in_thread(writer.encoded)
+        response = await self._service.write(lambda each: self._writer(each).encoded(), generation)
         await send_json(send, response, headers=warning_headers(generation.wish.unknown))
 
     async def _stream(

@@ -1,18 +1,16 @@
 """What stands before every route: sizes, host, request id, API key, and errors as JSON."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
 import time
-import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.errors import ServeError, internal_error, invalid
+from serving.errors import ServeError, internal_error
+from serving.headers import check_request_id, digests, has_key, request_id_for, trace_id
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +20,8 @@ BODY_SECONDS = 30.0  # that a client has for sending a body
 HEALTH = frozenset(("/health", "/health/live", "/health/ready", "/health/progress"))
 PUBLIC = HEALTH | {"/ui", "/ui/app.js", "/ui/style.css"}  # static files: they hold no secret
 QUIET = HEALTH | {"/metrics", "/ui/data"}  # asked again and again: not worth a line each
+GENERATIONS = frozenset(("/v1/completions", "/v1/chat/completions"))
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "[::1]"))
-_REQUEST_ID = re.compile(r"[A-Za-z0-9!#$%&()*+,./:;=?@^_{|}~\[\]-]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 
 
@@ -32,12 +29,19 @@ class Guard:
     """An ASGI application around another. Everything but health needs a key, if there are any.
 
     `hosts` are the names by which a server on loopback may be called (None: any), so that a page
-    elsewhere cannot reach it through a name of its own.
+    elsewhere cannot reach it through a name of its own. `on_refusal` hears of generations that do
+    not come through.
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], hosts: Collection[str] | None):
-        self.app = app
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Collection[str],
+        hosts: Collection[str] | None,
+        on_refusal: Callable[[ServeError], None],
+    ):
+        self.app, self._on_refusal = app, on_refusal
+        self._keys = digests(keys)
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,8 +54,7 @@ class Guard:
         started = time.monotonic()
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if is_request_id(given) else uuid.uuid4().hex
-        scope["request_id"] = request_id
+        request_id = scope["request_id"] = request_id_for(given)
         status = 0
 
         async def send_and_note(message: Message) -> None:
@@ -66,9 +69,7 @@ class Guard:
             await send(message)
 
         try:
-            if given not in ("", request_id):
-                raise invalid("x-request-id", "must be 1 to 128 ASCII characters without blanks")
-            self._check(scope, headers)
+            self._admit(scope, headers, given)
             await self.app(scope, receive, send_and_note)
         except ServeError as error:
             status = status or await _send_error(send_and_note, error)
@@ -78,6 +79,16 @@ class Guard:
             logger.exception("Serving request %s failed.", request_id)
             status = status or await _send_error(send_and_note, internal_error())
         _log(scope, headers, status, time.monotonic() - started)
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes], given_id: str) -> None:
+        """Check the head of a request; count it if it is refused. Raises `ServeError`."""
+        try:
+            check_request_id(given_id, scope["request_id"])
+            self._check(scope, headers)
+        except ServeError as error:
+            if scope["path"] in GENERATIONS and scope["method"] == "POST":
+                self._on_refusal(error)
+            raise
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise `ServeError` for what must not come through."""
@@ -89,14 +100,9 @@ class Guard:
         host = _HOST.fullmatch(hosts[0].decode("latin-1")) if len(hosts) == 1 else None
         if host is None or (self._hosts is not None and host[1].lower() not in self._hosts):
             raise ServeError("invalid", "The Host header does not name this server.", param="host")
-        if scope["path"] not in PUBLIC and self._keys:
-            self._check_key(headers.get(b"authorization", b""))
-
-    def _check_key(self, header: bytes) -> None:
-        scheme, _, key = header.partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
-        known = [hmac.compare_digest(given, each) for each in self._keys]  # all, always
-        if scheme.lower() != b"bearer" or not any(known):
+        if not self._keys or scope["path"] in PUBLIC:
+            return
+        if not has_key(headers.get(b"authorization", b""), self._keys):
             raise ServeError("unauthenticated", "A valid API key is needed: Authorization: Bearer.")
 
 
@@ -109,17 +115,6 @@ def _log(scope: Scope, headers: dict[bytes, bytes], status: int, seconds: float)
         *(scope["method"], _shown(scope["path"]), status, 1000 * seconds, scope["request_id"]),
         trace_id(headers.get(b"traceparent", b"").decode("latin-1")),
     )
-
-
-def is_request_id(text: str) -> bool:
-    """Whether a client may call its request so, in logs and headers."""
-    return _REQUEST_ID.fullmatch(text) is not None
-
-
-def trace_id(traceparent: str) -> str:
-    """The trace that a W3C `traceparent` names; - if it is none."""
-    match = _TRACEPARENT.fullmatch(traceparent)
-    return match[1] if match else "-"
 
 
 def _shown(path: str) -> str:

@@ -18,6 +18,7 @@ HEADER_SECONDS = 10.0  # that a client has for sending the headers of its first 
 MAX_HEAD_BYTES = 64 << 10  # of target and headers; the guard refuses less, with a JSON error
 MAX_CONNECTIONS = 4096
 SPARE_DESCRIPTORS = 32  # that connections leave to everything else
+BYTES_PER_BODY_BYTE = 9  # of a body in chunks of one byte: b"0001\r\n", the byte, b"\r\n"
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 20, 5, 3
 
 
@@ -72,8 +73,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body; one byte of it may come in a chunk of its own."""
-        self._spare_bytes += 9 * len(body)
+        """Take a part of a body, and the framing that it may have had."""
+        self._spare_bytes += BYTES_PER_BODY_BYTE * len(body)
         super().on_body(body)
 
     def on_headers_complete(self) -> None:

@@ -45,11 +45,6 @@ class Writer:
     def _whole(self, choices: Sequence[Json | msgspec.Raw]) -> Json:
         return self._envelope(choices, "") | {"usage": usage(self._generation.handles)}
 
-    @property
-    def num_logprobs(self) -> int:
-        """About how many log-probabilities the response holds."""
-        return sum(handle.num_logprobs for handle in self._generation.handles)
-
     def _envelope(self, choices: Sequence[Json | msgspec.Raw], suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         prefix = "chatcmpl" if self._is_chat else "cmpl"

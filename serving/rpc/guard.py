@@ -1,10 +1,7 @@
 """What every call passes: the key; and how errors become statuses with details."""
 
 import functools
-import hashlib
-import hmac
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,8 +12,15 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from serving.errors import ServeError, internal_error, invalid
-from serving.http.guard import is_request_id, trace_id
+from serving.errors import ServeError, internal_error
+from serving.headers import (
+    REQUEST_ID,
+    check_request_id,
+    digests,
+    has_key,
+    request_id_for,
+    trace_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ class KeyInterceptor(aio.ServerInterceptor):
     """
 
     def __init__(self, keys: Collection[str], max_bytes: int, public: Collection[str] = ()):
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = digests(keys)
         self._max_bytes = max_bytes
         self._public = tuple(f"/{name}/" for name in public)
 
@@ -57,10 +61,7 @@ class KeyInterceptor(aio.ServerInterceptor):
 
     def _is_known(self, details: Any) -> bool:
         metadata = dict(details.invocation_metadata or ())
-        scheme, _, key = str(metadata.get("authorization", "")).partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
-        known = [hmac.compare_digest(given, each) for each in self._keys]  # all, always
-        return scheme.lower() == "bearer" and any(known)
+        return has_key(str(metadata.get("authorization", "")).encode(), self._keys)
 
 
 def _with_tolerance(handler: Any, max_bytes: int) -> Any:
@@ -87,13 +88,12 @@ def method[F: Callable[..., Awaitable[Any]]](function: F) -> F:
 
     @functools.wraps(function)
     async def wrapped(self: Any, request: Any, context: aio.ServicerContext) -> Any:
-        given = str(dict(context.invocation_metadata() or ()).get("x-request-id", ""))
-        name = given if is_request_id(given) else uuid.uuid4().hex
-        trace = trace_id(str(dict(context.invocation_metadata() or ()).get("traceparent", "")))
-        context.set_trailing_metadata((("x-request-id", name),))
+        metadata = dict(context.invocation_metadata() or ())
+        given, trace = str(metadata.get(REQUEST_ID, "")), str(metadata.get("traceparent", ""))
+        name, trace = request_id_for(given), trace_id(trace)
+        context.set_trailing_metadata(((REQUEST_ID, name),))
         try:
-            if given not in ("", name):
-                raise invalid("x-request-id", "must be 1 to 128 ASCII characters without blanks")
+            check_request_id(given, name)
             if isinstance(request, BadMessage):
                 raise request.error
             result = await function(self, request, context)
@@ -117,7 +117,7 @@ def method[F: Callable[..., Awaitable[Any]]](function: F) -> F:
 
 def request_id(context: aio.ServicerContext) -> str:
     """The id of a call that `method` serves: it stands in the trailing metadata."""
-    return str(dict(context.trailing_metadata() or ())["x-request-id"])
+    return str(dict(context.trailing_metadata() or ())[REQUEST_ID])
 
 
 async def abort(context: aio.ServicerContext, error: ServeError, name: str | None = None) -> None:
@@ -144,5 +144,5 @@ async def abort(context: aio.ServicerContext, error: ServeError, name: str | Non
     )
     metadata: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
     if name is not None:
-        metadata = (*metadata, ("x-request-id", name))
+        metadata = (*metadata, (REQUEST_ID, name))
     await context.abort(code, error.message, metadata)

@@ -18,7 +18,7 @@ from serving.rpc.convert import (
 )
 from serving.rpc.guard import method, request_id
 from serving.schema import MAX_VALUES
-from serving.service import INLINE_LOGPROBS, Generation, ServedModel, Service
+from serving.service import Generation, ServedModel, Service
 from serving.write_limit import WriteLimit
 
 FOREVER = 365 * 86400.0  # seconds; gRPC reports a missing deadline as one far away
@@ -55,9 +55,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         with await self._start(request, context, stream=False) as generation:
             (handle,) = generation.handles
             await handle.result()
-            if handle.num_logprobs <= INLINE_LOGPROBS:
-                return _result(generation)
-            return await self._service.in_thread(_result, generation)
+            return await self._service.write(_result, generation)
 
     @method
     async def Score(
@@ -74,8 +72,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         with await self._service.complete(values, request_id(context), timeout) as generation:
             (handle,) = generation.handles
             await handle.result()
-            entries = _prompt_logprobs(handle)
-            return pb.ScoreResponse(request_id=generation.id, logprobs=entries)
+            return await self._service.write(_scores, generation)
 
     @method
     async def Tokenize(
@@ -143,6 +140,12 @@ def _result(generation: Generation) -> pb.GenerateResult:
         usage=usage_message(handle),
         prompt_logprobs=_prompt_logprobs(handle),
     )
+
+
+def _scores(generation: Generation) -> pb.ScoreResponse:
+    """The log-probabilities of a finished generation's prompt."""
+    (handle,) = generation.handles
+    return pb.ScoreResponse(request_id=generation.id, logprobs=_prompt_logprobs(handle))
 
 
 async def _write(context: aio.ServicerContext, limit: WriteLimit, event: pb.GenerateEvent) -> None:

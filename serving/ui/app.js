@@ -22,6 +22,14 @@ function show(role, text) {
   return element;
 }
 
+// An answer grows, and stays in sight for whoever looks at its end.
+function grow(element, text) {
+  const list = $("messages");
+  const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
+  element.textContent += text;
+  if (isAtEnd) list.scrollTop = list.scrollHeight;
+}
+
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -39,27 +47,31 @@ async function* events(response) {
 }
 
 async function ask(text) {
-  conversation.push({ role: "user", content: text });
+  const asked = conversation; // another one, once it is cleared
+  asked.push({ role: "user", content: text });
   show("user", text);
   running = new AbortController();
   setBusy(true);
   const element = show("assistant", "");
   try {
-    const body = JSON.stringify({ messages: conversation, temperature: 0.2, stream: true });
+    const body = JSON.stringify({ messages: asked, temperature: 0.2, stream: true });
     const options = { method: "POST", headers: headers(), body, signal: running.signal };
     const response = await fetch("/v1/chat/completions", options);
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      for (const choice of event.choices) element.textContent += choice.delta.content ?? "";
+      for (const choice of event.choices) grow(element, choice.delta.content ?? "");
     }
   } catch (error) {
-    if (error.name !== "AbortError") show("error", error.message);
+    if (error.name !== "AbortError") {
+      show("error", error.message);
+      if (!element.textContent) $("text").value ||= text; // to be sent again
+    }
   }
   if (element.textContent) {
-    conversation.push({ role: "assistant", content: element.textContent });
+    asked.push({ role: "assistant", content: element.textContent });
   } else {
-    conversation.pop();
+    asked.pop();
     element.remove();
   }
   setBusy(false);
@@ -78,13 +90,14 @@ $("form").addEventListener("submit", (event) => {
   ask(text);
 });
 $("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     $("form").requestSubmit();
   }
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
+  running?.abort();
   conversation = [];
   $("messages").replaceChildren();
 });

@@ -3,8 +3,9 @@
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kit import Running
 from load_kit import Answer, Clients, clients, mixed_body
@@ -16,17 +17,18 @@ RATE = 30.0  # requests per second
 LEAST = 5  # that a load is made of, however short the fault
 
 
+async def with_clients(server: Running, action: Callable[[Clients], Awaitable[Any]]) -> Any:
+    """What an action gives that is done with clients of a server."""
+    async with clients(parse_url(server.url), server.server.grpc.address) as senders:
+        return await action(senders)
+
+
 class Background:
     """What every request of the mixture gives alone, and what it gives beside something else."""
 
     def __init__(self, server: Running):
         self._server = server
-        self._alone = asyncio.run(self._with_clients(self._one_by_one))
-
-    async def _with_clients(self, action):
-        address = self._server.server.grpc.address
-        async with clients(parse_url(self._server.url), address) as senders:
-            return await action(senders)
+        self._alone = asyncio.run(with_clients(server, self._one_by_one))
 
     async def _one_by_one(self, senders: Clients) -> list[Answer]:
         rng = random.Random(1)
@@ -47,7 +49,7 @@ class Background:
 
         def run() -> None:
             try:
-                asyncio.run(self._with_clients(arrive))
+                asyncio.run(with_clients(self._server, arrive))
             except BaseException as error:
                 errors.append(error)
 

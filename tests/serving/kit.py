@@ -1,11 +1,14 @@
 """What the tests of the server share: engines over echo runners, and a server that is real."""
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import tokenizers
@@ -30,6 +33,16 @@ BOS, EOS = 256, 257
 VOCAB_SIZE = 258
 MAX_MODEL_LEN = 256
 MODEL_LIMITS = EngineLimits(max_num_queued_reqs=64)
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+SECRETS = (
+    "Traceback",
+    "site-packages",
+    "0x",
+    "msgspec",
+    "serving.",
+    str(Path(__file__).parents[2]),
+)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -115,8 +128,20 @@ class Running:
         """Run a coroutine on the server's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the HTTP listener."""
+        url = httpx.URL(self.url)
+        return url.host, url.port
+
     def client(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
+
+    def let_go(self) -> None:
+        """Steps, which a test may have held back or slowed down, are quick again."""
+        if isinstance(self.runner, GatedRunner):
+            self.runner.gate.set()
+            self.runner.step_seconds = 0.0
 
     def assert_quiescent(self) -> None:
         """Nothing is held; what has gone in has come out."""
@@ -137,6 +162,11 @@ class Running:
                 return
             time.sleep(0.005)
         raise AssertionError("the condition never came true")
+
+    def has_tokens(self, request_id: str) -> bool:
+        """Whether tokens of a request have come, which then is in every step until its end."""
+        handles = list(self.engine.handles.values())
+        return any(each.public_id == request_id and each.num_output_tokens for each in handles)
 
     def num_running(self) -> int:
         return self.engine.stats.num_running
@@ -193,8 +223,7 @@ def running_server(
         yield running[0]
     finally:
         if running:
-            if isinstance(running[0].runner, GatedRunner):
-                running[0].runner.gate.set()
+            running[0].let_go()
             running[0].loop.call_soon_threadsafe(stop.set)
         thread.join(30)
     assert not thread.is_alive(), "the server did not stop"
@@ -219,6 +248,36 @@ def serving(engine: Engine) -> Iterator[Running]:
             yield running
     finally:
         compiles.stop()
+
+
+def is_error(response: httpx.Response, status: int, param: str | None = None) -> None:
+    """The response is an error object that tells nothing about the inside."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    for secret in SECRETS:
+        assert secret not in response.text
+    if param is not None:
+        assert (error["param"] or "").split(".")[0].split("[")[0] == param, error
+
+
+def events(text: str) -> list[dict]:
+    """The objects of a stream, whose end must be marked."""
+    *lines, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other side closes or drops the connection."""
+    answer = b""
+    try:
+        while chunk := connection.recv(65536):
+            answer += chunk
+    except ConnectionResetError:
+        pass
+    return answer
 
 
 def metric_values(client) -> dict[tuple[str, tuple], float]:

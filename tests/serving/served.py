@@ -1,7 +1,7 @@
 """`shiftjax serve` as a process of its own, over a tiny model; what tests of it share."""
 
 import os
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from kit import metric_total, metric_values
+from load_kit import free_port
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7]
+NUM_TOKENS = 12  # that most tests let follow the prompt
 SLOW = "dispatch:delay:4+"  # 0.2 s a step, after the warm-up
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Served:
@@ -84,6 +81,34 @@ class Served:
         body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return self.client.post("/v1/completions", json=body | fields)
 
+    def tokens(self) -> list[int]:
+        """The tokens that the server continues the prompt with."""
+        answer = self.complete(max_tokens=NUM_TOKENS)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+    def wait_until_running(self, count: int = 1) -> None:
+        """Wait until the engine computes so many requests at once."""
+        name = "shiftjax:num_requests_running"
+        while metric_total(metric_values(self.client), name) < count:
+            assert self.process.poll() is None, self.texts()
+            time.sleep(0.05)
+
+    def wait_for_log(self, *words: str) -> None:
+        """Wait until the log has all words; the test fails if they do not come."""
+        for _ in range(600):
+            if all(word in self.texts()[1] for word in words):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"no {words} in the log: {self.texts()[1]}")
+
+    def end_well(self) -> str:
+        """Ask for the end, which must be a good one; what the log says."""
+        self.process.send_signal(signal.SIGTERM)
+        code, _, err = self.end()
+        assert code == 0, err
+        return err
+
     def end(self) -> tuple[int, str, str]:
         """Wait for the end: exit code, stdout, stderr."""
         code = self.process.wait(timeout=60)
@@ -113,6 +138,11 @@ def serve(directory: Path, cache_dir: Path, *flags: str, **options: Any) -> Iter
         yield served
     finally:
         served.close()
+
+
+def inside(script: str, *, flags: str = "-rm") -> tuple[str, ...]:
+    """A command that runs another in namespaces of its own, after a script."""
+    return ("unshare", flags, "sh", "-euc", f'{script}\nexec "$@"', "sh")
 
 
 def in_background(function) -> tuple[threading.Thread, list]:

@@ -1,6 +1,9 @@
 """The administrator's listener: its own token, load, aborts, drain."""
 
+import threading
+
 import grpc
+import jax
 import pytest
 from kit import running_server
 
@@ -99,6 +102,48 @@ def test_the_prefix_cache_is_flushed(server, admin):
     assert cached() > 0
     admin.FlushPrefixCache(pb.FlushPrefixCacheRequest(), metadata=TOKEN)
     assert cached() == 0
+
+
+def test_a_command_that_nobody_waits_for_is_not_run(server, admin, caplog):
+    """The step is over only when the call has given up."""
+    server.runner.gate.clear()
+    headers = {"authorization": "Bearer user-key"}
+
+    def complete() -> None:
+        with server.client(headers=headers) as client:
+            client.post("/v1/completions", json={"prompt": "x" * 40})
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    server.wait_until(lambda: server.runner.is_held)
+    flush = pb.FlushPrefixCacheRequest()
+    code = code_of(admin.FlushPrefixCache, flush, metadata=TOKEN, timeout=0.3)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    server.runner.gate.set()
+    thread.join()
+    admin.FlushPrefixCache(flush, metadata=TOKEN)  # the engine obeys as before
+    assert "failed" not in caplog.text
+
+
+def test_profiles(token_file, tmp_path):
+    """One at a time; a name that could not be used stays free."""
+    options = {"admin_port": 0, "admin_token_file": token_file, "profile_dir": str(tmp_path)}
+    with (
+        running_server(**options) as server,
+        grpc.insecure_channel(server.server.admin.address) as channel,
+    ):
+        stub = pb_grpc.AdminStub(channel)
+        start, stop = pb.StartProfileRequest(name="one"), pb.StopProfileRequest()
+        jax.profiler.start_trace(tmp_path / "other")
+        busy = code_of(stub.StartProfile, start, metadata=TOKEN)
+        jax.profiler.stop_trace()
+        stub.StartProfile(start, metadata=TOKEN)
+        again = code_of(stub.StartProfile, pb.StartProfileRequest(name="two"), metadata=TOKEN)
+        stub.StopProfile(stop, metadata=TOKEN)
+        not_running = code_of(stub.StopProfile, stop, metadata=TOKEN)
+        same = code_of(stub.StartProfile, start, metadata=TOKEN)
+    assert {busy, again, not_running, same} == {grpc.StatusCode.FAILED_PRECONDITION}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
 
 
 def test_profiles_are_off_by_default(server, admin):

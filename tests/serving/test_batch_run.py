@@ -4,12 +4,14 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from engines import checkpoint
 from kit import running_server
 
 from serving.batch_run import Line, open_output, read_lines, run_lines
 from serving.cli import main
+from serving.http.responses import Writer
 from shiftjax.options import ConfigError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1}
@@ -68,8 +70,8 @@ def test_a_broken_run_is_continued_without_repeats(tmp_path):
     output = tmp_path / "out.jsonl"
     assert open_output(output, lines, False) == lines
     records = [{"id": f"batch_req_{n}", "custom_id": str(n - 1)} for n in (1, 2)]
-    whole = b"".join(encoded(*records))
-    output.write_bytes(whole + b'{"id": "batch_req_3", "cus')
+    whole = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    output.write_bytes(whole + b'{"id":"batch_req_3","cus')
     with pytest.raises(ConfigError, match="--resume"):
         open_output(output, lines, False)
     assert open_output(output, lines, True) == lines[2:]
@@ -81,6 +83,55 @@ def test_a_broken_run_is_continued_without_repeats(tmp_path):
     output.write_bytes(whole)
     with pytest.raises(ConfigError, match="another input"):
         open_output(output, others, True)
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"prompt": "a line of an input"}\n', b"text without an end", b"[" * 100_000 + b"\n"]
+)
+def test_a_file_that_holds_no_record_is_not_touched(tmp_path, text):
+    lines = read_lines(encoded({"prompt": "x"}))
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(text)
+    with pytest.raises(ConfigError, match="line 1: no record"):
+        open_output(output, lines, True)
+    assert output.read_bytes() == text
+
+
+def test_what_editors_and_other_systems_write_is_read():
+    plain, chat = encoded({"prompt": "x", "max_tokens": 1}, {"messages": CHAT["messages"]})
+    first, second = read_lines([b"\xef\xbb\xbf" + plain.replace(b"\n", b"\r\n"), b"\r\n", chat])
+    assert (first.problem, second.problem) == (None, None)
+    assert (first.number, second.number) == (1, 3)
+
+
+def test_nothing_of_a_line_is_dropped_in_silence():
+    openai = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    body = {"prompt": "x", "max_tokens": 1, "max_tokns": 7}
+    bodiless = openai | {"custom_id": "b", "url": "/v1/chat/completions", "prompt": "x"}
+    lines = read_lines(encoded(openai | {"body": body, "priority": 3}, bodiless))
+    with running_server() as server:
+        known, unknown = run(server, lines)
+    with running_server(strict=True) as server:
+        (refused, _) = run(server, lines)
+    assert known["ignored_fields"] == ("priority", "max_tokns")
+    assert unknown["error"]["message"] == "body is missing"
+    assert "priority" in refused["error"]["message"]
+
+
+def test_a_bug_is_one_lines_alone(monkeypatch):
+    real = Writer.response
+
+    def response(self):
+        if self._generation.id == "batch_req_2":
+            raise ZeroDivisionError
+        return real(self)
+
+    monkeypatch.setattr(Writer, "response", response)
+    with running_server() as server:
+        lines = read_lines(encoded(*({"prompt": "x", "max_tokens": 1} for _ in range(3))))
+        records = run(server, lines)
+        server.assert_quiescent()
+    assert [record["response"]["status_code"] for record in records] == [200, 500, 200]
 
 
 def test_the_command(tmp_path: Path, capsys):

@@ -1,11 +1,14 @@
 """The page in a real browser: a chat turn, charts that move, no error, no request elsewhere."""
 
+import json
 import shutil
 
 import pytest
 from kit import make_engine, running_server
 
 api = pytest.importorskip("playwright.sync_api", reason="needs: pip install playwright")
+CHAT = "**/v1/chat/completions"
+MARKUP = "<script>alert(1)</script><img src=x onerror=alert(1)> **bold** `code`"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -66,6 +69,56 @@ def test_a_chat_turn_and_moving_charts(page):
         assert all(url.startswith(server.url) or url == "data:," for url in page.seen), page.seen
     server_counts = server.engine.counts
     assert server_counts.finished + server_counts.cancelled == server_counts.accepted
+
+
+def test_what_goes_wrong_in_a_chat(page):
+    """Markup is text; a long answer stays in sight; a cleared one is gone; an error is said."""
+    engine = make_engine(num_blocks=1024, max_model_len=1024)
+    with running_server(engine) as server:
+        page.goto(f"{server.url}/ui")
+        page.wait_for_selector("#state:has-text('ready')")
+        event = {"choices": [{"index": 0, "delta": {"content": "line\n" * 100}}]}
+        body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
+        kind = "text/event-stream"
+        page.route(CHAT, lambda route: route.fulfill(body=body, content_type=kind))
+        page.fill("#text", MARKUP)
+        page.press("#text", "Enter")
+        page.wait_for_selector("#send:not([disabled])")
+        assert page.locator(".message").first.text_content() == MARKUP
+        assert page.locator(".message *").count() == 0
+        below = "list => list.scrollHeight - list.scrollTop - list.clientHeight"
+        assert page.locator("#messages").evaluate(below) < 2
+        page.unroute(CHAT)
+        server.runner.gate.clear()
+        page.fill("#text", "never answered")
+        page.press("#text", "Enter")
+        page.click("#clear")
+        server.runner.gate.set()
+        page.wait_for_selector("#send:not([disabled])")
+        server.wait_until(lambda: not server.engine.handles)
+        assert page.locator(".message").count() == 0
+        assert page.evaluate("conversation") == []
+        assert page.problems == []
+        page.fill("#text", "y" * 9000)
+        page.press("#text", "Enter")
+        page.wait_for_selector(".error:has-text('the context has room')")
+        assert page.input_value("#text") == "y" * 9000  # to be shortened and sent again
+        assert page.evaluate("conversation") == []
+        page.goto("about:blank")
+
+
+def test_a_narrow_window(page):
+    """Nothing runs out of its card, or of the window."""
+    page.set_viewport_size({"width": 360, "height": 640})
+    with running_server() as server:
+        page.goto(f"{server.url}/ui")
+        page.wait_for_selector("#state:has-text('ready')")
+        wider = (
+            "all => all.filter(each => each.scrollWidth > each.clientWidth).map(e => e.innerText)"
+        )
+        assert page.locator(".card, html").evaluate_all(wider) == []
+        assert page.locator("#tokens").evaluate("each => each.clientWidth") > 250  # for five labels
+        page.goto("about:blank")
 
 
 def test_a_page_that_needs_a_key(page):

@@ -1,12 +1,15 @@
 """The command line: generated flags, all problems on lines of their own, exit codes."""
 
 import argparse
+import io
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from kit import TEMPLATE, byte_tokenizer
 
 from serving.cli import UNSHOWN, guarded, main, make_parser
 from serving.flags import SAMPLING_SETTINGS
@@ -114,6 +117,8 @@ def test_all_problems_come_on_lines_of_their_own(capsys, monkeypatch, tmp_path):
         ((), "the following arguments are required: COMMAND"),
         (("serve", "--ssl-certfile", "c.pem"), "ssl_certfile and ssl_keyfile go together"),
         (("serve", "--port", "70000"), "must be at most 65535"),
+        (("serve", "--served-model-name", " , "), "served_model_name holds no name"),
+        (("serve", "--metrics-prefix", "a b{"), "metrics_prefix must be letters"),
         (("generate",), "no prompt was given"),
         (("generate", "--tp"), "expected one argument"),
         (("generate", "--prompts", "/absent", "x"), "--prompts /absent: cannot be read"),
@@ -159,6 +164,7 @@ def test_a_damaged_model_is_exit_code_3(capsys, tmp_path):
         (TokenizerError("one"), 3),
         (RequestError("one"), 2),
         (KeyboardInterrupt(), 130),
+        (FileNotFoundError(2, "one", "file"), 1),
     ],
 )
 def test_errors_have_codes(capsys, error, code):
@@ -166,7 +172,8 @@ def test_errors_have_codes(capsys, error, code):
         raise error
 
     assert guarded(fail) == code
-    expected = [f"shiftjax: {line}" for line in str(error).splitlines()]
+    words = "file: one" if isinstance(error, OSError) else str(error)
+    expected = [f"shiftjax: {line}" for line in words.splitlines()]
     assert capsys.readouterr().err.splitlines() == expected
 
 
@@ -204,6 +211,25 @@ def test_check_refuses_what_the_model_cannot_do(capsys):
     flags = ("--model", "random:smollm2-135m", "--tp", "10", "--max-model-len", "10000")
     code, _, lines = run(capsys, "check", *flags)
     assert (code, len(lines)) == (2, 3)  # positions, devices of this test run, heads
+
+
+def test_text_that_is_not_unicode_is_refused_in_words(capsys, monkeypatch, tmp_path):
+    """What a shell or a pipe passes on need not be UTF-8."""
+    byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tiny = ("--model=random:tiny", f"--tokenizer={tmp_path}", "--sp=1", "--tp=1")
+    tiny += ("--num-blocks=20", "--max-model-len=64", "--token-buckets=32", "--max-num-seqs=2")
+    tiny += ("--max-num-batched-tokens=32",)
+    code, _, lines = run(capsys, "generate", *tiny, "a\udcff")
+    assert code == 2
+    assert lines == ["shiftjax: The prompt is not valid Unicode at character 1: is it UTF-8?"]
+    for errors, words in (("surrogateescape", "not valid Unicode"), ("strict", "not utf-8 text")):
+        text = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", text)
+        code, _, lines = run(capsys, "chat", *tiny)
+        assert code == 0
+        assert words in lines[0]
 
 
 def test_help_needs_no_jax_and_names_the_exit_codes():

@@ -18,12 +18,6 @@ from serving.rpc import convert
 from serving.schema import MAX_VALUES
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as running:
-        yield running
-
-
 @pytest.fixture
 def channel(server):
     with grpc.insecure_channel(server.server.grpc.address) as channel:

@@ -1,29 +1,7 @@
 """The HTTP front end over an engine without a model, through a real socket."""
 
-import json
-
 import pytest
-from kit import BOS, EOS, MAX_MODEL_LEN, byte_tokenizer, running_server
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as running:
-        yield running
-
-
-@pytest.fixture
-def client(server):
-    with server.client() as client:
-        yield client
-    server.assert_quiescent()
-
-
-def events(text: str) -> list[dict]:
-    """The objects of a stream, whose end must be marked."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+from kit import BOS, EOS, MAX_MODEL_LEN, byte_tokenizer, events
 
 
 def test_a_completion(client):

@@ -36,6 +36,40 @@ def test_what_happens_is_counted(prefix):
         assert labels == {(("engine", "0"), ("model_name", "echo"))}
 
 
+def test_every_refusal_of_a_generation_is_counted_once():
+    with running_server(keys=("key",), max_request_bytes=2000) as server:
+        headers = {"authorization": "Bearer key"}
+        with server.client(headers=headers) as client:
+
+            def post(content: bytes, **given: str) -> int:
+                given = {name.replace("_", "-"): value for name, value in given.items()}
+                answer = client.post("/v1/chat/completions", content=content, headers=given)
+                return answer.status_code
+
+            assert [
+                post(b"{"),
+                post(b"{}"),
+                post(b'"%s"' % (b"x" * 3000)),
+                post(b"{}", content_type="text/plain"),
+                post(b"{}", authorization="Bearer other"),
+                post(b"{}", host="elsewhere"),
+                post(b"{}", x_request_id="a b"),
+                post(b"{}", x_request_timeout="soon"),
+            ] == [400, 400, 413, 415, 401, 400, 400, 400]
+            for path in ("/metrics", "/v1/nothing"):  # that are no generations
+                client.get(path, headers={"authorization": ""})
+            values = metric_values(client)
+        assert server.engine.counts.rejected == 8
+    name = "shiftjax:requests_rejected_total"
+    reasons = {
+        dict(labels)["reason"]: value for (key, labels), value in values.items() if key == name
+    }
+    assert reasons.pop("invalid_api_key") == 1
+    assert reasons.pop("request_too_large") == 1
+    assert reasons.pop("unsupported_media_type") == 1
+    assert sum(reasons.values()) == 5
+
+
 def test_names_that_dashboards_want_are_there_before_any_request():
     with running_server() as server, server.client() as client:
         names = {key.removeprefix("shiftjax:") for key, _ in metric_values(client)}

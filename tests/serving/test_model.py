@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 
 import grpc
-import httpx
 import pytest
+from background import with_clients
 from engines import RandomPolicy, checkpoint, make
-from kit import EOS, VOCAB_SIZE, metric_total, metric_values, serving
+from kit import EOS, VOCAB_SIZE, events, metric_total, metric_values, serving
+from load_kit import Clients, mixed_body, open_loop
 from oracle import numpy_llama
 
 from serving.bench.client import Sample, complete, parse_url
@@ -43,13 +44,6 @@ def server(model):
         yield running
 
 
-@pytest.fixture
-def client(server):
-    with server.client() as client:
-        yield client
-    server.assert_quiescent()
-
-
 def prompts(count: int) -> list[list[int]]:
     rng = random.Random(1)
     return [[rng.randrange(256) for _ in range(rng.randint(1, 60))] for _ in range(count)]
@@ -80,8 +74,7 @@ def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
         if not streams:
             (choice,) = response.json()["choices"]
             return choice["text"], choice["token_ids"]
-        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-        chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        chunks = [each["choices"][0] for each in events(response.text)]
         ids = [token for chunk in chunks for token in chunk["token_ids"]]
         return "".join(chunk["text"] for chunk in chunks), ids
 
@@ -218,53 +211,28 @@ def test_structure_combines_with_everything(server, client):
             assert words(choices) == words(alone)
 
 
-def mixed_bodies() -> list[dict]:
-    """L2's mixture: log-uniform lengths, shared prefixes, n = 2, grammars, log-probabilities."""
-    rng = random.Random(5)
-    prefix = [rng.randrange(256) for _ in range(24)]
-    bodies = []
-    for number in range(20):
-        prompt = [rng.randrange(256) for _ in range(int(2 ** rng.uniform(0, 5.9)))]
-        body = {"prompt": prompt, "max_tokens": rng.randint(1, 24), "seed": number}
-        if number % 5 == 0:
-            body["prompt"] = prefix + prompt[:8]
-        if number % 10 == 1:
-            body["n"] = 2
-        if number % 10 == 2:
-            body |= {"structured_outputs": {"choice": ["ja", "nein", "vielleicht"]}}
-        if number % 20 == 3:
-            body["logprobs"] = 3
-        bodies.append(body)
-    return bodies
-
-
-def test_poisson_arrivals_and_cancels_change_no_tokens(server, client):
+def test_arrivals_and_cancels_change_no_texts(server, client):
     """L2 with F1: those who stay get what they get alone, whoever leaves meanwhile."""
-    bodies = mixed_bodies()
-
-    def outcome(answer: dict) -> list[tuple[str, str]]:
-        return [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
-
-    alone = [outcome(client.post(PATH, json=body).json()) for body in bodies]
+    bodies = [mixed_body(number, 60, 24) for number in range(20)]
     rng = random.Random(6)
 
-    async def one(own: httpx.AsyncClient, number: int) -> bool:
-        await asyncio.sleep(rng.random() * 2)
-        send = own.post(PATH, json=bodies[number % 20])
-        try:
+    async def load(senders: Clients) -> list[bool]:
+        alone = [(await senders.send_any(body, rng)).outcome for body in bodies]
+
+        async def one(number: int) -> bool:
             leaves_after = rng.random() * 0.2 if number % 4 == 0 else None
-            answer = await asyncio.wait_for(send, leaves_after)
-        except TimeoutError:
-            return False
-        assert outcome(answer.json()) == alone[number % 20]
-        return True
+            send = senders.send_any(bodies[number % 20], rng)
+            try:
+                answer = await asyncio.wait_for(send, leaves_after)
+            except TimeoutError:
+                return False
+            assert answer.outcome == alone[number % 20]
+            return True
 
-    async def load() -> list[bool]:
-        options = {"base_url": server.url, "trust_env": False, "timeout": 60}
-        async with httpx.AsyncClient(**options) as own:
-            return await asyncio.gather(*(one(own, number) for number in range(80)))
+        assert all(alone)  # it says how each continuation ended
+        return await open_loop(one, [rng.random() * 2 for _ in range(80)])
 
-    stayed = asyncio.run(load())
+    stayed = asyncio.run(with_clients(server, load))
     assert 60 <= sum(stayed) < 80
     assert server.engine.stats.num_failed_steps == 0
 

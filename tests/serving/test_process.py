@@ -1,17 +1,15 @@
 """`shiftjax serve` as a process: start, signals, drain, exit codes. A tiny model, slowed down."""
 
-import json
 import shutil
 import signal
 import socket
-import time
 
 import grpc
 import httpx
 import pytest
 from engines import checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kit import EOS, VOCAB_SIZE, byte_tokenizer
+from kit import EOS, VOCAB_SIZE, byte_tokenizer, events
 from oracle import numpy_llama
 from served import PROMPT, SLOW, in_background, serve
 
@@ -19,11 +17,6 @@ from serving.faults import EXIT_CODE
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@pytest.fixture(scope="module")
-def model():
-    return checkpoint()
 
 
 def test_the_life_of_a_server(model, cache_dir):
@@ -42,7 +35,7 @@ def test_the_life_of_a_server(model, cache_dir):
             assert next(watch).status == SERVING
             thread, answers = in_background(lambda: served.complete(max_tokens=10))
             served.wait_for("/health/progress", 200)
-            time.sleep(0.5)
+            served.wait_until_running()
             served.process.send_signal(signal.SIGTERM)
             assert next(watch).status == NOT_SERVING
             served.wait_for("/health/ready", 503)
@@ -64,14 +57,12 @@ def test_what_does_not_finish_in_time_says_so(model, cache_dir):
     with serve(model[0], cache_dir, "--shutdown-timeout=0.5", fault=SLOW) as served:
         served.wait_for("/health/ready", 200)
         thread, answers = in_background(lambda: served.complete(max_tokens=50, stream=True))
-        time.sleep(1.0)
+        served.wait_until_running()
         served.process.send_signal(signal.SIGTERM)
         thread.join()
-        *chunks, error, done = [line for line in answers[0].text.split("\n\n") if line]
+        *chunks, last = events(answers[0].text)
         assert chunks
-        last = json.loads(error.removeprefix("data: "))
         assert last["error"]["code"] == "server_draining"
-        assert done == "data: [DONE]"
         assert served.end()[0] == 0
 
 
@@ -80,7 +71,7 @@ def test_the_second_signal_ends_at_once(model, cache_dir, number):
     with serve(model[0], cache_dir, fault=SLOW) as served:
         served.wait_for("/health/ready", 200)
         thread, answers = in_background(lambda: served.complete(max_tokens=50))
-        time.sleep(0.5)
+        served.wait_until_running()
         served.process.send_signal(number)
         served.wait_for("/health/ready", 503)
         served.process.send_signal(number)

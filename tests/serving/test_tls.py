@@ -31,12 +31,17 @@ def run_openssl(directory: Path, *arguments: str) -> None:
 def certificates(tmp_path_factory) -> Path:
     """An authority, and certificates of a server and a client that it has signed."""
     directory = tmp_path_factory.mktemp("tls")
+    make_authority(directory)
+    return directory
+
+
+def make_authority(directory: Path) -> None:
+    """Make an authority, and the certificates of a server and a client."""
     request = ("req", "-x509", *NEW_KEY, "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
     usage = "keyUsage=critical,keyCertSign,cRLSign"
     run_openssl(directory, *request, "-subj", "/CN=test", "-addext", usage)
     for name in ("server", "client"):
         make_certificate(directory, name)
-    return directory
 
 
 def make_certificate(directory: Path, name: str) -> None:
@@ -113,6 +118,43 @@ def test_certificates_are_read_again_while_streams_go_on(certificates, tmp_path)
         (tmp_path / "server.key").write_text("no key")
         server.loop.call_soon_threadsafe(server.server.certificates.reload)
         assert serial_numbers(server, root) == {after}  # what cannot be used changes nothing
+        server.assert_quiescent()
+
+
+def live(server, root: str, client: Path) -> tuple[bool, bool]:
+    """Whether HTTPS answers a client with its certificate; whether it may come back without."""
+    context = ssl.create_default_context(cadata=root)
+    context.load_cert_chain(client / "client.pem", client / "client.key")
+    host, port = server.url.removeprefix("https://").split(":")
+    request = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as connection,
+            context.wrap_socket(connection, server_hostname="localhost") as secure,
+        ):
+            secure.sendall(request)
+            is_live = secure.recv(100).startswith(b"HTTP/1.1 200")
+            return is_live, secure.session is not None and secure.session.has_ticket
+    except OSError:
+        return False, False
+
+
+def test_an_authority_that_is_taken_away_is_not_trusted_any_more(certificates, tmp_path):
+    """Over HTTPS, where a context that is loaded again would keep it; nor are its sessions."""
+    for file in certificates.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with running_server(**options_of(tmp_path, mutual=True)) as server:
+        before = (tmp_path / "ca.pem").read_text()
+        assert live(server, before, certificates) == (True, False)
+        for name in ("ca.pem", "client.pem", "client.key"):  # the server's own stays for a while
+            (tmp_path / name).rename(tmp_path / f"old-{name}")
+        server_files = {n: (tmp_path / n).read_bytes() for n in ("server.pem", "server.key")}
+        make_authority(tmp_path)
+        for name, data in server_files.items():
+            (tmp_path / name).write_bytes(data)
+        server.loop.call_soon_threadsafe(server.server.certificates.reload)
+        server.wait_until(lambda: live(server, before, tmp_path)[0])
+        assert live(server, before, certificates) == (False, False)
         server.assert_quiescent()
 
 

@@ -1,0 +1,85 @@
+"""Clients that do not read: they are dropped with what was unsent, and hold nothing back."""
+
+import asyncio
+import json
+import socket
+
+import grpc
+import pytest
+from kit import CHAT, COMPLETION, USER, Running, read_all, running_server
+
+from serving.accounts import EngineLimits
+from serving.proto import shiftjax_pb2 as pb
+from serving.proto import shiftjax_pb2_grpc as pb_grpc
+
+LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
+
+
+def send_and_never_read(server: Running, connection: socket.socket, path: str, body: dict) -> None:
+    data = json.dumps(body).encode()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(10)
+    connection.connect(server.address)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(write_timeout=1.0) as running:
+        yield running
+
+
+def test_a_slow_reader_is_dropped(server, client, load):
+    """The socket too, with what was unsent."""
+    before = server.engine.counts.cancelled
+    body = {"messages": USER, "max_tokens": 200, "n": 32, "stream": True}
+    body |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}  # some 10 MB
+    with socket.socket() as connection:
+        send_and_never_read(server, connection, CHAT, body)
+        server.runner.step_seconds = 0.02  # the engine takes longer than the server waits
+        server.wait_until(lambda: server.engine.counts.cancelled == before + 1)
+        assert not read_all(connection).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_slow_reader_over_grpc_is_dropped():
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]  # windows
+    with (
+        running_server(write_timeout=0.3) as server,
+        grpc.insecure_channel(server.server.grpc.address, options=small) as channel,
+    ):
+        server.runner.step_seconds = 0.01  # the engine takes longer than the server waits
+        sampling = pb.Sampling(max_tokens=200, n=32, logprobs=20, ignore_eos=True)  # some 10 MB
+        stub = pb_grpc.InferenceStub(channel)
+        call = stub.Generate(pb.GenerateRequest(text="x", sampling=sampling))
+        next(call)
+        server.wait_until(lambda: server.engine.counts.cancelled == 1)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+        server.assert_quiescent()
+
+
+def test_a_reader_who_never_comes_is_bounded():
+    limits = EngineLimits(max_buffered_tokens=50)
+    with running_server(limits=limits) as server:
+
+        async def run() -> str:
+            generation = await server.service.complete(LONG | {"stream": True})
+            with generation:
+                while not generation.handles[0].is_ended:
+                    await asyncio.sleep(0.005)
+                return generation.handles[0].error.code
+
+        assert server.on_loop(run()) == "slow_reader"  # or a TimeoutError
+        server.assert_quiescent()
+
+
+def test_a_big_answer_that_nobody_reads_is_dropped():
+    """An answer that does not stream lies in the socket's buffers until the system gives up."""
+    body = {"prompt": "x", "max_tokens": 200, "n": 64, "logprobs": 20, "ignore_eos": True}
+    with running_server(grpc=False, write_timeout=0.3) as server, socket.socket() as connection:
+        send_and_never_read(server, connection, COMPLETION, body)
+        server.wait_until(lambda: server.engine.counts.finished == 1)
+        server.wait_until(lambda: server.server.num_connections == 0)
+        server.assert_quiescent()
