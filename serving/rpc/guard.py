@@ -25,6 +25,7 @@ from serving.headers import (
 logger = logging.getLogger(__name__)
 
 DOMAIN = "shiftjax"
+GENERATIONS = ("Generate", "GenerateOnce", "Score")
 DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -39,20 +40,31 @@ class KeyInterceptor(aio.ServerInterceptor):
     """Refuses calls without a key, but those of the services in `public`.
 
     Messages over `max_bytes`, which may take seconds and gigabytes to parse, and bytes that are no
-    message reach the method as a `BadMessage`, so that it can say so.
+    message reach the method as a `BadMessage`, so that it can say so. `on_refusal` hears of every
+    generation that is refused here.
     """
 
-    def __init__(self, keys: Collection[str], max_bytes: int, public: Collection[str] = ()):
+    def __init__(
+        self,
+        keys: Collection[str],
+        max_bytes: int,
+        public: Collection[str] = (),
+        on_refusal: Callable[[ServeError], None] = lambda _: None,
+    ):
         self._keys = digests(keys)
         self._max_bytes = max_bytes
         self._public = tuple(f"/{name}/" for name in public)
+        self._on_refusal = on_refusal
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Pass the call on, or put a handler in its place that ends it."""
         details = handler_call_details
+        is_generation = details.method.rpartition("/")[2] in GENERATIONS
+        count = self._on_refusal if is_generation else lambda _: None
         if not self._keys or details.method.startswith(self._public) or self._is_known(details):
-            return _with_tolerance(await continuation(details), self._max_bytes)
+            return _with_tolerance(await continuation(details), self._max_bytes, count)
         error = ServeError("unauthenticated", "A valid key is needed: authorization: Bearer.")
+        count(error)
 
         async def refuse(request: Any, context: aio.ServicerContext) -> None:
             await abort(context, error)
@@ -64,21 +76,25 @@ class KeyInterceptor(aio.ServerInterceptor):
         return has_key(str(metadata.get("authorization", "")).encode(), self._keys)
 
 
-def _with_tolerance(handler: Any, max_bytes: int) -> Any:
-    """The handler with a deserializer that does not raise."""
+def _with_tolerance(handler: Any, max_bytes: int, count: Callable[[ServeError], None]) -> Any:
+    """The handler with a deserializer that does not raise; what it refuses is counted."""
     if handler is None or handler.request_deserializer is None:
         return handler
     parse = handler.request_deserializer
 
+    def refused(kind: str, words: str) -> BadMessage:
+        error = ServeError(kind, words)
+        count(error)
+        return BadMessage(error)
+
     def deserialize(data: bytes) -> Any:
         if len(data) > max_bytes:
             words = f"The message has {len(data)} bytes; at most {max_bytes} are allowed."
-            return BadMessage(ServeError("too_large", words))
+            return refused("too_large", words)
         try:
             return parse(data)
         except DecodeError:
-            words = "The bytes of the request are no such message."
-            return BadMessage(ServeError("invalid", words))
+            return refused("invalid", "The bytes of the request are no such message.")
 
     return handler._replace(request_deserializer=deserialize)
 

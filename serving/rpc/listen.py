@@ -45,7 +45,7 @@ class GrpcServer:
     async def start_inference(self, service: Service, keys: tuple[str, ...]) -> None:
         """Listen; readiness follows that of the service. Raises ConfigError."""
         most = service.options.max_request_bytes
-        guard = KeyInterceptor(keys, most, public=(health.SERVICE_NAME,))
+        guard = KeyInterceptor(keys, most, (health.SERVICE_NAME,), service.refuse)
         server = self._server = aio.server(interceptors=(guard,), options=CHANNEL_OPTIONS)
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(service), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -1,5 +1,6 @@
 """Metrics under vLLM's names; gauges are back at zero; the counters add up."""
 
+import grpc
 import pytest
 from kit import metric_total, metric_values, running_server
 
@@ -68,6 +69,30 @@ def test_every_refusal_of_a_generation_is_counted_once():
     assert reasons.pop("request_too_large") == 1
     assert reasons.pop("unsupported_media_type") == 1
     assert sum(reasons.values()) == 5
+
+
+def test_grpc_calls_that_are_refused_before_they_are_read_are_counted():
+    options, headers = (
+        {"keys": ("key",), "max_request_bytes": 2000},
+        {"authorization": "Bearer key"},
+    )
+    with running_server(**options) as server, server.client(headers=headers) as client:
+        with grpc.insecure_channel(server.server.grpc.address) as channel:
+            for name, data, key in (
+                ("GenerateOnce", b"\xff", "key"),
+                ("GenerateOnce", b"\xff" * 2001, "key"),
+                ("Score", b"", "other"),
+                ("Tokenize", b"", "other"),  # no generation
+            ):
+                call = channel.unary_unary(f"/shiftjax.v1.Inference/{name}")
+                with pytest.raises(grpc.RpcError):
+                    call(data, metadata=(("authorization", f"Bearer {key}"),))
+        values = metric_values(client)
+    counts = {
+        reason: metric_total(values, "shiftjax:requests_rejected_total", reason=reason)
+        for reason in ("invalid_value", "request_too_large", "invalid_api_key")
+    }
+    assert counts == {"invalid_value": 1, "request_too_large": 1, "invalid_api_key": 1}
 
 
 def test_names_that_dashboards_want_are_there_before_any_request():
