@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from serving.bench.client import Sample, Target, complete, get
 from serving.proto import shiftjax_pb2 as pb
@@ -139,12 +141,10 @@ async def clients(target: Target, grpc_address: str) -> AsyncIterator[Clients]:
 async def metrics_of(target: Target) -> dict[str, float]:
     """Sums over the labels of every metric, without the prefix."""
     _, text = await get(target, "/metrics")
-    sums: dict[str, float] = {}
-    for line in text.decode().splitlines():
-        if not line.startswith("#"):
-            series, _, value = line.rpartition(" ")
-            name = series.partition("{")[0].removeprefix("shiftjax:")
-            sums[name] = sums.get(name, 0.0) + float(value)
+    sums: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            sums[sample.name.removeprefix("shiftjax:")] += sample.value
     return sums
 
 

@@ -43,6 +43,7 @@ from serving.progress import print_table
 
 NUM_BODIES = 60  # different requests; the load repeats them
 LONGEST_PROMPT, MOST_TOKENS = 128, 48
+SECONDS = 60.0
 NUM_CLIENTS, CAPACITY_SECONDS = 8, 10.0
 BURST_REQUESTS, BURST_SECONDS, NUM_BURSTS = 500, 0.1, 10
 POLL_SECONDS = 0.25
@@ -191,13 +192,16 @@ def failures(rows: dict[str, Any], names: Sequence[str]) -> list[str]:
 def main() -> int:
     """Run; 1 if anything was not as it should be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of steady and overload")
+    parser.add_argument("--seconds", type=float, help="of steady and overload; default 60")
     parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("flags", nargs="*", help="of shiftjax serve, after --")
     arguments = parser.parse_args()
+    if arguments.seconds is not None and set(arguments.loads) <= {"bursts"}:
+        parser.error("--seconds has no meaning for bursts")
+    seconds = SECONDS if arguments.seconds is None else arguments.seconds
     server = ServerProcess(arguments.flags)
     try:
-        rows = asyncio.run(run(server, arguments.loads, arguments.seconds))
+        rows = asyncio.run(run(server, arguments.loads, seconds))
     finally:
         server.kill()
     print(json.dumps(rows))

@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from load_kit import ServerProcess, clients, closed_loop, metrics_of, mixed_body, poisson
+from load_kit import ServerProcess, clients, closed_loop, metrics_of, mixed_body, open_loop, poisson
 
 from serving.progress import print_table
 
@@ -56,13 +56,7 @@ class Soak:
         async with clients(self.server.target, self.server.grpc_address) as self.senders:
             rate = 0.5 * await closed_loop(self._send, CLIENTS, MEASURE_SECONDS)
             watcher = asyncio.create_task(self._watch())
-            start, tasks = time.monotonic(), set()
-            for number, at in enumerate(poisson(rate, seconds, self.rng)):
-                await asyncio.sleep(start + at - time.monotonic())
-                task = asyncio.create_task(self._send(number))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            await asyncio.gather(*tasks)
+            await open_loop(self._send, poisson(rate, seconds, self.rng))
             watcher.cancel()
         return rate
 

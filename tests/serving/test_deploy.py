@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import httpx
 import pytest
 import yaml
 from kit import running_server
+from load_kit import free_port
 
 from serving.cli import make_parser
 
@@ -63,12 +63,6 @@ def test_prometheus_reads_it():
     for kind, file in (("rules", "alerts.yml"), ("config", "prometheus.yml")):
         command = [str(PROMTOOL), "check", kind, str(DEPLOY / "prometheus" / file)]
         subprocess.run(command, check=True, capture_output=True)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="needs Debian's package prometheus")
