@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 from bench_machine import describe_machine
 
-from shiftjax.engine.buckets import Bucket
-from shiftjax.engine.echo import EchoRunner
-from shiftjax.engine.policy import ThresholdPolicy
-from shiftjax.engine.programs import PoolOptions, step_inputs
-from shiftjax.engine.request import Request, SamplingParams, Sequence, StepPlan
-from shiftjax.engine.sampling_inputs import RowParams, build_rows, refresh_params
-from shiftjax.engine.scheduler import Scheduler
-from shiftjax.engine.scheduler_config import SchedulerConfig
-from shiftjax.engine.step import Packing
+from shiftjax.control.echo import EchoRunner
+from shiftjax.control.policy import ThresholdPolicy
+from shiftjax.control.request import Request, SamplingParams, Sequence, StepPlan
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.costs.buckets import Bucket
+from shiftjax.device.programs import PoolOptions, step_inputs
+from shiftjax.device.sampling_inputs import RowParams, build_rows, refresh_params
+from shiftjax.device.step import Packing
 from shiftjax.models.attention_backend import xla_attention
 
 VOCAB_SIZE = 49_152

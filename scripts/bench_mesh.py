@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any
 
-from serving.progress import print_table
+from serving.run.progress import print_table
 from shiftjax import LLM, SamplingParams
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 48

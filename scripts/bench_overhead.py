@@ -31,21 +31,21 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from serving.accounts import EngineLimits
-from serving.async_engine import AsyncEngine
 from serving.bench.client import Sample, complete, parse_url
-from serving.options import ServerOptions
-from serving.progress import print_table
-from serving.serve import GIL_SECONDS
-from serving.server import Server
-from serving.service import ServedModel, Service
-from shiftjax.engine.admission import RequestLimits
-from shiftjax.engine.echo import EchoRunner
-from shiftjax.engine.engine import Engine, Group
-from shiftjax.engine.policy import make_policy
-from shiftjax.engine.request import Request, SamplingParams, StepOutput
-from shiftjax.engine.scheduler import Scheduler
-from shiftjax.engine.scheduler_config import SchedulerConfig
+from serving.run.listeners import Server
+from serving.run.progress import print_table
+from serving.run.serve import GIL_SECONDS
+from serving.server.accounts import EngineLimits
+from serving.server.async_engine import AsyncEngine
+from serving.server.options import ServerOptions
+from serving.server.service import ServedModel, Service
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.echo import EchoRunner
+from shiftjax.control.engine import Engine, Group
+from shiftjax.control.policy import make_policy
+from shiftjax.control.request import Request, SamplingParams, StepOutput
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.resolve import resolve_model
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.rule import Rule
 
-from serving.cli import guarded
-from serving.progress import print_table, throughput
-from serving.start import open_llm
+from serving.cli.main import guarded
+from serving.run.progress import print_table, throughput
+from serving.run.start import open_llm
 from shiftjax import SamplingParams
 from shiftjax.config import EngineConfig
 

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.batch import (
+from serving.cli.batch import (
     Job,
     Record,
     Refused,
@@ -27,8 +27,8 @@ from serving.batch import (
     result_record,
     write_record,
 )
-from serving.cli import guarded
-from serving.flags import (
+from serving.cli.main import guarded
+from serving.run.flags import (
     EXIT_CODES,
     UsageParser,
     add_config_flags,
@@ -37,9 +37,9 @@ from serving.flags import (
     parse_args,
     settle,
 )
-from serving.progress import print_table, progress_bars, throughput
-from serving.start import open_llm
-from shiftjax.engine.request import RequestError
+from serving.run.progress import print_table, progress_bars, throughput
+from serving.run.start import open_llm
+from shiftjax.control.request import RequestError
 from shiftjax.options import ConfigError
 from shiftjax.settings import dump_yaml
 from shiftjax.text.errors import ChatTemplateError

@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.prefill_plan import PrefillConfig
 from pallas_kernels.tuned import safe_config
 from pallas_kernels.work_plan import KernelConfig, plan_step
-from shiftjax.parallel.views import dlpack_view
+from shiftjax.device.views import dlpack_view
 
 Step = tuple[tuple[int, int], ...]  # (new tokens, context); the first have one new token each
 STEPS: dict[str, Step] = {

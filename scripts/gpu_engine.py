@@ -22,22 +22,24 @@ from gpu_weights import hashed_weights, prompt
 
 from pallas_kernels.measure import Ceilings, PrefillShape
 from shiftjax import LLM, SamplingParams
-from shiftjax.engine.admission import RequestLimits
-from shiftjax.engine.buckets import Bucket
-from shiftjax.engine.engine import Engine, Group
-from shiftjax.engine.policy import make_policy
-from shiftjax.engine.programs import PoolOptions, compile_programs, step_inputs
-from shiftjax.engine.request import Mode, Request, ScheduledSequence, Sequence, StepPlan
-from shiftjax.engine.runner import DeviceRunner
-from shiftjax.engine.sampling_inputs import neutral_scalars
-from shiftjax.engine.scheduler import Scheduler
-from shiftjax.engine.scheduler_config import SchedulerConfig
-from shiftjax.engine.shape import ModelShape
-from shiftjax.engine.step import StepDef
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.shape import ModelShape
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.engine import Engine, Group
+from shiftjax.control.policy import make_policy
+from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.costs.buckets import Bucket
+from shiftjax.device.mesh import make_mesh
+from shiftjax.device.place import define, shift_weights
+from shiftjax.device.programs import PoolOptions, compile_programs, step_inputs
+from shiftjax.device.runner import DeviceRunner
+from shiftjax.device.sampling_inputs import neutral_scalars
+from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention
-from shiftjax.models.config import ModelConfig
-from shiftjax.parallel.sharding import Layout, make_mesh
-from shiftjax.weights.place import define, shift_weights
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Mode
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
 NEAR_TIE = 0.15  # a margin, in logits, that bfloat16 may turn (tests/test_oracle.py)

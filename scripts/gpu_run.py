@@ -68,7 +68,7 @@ def engine(run: Run) -> Iterator[dict[str, Any]]:
     """Steps, serving and changes of mode of a Llama-8B."""
     from gpu_engine import Sizes, rows_of
 
-    from shiftjax.models.presets import PRESETS
+    from shiftjax.arch.presets import PRESETS
     from shiftjax.weights.hf_config import to_json
 
     sizes = Sizes((1, 8, 64, 256), 1024, (2048, 8192), (64, 512, 128), 20)
@@ -87,7 +87,7 @@ def kernels(run: Run) -> Iterator[dict[str, Any]]:
     from gpu_checks import SMALL_CONFIG
 
     from pallas_kernels import measure
-    from serving import bench_kernels
+    from serving.bench import kernels as bench_kernels
 
     if not run.dry:
         yield from bench_kernels.measure(jax.devices()[0].device_kind, 128, 16)

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shiftjax.engine.request import Mode
-from shiftjax.engine.step import StepDef
-from shiftjax.parallel.sharding import named
-from shiftjax.weights.place import Declared
+from shiftjax.device.mesh import named
+from shiftjax.device.place import Declared
+from shiftjax.device.step import StepDef
+from shiftjax.parallel.mode import Mode
 
 BYTE_DEVIATION = 73.9  # of b - 127.5
 

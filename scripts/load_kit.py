@@ -212,7 +212,7 @@ class ServerProcess:
         grpc_port = free_port()
         self.grpc_address = f"127.0.0.1:{grpc_port}"
         ports = [f"--port={self.target.port}", f"--grpc-port={grpc_port}"]
-        self.command = [sys.executable, "-m", "serving.cli", "serve", *ports, *self.flags]
+        self.command = [sys.executable, "-m", "serving.cli.main", "serve", *ports, *self.flags]
         print(f"http://127.0.0.1:{self.target.port}/ui", flush=True)
         self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
 

@@ -39,7 +39,7 @@ from load_kit import (
     poisson,
 )
 
-from serving.progress import print_table
+from serving.run.progress import print_table
 
 NUM_BODIES = 60  # different requests; the load repeats them
 LONGEST_PROMPT, MOST_TOKENS = 128, 48

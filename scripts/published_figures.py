@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from shiftjax.engine.costs import Work
-from shiftjax.engine.request import Mode
-from shiftjax.engine.shape import ModelShape
+from shiftjax.arch.shape import ModelShape
+from shiftjax.costs.step import Work
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
 from shiftjax.sim.experiments import saturation_rate, target_from
 from shiftjax.sim.metrics import makespan, peak_throughput, percentiles

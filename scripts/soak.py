@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from load_kit import ServerProcess, clients, closed_loop, metrics_of, mixed_body, open_loop, poisson
 
-from serving.progress import print_table
+from serving.run.progress import print_table
 
 MEASURE_SECONDS, CLIENTS = 20.0, 8  # of the closed loop that finds the capacity
 WARM_UP_SHARE = 0.25  # of the run, not counted in slopes

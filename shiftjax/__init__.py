@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shiftjax.engine.request import SamplingParams
+    from shiftjax.control.request import SamplingParams
     from shiftjax.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "shiftjax.llm", "SamplingParams": "shiftjax.engine.request"}
+_HOMES = {"LLM": "shiftjax.llm", "SamplingParams": "shiftjax.control.request"}
 
 
 def __getattr__(name: str):

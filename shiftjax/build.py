@@ -8,28 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shiftjax.cache.pool import block_bytes
-from shiftjax.cache.sizing import device_memory, num_blocks_for
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.arch.weights import expected_tensors
 from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
-from shiftjax.engine.admission import RequestLimits
-from shiftjax.engine.buckets import Bucket, doubling, make_buckets
-from shiftjax.engine.costs import CostModel
-from shiftjax.engine.engine import Engine, Group
-from shiftjax.engine.policy import Policy, make_policy
-from shiftjax.engine.programs import PoolOptions, compile_programs
-from shiftjax.engine.request import Mode
-from shiftjax.engine.runner import DeviceRunner
-from shiftjax.engine.scheduler import Scheduler
-from shiftjax.engine.scheduler_config import SchedulerConfig
-from shiftjax.engine.shape import Formats, ModelShape
-from shiftjax.engine.step import StepDef
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.engine import Engine, Group
+from shiftjax.control.policy import Policy, make_policy
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.costs.buckets import Bucket, doubling, make_buckets
+from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
+from shiftjax.costs.step import CostModel
+from shiftjax.device.mesh import make_mesh
+from shiftjax.device.place import define, load, shift_weights
+from shiftjax.device.pool import block_bytes
+from shiftjax.device.programs import PoolOptions, compile_programs
+from shiftjax.device.runner import DeviceRunner
+from shiftjax.device.sizing import device_memory, num_blocks_for
+from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention
-from shiftjax.models.config import ModelConfig
-from shiftjax.parallel.sharding import Device, Layout, make_mesh
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Device, Mode
 from shiftjax.settings import compile_cache_dir
-from shiftjax.sim.machine import load_engine, load_machine, machine_of
-from shiftjax.weights.names import expected_tensors
-from shiftjax.weights.place import define, load, shift_weights
 from shiftjax.weights.source import TensorSource, check_complete
 
 Progress = Callable[[str, int, int], None]

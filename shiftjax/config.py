@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from shiftjax.models.config import ModelConfig
+from shiftjax.arch.config import ModelConfig
 from shiftjax.options import (
     ConfigError,
     Setting,

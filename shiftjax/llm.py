@@ -9,9 +9,9 @@ from typing import Any, TypeGuard, cast
 
 from shiftjax.build import Progress, build
 from shiftjax.config import EngineConfig
-from shiftjax.engine.admission import validate_request
-from shiftjax.engine.programs import CompileCounter
-from shiftjax.engine.request import Event, Request, RequestError, SamplingParams
+from shiftjax.control.admission import validate_request
+from shiftjax.control.request import Event, Request, RequestError, SamplingParams
+from shiftjax.device.programs import CompileCounter
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.settings import make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat

@@ -11,8 +11,9 @@ from oracle import numpy_llama
 
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
-from shiftjax.engine.engine import Engine
-from shiftjax.engine.request import Event, Mode, Request, SamplingParams, StepPlan
+from shiftjax.control.engine import Engine
+from shiftjax.control.request import Event, Request, SamplingParams, StepPlan
+from shiftjax.parallel.mode import Mode
 from shiftjax.weights.huggingface import HuggingFaceSource
 
 # 9 query and 3 KV heads, as SmolLM2 has: every device count pads or replicates them.

@@ -7,25 +7,41 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shiftjax.cache.pool import make_pools
-from shiftjax.engine.pack import pack_tokens
-from shiftjax.engine.request import (
-    Mode,
-    Request,
-    SamplingParams,
-    ScheduledSequence,
-    Sequence,
-    StepPlan,
-)
-from shiftjax.engine.step import StepDef
+from shiftjax.arch.config import ModelConfig
+from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from shiftjax.device.mesh import make_mesh, pool_spec
+from shiftjax.device.pack import pack_tokens
+from shiftjax.device.place import define, load, shift_weights
+from shiftjax.device.pool import make_pools
+from shiftjax.device.step import StepDef
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.attention_backend import xla_attention
-from shiftjax.parallel.sharding import Layout, make_mesh, pool_spec, round_up
-from shiftjax.parallel.ulysses import Parallel
+from shiftjax.models.exchange import Parallel
+from shiftjax.parallel.layout import Layout, round_up
+from shiftjax.parallel.mode import Mode
 from shiftjax.weights.huggingface import HuggingFaceSource
-from shiftjax.weights.place import define, load, shift_weights
 
 BLOCK_SIZE = 8
+
+FACTORISATIONS = [
+    (sp, tp) for sp in range(1, 10) for tp in range(1, 10) if sp * tp in (1, 2, 3, 4, 6, 8, 9)
+]
+
+
+def layout(sp: int, tp: int, num_heads: int, num_kv_heads: int) -> Layout:
+    config = ModelConfig(
+        name="test",
+        architecture="llama",
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=50,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    return Layout(config, sp, tp)
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:

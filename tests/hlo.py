@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from shiftjax.engine.request import Mode
-from shiftjax.engine.step import StepDef
-from shiftjax.parallel.sharding import Layout
+from shiftjax.device.step import StepDef
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Mode
 
 COLLECTIVES = ("all-to-all", "all-reduce", "all-gather", "collective-permute", "reduce-scatter")
 MOVES = ("slice", "dynamic-slice", "copy", "transpose", "copy-start")

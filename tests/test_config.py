@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.config import (
     RULES,
     SETTINGS,
@@ -20,7 +21,6 @@ from shiftjax.config import (
     choose_degrees,
     rule_problems,
 )
-from shiftjax.models.config import ModelConfig
 from shiftjax.options import ConfigError
 from shiftjax.settings import (
     MAX_FILE_BYTES,

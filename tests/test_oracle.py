@@ -13,8 +13,8 @@ import pytest
 from engines import RandomPolicy, run, tokens
 
 from shiftjax import LLM
-from shiftjax.engine.policy import make_policy
-from shiftjax.engine.request import SamplingParams
+from shiftjax.control.policy import make_policy
+from shiftjax.control.request import SamplingParams
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())
 CASES = GOLDENS["cases"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.batch import (
+from serving.cli.batch import (
     Job,
     Refused,
     in_order,
@@ -17,7 +17,7 @@ from serving.batch import (
     result_record,
     write_record,
 )
-from shiftjax.engine.request import SamplingParams, TokenLogprobs
+from shiftjax.control.request import SamplingParams, TokenLogprobs
 from shiftjax.options import ConfigError
 from shiftjax.outputs import CompletionOutput, RequestOutput
 

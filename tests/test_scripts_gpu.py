@@ -24,10 +24,10 @@ from gpu_weights import make_weight  # noqa: E402
 
 from pallas_kernels.measure import Ceilings, DecodeShape, decode_row  # noqa: E402
 from pallas_kernels.tuned import from_row, read_table  # noqa: E402
-from serving import bench_kernels  # noqa: E402
-from serving.cli import main  # noqa: E402
-from shiftjax.sim.machine import load_machine  # noqa: E402
-from shiftjax.weights.place import Declared  # noqa: E402
+from serving.bench import kernels as bench_kernels  # noqa: E402
+from serving.cli.main import main  # noqa: E402
+from shiftjax.costs.machine_files import load_machine  # noqa: E402
+from shiftjax.device.place import Declared  # noqa: E402
 
 ENGINE = {"decode step", "prefill step", "greedy", "serve", "switch"}
 PREDICTED = {"decode step", "prefill step", "serve", "kernels"}

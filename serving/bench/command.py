@@ -9,7 +9,7 @@ from serving.bench.client import FAILURES, Target, get, parse_url
 from serving.bench.flags import LOADS, MADE_UP
 from serving.bench.load import Outcome, closed_loop, replay
 from serving.bench.report import errors, open_results, plot, queue_times, summary, write_json
-from serving.progress import print_table
+from serving.run.progress import print_table
 from shiftjax.options import ConfigError
 from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rate, window
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from serving.bench.flags import OFFLINE
 from serving.bench.report import open_results, percentiles, write_json
-from serving.progress import print_table
-from serving.start import open_llm
+from serving.run.progress import print_table
+from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
-from shiftjax.engine.request import SamplingParams
+from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:

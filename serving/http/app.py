@@ -11,8 +11,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ServeError
-from serving.fields import DetokenizeFields, TokenizeFields
 from serving.http.generate import Generate
 from serving.http.guard import (
     LOOPBACK,
@@ -24,8 +22,10 @@ from serving.http.guard import (
 )
 from serving.http.openapi import document
 from serving.http.page import page_routes
-from serving.schema import parse_json, unknown_names
-from serving.service import Service
+from serving.server.errors import ServeError
+from serving.server.fields import DetokenizeFields, TokenizeFields
+from serving.server.schema import parse_json, unknown_names
+from serving.server.service import Service
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

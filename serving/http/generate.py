@@ -10,13 +10,13 @@ from contextlib import aclosing, asynccontextmanager, suppress
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ServeError, internal_error, invalid
-from serving.handle import Delta
 from serving.http.guard import read_body, send_json, warning_headers
-from serving.http.responses import Writer
-from serving.schema import parse_json
-from serving.service import Generation, Service
-from serving.write_limit import WriteLimit
+from serving.server.errors import ServeError, internal_error, invalid
+from serving.server.handle import Delta
+from serving.server.responses import Writer
+from serving.server.schema import parse_json
+from serving.server.service import Generation, Service
+from serving.server.write_limit import WriteLimit
 
 logger = logging.getLogger(__name__)
 

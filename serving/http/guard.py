@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.errors import ServeError, internal_error
-from serving.headers import check_request_id, digests, has_key, request_id_for, trace_id
+from serving.server.errors import ServeError, internal_error
+from serving.server.headers import check_request_id, digests, has_key, request_id_for, trace_id
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from serving.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from serving.server.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 
 BODIES = {
     "/v1/completions": (CompletionFields, "Continue prompts"),

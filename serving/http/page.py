@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from serving.service import Service
-from serving.timeline import row_of
+from serving.server.service import Service
+from serving.server.timeline import row_of
 
 NUM_OPEN = 16  # requests that have not ended, on the page
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from serving.errors import ServeError
+from serving.server.errors import ServeError
 
 HEADER_SECONDS = 10.0  # that a client has for sending the headers of its first request
 MAX_HEAD_BYTES = 64 << 10  # of target and headers; the guard refuses less, with a JSON error

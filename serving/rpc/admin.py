@@ -7,13 +7,13 @@ from importlib.metadata import version as installed
 
 from grpc import aio
 
-from serving.errors import invalid
-from serving.profiler import Profiler
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc.guard import method
-from serving.service import Service
-from shiftjax.engine.admission import MAX_ID_CHARACTERS
+from serving.rpc.profiler import Profiler
+from serving.server.errors import invalid
+from serving.server.service import Service
+from shiftjax.control.admission import MAX_ID_CHARACTERS
 
 MAX_ABORTS = 1024
 ABORTS = {

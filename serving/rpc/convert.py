@@ -1,14 +1,14 @@
-"""Between protobuf messages and the values of `serving.schema`. Pure functions."""
+"""Between protobuf messages and the values of `serving.server.schema`. Pure functions."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from serving.errors import ServeError, invalid
-from serving.handle import RequestHandle
-from serving.http.responses import usage
 from serving.proto import shiftjax_pb2 as pb
-from serving.schema import MAX_MESSAGES, MAX_VALUES, parse_json
-from shiftjax.engine.request import TokenLogprobs
+from serving.server.errors import ServeError, invalid
+from serving.server.handle import RequestHandle
+from serving.server.responses import usage
+from serving.server.schema import MAX_MESSAGES, MAX_VALUES, parse_json
+from shiftjax.control.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 
 SCALARS = (

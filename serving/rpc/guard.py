@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from serving.errors import ServeError, internal_error
-from serving.headers import (
+from serving.server.errors import ServeError, internal_error
+from serving.server.headers import (
     REQUEST_ID,
     check_request_id,
     digests,

@@ -2,8 +2,6 @@
 
 from grpc import aio
 
-from serving.errors import ServeError, invalid
-from serving.handle import Delta, RequestHandle
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc.convert import (
@@ -17,9 +15,11 @@ from serving.rpc.convert import (
     usage_message,
 )
 from serving.rpc.guard import method, request_id
-from serving.schema import MAX_VALUES
-from serving.service import Generation, ServedModel, Service
-from serving.write_limit import WriteLimit
+from serving.server.errors import ServeError, invalid
+from serving.server.handle import Delta, RequestHandle
+from serving.server.schema import MAX_VALUES
+from serving.server.service import Generation, ServedModel, Service
+from serving.server.write_limit import WriteLimit
 
 FOREVER = 365 * 86400.0  # seconds; gRPC reports a missing deadline as one far away
 

@@ -10,8 +10,8 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc.guard import KeyInterceptor
 from serving.rpc.inference import InferenceServicer
-from serving.service import Service
-from serving.tls import Certificates
+from serving.server.service import Service
+from serving.server.tls import Certificates
 from shiftjax.options import ConfigError
 
 MAX_MESSAGE_BYTES = 64 << 20  # that are received at all

@@ -34,6 +34,7 @@ __all__ = [
 LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
 
 Pool = Float[Array, "blocks kv_heads block_size head_dim"]
+LayerPool = tuple[jax.Array, jax.Array]  # K and V of one layer
 
 
 class AttentionMetadata(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from shiftjax.models.config import ModelConfig, RopeScaling
+from shiftjax.arch.config import ModelConfig, RopeScaling
 
 
 def rms_norm(

@@ -13,14 +13,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shiftjax.models.attention import AttentionMetadata
+from shiftjax.arch.config import ModelConfig
+from shiftjax.models.attention import AttentionMetadata, LayerPool
 from shiftjax.models.attention_backend import AttentionBackend
-from shiftjax.models.config import ModelConfig
+from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import apply_rope, project_in, project_out, rms_norm, rope_tables
-from shiftjax.parallel.sharding import Layout
-from shiftjax.parallel.ulysses import Parallel
-
-LayerPool = tuple[jax.Array, jax.Array]
+from shiftjax.parallel.layout import Layout
 
 
 class Rope(NamedTuple):

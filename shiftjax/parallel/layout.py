@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from shiftjax.engine.request import Mode
-from shiftjax.models.config import ModelConfig
+from shiftjax.arch.config import ModelConfig
+from shiftjax.parallel.mode import Mode
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:

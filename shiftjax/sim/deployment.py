@@ -3,15 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shiftjax.arch.shape import Formats, ModelShape
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, base_rule
-from shiftjax.engine.buckets import Bucket, doubling, make_buckets
-from shiftjax.engine.costs import CostModel
-from shiftjax.engine.machine import EngineOverhead, Machine
-from shiftjax.engine.policy import CostPolicy, FixedPolicy, Policy, ThresholdPolicy
-from shiftjax.engine.request import Mode
-from shiftjax.engine.shape import Formats, ModelShape, weight_bytes_per_device
+from shiftjax.control.policy import CostPolicy, FixedPolicy, Policy, ThresholdPolicy
+from shiftjax.costs.buckets import Bucket, doubling, make_buckets
+from shiftjax.costs.machine import EngineOverhead, Machine
+from shiftjax.costs.memory import weight_bytes_per_device
+from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Mode
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.engine.costs import Work
-from shiftjax.engine.machine import Transfer
-from shiftjax.engine.request import Mode
-from shiftjax.engine.shape import FORMAT_BYTES, Formats
+from shiftjax.arch.shape import FORMAT_BYTES, Formats
+from shiftjax.costs.machine import Transfer
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
-from shiftjax.sim.machine import load_engine, load_machine
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
 from shiftjax.sim.replay import Replay, replay

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shiftjax.engine.costs import CostModel, Work
-from shiftjax.engine.machine import Machine, Transfer
-from shiftjax.engine.request import Mode
+from shiftjax.costs.machine import Machine, Transfer
+from shiftjax.costs.step import CostModel, Work
+from shiftjax.parallel.mode import Mode
 
 # What a fit may change: product rate, memory rate, attention's two rates, kernels, collectives.
 PLAIN = (

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shiftjax.engine.request import Mode
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.replay import Replay, RequestRecord
 
 PERCENTILES = (50, 90, 99)

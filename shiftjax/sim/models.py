@@ -2,9 +2,9 @@
 
 from types import MappingProxyType
 
-from shiftjax.engine.shape import Experts, ModelShape
-from shiftjax.models.config import ModelConfig
-from shiftjax.models.presets import PRESETS
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.shape import Experts, ModelShape
 from shiftjax.options import ConfigError, unknown_name
 
 _SCOUT = ModelShape(  # Llama 4 Scout's config.json, text part: every layer has experts

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shiftjax.engine.costs import CostModel, Work
-from shiftjax.engine.request import Mode
+from shiftjax.costs.step import CostModel, Work
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import (
     Deployment,
     Memory,

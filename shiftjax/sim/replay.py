@@ -11,21 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shiftjax.engine.admission import RequestLimits
-from shiftjax.engine.costs import CostModel, Work
-from shiftjax.engine.engine import Engine, Group
-from shiftjax.engine.request import (
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.engine import Engine, Group
+from shiftjax.control.policy import work_of
+from shiftjax.control.request import (
     Event,
-    Mode,
     Request,
     RequestError,
     SamplingParams,
     StepOutput,
     StepPlan,
 )
-from shiftjax.engine.scheduler import Scheduler
-from shiftjax.engine.scheduler_config import SchedulerConfig
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, cost_model, memory_of, policy_of
 from shiftjax.sim.trace import TraceRequest
 
@@ -91,7 +92,7 @@ class CostRunner:
         self, plan: StepPlan, mode: Mode, previous_handle: tuple[float, int] | None
     ) -> tuple[float, int]:
         """Let the host's time pass and queue the step on the devices."""
-        work = Work.of(plan)
+        work = work_of(plan)
         self.clock.now += self.costs.host_seconds(work)
         if self._step_seconds is not None:
             seconds = self._step_seconds(plan, mode)

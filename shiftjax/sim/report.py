@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shiftjax.engine.costs import CostModel, StepCost
-from shiftjax.engine.request import Mode
+from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.metrics import longest_mode, throughput_over_time
 from shiftjax.sim.planning import Estimate
 from shiftjax.sim.replay import Replay

@@ -9,10 +9,10 @@ the host's memory and behind the computation; what it cannot hide is not modelle
 
 from dataclasses import dataclass, replace
 
-from shiftjax.engine.costs import CostModel, Work, pipeline_seconds
-from shiftjax.engine.request import Mode
-from shiftjax.engine.shape import FORMAT_BYTES
+from shiftjax.arch.shape import FORMAT_BYTES
+from shiftjax.costs.step import CostModel, Work, pipeline_seconds
 from shiftjax.options import ConfigError
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, memory_of
 from shiftjax.sim.planning import Workload
 

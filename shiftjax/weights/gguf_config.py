@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.gguf_header import GgufHeader
-from shiftjax.models.config import ModelConfig, RopeScaling
 from shiftjax.weights.fields import Fields
 from shiftjax.weights.source import CheckpointError
 

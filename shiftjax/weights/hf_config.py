@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.models.config import ModelConfig, RopeScaling
+from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.source import CheckpointError
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shiftjax.models.config import ModelConfig
-from shiftjax.weights.names import expected_tensors
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.weights import expected_tensors
 from shiftjax.weights.source import DTYPES, TensorInfo, bounds
 
 _LOCATION = "random"

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from shiftjax.models.presets import PRESETS
+from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.source import CheckpointError, TensorSource
 
 Kind = Literal["huggingface", "gguf", "orbax", "random"]

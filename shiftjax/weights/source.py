@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from shiftjax.models.config import ModelConfig
+from shiftjax.arch.config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

@@ -21,16 +21,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from hlo import collectives, launches
 
-from shiftjax.cache.pool import abstract_pools
-from shiftjax.engine.buckets import Bucket
-from shiftjax.engine.programs import PoolOptions, abstract_inputs
-from shiftjax.engine.request import Mode
-from shiftjax.engine.step import StepDef
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.buckets import Bucket
+from shiftjax.device.mesh import make_mesh
+from shiftjax.device.place import define
+from shiftjax.device.pool import abstract_pools
+from shiftjax.device.programs import PoolOptions, abstract_inputs
+from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
-from shiftjax.models.config import ModelConfig
-from shiftjax.models.presets import PRESETS
-from shiftjax.parallel.sharding import Device, Layout, make_mesh
-from shiftjax.weights.place import define
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Device, Mode
 
 NUM_DEVICES = 8
 CHIP = "h200"

@@ -21,11 +21,11 @@ from hlo import (
     weight_moves,
 )
 
-from shiftjax.cache.pool import block_bytes
-from shiftjax.cache.sizing import num_blocks_for
 from shiftjax.config import base_rule
-from shiftjax.engine.request import Mode
-from shiftjax.parallel.sharding import Layout
+from shiftjax.device.pool import block_bytes
+from shiftjax.device.sizing import num_blocks_for
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Mode
 
 aot.require()
 

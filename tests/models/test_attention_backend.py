@@ -15,13 +15,13 @@ from pallas_kernels.prefill_plan import PrefillConfig
 from pallas_kernels.reference import ragged_paged_attention
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
 from pallas_kernels.work_plan import KernelConfig
+from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
-from shiftjax.engine.request import SamplingParams
+from shiftjax.control.request import SamplingParams
 from shiftjax.models.attention import AttentionMetadata, write_kv
 from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
-from shiftjax.models.presets import PRESETS
 from shiftjax.options import ConfigError
-from shiftjax.parallel.sharding import Layout
+from shiftjax.parallel.layout import Layout
 
 # Shared memory that nothing was written to is NaN, and masked afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

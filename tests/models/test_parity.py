@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import forward
 
-from shiftjax.engine.request import Mode
+from shiftjax.parallel.mode import Mode
 
 DATA = Path(__file__).parent.parent / "data" / "parity"
 MODELS = sorted(path.name for path in DATA.iterdir() if path.is_dir())

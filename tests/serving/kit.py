@@ -15,17 +15,17 @@ import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from serving.accounts import EngineLimits
-from serving.async_engine import AsyncEngine
-from serving.options import ServerOptions
-from serving.server import Server
-from serving.service import ServedModel, Service
-from shiftjax.engine.admission import RequestLimits
-from shiftjax.engine.echo import EchoRunner
-from shiftjax.engine.engine import Engine, Group
-from shiftjax.engine.policy import make_policy
-from shiftjax.engine.scheduler import Scheduler
-from shiftjax.engine.scheduler_config import SchedulerConfig
+from serving.run.listeners import Server
+from serving.server.accounts import EngineLimits
+from serving.server.async_engine import AsyncEngine
+from serving.server.options import ServerOptions
+from serving.server.service import ServedModel, Service
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.echo import EchoRunner
+from shiftjax.control.engine import Engine, Group
+from shiftjax.control.policy import make_policy
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.tokenizer import Tokenizer
 
@@ -234,7 +234,7 @@ def running_server(
 @contextmanager
 def serving(engine: Engine) -> Iterator[Running]:
     """A server over a compiled engine; anything that compiles from now on is counted."""
-    from shiftjax.engine.programs import CompileCounter
+    from shiftjax.device.programs import CompileCounter
 
     compiles = CompileCounter()
     compiles.start()

@@ -40,7 +40,7 @@ class Served:
     ):
         """`inside`: a command that runs the server's; `uds`: where a bridge to its port listens."""
         self.port, self.grpc_port, self.admin_port = port or free_port(), free_port(), free_port()
-        command = [sys.executable, "-m", "serving.cli", "serve", "--model", str(directory)]
+        command = [sys.executable, "-m", "serving.cli.main", "serve", "--model", str(directory)]
         command += ["--sp=2", "--tp=1", "--dtype=float32", "--max-model-len=64", "--block-size=4"]
         command += ["--num-blocks=64", "--max-num-seqs=4", "--max-num-batched-tokens=16"]
         command += ["--token-buckets=16", f"--cache-dir={cache_dir}", f"--port={self.port}"]

@@ -3,7 +3,7 @@
 import pytest
 from kit import CHAT, COMPLETION, MAX_MODEL_LEN, USER, VOCAB_SIZE, is_error
 
-from serving.errors import MAX_MESSAGE
+from serving.server.errors import MAX_MESSAGE
 
 BIG = 2**63
 # A few values that are wrong for every field of a kind; the field must be named.

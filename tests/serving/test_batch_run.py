@@ -9,9 +9,9 @@ import pytest
 from engines import checkpoint
 from kit import running_server
 
-from serving.batch_run import Line, open_output, read_lines, run_lines
-from serving.cli import main
-from serving.http.responses import Writer
+from serving.cli.batch_run import Line, open_output, read_lines, run_lines
+from serving.cli.main import main
+from serving.server.responses import Writer
 from shiftjax.options import ConfigError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1}

@@ -13,7 +13,7 @@ import pytest
 from kit import running_server
 
 from serving.bench.client import Sample, Target, complete, get, parse_url
-from serving.cli import main
+from serving.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 

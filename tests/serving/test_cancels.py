@@ -11,8 +11,8 @@ import httpx
 import pytest
 from kit import COMPLETION, events, make_engine, running_server
 
-from serving.errors import ServeError
 from serving.proto import shiftjax_pb2 as pb
+from serving.server.errors import ServeError
 
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
 VICTIM = LONG | {"request_id": "victim"}

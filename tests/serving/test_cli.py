@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from kit import TEMPLATE, byte_tokenizer
 
-from serving.cli import UNSHOWN, guarded, main, make_parser
-from serving.flags import SAMPLING_SETTINGS
+from serving.cli.main import UNSHOWN, guarded, main, make_parser
+from serving.run.flags import SAMPLING_SETTINGS
 from shiftjax.config import SETTINGS, EngineConfig
-from shiftjax.engine.request import RequestError
+from shiftjax.control.request import RequestError
 from shiftjax.settings import dump_yaml, resolve
 from shiftjax.text.errors import TokenizerError
 from shiftjax.weights.source import CheckpointError
@@ -234,7 +234,7 @@ def test_text_that_is_not_unicode_is_refused_in_words(capsys, monkeypatch, tmp_p
 
 def test_help_needs_no_jax_and_names_the_exit_codes():
     code = (
-        "import sys\nfrom serving.cli import main\n"
+        "import sys\nfrom serving.cli.main import main\n"
         "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
         "sys.exit('jax' in sys.modules)"
     )

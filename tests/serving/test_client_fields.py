@@ -3,7 +3,7 @@
 import pytest
 from kit import CHAT, COMPLETION, USER, is_error, running_server
 
-from serving.fields import UNSUPPORTED
+from serving.server.fields import UNSUPPORTED
 
 CHAT_BODY = {"messages": USER, "max_tokens": 3}
 BODIES = {COMPLETION: {"prompt": "x", "max_tokens": 3}, CHAT: CHAT_BODY}

@@ -5,9 +5,9 @@ import threading
 import pytest
 from kit import CHAT, COMPLETION, is_error
 
-from serving import service
-from serving.grammar_trial import Trial
-from serving.http.responses import Writer
+from serving.server import service
+from serving.server.grammar_trial import Trial
+from serving.server.responses import Writer
 
 
 @pytest.mark.parametrize(

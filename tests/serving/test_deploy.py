@@ -12,7 +12,7 @@ import yaml
 from kit import running_server
 from load_kit import free_port
 
-from serving.cli import make_parser
+from serving.cli.main import make_parser
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMTOOL = shutil.which("promtool")

@@ -14,7 +14,7 @@ import pytest
 from kit import byte_tokenizer
 from served import PROMPT, ROOT, SLOW, in_background, inside, serve
 
-from serving.cli import main
+from serving.cli.main import main
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
@@ -130,7 +130,7 @@ def test_a_batch_whose_disk_fills_up_is_resumed(model, cache_dir, namespaces, tm
     flags = "--sp=2 --tp=1 --dtype=float32 --max-model-len=64 --block-size=4 --num-blocks=64"
     flags += f" --max-num-seqs=4 --max-num-batched-tokens=16 --token-buckets=16 --model={model[0]}"
     flags += f" --cache-dir={cache_dir} --output={disk}/out.jsonl"
-    batch = f"{shlex.quote(sys.executable)} -m serving.cli batch {tmp_path}/in.jsonl {flags}"
+    batch = f"{shlex.quote(sys.executable)} -m serving.cli.main batch {tmp_path}/in.jsonl {flags}"
     script = f"""mount -t tmpfs -o size=100k tmpfs {disk}
         code=0; {batch} || code=$?
         cp {disk}/out.jsonl {first}; echo $code

@@ -6,8 +6,8 @@ import threading
 import pytest
 from kit import running_server
 
-from serving.faults import POINTS, install, parse_fault
-from serving.http.responses import Writer
+from serving.run.faults import POINTS, install, parse_fault
+from serving.server.responses import Writer
 from shiftjax.options import ConfigError
 
 PATH = "/v1/completions"

@@ -9,9 +9,9 @@ import pytest
 from kit import COMPLETION, VOCAB_SIZE, Running, make_engine, running_server
 from served import in_background
 
-from serving.accounts import EngineLimits
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from serving.server.accounts import EngineLimits
 
 NEIGHBOUR = {"prompt": "neighbour", "max_tokens": 40, "seed": 7, "ignore_eos": True}
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kit import MAX_MODEL_LEN, events
 from made_up import DEFINED, body_of, check, examples, ids, large, scalars, undisturbed, values
 
-from serving.fields import (
+from serving.server.fields import (
     FOREIGN,
     UNSUPPORTED,
     ChatFields,

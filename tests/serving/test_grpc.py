@@ -11,11 +11,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from grpc_status import rpc_status
 from kit import MAX_MODEL_LEN, VOCAB_SIZE, running_server
 
-from serving.errors import ServeError
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc import convert
-from serving.schema import MAX_VALUES
+from serving.server.errors import ServeError
+from serving.server.schema import MAX_VALUES
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from kit import EOS, MODEL_LIMITS, VOCAB_SIZE, make_engine, running_server, serv
 from load_kit import REFUSED, mixed_body
 from loads import LOADS, Known, Loads
 
-from serving.accounts import EngineLimits
 from serving.bench.client import complete, parse_url
 from serving.bench.load import Outcome, closed_loop
 from serving.bench.report import queue_times, summary
+from serving.server.accounts import EngineLimits
 from shiftjax.sim.trace import TraceRequest
 
 SECONDS = 60.0  # of the steady load and the overload

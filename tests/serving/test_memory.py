@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from served import in_background, serve
 
-from serving.serve import prove
-from serving.start import StartError
-from shiftjax.engine.engine import is_out_of_memory
-from shiftjax.engine.runner import DeviceRunner
+from serving.run.serve import prove
+from serving.run.start import StartError
+from shiftjax.control.engine import is_out_of_memory
+from shiftjax.device.runner import DeviceRunner
 from shiftjax.llm import LLM
 
 GIBIBYTE = 1 << 30

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from serving.cli import main
-from serving.mesh_run import rows_agree
+from serving.cli.main import main
+from serving.cli.mesh_run import rows_agree
 
 
 def test_rows_agree_only_if_tokens_and_bytes_do():

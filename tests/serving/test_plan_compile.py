@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from serving.cli import main
-from serving.compiled import collective_bytes
-from serving.plan_compile import PACKAGES
+from serving.bench.compiled import collective_bytes
+from serving.bench.compiled_plan import PACKAGES
+from serving.cli.main import main
 
 HLO = """
   %a = f32[8,64]{1,0} all-reduce(%x), channel_id=1
@@ -38,7 +38,7 @@ def test_what_cannot_be_compiled_is_said(capsys, argv, fragment):
 
 
 def test_missing_wheels_are_named(capsys, monkeypatch):
-    monkeypatch.setattr("serving.plan_compile.PACKAGES", ("jax-cuda13-absent",))
+    monkeypatch.setattr("serving.bench.compiled_plan.PACKAGES", ("jax-cuda13-absent",))
     assert main(["plan", "--model", "tiny", "--compile"]) == 2
     version = importlib.metadata.version("jaxlib")
     assert f"pip install --no-deps jax-cuda13-absent=={version}" in capsys.readouterr().err

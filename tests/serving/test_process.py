@@ -13,7 +13,7 @@ from kit import EOS, VOCAB_SIZE, byte_tokenizer, events
 from oracle import numpy_llama
 from served import PROMPT, SLOW, in_background, serve
 
-from serving.faults import EXIT_CODE
+from serving.run.faults import EXIT_CODE
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from serving.cli import main
+from serving.cli.main import main
 from shiftjax.sim.trace import TraceRequest, save_trace
 
 SYNTHETIC = ("mesh", "simulate", "--trace", "poisson")
@@ -95,7 +95,7 @@ def test_wrong_usage_is_exit_code_2(capsys, argv, fragment):
 
 def test_simulating_needs_no_jax():
     code = (
-        "import sys; from serving.cli import main; "
+        "import sys; from serving.cli.main import main; "
         f"main({[*QUICK, '--compare', 'tp']!r}); print('jax' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from kit import CHAT, COMPLETION, USER, Running, read_all, running_server
 
-from serving.accounts import EngineLimits
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from serving.server.accounts import EngineLimits
 
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
 

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from kit import running_server
 
-from serving.options import ServerOptions, server_problems
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from serving.tls import Certificates
+from serving.server.options import ServerOptions, server_problems
+from serving.server.tls import Certificates
 from shiftjax.options import ConfigError
 
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")

@@ -2,12 +2,13 @@
 
 import pytest
 
-from serving.bench_steps import cases, fit_every_other, plan_of
-from shiftjax.engine.costs import CostModel, Work
-from shiftjax.engine.request import Mode
-from shiftjax.engine.shape import Formats
+from serving.bench.steps import cases, fit_every_other, plan_of
+from shiftjax.arch.shape import Formats
+from shiftjax.control.policy import work_of
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.step import CostModel
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.fit import Point, errors, fit_machine, scaled
-from shiftjax.sim.machine import load_engine, load_machine
 from shiftjax.sim.models import find_model
 
 START = load_machine("cpu")
@@ -23,7 +24,7 @@ def measured(machine):
     return [
         (case, Point(sp, tp, mode, work, costs_of(machine, sp, tp).serial_seconds(mode, work)))
         for case in cases()
-        for work in [Work.of(plan_of(case))]
+        for work in [work_of(plan_of(case))]
         for sp, tp, mode in ((1, 1, Mode.SHIFT), (4, 2, Mode.BASE), (4, 2, Mode.SHIFT))
     ]
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shiftjax.engine.costs import Work
-from shiftjax.engine.request import Mode
-from shiftjax.engine.shape import Formats
+from shiftjax.arch.shape import Formats
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import (
     Target,
     cost_model,
@@ -17,7 +18,6 @@ from shiftjax.sim.deployment import (
     standard_deployments,
 )
 from shiftjax.sim.experiments import perturbed, saturation_rate
-from shiftjax.sim.machine import load_engine, load_machine
 from shiftjax.sim.metrics import (
     longest_mode,
     peak_throughput,

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from engines import checkpoint, make
 
-from shiftjax.engine.engine import Engine, Group
-from shiftjax.engine.policy import ThresholdPolicy
-from shiftjax.engine.request import Mode, Request, SamplingParams
-from shiftjax.engine.scheduler import Scheduler
-from shiftjax.engine.shape import Formats, ModelShape
+from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.control.engine import Engine, Group
+from shiftjax.control.policy import ThresholdPolicy
+from shiftjax.control.request import Request, SamplingParams
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, cost_model
-from shiftjax.sim.machine import load_engine, load_machine
 from shiftjax.sim.replay import Clock, CostRunner
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 8, [9] * 20, [5, 6, 7] * 4 + [1], [3] * 30, [8, 2] * 9]

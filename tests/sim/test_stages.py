@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from shiftjax.engine.costs import Work
-from shiftjax.engine.request import Mode
+from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
+from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, cost_model
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.planning import Workload

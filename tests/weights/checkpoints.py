@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from shiftjax.models.config import ModelConfig
-from shiftjax.models.presets import PRESETS
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import expected_tensors
 from shiftjax.weights.hf_config import to_json
-from shiftjax.weights.names import expected_tensors
 from shiftjax.weights.source import DTYPES, TensorSource
 
 TINY = PRESETS["tiny"]

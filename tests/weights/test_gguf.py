@@ -12,10 +12,10 @@ import pytest
 from checkpoints import assert_ranges, assert_same, random_tensors
 from gguf import GGMLQuantizationType as Kind
 
-from shiftjax.models.config import ModelConfig, RopeScaling
-from shiftjax.models.presets import PRESETS
+from shiftjax.arch.config import ModelConfig, RopeScaling
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import expected_tensors
 from shiftjax.weights.gguf import GgufSource
-from shiftjax.weights.names import expected_tensors
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import CheckpointError, check_complete
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from checkpoints import edit_json
 
-from shiftjax.models.config import RopeScaling
-from shiftjax.models.presets import PRESETS
+from shiftjax.arch.config import RopeScaling
+from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import parse_config, read_config, to_json
 from shiftjax.weights.source import CheckpointError

@@ -6,7 +6,7 @@ import sys
 import pytest
 from checkpoints import TINY, random_tensors, write_config, write_single
 
-from shiftjax.models.presets import PRESETS
+from shiftjax.arch.presets import PRESETS
 from shiftjax.weights import resolve
 from shiftjax.weights.resolve import ModelLocation, ModelNotFoundError, open_source, resolve_model
 from shiftjax.weights.source import CheckpointError

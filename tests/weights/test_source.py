@@ -9,11 +9,11 @@ import pytest
 from checkpoints import TINY, assert_ranges, random_tensors, write_config, write_single
 from safetensors.numpy import save_file
 
-from shiftjax.models.presets import PRESETS
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import expected_tensors
 from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import parse_config
 from shiftjax.weights.huggingface import HuggingFaceSource
-from shiftjax.weights.names import expected_tensors
 from shiftjax.weights.random import RandomSource
 from shiftjax.weights.source import (
     CheckpointError,

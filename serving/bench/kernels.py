@@ -1,0 +1,225 @@
+"""`shiftjax bench kernels`: the attention kernels on this GPU, its ceilings, and the alternatives.
+
+Decoding is bound by memory and judged by the copy bandwidth, prefill by the rate of a large GEMM,
+both measured in the same run. The alternatives attend over contiguous keys and values, which no
+engine with a paged cache has: cuDNN through `jax.nn.dot_product_attention`, and PyTorch's SDPA and
+FlexAttention where torch is installed and this is a checkout (`scripts/peers/torch_attention.py`).
+That of the KV write is XLA's scatter. An alternative that does not run here says so in its row.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shiftjax.config import EngineConfig
+from shiftjax.control.request import SamplingParams
+from shiftjax.costs.machine_files import load_machine, machine_of, renewed
+from shiftjax.options import ConfigError
+
+TORCH_WORKER = Path(__file__).parents[2] / "scripts" / "peers" / "torch_attention.py"
+DECODE_SHAPES = ((1, 8192), (8, 4096), (64, 2048), (64, 8192), (256, 1024))  # sequences, context
+PREFILL_SHAPES = ((2048, 0), (8192, 0), (16_384, 0), (2048, 14_336))  # tokens, context before
+WRITE_TOKENS = (64, 8192)
+COLUMNS = ("kernel", "shape", "time, µs", "rate", "", "% of ceiling")
+
+
+def add_command(subparsers: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Register the command; `add` makes a subparser the way the rest of the command line does."""
+    text = "time the attention kernels of this GPU against its ceilings and the alternatives"
+    parser = add(subparsers, "kernels", bench_kernels, text)
+    parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), default=128)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens, default 16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    machine = "write a machine file with the measured efficiencies, for --machine"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=machine)
+
+
+def bench_kernels(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Measure and print a table; without a GPU that has kernels this is a usage error."""
+    import jax
+
+    device = jax.devices()[0]
+    require_hopper(device)
+    name = machine_of(device.device_kind) if arguments.out else ""
+    rows = []
+    for row in measure(device.device_kind, arguments.head_dim, arguments.block_size):
+        rows.append(row)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print_rows(f"attention kernels on {device.device_kind}", rows)
+    if arguments.out:
+        arguments.out.write_text(machine_file(name, rows), encoding="utf-8")
+    return 0
+
+
+def machine_file(name: str, rows: list[dict[str, Any]]) -> str:
+    """The file of a machine with the efficiencies that the rows show; the medians of the shapes."""
+    machine, ceilings = load_machine(name), rows[0]
+    peak = machine.matmul_flops["bfloat16"]
+
+    def rate(kernel: str) -> float:
+        return statistics.median(row["rate"] for row in rows if row["kernel"] == kernel)
+
+    values = {
+        "matmul_efficiency": ceilings["flops_per_second"] / peak,
+        "kv_efficiency": rate("decode") * 1e9 / machine.memory_bytes_per_second,
+        "attention_efficiency": rate("prefill") * 1e12 / peak,
+    }
+    return renewed(name, values, f"measured by `shiftjax bench kernels` on {ceilings['device']}")
+
+
+def require_hopper(device: Any) -> None:
+    """Raise ConfigError where the kernels cannot run."""
+    if device.platform != "gpu":
+        raise ConfigError(
+            [f"bench kernels needs a Hopper GPU (H100, H200): JAX sees only {device.platform} here"]
+        )
+    if not str(device.compute_capability).startswith("9."):
+        raise ConfigError(
+            [
+                f"bench kernels needs a GPU of compute capability 9.x: {device.device_kind} has "
+                f"{device.compute_capability}"
+            ]
+        )
+
+
+def measure(device_kind: str, head_dim: int, block_size: int) -> Iterator[dict[str, Any]]:
+    """Yield the ceilings, a row for each kernel and shape beside its alternatives, then PyTorch."""
+    from pallas_kernels import measure as kernels
+    from pallas_kernels.tuned import config_for
+
+    effort = kernels.Effort()
+    settings, is_tuned = config_for(device_kind, head_dim, block_size)
+    ceilings = kernels.measure_ceilings(effort)
+    yield {"kernel": "ceilings", "device": device_kind, "tuned": is_tuned} | ceilings._asdict()
+    sizes = {"head_dim": head_dim, "block_size": block_size}
+    decodes = [kernels.DecodeShape(*shape, **sizes) for shape in DECODE_SHAPES]
+    prefills = [kernels.PrefillShape(*shape, **sizes) for shape in PREFILL_SHAPES]
+    for shape in decodes:
+        seconds = kernels.decode_seconds(shape, settings, effort)
+        yield kernels.decode_row(shape, seconds, ceilings)
+        times = {"cuDNN": lambda shape=shape: cudnn_decode_seconds(shape, effort)}
+        yield from _alternatives(kernels.decode_row, shape, times, ceilings)
+    for shape in prefills:
+        seconds = kernels.prefill_seconds(shape, settings, effort)
+        yield kernels.prefill_row(shape, seconds, ceilings)
+        times = {"cuDNN": lambda shape=shape: cudnn_prefill_seconds(shape, effort)}
+        yield from _alternatives(kernels.prefill_row, shape, times, ceilings)
+    for tokens in WRITE_TOKENS:
+        shape = kernels.WriteShape(tokens, **sizes)
+        yield kernels.write_row(shape, kernels.kernel_write_seconds(shape, effort), ceilings)
+        times = {"XLA": lambda shape=shape: xla_write_seconds(shape, effort)}
+        yield from _alternatives(kernels.write_row, shape, times, ceilings)
+    found = _torch_seconds(head_dim)
+    for row, shapes in ((kernels.decode_row, decodes), (kernels.prefill_row, prefills)):
+        for shape in shapes:
+            key = json.dumps([type(shape).__name__, *shape[:2]])
+            times = {name: lambda time=time: time for name, time in found.get(key, {}).items()}
+            yield from _alternatives(row, shape, times, ceilings)
+
+
+def _alternatives(
+    row: Callable[..., dict[str, Any]],
+    shape: Any,
+    times: dict[str, Callable[[], float]],
+    ceilings: Any,
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of what does the same work; without a chunk's context, which none of them has."""
+    for name, measured in times.items():
+        label = {"kernel": f"  {name}"}
+        if type(shape).__name__ == "PrefillShape" and shape.context:
+            continue
+        try:
+            yield row(shape, measured(), ceilings) | label
+        except Exception as error:  # cuDNN refuses shapes, and may be missing: not our kernels
+            reason = str(error).strip().splitlines()[0][:160]
+            yield label | {"shape": shape._asdict(), "unavailable": reason}
+
+
+def xla_write_seconds(shape: Any, effort: Any) -> float:
+    """Time XLA's scatter on the same slots."""
+    from pallas_kernels.measure import write_seconds
+    from shiftjax.models.attention import write_kv
+
+    return write_seconds(shape, write_kv, effort)
+
+
+def cudnn_decode_seconds(shape: Any, effort: Any) -> float:
+    """Time cuDNN on the same work, contiguous."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.measure import CACHE_BYTES, chain_seconds
+
+    copies = 1 + CACHE_BYTES // shape.num_bytes
+    size = copies, shape.seqs, shape.context, shape.kv_heads, shape.head_dim
+    k, v = (jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i in (1, 2))
+    q = jax.random.normal(jax.random.key(3), (shape.seqs, 1, shape.heads, shape.head_dim))
+
+    def call(i, q, k, v):
+        keys, values = k[i % copies], v[i % copies]
+        return jax.nn.dot_product_attention(q, keys, values, implementation="cudnn")
+
+    return chain_seconds(call, q.astype(jnp.bfloat16), ([*k], [*v]), effort)
+
+
+def cudnn_prefill_seconds(shape: Any, effort: Any) -> float:
+    """Time cuDNN on the same work, contiguous and without a context before."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.measure import chain_seconds
+
+    def random(seed: int, heads: int) -> jax.Array:
+        size = 1, shape.tokens, heads, shape.head_dim
+        return jax.random.normal(jax.random.key(seed), size, jnp.bfloat16)
+
+    def call(_, q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+    rest = random(2, shape.kv_heads), random(3, shape.kv_heads)
+    return chain_seconds(call, random(1, shape.heads), rest, effort)
+
+
+def _torch_seconds(head_dim: int) -> dict[str, dict[str, float]]:
+    """Return seconds by shape and name of PyTorch's attentions; empty where there is no torch.
+
+    PyTorch runs in a process of its own, once for all shapes: `shiftjax` does not import it.
+    """
+    if not TORCH_WORKER.exists() or importlib.util.find_spec("torch") is None:
+        return {}
+    shapes = {"decode": DECODE_SHAPES, "prefill": PREFILL_SHAPES, "head_dim": head_dim}
+    command = [sys.executable, str(TORCH_WORKER), json.dumps(shapes)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print the rows for people."""
+    table = Table(title=title, title_justify="left", box=None)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("kernel", "shape", "") else "right")
+    for row in rows:
+        shape = " x ".join(str(n) for n in list(row.get("shape", {}).values())[:2])
+        if "us" in row:
+            cells = row["kernel"], shape, f"{row['us']:,.1f}", f"{row['rate']:,.0f}", row["unit"]
+            table.add_row(*cells, f"{row['percent_of_ceiling']:.0f}")
+        elif "unavailable" in row:
+            table.add_row(row["kernel"], shape, "-", "-", row["unavailable"], "-")
+        elif row["kernel"] == "ceilings":
+            table.add_row("copy", "", "", f"{row['bytes_per_second'] / 1e9:,.0f}", "GB/s", "100")
+            table.add_row(
+                "GEMM", "", "", f"{row['flops_per_second'] / 1e12:,.0f}", "TFLOP/s", "100"
+            )
+    Console(highlight=False).print(table)

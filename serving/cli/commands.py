@@ -1,0 +1,166 @@
+"""What the commands of `shiftjax` do, once flags and settings are known."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import shiftjax
+from serving.cli.batch import in_order
+from serving.cli.chat import run_chat
+from serving.run.progress import print_table, throughput
+from serving.run.start import open_llm
+from shiftjax.config import EngineConfig
+from shiftjax.control.request import SamplingParams
+from shiftjax.options import ConfigError
+from shiftjax.settings import make_virtual_devices
+
+if TYPE_CHECKING:
+    from shiftjax.llm import LLM
+    from shiftjax.outputs import RequestOutput
+
+Command = Callable[[argparse.Namespace, EngineConfig, SamplingParams], int]
+
+
+def generate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Continue the prompts: one is streamed, several come as blocks in their order."""
+    prompts = [*arguments.prompt, *_read_prompts(arguments.prompts)]
+    if not prompts:
+        raise ConfigError(["no prompt was given: write one, or name a file with --prompts"])
+    llm = open_llm(config)
+    start = time.monotonic()
+    streams = len(prompts) == 1 and sampling.n == 1
+    outputs = list((_streamed if streams else _blocks)(llm, prompts, sampling))
+    if arguments.stats:
+        num_tokens = sum(len(one.token_ids) for out in outputs for one in out.outputs)
+        rows = llm.stats() | throughput(num_tokens, time.monotonic() - start)
+        print_table("statistics", rows)
+    errors = [one.error for out in outputs for one in out.outputs if one.finish_reason == "error"]
+    for error in errors:
+        print(f"shiftjax: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _read_prompts(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--prompts {file}: cannot be read: {error}"]) from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _streamed(
+    llm: "LLM", prompts: list[str], sampling: SamplingParams
+) -> Iterator["RequestOutput"]:
+    with closing(llm.stream(prompts, sampling)) as stream:
+        for _, delta, output in stream:
+            print(delta, end="", flush=True)
+            if output is not None:
+                yield output
+    print()
+
+
+def _blocks(llm: "LLM", prompts: list[str], sampling: SamplingParams) -> Iterator["RequestOutput"]:
+    with closing(llm.stream(prompts, sampling)) as stream:
+        finished = ((index, output) for index, _, output in stream if output is not None)
+        for index, output in enumerate(in_order(finished)):
+            print(_block(index, prompts[index], output), flush=True)
+            yield output
+
+
+def _block(index: int, prompt: str, output: "RequestOutput") -> str:
+    short = prompt if len(prompt) <= 60 else prompt[:57] + "..."
+    many = len(output.outputs) > 1
+    blocks = (
+        f"--- {index + 1}{f'.{one.index + 1}' if many else ''}: {short!r}\n{one.text}"
+        for one in output.outputs
+    )
+    return "\n".join(blocks)
+
+
+def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Hold a conversation until the input ends."""
+    llm = open_llm(config)
+    run_chat(llm, sampling, arguments.system)
+    if arguments.stats:
+        print_table("statistics", llm.stats())
+    return 0
+
+
+def _needs_serving(error: ModuleNotFoundError) -> ConfigError:
+    hint = "pip install 'shiftjax[serving]'"
+    return ConfigError([f"serving needs the package {error.name}: {hint}"])
+
+
+def serve(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Load the model and answer requests until told to stop."""
+    try:
+        from serving.run.serve import run_server
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run_server(config, arguments.server)
+
+
+def batch(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Run a file of requests through the engine."""
+    try:
+        from serving.cli.batch_command import run_batch
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run_batch(arguments, config)
+
+
+def bench_serve(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Put load on a server and print what it felt like."""
+    try:
+        from serving.bench.command import run
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run(arguments)
+
+
+def bench_offline(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Measure an engine without a server."""
+    try:
+        from serving.bench.offline import run
+    except ModuleNotFoundError as error:
+        raise _needs_serving(error) from None
+    return run(arguments, config)
+
+
+def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Write the model as a Hugging Face or Orbax directory."""
+    from shiftjax.weights.convert import convert as convert_model
+
+    output = arguments.output
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError([f"{output} exists and is not an empty directory"])
+    print(convert_model(arguments.model, output, arguments.to, arguments.dtype))
+    return 0
+
+
+def check(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Read settings and model headers, and print the mesh and the memory they lead to."""
+    make_virtual_devices(config)
+    from serving.cli.check import make_plan
+
+    print_table("plan", make_plan(config), stderr=False)
+    return 0
+
+
+def version(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Print the versions of ShiftJAX, Python and JAX."""
+    from importlib.metadata import version as installed
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    print(f"shiftjax {shiftjax.__version__}, python {python}, jax {installed('jax')}")
+    return 0

@@ -1,0 +1,167 @@
+"""The command `shiftjax`: generate, chat, serve, convert ... JAX is imported when needed."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import shiftjax
+from serving.bench import kernels as bench_kernels
+from serving.bench.flags import OFFLINE, add_flags, add_offline_flags
+from serving.cli import commands, simulate
+from serving.run.flags import (
+    EXIT_CODES,
+    UsageParser,
+    add_config_flags,
+    add_sampling_flags,
+    add_server_flags,
+    parse_args,
+    settle,
+)
+from serving.run.start import StartError
+from shiftjax.control.request import RequestError
+from shiftjax.options import ConfigError
+from shiftjax.settings import dump_part, dump_yaml
+from shiftjax.text.errors import ChatTemplateError, TokenizerError
+from shiftjax.weights.source import DTYPES, CheckpointError
+
+UNSHOWN = ("logprobs", "prompt_logprobs")  # plain text has no place for them
+OK, FAILED, USAGE, NO_MODEL, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (see `EXIT_CODES`)."""
+    return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """The exit code of an action: expected errors become lines on stderr, a bug its traceback."""
+    try:
+        return action()
+    except ConfigError as error:
+        return _fail(error.problems, USAGE)
+    except (RequestError, StartError) as error:
+        return _fail([str(error)], USAGE if isinstance(error, RequestError) else FAILED)
+    except (CheckpointError, TokenizerError, ChatTemplateError) as error:
+        return _fail(str(error).splitlines(), NO_MODEL)
+    except OSError as error:
+        return _system_failure(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _system_failure(error: OSError) -> int:
+    """FAILED for a reader that went away and for a file that cannot be used; others are bugs."""
+    if isinstance(error, BrokenPipeError):  # as `| head` does; nothing is left to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    if error.filename is None:
+        raise error
+    return _fail([f"{error.filename}: {error.strerror}"], FAILED)
+
+
+def _fail(problems: Iterable[str], code: int) -> int:
+    for problem in problems:
+        print(f"shiftjax: {problem}", file=sys.stderr)
+    return code
+
+
+def _run(argv: list[str]) -> int:
+    arguments = parse_args(make_parser(), argv)
+    config, sampling = settle(arguments)
+    if arguments.configured and arguments.print_config:
+        sys.stdout.write(dump_yaml(config))
+        if arguments.serves:
+            sys.stdout.write("\n" + dump_part("server", asdict(arguments.server)))
+        return OK
+    return arguments.run(arguments, config, sampling)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = UsageParser(prog="shiftjax", description=shiftjax.__doc__, **_STYLE)
+    parser.add_argument("--version", action="version", version=shiftjax.__version__)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(subparsers)
+    _add_chat(subparsers)
+    serve = _add(subparsers, "serve", commands.serve, "answer requests over HTTP and gRPC")
+    add_config_flags(serve)
+    add_server_flags(serve)
+    serve.set_defaults(serves=True)
+    _add_batch(subparsers)
+    _add_bench(subparsers)
+    _add_convert(subparsers)
+    check = _add(subparsers, "check", commands.check, "check settings and model, print the plan")
+    add_config_flags(check)
+    simulate.add_commands(subparsers, _add)
+    _add(subparsers, "version", commands.version, "print the versions that matter")
+    return parser
+
+
+_STYLE: dict[str, Any] = {
+    "epilog": EXIT_CODES,
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "allow_abbrev": False,
+}
+
+
+def _add(
+    subparsers: Any, name: str, run: commands.Command | None, text: str
+) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(name, help=text, description=text, **_STYLE)
+    parser.set_defaults(run=run, parser=parser, configured=False, serves=False)
+    return parser
+
+
+def _add_generate(subparsers: Any) -> None:
+    parser = _add(subparsers, "generate", commands.generate, "continue prompts")
+    parser.add_argument("prompt", nargs="*", help="one streams; several print a block each")
+    parser.add_argument("--prompts", metavar="FILE", help="more prompts, one a line; - is stdin")
+    parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
+    add_sampling_flags(parser, without=UNSHOWN)
+    add_config_flags(parser)
+
+
+def _add_chat(subparsers: Any) -> None:
+    parser = _add(subparsers, "chat", commands.chat, "talk to a model")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
+    # an answer ends by itself, or where the context does
+    add_sampling_flags(parser, without=("n", *UNSHOWN), defaults={"max_tokens": None})
+    add_config_flags(parser)
+
+
+def _add_batch(subparsers: Any) -> None:
+    parser = _add(subparsers, "batch", commands.batch, "run a file of requests")
+    parser.add_argument("input", type=Path, help="JSON lines: OpenAI's batch format, or plain")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument("--resume", action="store_true", help="do what the output file lacks")
+    add_config_flags(parser)
+
+
+def _add_bench(subparsers: Any) -> None:
+    parser = _add(subparsers, "bench", None, "measure")
+    kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
+    text = "put load on any OpenAI-compatible server"
+    add_flags(_add(kinds, "serve", commands.bench_serve, text))
+    for kind, (text, _) in OFFLINE.items():
+        parser = _add(kinds, kind, commands.bench_offline, text)
+        add_offline_flags(parser, kind)
+        add_config_flags(parser)
+    simulate.add_bench_steps(kinds, _add)
+    bench_kernels.add_command(kinds, _add)
+
+
+def _add_convert(subparsers: Any) -> None:
+    parser = _add(subparsers, "convert", commands.convert, "write a model in another format")
+    parser.add_argument("model", help="the model to read, as for --model of the other commands")
+    parser.add_argument("output", type=Path, help="the directory to write, new or empty")
+    parser.add_argument("--to", choices=("huggingface", "orbax"), required=True, help="format")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="number format; default: as stored")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The commands `plan`, `mesh simulate`, `mesh run` and `bench steps`. JAX only where they run."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shiftjax.arch.shape import FORMAT_BYTES
+from shiftjax.config import EngineConfig
+from shiftjax.control.request import SamplingParams
+from shiftjax.costs.machine_files import engine_names, machine_names
+from shiftjax.options import ConfigError
+from shiftjax.sim.deployment import Target, cost_model, standard_deployments
+from shiftjax.sim.experiments import (
+    SYNTHETIC,
+    as_text,
+    breakdown_by_context,
+    choose_deployments,
+    sweep,
+    target_from,
+    trace_from,
+    write_rows,
+)
+from shiftjax.sim.metrics import METRICS, PERCENTILES
+from shiftjax.sim.planning import Estimate, Workload, all_deployments, estimate, recommend
+from shiftjax.sim.report import (
+    Report,
+    breakdown_bars,
+    frontier,
+    memory_bars,
+    percentiles_by_rate,
+    roofline,
+    time_lines,
+)
+from shiftjax.sim.trace import TraceRequest
+
+Add = Callable[[Any, str, Any, str], argparse.ArgumentParser]
+BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+WINDOW = "0:900"
+CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+
+
+def add_commands(subparsers: Any, add: Add) -> None:
+    """Register the commands; `add` makes a subparser the way the rest of the command line does."""
+    parser = add(subparsers, "plan", plan, "say how to deploy a model on a machine")
+    _add_target(parser)
+    parser.add_argument("--input", type=int, default=4096, help="prompt tokens, default 4096")
+    parser.add_argument("--output", type=int, default=250, help="output tokens, default 250")
+    parser.add_argument(
+        "--compile", nargs="?", const="", metavar="SPxTP,...", help="compile the steps, see docs"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
+    mesh = add(subparsers, "mesh", None, "compare mesh configurations")
+    commands = mesh.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_simulate(commands, add)
+    run = add(commands, "run", mesh_run, "run the experiments of a file, measured and modelled")
+    run.add_argument("file", type=Path, help="YAML file of experiments, see docs/simulator.md")
+    run.add_argument("--out", type=Path, default=Path("mesh-results"), metavar="DIR")
+
+
+def add_bench_steps(kinds: Any, add: Add) -> None:
+    """Register `bench steps`."""
+    steps = add(kinds, "steps", bench_steps, "time steps of a model and fit a machine file")
+    steps.add_argument("--model", default="smollm2-135m", help="model to measure with")
+    steps.add_argument("--meshes", default="1x1,4x2", help="SPxTP, ...; default 1x1,4x2")
+    steps.add_argument("--repeats", type=int, default=5, help="runs per point, default 5")
+    steps.add_argument("--out", type=Path, default=Path("machine.yaml"), help="file to write")
+
+
+def _add_simulate(commands: Any, add: Add) -> None:
+    parser = add(commands, "simulate", simulate, "replay a trace on a modelled machine")
+    _add_target(parser)
+    parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
+    parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
+    parser.add_argument("--compare", default="dp,tp,sp,shift", help="deployments, comma-separated")
+    parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
+    parser.add_argument(
+        "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"
+    )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=X", help=_SET)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
+
+
+_SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat for more"
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    machines, engines = ", ".join(machine_names()), ", ".join(engine_names())
+    parser.add_argument("--model", default="llama-70b", help="preset, default llama-70b")
+    parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
+    parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of weights: " + ", ".join(FORMAT_BYTES)
+    )
+    parser.add_argument("--kv-cache-dtype", help="default: that of the weights")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="of a replica, default 256")
+    parser.add_argument("--block-size", type=int, default=16, help="of the KV cache, default 16")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="of a replica, default 8192"
+    )
+
+
+def _budgets(arguments: argparse.Namespace) -> dict[str, int]:
+    budgets = {name: getattr(arguments, name) for name in BUDGETS}
+    wrong = [f"{name} must be at least 1, got {n}" for name, n in budgets.items() if n < 1]
+    if budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
+        wrong.append("max_num_batched_tokens must be at least max_num_seqs")
+    if wrong:
+        raise ConfigError(wrong)
+    return budgets
+
+
+# ------------------------------------------------------------------ plan
+
+
+def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Print what every (DP, SP, TP) would hold and do, and which one to take."""
+    if min(arguments.input, arguments.output) < 1:
+        raise ConfigError(["--input and --output must be at least 1 token"])
+    target, budgets = target_from(vars(arguments)), _budgets(arguments)
+    workload = Workload(arguments.input, arguments.output)
+    deployments = all_deployments(target, **budgets)
+    estimates = [estimate(target, deployment, workload) for deployment in deployments]
+    rows = [one.row() for one in estimates]
+    print(as_text(rows))
+    best, reason = recommend(target, **budgets)
+    print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
+    print(reason)
+    compiled = _compile(arguments, target, estimates)
+    if arguments.out:
+        write_rows(arguments.out, "plan", rows)
+        if compiled:
+            write_rows(arguments.out, "compiled", compiled)
+        _plan_report(target, estimates).save(arguments.out / "report.html")
+    return 0
+
+
+def _compile(
+    arguments: argparse.Namespace, target: Target, estimates: Sequence[Estimate]
+) -> list[dict[str, Any]]:
+    """With --compile: rows of the compiled steps of the named meshes, or of all that fit."""
+    if arguments.compile is None:
+        return []
+    from serving.bench.compiled_plan import compile_rows
+
+    fitting = {(e.deployment.sp, e.deployment.tp): e.deployment for e in estimates if e.fits}
+    if arguments.compile:
+        meshes = [_mesh(text, "--compile") for text in arguments.compile.split(",")]
+    else:
+        meshes = [mesh for mesh, deployment in fitting.items() if deployment.dp == 1]
+    wrong = [f"--compile: {sp}x{tp} does not fit" for sp, tp in meshes if (sp, tp) not in fitting]
+    if wrong:
+        raise ConfigError(wrong)
+    rows = compile_rows(target, [fitting[mesh] for mesh in meshes])
+    print("\ncompiled, the largest step:")
+    for row in rows:  # those without SP have fewer columns
+        print(as_text([row]))
+    return rows
+
+
+def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
+    machine, deployment = target.machine, standard_deployments(target)["shift"]
+    report = Report(f"{target.shape.config.name} on {machine.name}")
+    report.table("deployments", [one.row() for one in estimates])
+    report.plot("memory", memory_bars(estimates))
+    rows = breakdown_by_context(target, deployment, CONTEXTS)
+    report.plot("a prompt's time by context", breakdown_bars(rows))
+    report.plot("roofline", roofline(cost_model(target, deployment)))
+    return report
+
+
+# ------------------------------------------------------------------ mesh simulate
+
+
+def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Replay one trace through several deployments, at one or more rates."""
+    target, names = target_from(vars(arguments)), arguments.compare.split(",")
+    budgets = _budgets(arguments) | {"prefix_caching": not arguments.no_prefix_caching}
+    if arguments.shift_threshold is not None:
+        if arguments.shift_threshold < 0:
+            raise ConfigError(["--shift-threshold must be at least 0"])
+        if "shift" not in names:
+            raise ConfigError(["--shift-threshold is for shift, which --compare does not name"])
+        budgets["threshold"] = arguments.shift_threshold
+    deployments = choose_deployments(target, names, **budgets)
+    requests = _trace(arguments)
+    factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
+    if min(factors) <= 0:
+        raise ConfigError(["--rates must be above 0"])
+    points = sweep(requests, target, deployments, factors)
+    rows = [point.row() for point in points]
+    print(as_text([_shown(row) for row in rows]))
+    if arguments.out:
+        write_rows(arguments.out, "simulate", rows)
+        report = Report(f"{arguments.trace}: {arguments.model} on {target.machine.name}")
+        report.table("deployments", rows)
+        if len(factors) > 1:
+            report.plot("latency and throughput", frontier(rows))
+            for metric in ("queue", "ttft", "tpot", "completion"):
+                report.plot(f"{metric} by rate", percentiles_by_rate(rows, metric))
+        replays = [point.replay for point in points[-len(deployments) :]]
+        report.plot("throughput over time, at the last rate", time_lines(replays))
+        report.save(arguments.out / "report.html")
+    return 0
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the sweep that fits a screen."""
+    shown = {
+        "name": row["name"],
+        "requests/s": row["rate"],
+        "tokens/s": row["tokens_per_second"],
+        "peak": row["peak_tokens_per_second"],
+    }
+    for metric in METRICS:
+        values = [f"{row[f'{metric}_p{p}_seconds']:.3g}" for p in PERCENTILES]
+        shown[f"{metric} p50/90/99 s"] = "/".join(values)
+    shown["mean s"] = row["completion_mean_seconds"]
+    shown["steps base/shift"] = f"{row['steps_base']}/{row['steps_shift']}"
+    return shown | {"switches": row["mode_switches"], "refused": row["refused"]}
+
+
+def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
+    if arguments.trace in SYNTHETIC:
+        if arguments.window is not None:
+            raise ConfigError(["--window is for trace files; use --set seconds=..."])
+        pairs = [text.partition("=") for text in arguments.set]
+        options = {name: _number(value, f"--set {name}") for name, _, value in pairs}
+        return trace_from({"kind": arguments.trace} | options)
+    if arguments.set:
+        raise ConfigError(["--set is for synthetic traces: " + ", ".join(SYNTHETIC)])
+    start, _, seconds = (arguments.window or WINDOW).partition(":")
+    bounds = {"start": _number(start, "--window"), "seconds": _number(seconds, "--window")}
+    return trace_from({"file": arguments.trace} | bounds)
+
+
+def _number(text: str, where: str) -> float | int:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError([f"{where}: {text!r} is no number"]) from None
+
+
+# ------------------------------------------------------------------ on devices
+
+
+def mesh_run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Run a file of experiments."""
+    from serving.cli.mesh_run import run_file
+
+    return run_file(arguments.file, arguments.out)
+
+
+def bench_steps(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Measure steps on this machine and write a machine file."""
+    from serving.bench.steps import run_bench
+
+    meshes = [_mesh(text, "--meshes") for text in arguments.meshes.split(",")]
+    return run_bench(arguments.model, meshes, arguments.repeats, arguments.out)
+
+
+def _mesh(text: str, where: str) -> tuple[int, int]:
+    sp, _, tp = text.partition("x")
+    if not (sp.isdigit() and tp.isdigit() and int(sp) and int(tp)):
+        raise ConfigError([f"{where}: {text!r} is not SPxTP, say 4x2"])
+    return int(sp), int(tp)

@@ -1,0 +1,170 @@
+"""Command line flags, made from the fields of the config and of SamplingParams. No JAX."""
+
+import argparse
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from serving.server.options import ServerOptions, server_problems
+from shiftjax.config import PARTS, SETTINGS, EngineConfig
+from shiftjax.control.request import SamplingParams
+from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
+from shiftjax.settings import read_config_file, resolve_with
+
+SAMPLING_SETTINGS = settings_of(SamplingParams)
+SERVER_SETTINGS = settings_of(ServerOptions)
+PREFIX = "sampling_"  # of the names that sampling flags have in a namespace
+
+EXIT_CODES = """exit codes:
+  0  done
+  1  failed while running
+  2  wrong usage or settings: every problem on a line of its own on stderr
+  3  the model cannot be found or read
+  75  the engine failed while serving: start the server again
+  130, 143  interrupted, terminated (a server that is told once ends its work first, with 0)
+  134, 137, 139  ended by the system, as a rule for want of memory: start again with less"""
+
+SOURCES = """Settings come from flags, then from environment variables (SHIFTJAX_ and the setting's
+name, as in SHIFTJAX_MAX_MODEL_LEN), then from the file of --config, then from defaults. `auto`
+stands for the default of a setting that is derived from the model or the devices."""
+
+
+class UsageParser(argparse.ArgumentParser):
+    """An ArgumentParser whose usage errors are ConfigErrors, to be shown with all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of leaving the process."""
+        raise ConfigError([message])
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every setting, `--config` and `--print-config`."""
+    group = parser.add_argument_group("configuration", SOURCES)
+    group.add_argument("--config", metavar="FILE", help="YAML file of settings (name: value)")
+    group.add_argument("--print-config", action="store_true", help="print the settings and end")
+    for name, part in PARTS.items():
+        settings = settings_of(part)
+        _add_flags(parser.add_argument_group(f"{name} settings"), settings.values())
+    parser.set_defaults(configured=True)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of ServerOptions."""
+    _add_flags(parser.add_argument_group("server settings"), SERVER_SETTINGS.values())
+
+
+def add_sampling_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add a flag for every field of SamplingParams but `without`; `defaults` are the command's."""
+    defaults = defaults or {}
+    settings = (
+        replace(setting, default=defaults.get(name, setting.default))
+        for name, setting in SAMPLING_SETTINGS.items()
+        if name not in without
+    )
+    group = parser.add_argument_group("sampling", "of every request; fields of SamplingParams")
+    _add_flags(group, settings, prefix=PREFIX)
+    parser.set_defaults(sampling_defaults=defaults)
+
+
+def _add_flags(group: Any, settings: Iterable[Setting], prefix: str = "") -> None:
+    for setting in settings:
+        flags = _flags_of(setting, prefix)
+        options: dict[str, Any] = {"dest": prefix + setting.name, "default": None}
+        if setting.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif setting.kind is tuple and setting.item is str:
+            options |= {"action": "append", "metavar": "TEXT"}
+        else:
+            options["metavar"] = "|".join(setting.choices) or _METAVARS.get(setting.kind, "TEXT")
+        group.add_argument(*flags, help=_help(setting), **options)
+
+
+_METAVARS: Mapping[type, str] = {int: "N", float: "X", tuple: "N,N", Mapping: "ID:X,ID:X"}
+
+
+def _flags_of(setting: Setting, prefix: str) -> tuple[str, ...]:
+    """The setting's flags; a sampling field that shares a name with a setting gets a prefix."""
+    if prefix and setting.name in SETTINGS:
+        return tuple(flag.replace("--", "--sampling-", 1) for flag in setting.flags)
+    return setting.flags
+
+
+def _help(setting: Setting) -> str:
+    derived = setting.default is None or setting.default == ()
+    default = "" if derived else f"default {str(setting.default).lower()}"
+    return "; ".join(text for text in (setting.help, default) if text).replace("%", "%%")
+
+
+def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Parse; flags that nobody knows end up as sentences in `problems`, for `settle` to raise."""
+    arguments, rest = parser.parse_known_args(argv)
+    known = [flag for action in arguments.parser._actions for flag in action.option_strings]
+    flags = [word.split("=")[0] for word in rest if word.startswith("-")]
+    arguments.problems = [unknown_name(flag, known, "flag") for flag in flags]
+    if not flags:  # beside an unknown flag, words are likely its values
+        arguments.problems = [f"unexpected argument {shown(word)}" for word in rest]
+    return arguments
+
+
+def settle(arguments: argparse.Namespace) -> tuple[EngineConfig, SamplingParams]:
+    """Config and sampling of a command; one ConfigError holds the problems of everything."""
+    problems = list(arguments.problems)
+    config, sampling = EngineConfig(), SamplingParams()
+    try:
+        config = _config_from(arguments) if arguments.configured else config
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        sampling = make_sampling(given_sampling(arguments))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config, sampling
+
+
+def _config_from(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's config; the server's options are left in `arguments.server`.
+
+    Every command reads both, so that one file and one environment do for all.
+    """
+    given = {name: getattr(arguments, name, None) for name in (*SETTINGS, *SERVER_SETTINGS)}
+    flags = {name: str(value) for name, value in given.items() if value is not None}
+    text = read_config_file(arguments.config) if arguments.config else ""
+    config, rest = resolve_with(SERVER_SETTINGS, flags, None, text, str(arguments.config))
+    arguments.server = ServerOptions(**rest)
+    problems = server_problems(arguments.server)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given, and the command's own defaults, by field."""
+    values = {name: getattr(arguments, PREFIX + name, None) for name in SAMPLING_SETTINGS}
+    given = {
+        name: from_text(SAMPLING_SETTINGS[name], value) if isinstance(value, str) else value
+        for name, value in values.items()
+        if value is not None
+    }
+    return {**getattr(arguments, "sampling_defaults", {}), **given}
+
+
+def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from fields by name; raises ConfigError with a line per problem."""
+    problems = [unknown_name(n, SAMPLING_SETTINGS) for n in values if n not in SAMPLING_SETTINGS]
+    known = {name: value for name, value in values.items() if name in SAMPLING_SETTINGS}
+    try:
+        sampling = SamplingParams(**known)
+    except ValueError as error:  # one sentence per field, joined by semicolons
+        names = "|".join(SAMPLING_SETTINGS)
+        raise ConfigError([*problems, *re.split(rf"; (?=(?:{names})\b)", str(error))]) from None
+    if problems:
+        raise ConfigError(problems)
+    return sampling

@@ -1,0 +1,216 @@
+"""`shiftjax serve`: load a model behind listeners that are up, and run until told to stop."""
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
+from serving.run.listeners import Server, read_keys
+from serving.run.start import StartError, open_llm
+from serving.server.accounts import EngineLimits
+from serving.server.async_engine import AsyncEngine
+from serving.server.options import ServerOptions
+from serving.server.service import ServedModel, Service
+from shiftjax.config import EngineConfig
+from shiftjax.control.request import SamplingParams
+from shiftjax.settings import fault_of, make_virtual_devices
+from shiftjax.text.chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from shiftjax.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+OK, ENGINE_FAILED = 0, 75
+WATCH_SECONDS = 0.5  # between looks of the watchdog
+# How long a busy event loop may keep the engine waiting for the GIL, or the reverse. With Python's
+# 5 ms a step that has ended waits that long, and all streams get fewer tokens.
+GIL_SECONDS = 0.0002
+WARM_UP = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+
+def run_server(config: EngineConfig, options: ServerOptions) -> int:
+    """Serve until a signal; returns the exit code. Raises what starting raises."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    keys = read_keys(options)
+    fault = fault_of()
+    faults = (parse_fault(fault),) if fault else ()
+    make_virtual_devices(config)
+    _use_all_descriptors()
+    sys.setswitchinterval(GIL_SECONDS)
+    faulthandler.enable()  # a library that aborts leaves at least its stack
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        code = runner.run(Process(config, options, keys, faults).run())
+    return code
+
+
+def _use_all_descriptors() -> None:
+    """Open files up to the hard limit: every connection needs a descriptor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # no wheel for this platform
+        return None
+    return uvloop.new_event_loop
+
+
+class Process:
+    """The life of a server process: start, serve, drain, end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        keys: tuple[str, ...],
+        faults: tuple[Fault, ...] = (),
+    ):
+        self._config, self._options, self._faults = config, options, faults
+        self._service = Service(options)
+        self._server = Server(self._service, keys, self._begin_end)
+        self._stop = asyncio.Event()
+        self._signal: int | None = None
+        self._code = OK
+        self._llm: LLM | None = None
+
+    async def run(self) -> int:
+        """From the first listener to the last; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        await self._server.start()
+        if self._server.certificates is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._server.certificates.reload)
+        try:
+            await self._open()
+            watchdog = asyncio.create_task(self._watch())
+            await self._stop.wait()
+            watchdog.cancel()
+        finally:
+            await self._server.stop(self._options.shutdown_timeout if self._code == OK else 0)
+            has_ended = await self._service.close()
+        if not has_ended or self._code != OK:
+            _leave(self._code or ENGINE_FAILED)  # a thread hangs in a step: nothing waits for it
+        return self._code
+
+    def _on_signal(self, number: int) -> None:
+        """Drain at the first signal; leave at once at the second, or while the model loads."""
+        if self._signal is not None or self._service.engine is None:
+            logger.warning("leaving at once: signal %d", number)
+            _leave(128 + number)
+        self._signal = number
+        logger.info("draining: signal %d", number)
+        self._begin_end()
+
+    def _begin_end(self) -> None:
+        """Refuse new requests, and let the others finish."""
+        self._service.begin_drain()
+        self._stop.set()
+
+    async def _open(self) -> None:
+        """Load, compile, run a first step, then take requests."""
+        options = self._options
+        load = open_llm
+        for fault in self._faults:
+            load = faulty(fault, load) if fault.point == LOADING else load
+        self._llm = llm = await asyncio.to_thread(load, self._config)
+        limits = EngineLimits(
+            max_num_queued_reqs=options.max_num_queued_reqs,
+            max_num_queued_tokens=options.max_num_queued_tokens,
+            stall_seconds=options.stall_timeout,
+        )
+        engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, limits)
+        # On the thread of all later steps: its first one opens files, for which there may be no
+        # room when clients have come.
+        await engine.call(lambda _: prove(llm))
+        engine.on_failure = self._on_failure
+        self._service.open(served_model(llm, options), engine)
+        for fault in self._faults:
+            if fault.point != LOADING:
+                install(fault, llm.engine, self._service)
+        _settle_memory()
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
+            print(*self._server.addresses(), sep="\n", flush=True)
+
+    def _on_failure(self) -> None:
+        self._code = ENGINE_FAILED
+        self._begin_end()
+
+    async def _watch(self) -> None:
+        """End the process when steps hang for too long.
+
+        Two looks must agree, because the first request after a pause may just be on its way to the
+        engine; and the time for which the process itself was stopped does not count.
+        """
+        engine, limit = self._service.engine, self._options.watchdog_timeout
+        assert engine is not None
+        was_late, woken = False, time.monotonic()
+        looked = woken
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now, stalled = time.monotonic(), engine.stalled_seconds()
+            woken, looked = now if now - looked > 2 * WATCH_SECONDS else woken, now
+            is_late = stalled > limit and now - woken > limit
+            if is_late and was_late:
+                logger.critical("no step for %.0f s: giving up; where all threads are:", stalled)
+                faulthandler.dump_traceback()
+                self._on_failure()
+                return
+            was_late = is_late
+
+
+def prove(llm: "LLM") -> None:
+    """Run a step. Raises StartError if it fails."""
+    (first,) = llm.generate([[0]], WARM_UP)[0].outputs
+    if first.finish_reason == "error":
+        raise StartError(f"the first step failed, see above: {first.error}")
+
+
+def _settle_memory() -> None:
+    """Free what only loading needed, and leave the rest out of later collections."""
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(OSError, AttributeError):  # of glibc; others keep what is freed
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
+    """What the front ends know of a loaded model."""
+    tokenizer = llm.tokenizer
+    source = tokenizer.chat_template if tokenizer is not None else None
+    given = options.served_model_name or llm.config.model.model
+    names = tuple(name.strip() for name in given.split(",") if name.strip())
+    cache, stats = llm.engine.groups[0].scheduler.config, llm.stats()
+    info = {
+        "mesh": stats["mesh"],
+        "policy": llm.config.scheduler.policy,
+        "block_size": str(cache.block_size),
+        "num_gpu_blocks": str(cache.num_blocks),
+        "enable_prefix_caching": str(cache.prefix_caching),
+    }
+    template = ChatTemplate(source) if source is not None else None
+    # With SP = 1 the two modes of a program are one step.
+    programs = sum(len(set(p.steps.values())) for runner in llm.runners for p in runner.programs)
+    return ServedModel(names, tokenizer, template, info, programs, lambda: llm.num_compiles)
+
+
+def _leave(code: int) -> None:
+    """End the process without waiting for threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,54 @@
+"""Starting an engine with something to look at meanwhile."""
+
+import resource
+from typing import TYPE_CHECKING
+
+from serving.run.progress import progress_bars
+from shiftjax.config import EngineConfig
+from shiftjax.control.engine import is_out_of_memory
+from shiftjax.options import ConfigError
+from shiftjax.settings import make_virtual_devices
+
+if TYPE_CHECKING:
+    from shiftjax.llm import LLM
+
+LEAST_ADDRESS_SPACE = 2 << 30  # bytes that JAX's libraries, threads and a tiny model take
+
+
+class StartError(Exception):
+    """The engine cannot be started, though settings and model are as they should be."""
+
+
+def open_llm(config: EngineConfig) -> "LLM":
+    """Load and compile, with bars on a terminal. Raises StartError for want of memory."""
+    _check_address_space()
+    make_virtual_devices(config)
+    try:
+        from shiftjax.llm import LLM
+
+        with progress_bars() as progress:
+            return LLM.from_config(config, progress=progress)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StartError(_no_memory(error)) from None
+
+
+def _check_address_space() -> None:
+    """Refuse a limit under which libraries abort the process, each in its own way."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+        raise ConfigError(
+            [
+                f"the address space is limited to {limit >> 20} MiB (ulimit -v): the libraries "
+                f"alone need {LEAST_ADDRESS_SPACE >> 20} MiB, the model comes on top"
+            ]
+        )
+
+
+def _no_memory(error: Exception) -> str:
+    detail = str(error).partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+    return (
+        f"there is not enough memory to load the model ({detail or 'of the process'}): use more "
+        "devices, a smaller model, a smaller num_blocks or memory_fraction, or a higher limit"
+    )

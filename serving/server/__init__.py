@@ -1,0 +1,1 @@
+"""What both front ends share: the service, the engine thread, texts and schemas."""

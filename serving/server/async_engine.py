@@ -1,0 +1,346 @@
+"""The engine as a service on an event loop: bounded queues, handles, deadlines, drain. No JAX."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from serving.server.accounts import Counts, EngineLimits, Observer
+from serving.server.engine_thread import EngineThread, Turn
+from serving.server.errors import ServeError, internal_error
+from serving.server.handle import RequestHandle
+from shiftjax.control.admission import MAX_ID_CHARACTERS, validate_request
+from shiftjax.control.engine import Engine, EngineStats
+from shiftjax.control.request import Event, Request, RequestError
+from shiftjax.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+NUM_RECENT = 1024  # ended requests whose ids are remembered
+
+
+class AsyncEngine:
+    """Requests go in through `submit` on the event loop; each comes out of its handle.
+
+    `submit` raises `ServeError` for what is refused. All methods are for the loop's thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        observers: Sequence[Observer] = (),
+        limits: EngineLimits | None = None,
+    ):
+        self.limits = limits or EngineLimits()
+        self.request_limits = engine.limits
+        self.counts = Counts()
+        self.stats: EngineStats = engine.stats()
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] | None = None
+        self.handles: dict[str, RequestHandle] = {}  # open ones, by the engine's name
+        self._names: dict[str, RequestHandle] = {}  # the same, by the id that the client knows
+        self._recent: dict[str, None] = {}  # ids that have ended, oldest first
+        self._engine, self._tokenizer, self._observers = engine, tokenizer, observers
+        self._loop = asyncio.get_running_loop()
+        self._thread = EngineThread(engine, self._loop, self._deliver)
+        self._is_draining = False
+        self._num_obeyed = 0
+        self._submitted: dict[int, tuple[int, int]] = {}  # command -> sequences, prompt tokens
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._thread.start()
+
+    # ------------------------------------------------------------------ admission
+
+    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
+        """Refuse with `ServeError` what would not fit the queue, or comes at a bad time.
+
+        Cheap: front ends ask before they tokenize, with the tokens left out.
+        """
+        if self.failure is not None:
+            raise ServeError("starting", "The engine has failed and is being restarted.")
+        if self._is_draining:
+            raise ServeError("draining", "The server is shutting down and takes no new requests.")
+        on_the_way = self._submitted.values()
+        num_queued = self.stats.num_waiting + sum(n for n, _ in on_the_way)
+        queued_tokens = self.stats.num_waiting_tokens + sum(tokens for _, tokens in on_the_way)
+        most, most_tokens = self.limits.max_num_queued_reqs, self.limits.max_num_queued_tokens
+        if num_sequences > most:
+            raise ServeError(
+                "invalid", f"{num_sequences} sequences in one request exceed the queue of {most}."
+            )
+        if num_queued + num_sequences > most:
+            raise ServeError("queue_full", f"The queue is full: {num_queued} sequences wait.")
+        if queued_tokens + num_tokens > most_tokens and queued_tokens:
+            raise ServeError("queue_full", f"The queue is full: {queued_tokens} tokens wait.")
+
+    def refuse(self, error: ServeError) -> None:
+        """Count a request that was refused."""
+        self.counts.rejected += 1
+        self._tell("rejected", error)
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[str | None],
+        *,
+        streams: bool = False,
+        timeout: float | None = None,
+    ) -> list[RequestHandle]:
+        """Hand over requests that belong together: all or none. `prompts` are their texts.
+
+        The caller closes every handle. `timeout` is in seconds from now.
+        Raises ServeError: invalid, duplicate id, queue full, draining.
+        """
+        for request in requests:
+            _validate(request, self._engine)
+            if request.request_id in self._names:
+                raise ServeError(
+                    "duplicate",
+                    "There is an unfinished request with this id.",
+                    param="request_id",
+                )
+        sizes = [(r.sampling.n, r.sampling.n * len(r.prompt_token_ids)) for r in requests]
+        self.check_room(sum(n for n, _ in sizes), sum(tokens for _, tokens in sizes))
+        handles = []
+        for request, prompt, size in zip(requests, prompts, sizes, strict=True):
+            handle = self._accept(request, prompt, streams)
+            self._submitted[self._thread.num_posted + 1] = size
+            self._thread.post(partial(_add, handle.request))
+            if timeout is not None:
+                handle.expire_at(self._loop, self._loop.time() + timeout)
+            handles.append(handle)
+        return handles
+
+    def _accept(self, request: Request, prompt: str | None, streams: bool) -> RequestHandle:
+        # The engine's name is new every time: events of an ended request find nobody.
+        public = request.request_id
+        name = f"{self.counts.accepted}:{public}"[:MAX_ID_CHARACTERS]
+        handle = RequestHandle(
+            replace(request, request_id=name),
+            prompt,
+            self._tokenizer,
+            streams=streams,
+            max_buffered_tokens=self.limits.max_buffered_tokens,
+            stop_sequence=lambda index: self._post(lambda e: e.finish(name, index, "stop")),
+            on_end=self._ended,
+            on_close=lambda handle: self._released(name, public),
+            public_id=public,
+        )
+        self.handles[name] = handle
+        self._names[public] = handle
+        self._quiet.clear()
+        self.counts.accepted += 1
+        return handle
+
+    def _post(self, command: Callable[[Engine], list[Event]]) -> None:
+        self._thread.post(command)
+
+    # ------------------------------------------------------------------ ends
+
+    def _ended(self, handle: RequestHandle) -> None:
+        error = handle.error
+        if error is None:
+            self.counts.finished += 1
+        else:
+            name = handle.request.request_id
+            self._post(lambda engine: engine.abort(name))
+            is_cancel = error.kind_name in ("cancelled", "aborted", "slow_reader", "deadline")
+            self.counts.cancelled += is_cancel
+            self.counts.failed += not is_cancel
+        self._tell("ended", handle, time.monotonic())
+        reason = "finished" if error is None else error.code
+        num_prompt, num_output = len(handle.request.prompt_token_ids), handle.num_output_tokens
+        logger.info(
+            "request ended: id=%s reason=%s prompt_tokens=%d output_tokens=%d",
+            *(handle.public_id, reason, num_prompt, num_output),
+        )
+
+    def _released(self, name: str, public: str) -> None:
+        del self.handles[name], self._names[public]
+        self._recent[public] = None
+        if len(self._recent) > NUM_RECENT:
+            del self._recent[next(iter(self._recent))]
+        if not self.handles:
+            self._quiet.set()
+
+    def abort(self, request_id: str) -> str:
+        """End a request from outside; says ABORTED, ALREADY_FINISHED or NOT_FOUND."""
+        handle = self._names.get(request_id)
+        if handle is None:
+            return "ALREADY_FINISHED" if request_id in self._recent else "NOT_FOUND"
+        if handle.is_ended:
+            return "ALREADY_FINISHED"
+        handle.fail(ServeError("aborted", "The request was aborted by an administrator."))
+        return "ABORTED"
+
+    # ------------------------------------------------------------------ from the engine
+
+    def _deliver(self, turn: Turn) -> None:
+        self.stats = turn.stats
+        for number in range(self._num_obeyed + 1, turn.num_commands + 1):
+            self._submitted.pop(number, None)
+        self._num_obeyed = turn.num_commands
+        for event in turn.events:
+            handle = self.handles.get(event.request_id)
+            if handle is not None:
+                self._apply(handle, event, turn.at)
+        self._tell("stepped", turn)
+        if turn.failure is not None:
+            self._fail(turn.failure)
+
+    def _apply(self, handle: RequestHandle, event: Event, now: float) -> None:
+        """Make text of an event; whatever goes wrong there ends this request alone."""
+        try:
+            num_tokens = self.make_text(handle, event)
+        except Exception:
+            logger.exception("Making the text of request %s failed.", event.request_id)
+            handle.fail(internal_error())
+            return
+        if num_tokens:
+            self._tell("tokens", handle, event.index, num_tokens, now)
+
+    def make_text(self, handle: RequestHandle, event: Event) -> int:
+        """Enter an event into its request; returns how many tokens it brought."""
+        return handle.apply(event)
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        """Tell the observers; what goes wrong there is no request's fault."""
+        for observer in self._observers:
+            try:
+                getattr(observer, what)(*arguments)
+            except Exception:
+                logger.exception("Counting failed.")
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failure = failure
+        for handle in list(self.handles.values()):
+            handle.fail(ServeError("starting", "The engine failed; the request did not finish."))
+        if self.on_failure is not None:
+            self.on_failure()
+
+    # ------------------------------------------------------------------ health
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return self.failure is None and not self._is_draining and self._thread.is_alive
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the end has begun."""
+        return self._is_draining
+
+    def stalled_seconds(self) -> float:
+        """How long unfinished requests have waited for a step; 0 if there is no work."""
+        busy = any(not handle.is_ended for handle in self.handles.values())
+        return max(0.0, time.monotonic() - self._thread.progress_at) if busy else 0.0
+
+    @property
+    def makes_progress(self) -> bool:
+        """Whether steps finish, if there is work."""
+        return self.stalled_seconds() < self.limits.stall_seconds
+
+    @property
+    def last_step_age(self) -> float:
+        """Seconds since the engine last did anything."""
+        return time.monotonic() - self._thread.progress_at
+
+    # ------------------------------------------------------------------ control
+
+    async def call[T](self, function: Callable[[Engine], T]) -> T:
+        """Run a function on the engine's thread, between steps, and return what it returns."""
+        future: Future[T] = Future()
+
+        def command(engine: Engine) -> list[Event]:
+            if not future.set_running_or_notify_cancel():
+                return []  # who asked has gone, and does not want it any more
+            try:
+                future.set_result(function(engine))
+            except Exception as error:
+                future.set_exception(error)
+            return []
+
+        self._thread.post(command)
+        return await asyncio.wrap_future(future)
+
+    def stop_accepting(self) -> None:
+        """Refuse new requests from now on; those in flight go on."""
+        self._is_draining = True
+
+    async def drain(self, timeout: float) -> bool:
+        """Wait for the requests in flight; after `timeout` end the rest. False if there were any.
+
+        What is cut short ends with SERVER_DRAINING after the text that it had.
+        """
+        self.stop_accepting()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._quiet.wait()
+            return True
+        except TimeoutError:
+            self.end_all()
+            return False
+
+    def end_all(self) -> None:
+        """End every request now, because the server stops."""
+        for handle in list(self.handles.values()):
+            handle.fail(ServeError("draining", "The server shut down before the request ended."))
+
+    async def close(self) -> bool:
+        """End everything and leave the thread; False if a step hangs."""
+        self.stop_accepting()
+        self.end_all()
+        return await self._loop.run_in_executor(None, self._thread.stop)
+
+    async def assert_quiescent(self) -> None:
+        """Check, for tests, that nothing is held: no request, block, queue entry or open count."""
+        assert not self.handles, f"open handles: {list(self.handles)}"
+        counts = self.counts
+        ended = counts.finished + counts.cancelled + counts.failed
+        assert counts.accepted == ended, counts
+        async with asyncio.timeout(10):
+            while await self.call(lambda engine: engine.has_work()):
+                await asyncio.sleep(0.005)
+        await self.call(lambda engine: engine.check())
+        stats = await self.call(lambda engine: engine.stats())
+        held = stats.num_running, stats.num_waiting, stats.num_waiting_tokens, stats.kv_usage
+        assert held == (0, 0, 0, 0.0), f"held at idle: {held}"
+        async with asyncio.timeout(10):  # the turn that carried the calls is on its way
+            while self._submitted or self.stats != stats:
+                await asyncio.sleep(0.005)
+
+
+def _validate(request: Request, engine: Engine) -> None:
+    """What only the engine's limits can refuse, as the front ends' kind of error."""
+    try:
+        validate_request(request, engine.limits)
+    except RequestError as error:
+        raise refusal(str(error)) from None
+
+
+def refusal(message: str) -> ServeError:
+    """The error for a sentence of the engine's admission; its first word may be the field."""
+    code = "context_length_exceeded" if "exceed the context" in message else None
+    code = "kv_capacity" if "KV pool" in message else code
+    field = message.partition(" ")[0].strip(":")
+    is_field = field.islower() and field.replace("_", "").isalpha()
+    return ServeError("invalid", message, code=code, param=field if is_field else "prompt")
+
+
+def _add(request: Request, engine: Engine) -> list[Event]:
+    """Give a request to the engine; one that it refuses after all ends with an error event."""
+    try:
+        engine.add_request(request)
+    except RequestError as error:
+        name, last = request.request_id, request.sampling.n - 1
+        return [
+            Event(name, i, finish_reason="error", error=str(error), is_last=i == last)
+            for i in range(last + 1)
+        ]
+    return []

@@ -1,0 +1,189 @@
+"""Structured output: grammars become token masks (llguidance). Used off the event loop. No JAX."""
+
+import asyncio
+import contextlib
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+import llguidance
+import msgspec
+import numpy as np
+
+from serving.server.errors import ServeError
+from serving.server.grammar_trial import Trial, parser_limits
+from serving.server.schema import GrammarSource
+from shiftjax.text.tokenizer import Tokenizer
+
+MAX_SOURCE_BYTES = 64 << 10
+MAX_CACHED = 64
+MAX_REASON = 200  # characters of llguidance's words in an error
+NUM_THREADS = 2
+UNMATCHABLE = "nothing can match it"
+EMPTY_LANGUAGE = "NoExtensionBias"  # what llguidance calls it
+REGEX_META = frozenset("\\.+*?()|[]{}^$#&-~")
+
+
+class GrammarState:
+    """A `TokenConstraint`: where one continuation is in its grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int):
+        self._matcher, self._num_words = matcher, num_words
+        self.mask = self._compute()
+
+    def copy(self) -> "GrammarState":
+        """A state of its own at the same place."""
+        return GrammarState(self._matcher.deep_copy(), self._num_words)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing may follow, not even an end."""
+        return self._matcher.is_error() or not self.mask.any()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the grammar is complete."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a token; False if nothing can follow."""
+        if not self._matcher.consume_token(token_id):
+            return False
+        self.mask = self._compute()
+        return not self.is_dead
+
+    def _compute(self) -> np.ndarray:
+        """The mask in the words of the model, whose vocabulary may be padded."""
+        words = np.zeros(self._num_words, np.uint32)
+        if not self._matcher.is_error():
+            known = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+            words[: len(known)] = known[: self._num_words]
+        return words
+
+
+class Grammars:
+    """Compiles constraints in threads, with a time limit, and keeps the last ones."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, timeout: float):
+        self._num_words = -(-vocab_size // 32)
+        self._timeout = timeout
+        self._tokenizer = tokenizer
+        self._compiled: OrderedDict[GrammarSource, GrammarState] = OrderedDict()
+        self._llguidance: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._trials = [Trial() for _ in range(NUM_THREADS)]  # those that no thread uses
+        self._is_closed = False
+        with contextlib.suppress(OSError):  # it is tried again when there is a grammar
+            self._trials[-1].start()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+
+    async def start(self, source: GrammarSource, num: int) -> list[GrammarState]:
+        """`num` states at the beginning of a grammar. Raises `ServeError` for one of no use."""
+        if len(source.text.encode()) > MAX_SOURCE_BYTES:
+            raise _refusal(source, f"is larger than {MAX_SOURCE_BYTES} bytes")
+        work = self._threads.submit(self.prepare, source, num)
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.wrap_future(work)
+        except TimeoutError:
+            if work.cancel():  # it had not begun
+                raise ServeError("queue_full", "Too many grammars wait to be compiled.") from None
+            raise _refusal(source, f"took more than {self._timeout:g} s to compile") from None
+
+    def close(self) -> None:
+        """Let the threads and their processes end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_closed = True
+            for trial in self._trials:
+                trial.close()
+
+    def prepare(self, source: GrammarSource, num: int) -> list[GrammarState]:
+        """What `start` does, in the thread that calls it."""
+        with self._lock:
+            state = self._compiled.get(source)
+            if state is not None:
+                self._compiled.move_to_end(source)
+        state = state or self._compile(source)
+        with self._lock:
+            self._compiled[source] = state
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return [state.copy() for _ in range(num)]
+
+    def _compile(self, source: GrammarSource) -> GrammarState:
+        tokenizer = self._open_tokenizer()
+        grammar, limits = _grammar(source), parser_limits()
+        if not self._is_quick(grammar):
+            raise _refusal(source, "takes too long to compile")
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        state = GrammarState(matcher, self._num_words)
+        if state.is_dead or not _survives_a_token(state):
+            reason = " ".join((matcher.get_error() or UNMATCHABLE).split())
+            reason = UNMATCHABLE if reason.startswith(EMPTY_LANGUAGE) else reason
+            raise _refusal(source, f"cannot be used: {reason[:MAX_REASON]}")
+        return state
+
+    def _is_quick(self, grammar: str) -> bool:
+        """Whether another process can compile it in little time."""
+        with self._lock:
+            trial = self._trials.pop() if self._trials else Trial()
+        try:
+            return trial.survives(grammar)
+        except OSError:
+            raise ServeError("queue_full", "There is no room to compile a grammar now.") from None
+        finally:
+            with self._lock:
+                self._trials.append(trial)
+                if self._is_closed:
+                    trial.close()
+
+    def _open_tokenizer(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._llguidance is None:
+                backend, eos = self._tokenizer.backend, list(self._tokenizer.eos_token_ids)
+                self._llguidance = llguidance.LLTokenizer(
+                    backend.to_str(), n_vocab=self._tokenizer.vocab_size, eos_token=eos or None
+                )
+            return self._llguidance
+
+
+def _survives_a_token(state: GrammarState) -> bool:
+    """Whether some first token can be taken: a few limits are met only then."""
+    word = int(np.flatnonzero(state.mask)[0])
+    token_id = 32 * word + (int(state.mask[word]) & -int(state.mask[word])).bit_length() - 1
+    copy = state.copy()
+    return copy.accept(token_id) or copy.is_stopped
+
+
+def _grammar(source: GrammarSource) -> str:
+    """llguidance's form of a source; texts are checked when the matcher is made."""
+    match source.kind:
+        case "json":
+            try:
+                schema = msgspec.json.decode(source.text)
+            except (msgspec.MsgspecError, RecursionError):
+                raise _refusal(source, "is not JSON") from None
+            if not isinstance(schema, dict | bool):
+                raise _refusal(source, "must be a JSON schema: an object, true or false")
+            return llguidance.LLMatcher.grammar_from_json_schema(source.text)
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(source.text)
+        case "choice":
+            options = map(_escaped, msgspec.json.decode(source.text))
+            return llguidance.LLMatcher.grammar_from_regex("|".join(options))
+        case _:
+            return llguidance.LLMatcher.grammar_from_lark(source.text)
+
+
+def _escaped(text: str) -> str:
+    """The regex that matches a text and nothing else."""
+    return "".join(f"\\{character}" if character in REGEX_META else character for character in text)
+
+
+def _refusal(source: GrammarSource, words: str) -> ServeError:
+    message = f"The {_NAMES[source.kind]} of the output {words}."
+    return ServeError("invalid", message, param=source.field, code="grammar_invalid")
+
+
+_NAMES = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}

@@ -1,0 +1,254 @@
+"""Prometheus metrics under the names, labels and buckets that vLLM's users know. No JAX."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from serving.server.async_engine import AsyncEngine
+from serving.server.engine_thread import Turn
+from serving.server.errors import ServeError
+from serving.server.handle import RequestHandle
+
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+SIZE_BUCKETS = tuple(float(n * 10**e) for e in range(6) for n in (1, 2, 5))
+
+HISTOGRAMS: Mapping[str, tuple[Any, ...]] = {
+    "time_to_first_token_seconds": ("Arrival to first token.", FIRST_TOKEN_BUCKETS),
+    "inter_token_latency_seconds": ("Time between tokens of a sequence.", TOKEN_BUCKETS),
+    "request_time_per_output_token_seconds": ("Mean time per later token.", TOKEN_BUCKETS),
+    "e2e_request_latency_seconds": ("Arrival to end.", REQUEST_BUCKETS),
+    "request_queue_time_seconds": ("Arrival to first scheduled.", REQUEST_BUCKETS),
+    "request_prefill_time_seconds": ("First scheduled to first token.", REQUEST_BUCKETS),
+    "request_decode_time_seconds": ("First token to last.", REQUEST_BUCKETS),
+    "request_inference_time_seconds": ("First scheduled to last token.", REQUEST_BUCKETS),
+    "request_prompt_tokens": ("Prompt tokens of a request.", SIZE_BUCKETS),
+    "request_generation_tokens": ("Generated tokens of a request.", SIZE_BUCKETS),
+    "request_params_n": ("Continuations asked for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    "step_duration_seconds": ("Duration of a step.", STEP_BUCKETS, "mode"),
+}
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "prompt_tokens": ("Prompt tokens of accepted requests.", ()),
+    "generation_tokens": ("Generated tokens.", ()),
+    "request_success": ("Requests that ended.", ("finished_reason",)),
+    "requests_rejected": ("Requests refused at the door.", ("reason",)),
+    "requests_aborted": ("Requests ended before they were complete.", ("reason",)),
+    "nan_rows": ("Requests ended by numbers that are not finite.", ()),
+}
+
+
+Series = tuple[str, tuple[str, ...]]  # a name, and the values of its extra labels
+
+
+class Counts:
+    """A histogram without labels: plain numbers, because every token passes here."""
+
+    __slots__ = ("bounds", "numbers", "total")
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds = bounds
+        self.numbers = [0] * (len(bounds) + 1)  # the last one is beyond all bounds
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.numbers[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """(bound, how many values are not above it), as Prometheus has them."""
+        names = [*map(str, self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.numbers), strict=True))
+
+
+class Metrics(Collector):
+    """Counters and histograms of requests; gauges of the engine, read when they are asked for."""
+
+    def __init__(self, prefix: str = "shiftjax"):
+        self.prefix = prefix
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._engine: AsyncEngine | None = None
+        self._labels = {"model_name": "", "engine": "0"}
+        self._info: Mapping[str, str] = {}
+        self._num_programs, self._num_compiles = 0, lambda: 0
+        self._counters: dict[Series, int] = {
+            (name, ()): 0 for name, (_, extra) in COUNTERS.items() if not extra
+        }
+        self._histograms: dict[Series, Counts] = {
+            (name, ()): Counts(buckets)
+            for name, (_, buckets, *extra) in HISTOGRAMS.items()
+            if not extra
+        }
+        self.registry.register(self)
+
+    def open(
+        self,
+        model_name: str,
+        engine: AsyncEngine,
+        info: Mapping[str, str],
+        num_programs: int,
+        num_compiles: Callable[[], int],
+    ) -> None:
+        """Begin to show the numbers of an engine."""
+        self._engine, self._info = engine, info
+        self._num_programs, self._num_compiles = num_programs, num_compiles
+        self._labels["model_name"] = model_name
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    # ------------------------------------------------------------------ what happens
+
+    def rejected(self, error: ServeError) -> None:
+        """A request was refused at the door."""
+        self._count("requests_rejected", 1, error.code)
+
+    def tokens(self, handle: RequestHandle, index: int, num: int, now: float) -> None:
+        """One step brought `num` tokens of a continuation."""
+        self._count("generation_tokens", num)
+        last = handle.last_token_at.get(index)
+        handle.last_token_at[index] = now
+        if last is not None:
+            self._observe("inter_token_latency_seconds", now - last)
+        elif len(handle.last_token_at) == 1:
+            arrival = handle.request.arrival_seconds
+            self._observe("time_to_first_token_seconds", now - arrival)
+
+    def ended(self, handle: RequestHandle, now: float) -> None:
+        """A request has ended."""
+        request, error = handle.request, handle.error
+        num_prompt = len(request.prompt_token_ids)
+        self._count("prompt_tokens", num_prompt)
+        self._observe("request_prompt_tokens", num_prompt)
+        self._observe("request_generation_tokens", handle.num_output_tokens)
+        self._observe("request_params_n", request.sampling.n)
+        self._observe("e2e_request_latency_seconds", now - request.arrival_seconds)
+        if error is None:
+            for output in handle.output.outputs:
+                self._count("request_success", 1, output.finish_reason or "stop")
+            self._observe_times(handle)
+            return
+        is_abort = error.kind.status in (499, 504, 409)
+        reason = "abort" if is_abort else "error"
+        self._count("request_success", 1, reason)
+        self._count("requests_aborted", 1, error.code)
+        self._count("nan_rows", int("not finite" in error.message))
+
+    def _observe_times(self, handle: RequestHandle) -> None:
+        metrics = handle.output.metrics
+        if metrics is None or metrics.queue_seconds is None or metrics.ttft_seconds is None:
+            return
+        later = metrics.num_output_tokens - 1
+        decode = (metrics.tpot_seconds or 0.0) * later
+        prefill = metrics.ttft_seconds - metrics.queue_seconds
+        self._observe("request_queue_time_seconds", metrics.queue_seconds)
+        self._observe("request_prefill_time_seconds", prefill)
+        self._observe("request_decode_time_seconds", decode)
+        self._observe("request_inference_time_seconds", prefill + decode)
+        if metrics.tpot_seconds is not None:
+            self._observe("request_time_per_output_token_seconds", metrics.tpot_seconds)
+
+    def stepped(self, turn: Turn) -> None:
+        """The engine has finished a turn."""
+        if turn.mode is not None:
+            self._observe("step_duration_seconds", turn.seconds, turn.mode)
+
+    def _count(self, name: str, amount: int, *labels: str) -> None:
+        self._counters[name, labels] = self._counters.get((name, labels), 0) + amount
+
+    def _observe(self, name: str, value: float, *labels: str) -> None:
+        counts = self._histograms.get((name, labels))
+        if counts is None:
+            counts = self._histograms[name, labels] = Counts(HISTOGRAMS[name][1])
+        counts.observe(max(0.0, value))
+
+    # ------------------------------------------------------------------ gauges
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything as of now; nothing while there is no engine."""
+        engine = self._engine
+        if engine is None:
+            return
+        yield from self._request_metrics()
+        stats = engine.stats
+        yield self._gauge("num_requests_running", "Sequences that run.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait.", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks held.", stats.kv_usage)
+        yield self._gauge("last_step_age_seconds", "Since the last step.", engine.last_step_age)
+        yield from self._engine_counters(stats)
+        info = InfoMetricFamily(f"{self.prefix}:config", "The deployment.", labels=[*self._labels])
+        info.add_metric([*self._labels.values()], dict(self._info))
+        yield info
+        cache = GaugeMetricFamily(
+            f"{self.prefix}:cache_config_info", "The KV cache.", labels=["engine", *self._info]
+        )
+        cache.add_metric(["0", *self._info.values()], 1)
+        yield cache
+
+    def _request_metrics(self) -> Iterator[Metric]:
+        for name, (text, extra) in COUNTERS.items():
+            values = {key: value for (of, key), value in self._counters.items() if of == name}
+            yield self._total(name, text, values, *extra)
+        for name, (text, _, *extra) in HISTOGRAMS.items():
+            full, labels = f"{self.prefix}:{name}", [*self._labels, *extra]
+            family = HistogramMetricFamily(full, text, labels=labels)
+            for (of, key), counts in self._histograms.items():
+                if of == name:
+                    values = [*self._labels.values(), *key]
+                    family.add_metric(values, counts.buckets(), sum_value=counts.total)
+            yield family
+
+    def _engine_counters(self, stats: Any) -> Iterator[Metric]:
+        preempted = sum(stats.num_preemptions.values())
+        yield self._total("num_preemptions", "Sequences preempted.", {(): preempted})
+        queries, hits = stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens
+        yield self._total("prefix_cache_queries", "Prompt tokens looked up.", {(): queries})
+        yield self._total("prefix_cache_hits", "Prompt tokens found.", {(): hits})
+        yield self._total("failed_steps", "Steps that failed.", {(): stats.num_failed_steps})
+        compiles = self._num_compiles()
+        yield self._total("recompiles_after_warmup", "Must be 0.", {(): compiles})
+        compiled = self._num_programs + compiles
+        yield self._total("compile", "Programs compiled.", {(): compiled})
+        modes = {(mode,): count for mode, count in stats.steps_by_mode.items()}
+        yield self._total("steps", "Steps by mode.", modes, "mode")
+        pairs = [("base", "shift"), ("shift", "base")]
+        switches = {pair: stats.mode_switches.get(pair, 0) for pair in pairs}
+        yield self._total("mode_switches", "Changes of mode.", switches, "from", "to")
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], value)
+        return family
+
+    def _total(
+        self, name: str, text: str, values: Mapping[tuple[str, ...], int], *extra: str
+    ) -> Metric:
+        full = f"{self.prefix}:{name}"
+        family = CounterMetricFamily(full, text, labels=[*self._labels, *extra])
+        for labels, value in values.items():
+            family.add_metric([*self._labels.values(), *labels], value)
+        return family

@@ -1,0 +1,225 @@
+"""Engine output as the JSON of OpenAI's completions and chats. Pure functions of what came."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from serving.server.fields import ChatFields, CompletionFields
+from serving.server.handle import Delta, RequestHandle
+from serving.server.service import Generation
+from shiftjax.control.request import TokenLogprobs
+from shiftjax.text.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+Json = dict[str, Any]
+
+
+class Writer:
+    """Writes the responses of one generation; it keeps where the text of each choice stands."""
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer | None):
+        self._generation, self._tokenizer = generation, tokenizer
+        self._fields = generation.wish.fields
+        self._is_chat = isinstance(self._fields, ChatFields)
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._top = generation.wish.sampling.logprobs or 0
+
+    # ------------------------------------------------------------------ whole responses
+
+    def response(self) -> Json:
+        """The response to a request that does not stream."""
+        return self._whole(list(self._choices()))
+
+    def encoded(self) -> Json:
+        """The same, with choices that are JSON already: one at a time, as they may be big."""
+        return self._whole([msgspec.Raw(msgspec.json.encode(each)) for each in self._choices()])
+
+    def _choices(self) -> Iterator[Json]:
+        for number, handle in enumerate(self._generation.handles):
+            for index in range(handle.request.sampling.n):
+                yield self._choice(number, handle, index)
+
+    def _whole(self, choices: Sequence[Json | msgspec.Raw]) -> Json:
+        return self._envelope(choices, "") | {"usage": usage(self._generation.handles)}
+
+    def _envelope(self, choices: Sequence[Json | msgspec.Raw], suffix: str) -> Json:
+        kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self._generation.id}",
+            "object": kind,
+            "created": self._generation.created,
+            "model": self._generation.model,
+            "choices": choices,
+        }
+
+    def _choice(self, number: int, handle: RequestHandle, index: int) -> Json:
+        output = handle.output.outputs[index]
+        delta = Delta(
+            index,
+            output.text,
+            output.token_ids,
+            output.logprobs or [],
+            output.finish_reason,
+            output.stop_reason,
+        )
+        choice = self._completion(number, handle, delta) if not self._is_chat else {}
+        if self._is_chat:
+            message = {"role": "assistant", "content": output.text, "refusal": None}
+            choice = self._chat_choice(number, handle, delta, {"message": message})
+        if self._fields.prompt_logprobs is not None:
+            entries = handle.output.prompt_logprobs or []
+            choice["prompt_logprobs"] = [entry and self._by_id(entry) for entry in entries]
+        return choice
+
+    # ------------------------------------------------------------------ streams
+
+    def chunks(self, number: int, deltas: list[Delta]) -> list[Json]:
+        """Objects of a stream for what one prompt's continuations have gained."""
+        handle = self._generation.handles[number]
+        objects = []
+        for delta in deltas:
+            if self._is_chat:
+                choices = self._chat_deltas(number, handle, delta)
+            else:
+                choices = [self._completion(number, handle, delta)]
+            objects += [self._envelope([choice], ".chunk") for choice in choices]
+        options = self._fields.stream_options
+        if options is not None and options.continuous_usage_stats:
+            return [each | {"usage": usage(self._generation.handles)} for each in objects]
+        if options is not None and options.include_usage:
+            return [each | {"usage": None} for each in objects]
+        return objects
+
+    def last_chunk(self) -> Json | None:
+        """The object with the usage, if the request wants one."""
+        options = self._fields.stream_options
+        if options is None or not options.include_usage:
+            return None
+        return self._envelope([], ".chunk") | {"usage": usage(self._generation.handles)}
+
+    def _chat_deltas(self, number: int, handle: RequestHandle, delta: Delta) -> list[Json]:
+        place = self._place(number, delta.index)
+        choices = []
+        if place not in self._begun:
+            self._begun.add(place)
+            first = {"role": "assistant", "content": ""}
+            choices.append({"index": place, "delta": first, "logprobs": None})
+            choices[0]["finish_reason"] = None
+        content = {"content": delta.text} if delta.text or not delta.finish_reason else {}
+        return [*choices, self._chat_choice(number, handle, delta, {"delta": content})]
+
+    # ------------------------------------------------------------------ choices
+
+    def _place(self, number: int, index: int) -> int:
+        return number * self._generation.wish.sampling.n + index
+
+    def _chat_choice(self, number: int, handle: RequestHandle, delta: Delta, content: Json) -> Json:
+        logprobs = None
+        if handle.request.sampling.logprobs is not None:
+            logprobs = {"content": [self._chat_logprob(each) for each in delta.logprobs]}
+        return {
+            "index": self._place(number, delta.index),
+            **content,
+            "logprobs": logprobs,
+            **self._end(delta),
+        }
+
+    def _completion(self, number: int, handle: RequestHandle, delta: Delta) -> Json:
+        place = self._place(number, delta.index)
+        entries: list[TokenLogprobs | None] = list(delta.logprobs)
+        token_ids, text = delta.token_ids, delta.text
+        is_first = place not in self._begun
+        self._begun.add(place)
+        assert isinstance(self._fields, CompletionFields)
+        if self._fields.echo and is_first:
+            text = self._prompt_text(handle) + text
+            token_ids = [*handle.request.prompt_token_ids, *token_ids]
+            entries = [*(handle.output.prompt_logprobs or []), *entries]
+        logprobs = None
+        if self._fields.logprobs is not None:
+            first = next(iter(handle.request.prompt_token_ids))
+            logprobs = self._completion_logprobs(place, entries, first)
+        choice = {"index": place, "text": text, "logprobs": logprobs, **self._end(delta)}
+        return choice | ({"token_ids": token_ids} if self._fields.return_token_ids else {})
+
+    def _end(self, delta: Delta) -> Json:
+        return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+
+    def _prompt_text(self, handle: RequestHandle) -> str:
+        if handle.output.prompt is not None or self._tokenizer is None:
+            return handle.output.prompt or ""
+        return self._tokenizer.decode(list(handle.request.prompt_token_ids), False)
+
+    # ------------------------------------------------------------------ log-probabilities
+
+    def _completion_logprobs(
+        self, place: int, entries: Sequence[TokenLogprobs | None], first_id: int
+    ) -> Json:
+        """Four parallel lists; the first token of an echoed prompt has no log-probability."""
+        tokens = [self._text(first_id if entry is None else entry.token_id) for entry in entries]
+        offset, offsets = self._offsets.get(place, 0), []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[place] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [entry and self._top_by_text(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top_by_text(self, entry: TokenLogprobs) -> dict[str, float]:
+        """By text; where tokens have the same, the most likely one counts."""
+        top: dict[str, float] = {}
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        for token_id, logprob in (*pairs, (entry.token_id, entry.logprob)):
+            top.setdefault(self._text(token_id), _finite(logprob))
+        return top
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[str, Json]:
+        """By token id, as vLLM writes `prompt_logprobs`."""
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return {
+            str(token_id): {"logprob": _finite(logprob), "decoded_token": self._text(token_id)}
+            for token_id, logprob in (*pairs, (entry.token_id, entry.logprob))
+        }
+
+    def _chat_logprob(self, entry: TokenLogprobs) -> Json:
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        top = [self._chat_token(token_id, logprob) for token_id, logprob in pairs]
+        return self._chat_token(entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+    def _chat_token(self, token_id: int, logprob: float) -> Json:
+        data = self._bytes(token_id)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _text(self, token_id: int) -> str:
+        return self._bytes(token_id).decode("utf-8", "replace")
+
+    def _bytes(self, token_id: int) -> bytes:
+        pieces = self._tokenizer.token_bytes if self._tokenizer is not None else None
+        return f"token_id:{token_id}".encode() if pieces is None else pieces.piece(token_id)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def usage(handles: Sequence[RequestHandle]) -> Json:
+    """Tokens in and out, as far as they have come; cached ones once the request has ended."""
+    num_prompt = sum(len(handle.request.prompt_token_ids) for handle in handles)
+    num_output = sum(handle.num_output_tokens for handle in handles)
+    metrics = [handle.output.metrics for handle in handles]
+    cached = sum(each.num_cached_tokens for each in metrics if each is not None)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,310 @@
+"""What both front ends ask of the server: health, models, tokens, generations. No JAX."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.server.async_engine import AsyncEngine
+from serving.server.errors import ServeError, invalid
+from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
+from serving.server.grammar import Grammars
+from serving.server.handle import RequestHandle
+from serving.server.metrics import Metrics
+from serving.server.options import ServerOptions
+from serving.server.schema import Wish, prompts_of, read, read_chat, read_completion
+from serving.server.texts import Texts
+from serving.server.timeline import Timeline
+from shiftjax.control.request import Request
+from shiftjax.text.chat import ChatTemplate
+from shiftjax.text.tokenizer import Tokenizer
+
+TEXT_THREADS = 2  # for texts that come and answers that go
+INLINE_LOGPROBS = 4096  # responses with up to this many are written on the event loop: a
+# million would keep it busy for seconds
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is loaded and compiled."""
+
+    names: tuple[str, ...]  # as requests may call it; the first is what responses say
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    info: Mapping[str, str] = field(default_factory=dict)  # labels of the metric config_info
+    num_programs: int = 0  # compiled before the first request
+    num_compiles: Callable[[], int] = lambda: 0  # since then
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        """The name in responses."""
+        return self.names[0]
+
+
+@dataclass
+class Generation:
+    """The requests of one call, a handle per prompt; use it as a context manager."""
+
+    id: str
+    wish: Wish
+    model: str
+    handles: list[RequestHandle]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def num_logprobs(self) -> int:
+        """About how many log-probabilities have come; to write many takes a while."""
+        return sum(handle.num_logprobs for handle in self.handles)
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        for handle in self.handles:
+            handle.cancel()
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self.handles:
+            handle.close()
+
+
+class Service:
+    """The server without its listeners. Until `open`, everything but liveness is "starting"."""
+
+    def __init__(self, options: ServerOptions):
+        self.options = options
+        self.metrics = Metrics(options.metrics_prefix)
+        self.timeline = Timeline()
+        self.model: ServedModel | None = None
+        self.engine: AsyncEngine | None = None
+        self.listeners: list[Callable[[bool], None]] = []
+        self.grammars: Grammars | None = None
+        self._texts: Texts | None = None
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+
+    def open(self, model: ServedModel, engine: AsyncEngine) -> None:
+        """Begin to serve."""
+        self.model, self.engine = model, engine
+        longest = engine.request_limits.max_model_len
+        self._texts = Texts(model.tokenizer, model.template, longest, self._threads)
+        if model.tokenizer is not None:
+            vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
+            self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
+        self.metrics.open(model.name, engine, model.info, model.num_programs, model.num_compiles)
+        self.notify()
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        if self.engine is not None:
+            self.engine.stop_accepting()
+        self.notify()
+
+    def notify(self) -> None:
+        """Tell the listeners that readiness may have changed."""
+        for listener in self.listeners:
+            listener(self.is_ready)
+
+    async def close(self) -> bool:
+        """End everything; False if a step hangs."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.grammars is not None:
+            self.grammars.close()
+        return self.engine is None or await self.engine.close()
+
+    @property
+    def observers(self) -> tuple[Metrics, Timeline]:
+        """What an engine of this service reports to."""
+        return self.metrics, self.timeline
+
+    # ------------------------------------------------------------------ health
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.engine is not None and self.engine.is_ready
+
+    @property
+    def makes_progress(self) -> bool:
+        """Whether steps finish; true while there is nothing to do."""
+        return self.engine is None or self.engine.makes_progress
+
+    def running(self) -> tuple[ServedModel, AsyncEngine]:
+        """The model and its engine. Raises `ServeError` while there is none."""
+        if self.model is None or self.engine is None:
+            raise ServeError("starting", "The server is still loading its model.")
+        return self.model, self.engine
+
+    @property
+    def texts(self) -> Texts:
+        """What makes token ids. Raises `ServeError` while there is no model."""
+        self.running()
+        assert self._texts is not None
+        return self._texts
+
+    def model_named(self, name: str | None) -> ServedModel:
+        """The model of this name; None is the only one there is."""
+        model, _ = self.running()
+        if name is not None and name not in model.names:
+            message = "There is no such model; see /v1/models."
+            raise ServeError("not_found", message, param="model", code="model_not_found")
+        return model
+
+    # ------------------------------------------------------------------ generations
+
+    async def complete(
+        self, values: Any, request_id: str | None = None, timeout: float | None = None
+    ) -> Generation:
+        """Start what the body of a completion asks for. The caller closes it."""
+        return await self._start(read_completion, values, request_id, timeout)
+
+    async def chat(
+        self, values: Any, request_id: str | None = None, timeout: float | None = None
+    ) -> Generation:
+        """Start what the body of a chat asks for. The caller closes it."""
+        return await self._start(read_chat, values, request_id, timeout)
+
+    async def _start(
+        self,
+        read_fields: Callable[[Any], Wish],
+        values: Any,
+        request_id: str | None,
+        timeout: float | None,
+    ) -> Generation:
+        try:
+            _, engine = self.running()
+            wish = read_fields(values)
+            return await self._submit(engine, wish, request_id, timeout)
+        except ServeError as error:
+            self.refuse(error)
+            raise
+
+    def refuse(self, error: ServeError) -> None:
+        """Count a generation that was refused, by this service or by a front end before it."""
+        if self.engine is None:
+            self.metrics.rejected(error)
+        else:
+            self.engine.refuse(error)
+
+    async def _submit(
+        self, engine: AsyncEngine, wish: Wish, request_id: str | None, timeout: float | None
+    ) -> Generation:
+        arrival, fields = time.monotonic(), wish.fields
+        model = self.model_named(fields.model)
+        limits = [t for t in (timeout, self.options.request_timeout) if t is not None]
+        if limits and min(limits) <= 0:
+            raise ServeError("deadline", "The deadline had passed when the request came.")
+        _check_server_limits(wish, self.options)
+        is_chat = isinstance(fields, ChatFields)
+        num_prompts = 1 if is_chat else len(prompts_of(fields))
+        engine.check_room(num_prompts * wish.sampling.n)
+        prompts = await self._encode(wish)
+        states = await self._constrain(wish, num_prompts)
+        name = fields.request_id or request_id or uuid.uuid4().hex
+        requests = [
+            Request(
+                name if num_prompts == 1 else f"{name}-{index}",
+                ids,
+                wish.sampling,
+                arrival_seconds=arrival,
+                priority=wish.priority,
+                cache_salt=fields.cache_salt,
+                constraints=tuple(states[index * wish.sampling.n :][: wish.sampling.n]),
+            )
+            for index, (_, ids) in enumerate(prompts)
+        ]
+        rest = min(limits) - (time.monotonic() - arrival) if limits else None
+        texts = [text for text, _ in prompts]
+        streams = bool(fields.stream)
+        handles = engine.submit(requests, texts, streams=streams, timeout=rest)
+        return Generation(name, wish, model.name, handles)
+
+    async def _constrain(self, wish: Wish, num_prompts: int) -> Sequence[Any]:
+        if wish.grammar is None:
+            return ()
+        if self.grammars is None:
+            raise invalid("response_format", "needs a tokenizer, which this model has not")
+        return await self.grammars.start(wish.grammar, num_prompts * wish.sampling.n)
+
+    # ------------------------------------------------------------------ text and tokens
+
+    async def _encode(self, wish: Wish) -> list[tuple[str | None, list[int]]]:
+        """(text, token ids) of every prompt; the text is None where ids came."""
+        fields = wish.fields
+        if isinstance(fields, ChatFields):
+            variables = dict(fields.chat_template_kwargs or {})
+            if fields.add_generation_prompt is not None:
+                variables["add_generation_prompt"] = fields.add_generation_prompt
+            return [(None, await self.texts.encode_chat(fields.messages, variables))]
+        prompts, special = prompts_of(fields), fields.add_special_tokens is not False
+        return [
+            (prompt, await self.texts.encode(prompt, special=special))
+            if isinstance(prompt, str)
+            else (None, list(prompt))
+            for prompt in prompts
+        ]
+
+    async def write[T](self, function: Callable[[Generation], T], generation: Generation) -> T:
+        """What a function makes of a generation; other requests go on if that takes long."""
+        if generation.num_logprobs <= INLINE_LOGPROBS:
+            return function(generation)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, generation)
+
+    async def tokenize(self, values: Any) -> tuple[ServedModel, TokenizeFields, list[int]]:
+        """The token ids of a text or a conversation."""
+        fields = self._read_plain(TokenizeFields, values)
+        model = self.model_named(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise invalid("prompt", "or messages must be given, and only one of them")
+        if fields.messages is not None:
+            if fields.add_special_tokens:
+                raise invalid("add_special_tokens", "needs prompt: a template writes them itself")
+            given = fields.chat_template_kwargs or {}
+            variables = {"add_generation_prompt": fields.add_generation_prompt is not False} | given
+            return model, fields, await self.texts.encode_chat(fields.messages, variables)
+        for name in ("chat_template_kwargs", "add_generation_prompt"):
+            if getattr(fields, name) not in (None, True):
+                raise invalid(name, "needs messages")
+        text = fields.prompt or ""
+        special = fields.add_special_tokens is not False
+        return model, fields, await self.texts.encode(text, special=special)
+
+    async def detokenize(self, values: Any) -> str:
+        """The text of token ids, special tokens included."""
+        fields = self._read_plain(DetokenizeFields, values)
+        self.model_named(fields.model)
+        tokenizer = self.texts.tokenizer_for("tokens")
+        _, engine = self.running()
+        limits = engine.request_limits
+        if len(fields.tokens) > limits.max_model_len:
+            raise invalid("tokens", f"must have at most {limits.max_model_len} entries")
+        for token in fields.tokens:
+            if not 0 <= token < limits.vocab_size:
+                raise invalid("tokens", f"must be in the vocabulary of {limits.vocab_size}")
+        return tokenizer.decode(fields.tokens, skip_special_tokens=False)
+
+    def _read_plain[T: (TokenizeFields, DetokenizeFields)](self, kind: type[T], values: Any) -> T:
+        """The fields of a request that generates nothing."""
+        fields, unknown = read(kind, values)
+        _check_known(unknown, self.options)
+        return fields
+
+
+def _check_server_limits(wish: Wish, options: ServerOptions) -> None:
+    """What this server refuses although another may allow it."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(wish.sampling, name) or 0) > options.max_logprobs:
+            is_chat = isinstance(wish.fields, ChatFields) and name == "logprobs"
+            field = "top_logprobs" if is_chat else name
+            raise invalid(field, f"must be at most {options.max_logprobs} on this server")
+    _check_known(wish.unknown, options)
+
+
+def _check_known(unknown: Sequence[str], options: ServerOptions) -> None:
+    if unknown and options.strict:
+        raise invalid(unknown[0], "is not a field of this request", "unknown_parameter")

@@ -1,0 +1,95 @@
+"""The last minutes of the engine, for the page: steps by mode, batch, queue, recent requests."""
+
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from serving.server.engine_thread import Turn
+from serving.server.errors import ServeError
+from serving.server.handle import RequestHandle
+from shiftjax.control.request import RequestMetrics
+
+BUCKET_SECONDS = 0.5
+NUM_BUCKETS = 240
+NUM_REQUESTS = 40
+NUM_LATENCIES = 512
+
+
+class Timeline:
+    """An `Observer` that keeps a bounded past. Times are seconds of `time.monotonic()`."""
+
+    def __init__(self) -> None:
+        self._buckets: deque[dict[str, Any]] = deque(maxlen=NUM_BUCKETS)
+        self._requests: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
+        self._ttft: deque[float] = deque(maxlen=NUM_LATENCIES)
+        self._tpot: deque[float] = deque(maxlen=NUM_LATENCIES)
+
+    def rejected(self, error: ServeError) -> None:
+        """Refused requests leave no trace here."""
+
+    def tokens(self, handle: RequestHandle, index: int, num: int, now: float) -> None:
+        """Count generated tokens."""
+        self._bucket(now)["tokens"] += num
+
+    def stepped(self, turn: Turn) -> None:
+        """Note a step's mode and the state after it."""
+        bucket, stats = self._bucket(turn.at), turn.stats
+        if turn.mode is not None:
+            bucket[turn.mode] += 1
+        bucket["running"] = max(bucket["running"], stats.num_running)
+        bucket["waiting"] = max(bucket["waiting"], stats.num_waiting)
+        bucket["kv"] = max(bucket["kv"], stats.kv_usage)
+
+    def ended(self, handle: RequestHandle, now: float) -> None:
+        """Keep the phases of a request."""
+        metrics = handle.output.metrics
+        self._requests.append(row_of(handle, now))
+        if metrics is not None and metrics.ttft_seconds is not None:
+            self._ttft.append(metrics.ttft_seconds)
+        if metrics is not None and metrics.tpot_seconds is not None:
+            self._tpot.append(metrics.tpot_seconds)
+
+    def _bucket(self, now: float) -> dict[str, Any]:
+        start = now // BUCKET_SECONDS * BUCKET_SECONDS
+        if not self._buckets or self._buckets[-1]["at"] < start:
+            gauges = {"running": 0, "waiting": 0, "kv": 0.0, "tokens": 0}
+            self._buckets.append({"at": start, "base": 0, "shift": 0, **gauges})
+        return self._buckets[-1]
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "now": time.monotonic(),
+            "bucket_seconds": BUCKET_SECONDS,
+            "buckets": list(self._buckets),
+            "requests": list(self._requests),
+            "ttft": _percentiles(self._ttft),
+            "tpot": _percentiles(self._tpot),
+        }
+
+
+def row_of(handle: RequestHandle, end: float | None) -> dict[str, Any]:
+    """A request as plain values; `end` None: it goes on."""
+    return {
+        "id": handle.public_id[:24],
+        "arrival": handle.request.arrival_seconds,
+        "end": end,
+        "reason": "finished" if handle.error is None else handle.error.code,
+        "prompt_tokens": len(handle.request.prompt_token_ids),
+        "output_tokens": handle.num_output_tokens,
+        **_phases(handle.output.metrics),
+    }
+
+
+def _phases(metrics: RequestMetrics | None) -> dict[str, Any]:
+    if metrics is None:
+        return {"queue": None, "ttft": None, "preemptions": 0}
+    queue, ttft = metrics.queue_seconds, metrics.ttft_seconds
+    return {"queue": queue, "ttft": ttft, "preemptions": metrics.num_preemptions}
+
+
+def _percentiles(values: deque[float]) -> list[float]:
+    """p50, p90 and p99; nothing for nothing."""
+    return np.percentile(values, (50, 90, 99)).tolist() if values else []

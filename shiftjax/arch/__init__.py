@@ -1,0 +1,1 @@
+"""What is computed: model configurations, presets, weights and number formats. No JAX."""

@@ -1,1 +1,0 @@
-"""The paged KV cache: block accounting and device memory."""

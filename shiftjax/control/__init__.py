@@ -1,0 +1,1 @@
+"""The control plane: requests, scheduling, policies and the loop. No JAX."""

@@ -1,0 +1,121 @@
+"""What is refused at the engine's door, before it can do harm. No JAX."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from shiftjax.control.request import Request, RequestError
+from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
+
+MAX_ID_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a model and its deployment can take.
+
+    `num_kv_tokens` is the number of tokens that the KV pool of one group holds.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_kv_tokens: int
+    max_logprobs: int = 20
+    eos_token_ids: tuple[int, ...] = ()
+    adapters: frozenset[str] = frozenset()
+
+    def max_length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """The longest that prompt and output may become, in tokens.
+
+        The KV of the last sampled token is never computed, hence one more than the pool holds.
+        """
+        most = min(self.max_model_len, self.num_kv_tokens + 1)
+        return most if max_tokens is None else num_prompt_tokens + max_tokens
+
+
+def validate_request(request: Request, limits: RequestLimits) -> None:
+    """Refuse with `RequestError`, one sentence, what the engine could not serve correctly.
+
+    Complete before admission, because a device clamps or drops bad indices in silence.
+    """
+    _check_identity(request, limits)
+    _check_prompt(request.prompt_token_ids, limits)
+    _check_length(len(request.prompt_token_ids), request.sampling.max_tokens, limits)
+    _check_sampling(request.sampling, limits)
+    _check_constraints(request)
+
+
+def _check_identity(request: Request, limits: RequestLimits) -> None:
+    if not isinstance(request.sampling, SamplingParams):
+        raise RequestError("sampling must be a SamplingParams.")
+    for name in ("request_id", "cache_salt"):
+        text = getattr(request, name)
+        if text is None and name == "cache_salt":
+            continue
+        if not (isinstance(text, str) and 0 < len(text) <= MAX_ID_CHARACTERS):
+            raise RequestError(f"{name} must be a string of 1 to {MAX_ID_CHARACTERS} characters.")
+        if not text.isprintable():
+            raise RequestError(f"{name} must not contain control characters.")
+    if type(request.priority) is not int or abs(request.priority) > INT32_MAX:
+        raise RequestError(f"priority must be an integer between -{INT32_MAX} and {INT32_MAX}.")
+    if type(request.arrival_seconds) not in (int, float) or not math.isfinite(
+        request.arrival_seconds
+    ):
+        raise RequestError("arrival_seconds must be a finite number.")
+    if request.adapter is not None and request.adapter not in limits.adapters:
+        raise RequestError("The adapter of this request is not loaded.")
+
+
+def _check_prompt(token_ids: Any, limits: RequestLimits) -> None:
+    if not isinstance(token_ids, (list, tuple)):
+        raise RequestError("The prompt must be a list of token ids.")
+    if not token_ids:
+        raise RequestError("The prompt is empty: it needs at least one token.")
+    if set(map(type, token_ids)) != {int}:
+        raise RequestError("The prompt's token ids must all be integers.")
+    for token in (min(token_ids), max(token_ids)):
+        _check_in_vocabulary("The prompt's token id", token, limits)
+
+
+def _check_length(num_prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:
+    context, pool = limits.max_model_len, limits.num_kv_tokens
+    num_output = 1 if max_tokens is None else max_tokens
+    asked = f"{num_prompt} prompt tokens and {num_output} output tokens"
+    if num_prompt + num_output > context:
+        raise RequestError(
+            f"{asked} exceed the context of {context} tokens: shorten the prompt or max_tokens."
+        )
+    if max(num_prompt, num_prompt + num_output - 1) > pool:  # the last token needs no KV
+        raise RequestError(f"{asked} can never fit the KV pool, which holds {pool} tokens.")
+
+
+def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, name) or 0) > limits.max_logprobs:
+            raise RequestError(f"{name} must be at most {limits.max_logprobs} on this server.")
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token in getattr(sampling, name) or ():
+            _check_in_vocabulary(f"{name}: token id", token, limits)
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else limits.eos_token_ids)}
+    allowed = sampling.allowed_token_ids
+    if sampling.min_tokens and allowed and stops.issuperset(allowed):
+        raise RequestError(
+            "min_tokens forbids every one of allowed_token_ids: they are all stop ids."
+        )
+
+
+def _check_constraints(request: Request) -> None:
+    """One per continuation, and nothing beside them that could leave no token to choose."""
+    sampling, num = request.sampling, len(request.constraints)
+    if not num:
+        return
+    if num != sampling.n:
+        raise RequestError(f"There are {num} constraints for {sampling.n} continuations.")
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
+        if getattr(sampling, name):
+            raise RequestError(f"{name} cannot be combined with structured output.")
+
+
+def _check_in_vocabulary(what: str, token: int, limits: RequestLimits) -> None:
+    if not 0 <= token < limits.vocab_size:
+        raise RequestError(f"{what} {token} is outside the vocabulary of {limits.vocab_size}.")

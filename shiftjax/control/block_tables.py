@@ -1,0 +1,162 @@
+"""The KV blocks of sequences: who gets them, shares them, and loses them. No JAX.
+
+The scheduler decides *when*; this file keeps block tables, the prefix cache and the host tier in
+agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`.
+"""
+
+from collections.abc import Iterable
+
+from shiftjax.control.blocks import BlockAllocator, block_tokens, extend_hashes, root_hash
+from shiftjax.control.request import Sequence
+
+
+class BlockTables:
+    """Block tables of one group over its device pool and, with `num_host_blocks`, a host tier.
+
+    Both counts include a null block 0. `model` keeps the hashes of different weights apart.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        model: str = "",
+        prefix_caching: bool = True,
+    ):
+        self.device = BlockAllocator(num_blocks, block_size)
+        self.host = BlockAllocator(num_host_blocks, block_size) if num_host_blocks else None
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        self._model = model
+
+    def admit(self, sequence: Sequence, reserve: int) -> list[tuple[int, int]] | None:
+        """Give a waiting sequence blocks for all its tokens, and leave `reserve` blocks free.
+
+        Returns the `(device_block, host_block)` pairs to restore, or None if there is no room. A
+        whole prompt gets its blocks at once, so that chunks of it never wait for each other.
+        """
+        num_tokens = len(sequence.token_ids)
+        num_blocks = self.device.blocks_for(num_tokens)
+        shortage = num_blocks + reserve - self.device.num_free_blocks
+        prefix = self._find_prefix(sequence, shortage)
+        if shortage + self.device.num_revived(prefix) > len(prefix):
+            return None
+        self.device.retain(prefix)  # before allocating, which could evict them
+        fresh = [self.device.allocate() for _ in range(num_blocks - len(prefix))]
+        sequence.block_table = prefix + fresh
+        sequence.num_registered_blocks = len(prefix)
+        num_hit_tokens = len(prefix) * self.block_size
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_hit_tokens)
+        self.num_prefix_query_tokens += num_tokens
+        self.num_prefix_hit_tokens += num_hit_tokens
+        return self._restore(sequence)[len(prefix) :]
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Append one block; False if none is free."""
+        if not self.device.num_free_blocks:
+            return False
+        sequence.block_table.append(self.device.allocate())
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Take every block from a sequence, on the device and on the host.
+
+        A step in flight may still write to these blocks. They may be given away at once all the
+        same: the device runs steps in order, so the next owner's step writes after it. Blocks in
+        the index are never written again: they are full and computed.
+        """
+        self.device.release(sequence.block_table)
+        sequence.block_table = []
+        if self.host is not None:
+            self.host.release(sequence.host_block_table)
+            sequence.host_block_table = []
+
+    def forget(self, sequence: Sequence) -> None:
+        """Release a sequence that will be recomputed."""
+        self.release(sequence)
+        sequence.num_computed_tokens = sequence.num_verified_tokens = 0
+
+    def swap_out(self, sequence: Sequence) -> list[tuple[int, int]] | None:
+        """Move what is computed to the host tier; returns the pairs to offload, None if no room.
+
+        The runner copies before the step computes, so the device blocks are free at once.
+        """
+        num_blocks = self.device.blocks_for(sequence.num_computed_tokens)
+        if self.host is None or not 0 < num_blocks <= self.host.num_free_blocks:
+            return None
+        host_blocks = [self.host.allocate() for _ in range(num_blocks)]
+        pairs = list(zip(sequence.block_table[:num_blocks], host_blocks, strict=True))
+        self.release(sequence)
+        sequence.host_block_table = host_blocks
+        return pairs
+
+    def register(self, sequence: Sequence) -> None:
+        """Enter the full blocks that are computed and known to be finite into the prefix cache."""
+        size, tokens = self.block_size, sequence.token_ids
+        self._hash(sequence)
+        num_full = sequence.num_verified_tokens // size
+        for number in range(sequence.num_registered_blocks, num_full):
+            block, block_hash = sequence.block_table[number], sequence.block_hashes[number]
+            self.device.register(block, block_hash, block_tokens(tokens, number, size))
+        sequence.num_registered_blocks = num_full
+
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """The contents of both tiers are lost, and with them the prefix cache."""
+        for sequence in sequences:
+            sequence.block_table, sequence.host_block_table = [], []
+            sequence.num_computed_tokens = sequence.num_verified_tokens = 0
+        self.device.reset()
+        if self.host is not None:
+            self.host.reset()
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Conservation in both tiers, see `BlockAllocator.check`."""
+        sequences = list(sequences)
+        self.device.check([sequence.block_table for sequence in sequences])
+        if self.host is not None:
+            self.host.check([sequence.host_block_table for sequence in sequences])
+
+    def _find_prefix(self, sequence: Sequence, shortage: int) -> list[int]:
+        """Blocks that already hold the beginning of this sequence, without a reference yet.
+
+        Never all of it: the last token is computed, because its logits are needed. A sibling's
+        blocks serve without a prefix cache. With a `shortage` too large for any hit to help, the
+        search ends at once, so that a full pool costs a waiting sequence one look-up per step.
+        """
+        if sequence.wants_prompt_logprobs:
+            return []
+        prefix: list[int] = []
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        if self.prefix_caching and shortage <= limit:
+            self._hash(sequence)
+            if shortage <= 0 or self.device.is_indexed(sequence.block_hashes[shortage - 1]):
+                prefix = self.device.match(sequence.block_hashes, sequence.token_ids, limit)
+        shared = self._sibling_prefix(sequence)
+        return shared if len(shared) > len(prefix) else prefix
+
+    def _sibling_prefix(self, sequence: Sequence) -> list[int]:
+        """The full blocks of the prompt, where a sibling holds them computed."""
+        num_blocks = (sequence.num_prompt_tokens - 1) // self.block_size
+        for sibling in sequence.siblings:
+            is_computed = sibling.num_verified_tokens >= num_blocks * self.block_size
+            if sibling is not sequence and sibling.block_table and is_computed:
+                return sibling.block_table[:num_blocks]
+        return []
+
+    def _restore(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Give back the host blocks of a swapped sequence; returns the pairs to copy."""
+        pairs = list(zip(sequence.block_table, sequence.host_block_table, strict=False))
+        if self.host is not None:
+            # Slots freed here take part in a later plan's offloads at the earliest: admission
+            # comes last in a plan, and a plan that preempts admits nobody.
+            self.host.release(sequence.host_block_table)
+            sequence.host_block_table = []
+        return pairs
+
+    def _hash(self, sequence: Sequence) -> None:
+        request, hashes = sequence.request, sequence.block_hashes
+        root = b"" if hashes else root_hash(self._model, request.adapter, request.cache_salt)
+        extend_hashes(hashes, root, sequence.token_ids, self.block_size)

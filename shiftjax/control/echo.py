@@ -1,0 +1,127 @@
+"""A runner without a model: tokens are a pure function of a sequence, KV can be audited. No JAX.
+
+Whatever the scheduling, the same sequence gets the same tokens. With `check`, the pool holds in
+each slot the token whose KV would be there, so that a step can verify that every sequence finds
+exactly its own tokens behind its block table.
+"""
+
+import numpy as np
+
+from shiftjax.control.logprobs import num_top
+from shiftjax.control.request import ScheduledSequence, StepOutput, StepPlan
+from shiftjax.parallel.mode import Mode
+
+NO_TOKEN = -1
+NUM_TOP = 20
+
+
+def echo_token(last_token: int, position: int, seed: int, vocab_size: int) -> int:
+    """The token after `last_token` at `position`: made up, deterministic, well spread."""
+    mixed = (last_token * 2654435761 + position * 40503 + seed * 97 + 12345) & 0xFFFFFFFF
+    return ((mixed >> 15) ^ mixed) % vocab_size
+
+
+def _may_follow(token: int, item: ScheduledSequence) -> bool:
+    constraint = item.sequence.constraint
+    if constraint is not None and not constraint.mask[token // 32] >> (token % 32) & 1:
+        return False
+    return not (token in item.sequence.stop_ids and item.bans_stop_ids)
+
+
+class EchoRunner:
+    """A `Runner` for tests of everything but the model.
+
+    Honours seeds, `min_tokens`, constraints and log-probabilities (made up: `-token % 7`);
+    temperatures, penalties and `allowed_token_ids` have no meaning here.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        num_blocks: int = 0,
+        block_size: int = 1,
+        num_host_blocks: int = 0,
+        check: bool = False,
+    ):
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.check = check
+        self.modes: list[Mode] = []
+        self._pool = np.full((num_blocks, block_size), NO_TOKEN)
+        self._host = np.full((num_host_blocks, block_size), NO_TOKEN)
+
+    def run(self, plan: StepPlan, mode: Mode, previous_handle: StepOutput | None) -> StepOutput:
+        """Compute at once; the handle is the output."""
+        self.modes.append(mode)
+        previous = [] if previous_handle is None else previous_handle.token_ids.tolist()
+        if self.check:
+            self._audit(plan, previous)
+        token_ids: list[int] = []
+        for item in plan.scheduled:
+            if item.num_rows:
+                token_ids += self._tokens(item, previous)
+        tokens = np.array(token_ids, np.int32)
+        logprobs = -(tokens % 7).astype(np.float32)
+        output = StepOutput(tokens, np.ones(len(tokens), bool), logprobs)
+        if max(map(num_top, plan.scheduled)) <= 0:
+            return output
+        top_ids, top = (
+            np.repeat(values[:, None], NUM_TOP, axis=1) for values in (tokens, logprobs)
+        )
+        return output._replace(top_ids=top_ids, top_logprobs=top)
+
+    def fetch(self, handle: StepOutput) -> StepOutput:
+        """What `run` computed."""
+        return handle
+
+    def reset(self) -> None:
+        """Empty both tiers."""
+        self._pool.fill(NO_TOKEN)
+        self._host.fill(NO_TOKEN)
+
+    def _tokens(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
+        """The next tokens for the rows of one sequence."""
+        sequence, end = item.sequence, item.start + item.num_tokens
+        known = sequence.token_ids[end - item.num_rows + 1 : end + 1]
+        if len(known) == item.num_rows:  # inside a prompt: every next token is given
+            return known
+        last = previous[item.previous_row] if item.previous_row >= 0 else sequence.token_ids[-1]
+        token = echo_token(last, end - 1, sequence.seed, self.vocab_size)
+        while not _may_follow(token, item):
+            token = (token + 1) % self.vocab_size
+        return [*known, token]
+
+    def _audit(self, plan: StepPlan, previous: list[int]) -> None:
+        """Move and write what the plan says, then look at what every sequence would attend to."""
+        for block, host_block in plan.offloads:
+            self._host[host_block] = self._pool[block]
+        for block, host_block in plan.restores:
+            self._pool[block] = self._host[host_block]
+        contexts = [self._context(item, previous) for item in plan.scheduled]
+        for item, context in zip(plan.scheduled, contexts, strict=True):
+            self._compare(item, context[: item.start])  # what earlier steps have left behind
+        written: set[tuple[int, int]] = set()
+        for item, context in zip(plan.scheduled, contexts, strict=True):
+            for position in range(item.start, len(context)):
+                block, offset = divmod(position, self.block_size)
+                slot = (item.sequence.block_table[block], offset)
+                assert slot[0] != 0, "the null block belongs to nobody"
+                assert slot not in written, f"slot {slot} is written twice in one step"
+                written.add(slot)
+                self._pool[slot] = context[position]
+        for item, context in zip(plan.scheduled, contexts, strict=True):
+            self._compare(item, context)
+
+    def _compare(self, item: ScheduledSequence, context: list[int]) -> None:
+        """Raise `AssertionError` unless the block table leads to this context."""
+        seen = self._pool[item.sequence.block_table].reshape(-1)[: len(context)].tolist()
+        assert seen == context, f"{item.sequence.order}: finds {seen}, computes {context}"
+
+    def _context(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
+        """The tokens that a sequence attends to in this step."""
+        context = item.sequence.token_ids[: item.start + item.num_tokens]
+        if item.previous_row >= 0:
+            context.append(previous[item.previous_row])
+        assert len(context) == item.start + item.num_tokens, "a pending token has no row"
+        return context

@@ -1,0 +1,59 @@
+"""A step plan while it is being filled. No JAX."""
+
+from dataclasses import dataclass, field
+
+from shiftjax.control.request import ScheduledSequence, Sequence, StepPlan
+
+
+@dataclass(slots=True)
+class Draft:
+    """What has been scheduled so far, and what the budgets of the step still allow.
+
+    Decodes come first in the plan and have one row each, so the row of a decode is its place in
+    the list; the rows of chunks are known at the end.
+    """
+
+    tokens_left: int
+    rows_left: int
+    decodes: list[ScheduledSequence] = field(default_factory=list)
+    chunks: list[ScheduledSequence] = field(default_factory=list)
+    unfinished_prompts: list[Sequence] = field(default_factory=list)
+    offloads: list[tuple[int, int]] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    num_preempted: int = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """As much of what the sequence has not computed as the budgets allow.
+
+        At least one token and one row must be left. A running sequence is sure of them: each of
+        the others has taken one at most, and only the last one added can be short of its prompt.
+        """
+        start = sequence.num_computed_tokens
+        num_new = len(sequence.token_ids) - start
+        num_tokens = min(num_new, self.tokens_left)
+        if sequence.wants_prompt_logprobs:
+            num_tokens = num_rows = min(num_tokens, self.rows_left)
+        else:
+            num_rows = int(num_tokens == num_new)
+        items = self.decodes if num_new == 1 else self.chunks
+        items.append(ScheduledSequence(sequence, start, num_tokens, num_rows, -1))
+        self.tokens_left -= num_tokens
+        self.rows_left -= num_rows
+        sequence.num_computed_tokens += num_tokens
+        if num_tokens == num_new:
+            sequence.num_pending_tokens = 1
+            sequence.pending_row = len(self.decodes) - 1  # `finish` knows the row of a chunk
+
+    def finish(self, step_id: int) -> StepPlan | None:
+        """The plan, or None if there is nothing to compute."""
+        num_decodes = num_rows = num_tokens = len(self.decodes)
+        for item in self.chunks:
+            num_rows += item.num_rows
+            num_tokens += item.num_tokens
+            item.sequence.pending_row = num_rows - 1
+        if not num_tokens:
+            return None
+        scheduled = self.decodes + self.chunks
+        return StepPlan(
+            scheduled, num_tokens, num_rows, num_decodes, self.offloads, self.restores, step_id
+        )

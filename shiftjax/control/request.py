@@ -1,0 +1,277 @@
+"""The types between the parts of the engine. No JAX."""
+
+import enum
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
+from shiftjax.parallel.mode import Mode
+
+__all__ = [
+    "DuplicateRequestError",
+    "Event",
+    "FinishReason",
+    "Request",
+    "RequestError",
+    "RequestMetrics",
+    "Runner",
+    "SamplingParams",
+    "ScheduledSequence",
+    "Sequence",
+    "Status",
+    "StepOutput",
+    "StepPlan",
+    "TokenConstraint",
+    "TokenLogprobs",
+    "derive_seed",
+]
+
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+class Status(enum.Enum):
+    """Where a sequence is. One swapped to the host waits, with a host block table."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class RequestError(ValueError):
+    """A request that is refused at the door; the message is written for its sender."""
+
+
+class DuplicateRequestError(RequestError):
+    """A request whose id belongs to another one that has not finished."""
+
+
+class TokenConstraint(Protocol):
+    """What the next token of one continuation may be, say by a grammar. Has a state of its own."""
+
+    mask: np.ndarray  # [ceil(vocab / 32)] uint32; bit t % 32 of word t // 32: token t is allowed
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a sampled token and renew `mask`; False if no token can follow."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt and what to do with it.
+
+    A lower `priority` runs earlier (as in vLLM), then the earlier arrival. Requests that differ in
+    `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one each.
+    """
+
+    request_id: str
+    prompt_token_ids: Collection[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    arrival_seconds: float = 0.0
+    priority: int = 0
+    adapter: str | None = None
+    cache_salt: str | None = None
+    constraints: tuple[TokenConstraint, ...] = ()
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the token that is there, and the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times (seconds) and counts of one continuation.
+
+    `queue_seconds` arrival to first scheduled, `ttft_seconds` arrival to first token,
+    `tpot_seconds` mean time per token after the first. None: it never got so far.
+    """
+
+    queue_seconds: float | None
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    steps_by_mode: dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation of a request (`n` of them). Written by the scheduler only.
+
+    Who owns which tokens, between two steps::
+
+        token_ids      [ prompt ............ | committed output ]( pending )
+        KV computed    [ 0 .. num_computed_tokens )
+        known finite   [ 0 .. num_verified_tokens )       after a commit with a finite row
+        in the index   [ 0 .. num_registered_blocks * block_size )
+
+    `num_computed_tokens` moves when a step is scheduled: the device runs steps in order, so a
+    later step may rely on an earlier one that is still in flight.
+    """
+
+    request: Request
+    index: int
+    seed: int  # in [0, 2**31), from the request's seed and the index
+    order: tuple[int, float, int, int]  # priority, arrival, number of the request, index: unique
+    token_ids: list[int]  # prompt and committed output
+    num_prompt_tokens: int
+    max_length: int  # prompt and output together; reaching it ends with "length"
+    stop_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop token ids
+    siblings: list["Sequence"]  # all continuations of the request, this one included
+    constraint: TokenConstraint | None = None
+    status: Status = Status.WAITING
+    block_table: list[int] = field(default_factory=list)
+    host_block_table: list[int] = field(default_factory=list)  # not empty: swapped out
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prefix hit at the first admission
+    num_verified_tokens: int = 0
+    num_pending_tokens: int = 0  # sampled in flight, not yet on the host; 2 while two steps fly
+    pending_row: int = -1  # the row of the in-flight step that samples the pending token
+    block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, each once
+    num_registered_blocks: int = 0
+    num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None: not asked for
+    first_scheduled_seconds: float | None = None
+    first_token_seconds: float | None = None
+    last_token_seconds: float = 0.0
+    steps_by_mode: dict[str, int] = field(default_factory=lambda: {mode.value: 0 for mode in Mode})
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled and committed."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether rows of prompt tokens are still to be collected."""
+        collected = self.prompt_logprobs
+        return collected is not None and len(collected) < self.num_prompt_tokens
+
+    def metrics(self) -> RequestMetrics:
+        """The metrics up to now."""
+        arrival, first = self.request.arrival_seconds, self.first_token_seconds
+        queued = self.first_scheduled_seconds
+        later = self.num_output_tokens - 1
+        spread = 0.0 if first is None else self.last_token_seconds - first
+        return RequestMetrics(
+            queue_seconds=None if queued is None else queued - arrival,
+            ttft_seconds=None if first is None else first - arrival,
+            tpot_seconds=spread / later if later > 0 else None,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            steps_by_mode=dict(self.steps_by_mode),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """Tokens `[start, start + num_tokens)` of a sequence, computed in this step.
+
+    `num_rows` logit rows belong to the last `num_rows` of these tokens. `previous_row` >= 0: the
+    last of these tokens is still on the device, in that row of the previous step's output.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    num_rows: int
+    previous_row: int
+
+    @property
+    def bans_stop_ids(self) -> bool:
+        """Whether `min_tokens` forbids `sequence.stop_ids` to the token sampled by the last row."""
+        sequence = self.sequence
+        num_output = self.start + self.num_tokens - sequence.num_prompt_tokens
+        return num_output < sequence.request.sampling.min_tokens
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """What one step computes: `num_decodes` sequences of one token and one row, then chunks.
+
+    The runner first copies every `(device_block, host_block)` of `offloads` to the host, then
+    those of `restores` to the device, then computes.
+    """
+
+    scheduled: list[ScheduledSequence]
+    num_tokens: int
+    num_rows: int
+    num_decodes: int
+    offloads: list[tuple[int, int]]
+    restores: list[tuple[int, int]]
+    step_id: int
+    mode: Mode | None = None  # the policy's choice, noted by the engine
+
+
+class StepOutput(NamedTuple):
+    """One entry per logit row in the order of the plan; NumPy on the host.
+
+    A row inside a prompt (requests with `prompt_logprobs`) reports the prompt's next token as
+    `token_ids` and that token's log-probability; every other row the sampled token. `logprobs`
+    may be None when no sequence of the plan asks for any, the `top_` arrays when none asks for
+    more than its own token's.
+    """
+
+    token_ids: np.ndarray  # [rows] int
+    is_finite: np.ndarray  # [rows] bool
+    logprobs: np.ndarray | None = None  # [rows] float, of `token_ids`
+    top_ids: np.ndarray | None = None  # [rows, k] int, most likely first
+    top_logprobs: np.ndarray | None = None  # [rows, k] float
+
+
+class Runner(Protocol):
+    """Computes steps, in the order in which they are given."""
+
+    def run(self, plan: StepPlan, mode: Mode, previous_handle: Any) -> Any:
+        """Start a step and return its handle without waiting.
+
+        `previous_handle` is that of the step before, or None when no row refers to it.
+        """
+        ...
+
+    def fetch(self, handle: Any) -> StepOutput:
+        """Wait for a step. Raises whatever made it fail."""
+        ...
+
+    def reset(self) -> None:
+        """Rebuild the KV pool after a failed step; what was in it is lost."""
+        ...
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that happened to one continuation; text is made of it elsewhere.
+
+    `finish_reason` is set exactly once per index, `is_last` on exactly one event per request, its
+    terminal one. A stop id ends `token_ids` and stands in `stop_token_id`.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    error_code: str | None = None  # constraint_failed, non_finite, device_oom or step_failed
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
+    metrics: RequestMetrics | None = None  # with finish_reason
+    is_last: bool = False
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The 31-bit seed of continuation `index`: the same for the same pair, anywhere."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & INT32_MAX

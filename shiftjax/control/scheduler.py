@@ -1,0 +1,399 @@
+"""Which tokens of which sequences go into a step, and what its results mean for them. No JAX.
+
+    waiting --admit--> running --commit--> finished        both lists are kept in `order`
+       ^------preempt-----'                                 (priority, arrival, number, index)
+
+A step is planned in three phases: decodes, oldest first, the youngest preempted where blocks run
+out; then chunks of admitted prompts; then admissions, in order. Nothing starves: nobody is
+admitted past a sequence that waits for room, and the oldest running one is never preempted.
+
+`schedule` may be called while one step is in flight. A sequence whose next token that step samples
+is then scheduled with the row of the token instead of the token. Ends that can be foreseen by
+counting are; after any other end the device has computed one token too many, which `commit` drops.
+"""
+
+import bisect
+import logging
+import math
+from collections.abc import Iterable
+from operator import attrgetter
+
+from shiftjax.control.block_tables import BlockTables
+from shiftjax.control.logprobs import check_output, collect_prompt_logprobs, token_logprobs
+from shiftjax.control.plan_builder import Draft
+from shiftjax.control.request import (
+    Event,
+    FinishReason,
+    Request,
+    ScheduledSequence,
+    Sequence,
+    Status,
+    StepOutput,
+    StepPlan,
+    TokenConstraint,
+    derive_seed,
+)
+from shiftjax.control.scheduler_config import SchedulerConfig
+
+NON_FINITE = "The model produced numbers that are not finite for this request."
+DEAD_END = "The output cannot be continued within the structure that this request asks for."
+STEPS_TO_RECOVER = 1000
+logger = logging.getLogger(__name__)
+_order = attrgetter("order")
+
+
+class Scheduler:
+    """Sequences and blocks of one group; the only writer of both."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.tables = BlockTables(
+            config.num_blocks,
+            config.block_size,
+            config.num_host_blocks,
+            config.model,
+            config.prefix_caching,
+        )
+        self.requests: dict[str, list[Sequence]] = {}  # unfinished ones, with all continuations
+        self.num_waiting_tokens = 0  # prompt tokens of the waiting sequences
+        self.num_preemptions = {"recompute": 0, "swap": 0}
+        self._eos_ids = frozenset(config.eos_token_ids)
+        self._num_steps = 0
+        self._budget = config.max_num_batched_tokens  # less for a while after `lower_budget`
+        self._recovers_at = 0  # number of a step
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks held by block tables."""
+        return self.tables.device.num_usable_blocks - self.tables.device.num_free_blocks
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many sequences, or waiting prompts, as one step takes."""
+        return (
+            len(self.running) + len(self.waiting) >= self.config.max_num_seqs
+            or self.num_waiting_tokens >= self.config.max_num_batched_tokens
+        )
+
+    def add(self, request: Request, number: int, seed: int, max_length: int) -> None:
+        """Queue every continuation of a validated request.
+
+        `number` is unique and breaks ties of arrival; `seed` is the request's, given or made up.
+        """
+        sampling = request.sampling
+        stop_ids = frozenset(sampling.stop_token_ids)
+        siblings: list[Sequence] = []
+        for index in range(sampling.n):
+            sequence = Sequence(
+                request,
+                index,
+                derive_seed(seed, index),
+                order=(request.priority, request.arrival_seconds, number, index),
+                token_ids=list(request.prompt_token_ids),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                max_length=max_length,
+                stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
+                constraint=request.constraints[index] if request.constraints else None,
+                siblings=siblings,
+            )
+            siblings.append(sequence)
+            self._wait(sequence)
+        if sampling.prompt_logprobs is not None:
+            siblings[0].prompt_logprobs = [None]  # nothing predicts the first token
+        self.requests[request.request_id] = siblings
+
+    # ------------------------------------------------------------------ schedule
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step, or None if nothing can be computed now.
+
+        At most one plan may be uncommitted, and it must have been given to the device.
+        """
+        draft = Draft(self._tokens_per_step(), self._max_num_seqs)
+        self._schedule_decodes(draft)
+        for sequence in draft.unfinished_prompts:
+            draft.add(sequence)
+        if not draft.num_preempted:
+            self._admit_waiting(draft, now)
+        plan = draft.finish(self._num_steps)
+        self._num_steps += plan is not None
+        return plan
+
+    def lower_budget(self, num_tokens: int) -> None:
+        """Plan at most half of `num_tokens`, which a device had no memory for, in a step.
+
+        Every `STEPS_TO_RECOVER` steps the budget doubles, up to the configured one. For when
+        nothing runs: running sequences may be more than a smaller budget holds.
+        """
+        self._budget = max(1, num_tokens // 2)
+        self._recovers_at = self._num_steps + STEPS_TO_RECOVER
+        logger.warning("A step had no memory: at most %d tokens in one for a while.", self._budget)
+
+    def _tokens_per_step(self) -> int:
+        most = self.config.max_num_batched_tokens
+        if self._budget < most and self._num_steps >= self._recovers_at:
+            self._budget = min(most, 2 * self._budget)
+            self._recovers_at = self._num_steps + STEPS_TO_RECOVER
+        return self._budget
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return min(self.config.max_num_seqs, self._budget)
+
+    def _schedule_decodes(self, draft: Draft) -> None:
+        """One token of every running sequence that lacks just one. The loop that must be fast."""
+        block_size, decodes = self.config.block_size, draft.decodes
+        for sequence in self.running:  # preemption shortens it from the far end
+            start = sequence.num_computed_tokens
+            pending = sequence.num_pending_tokens
+            length = len(sequence.token_ids) + pending
+            if length - start != 1:
+                draft.unfinished_prompts.append(sequence)
+                continue
+            if pending and (length >= sequence.max_length or sequence.constraint is not None):
+                continue  # the step in flight samples its last token, or decides what may follow
+            if start == len(sequence.block_table) * block_size and not self._grow(sequence, draft):
+                break  # it was the youngest and has preempted itself
+            previous_row = sequence.pending_row if pending else -1
+            sequence.num_computed_tokens = length
+            sequence.num_pending_tokens = pending + 1
+            sequence.pending_row = len(decodes)
+            decodes.append(ScheduledSequence(sequence, start, 1, 1, previous_row))
+        draft.tokens_left -= len(decodes)
+        draft.rows_left -= len(decodes)
+
+    def _grow(self, sequence: Sequence, draft: Draft) -> bool:
+        """One more block, at the expense of the youngest; False if that is the sequence itself."""
+        while not self.tables.grow(sequence):
+            victim = self.running.pop()
+            self._preempt(victim, draft)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+        """Back to waiting, by swap where the host tier has room and else by recompute."""
+        pairs = self.tables.swap_out(sequence) if self.config.preemption == "swap" else None
+        if pairs is None:
+            self.tables.forget(sequence)
+        else:
+            draft.offloads += pairs
+        self.num_preemptions["recompute" if pairs is None else "swap"] += 1
+        draft.num_preempted += 1
+        sequence.num_preemptions += 1
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        bisect.insort(self.waiting, sequence, key=_order)
+        self.num_waiting_tokens += sequence.num_prompt_tokens
+
+    def _admit_waiting(self, draft: Draft, now: float) -> None:
+        """Admit in order until a budget or the blocks run out."""
+        position = 0
+        while (
+            position < len(self.waiting)
+            and len(self.running) < self._max_num_seqs
+            and min(draft.tokens_left, draft.rows_left) > 0
+        ):
+            sequence = self.waiting[position]
+            if _waits_for_prompt(sequence):
+                position += 1
+                continue
+            is_first = sequence.first_scheduled_seconds is None
+            restores = self.tables.admit(sequence, self._reserve(sequence))
+            if restores is None:
+                break
+            if is_first:
+                sequence.first_scheduled_seconds = now
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+            del self.waiting[position]
+            self.num_waiting_tokens -= sequence.num_prompt_tokens
+            bisect.insort(self.running, sequence, key=_order)
+            sequence.status = Status.RUNNING
+            draft.restores += restores
+            draft.add(sequence)
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Blocks that the admission of this sequence must leave free.
+
+        With a sequence among them that has been preempted often enough: all that the running ones
+        and this one may still grow by, so that nobody is preempted while it runs.
+        """
+        if not self.running:
+            return 0
+        most = self.config.max_preemptions
+        after = [*self.running, sequence]
+        if all(other.num_preemptions < most for other in after):
+            return math.ceil(self.config.watermark * self.config.num_blocks)
+        blocks_for = self.tables.device.blocks_for
+        growth = blocks_for(_most_computed(sequence)) - blocks_for(len(sequence.token_ids))
+        for other in self.running:
+            growth += blocks_for(_most_computed(other)) - len(other.block_table)
+        return growth
+
+    # -------------------------------------------------------------------- commit
+
+    def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
+        """Enter the results of a step: new tokens, full blocks, ends. In the order of the steps.
+
+        A sequence that has ended since the step was scheduled is passed over.
+        """
+        assert plan.mode is not None, "the engine notes the mode of a plan before it runs"
+        check_output(plan, output)
+        label, caches = plan.mode.value, self.config.prefix_caching
+        block_size = self.config.block_size
+        tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
+        events: list[Event] = []
+        row = -1
+        for item in plan.scheduled:
+            sequence, num_rows = item.sequence, item.num_rows
+            row += num_rows  # the last row of this item
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.steps_by_mode[label] += 1
+            if not num_rows:
+                continue  # part of a prompt: whether it is finite shows in a later row
+            if not (finite[row] and (num_rows == 1 or all(finite[row - num_rows + 1 : row]))):
+                events += self._end_request(sequence.siblings, "error", NON_FINITE, "non_finite")
+                continue
+            end = item.start + item.num_tokens
+            if sequence.block_table:  # else it has been preempted since
+                sequence.num_verified_tokens = end
+                if caches and end // block_size > sequence.num_registered_blocks:
+                    self.tables.register(sequence)
+            if sequence.wants_prompt_logprobs:
+                collect_prompt_logprobs(item, output, row)
+            if end == len(sequence.token_ids):
+                events.append(self._append(sequence, tokens[row], output, row, now))
+        return events
+
+    def _append(
+        self, sequence: Sequence, token: int, output: StepOutput, row: int, now: float
+    ) -> Event:
+        """The token that a row sampled, and what follows from it."""
+        token_ids, sampling = sequence.token_ids, sequence.request.sampling
+        event = Event(sequence.request.request_id, sequence.index)
+        sequence.num_pending_tokens -= 1
+        if sequence.first_token_seconds is None:
+            sequence.first_token_seconds = now
+            event.prompt_logprobs = sequence.prompt_logprobs
+        if len(token_ids) == sequence.max_length:  # max_tokens 0: the prompt was all
+            return self._end(sequence, "length", event)
+        token_ids.append(token)
+        sequence.last_token_seconds = now
+        event.token_ids = (token,)
+        if sampling.logprobs is not None:
+            event.logprobs = token_logprobs(output, row, sampling.logprobs)
+        if token in sequence.stop_ids and sequence.num_output_tokens > sampling.min_tokens:
+            event.stop_token_id = token
+            return self._end(sequence, "stop", event)
+        if len(token_ids) >= sequence.max_length:
+            return self._end(sequence, "length", event)
+        if sequence.constraint is not None and not _accepts(sequence.constraint, token):
+            event.error, event.error_code = DEAD_END, "constraint_failed"
+            return self._end(sequence, "error", event)
+        return event
+
+    # ----------------------------------------------------------------------- ends
+
+    def abort(self, request_id: str) -> list[Event]:
+        """End every continuation of a request; nothing if it is not here (any more)."""
+        return self._end_request(self.requests.get(request_id, ()), "abort")
+
+    def finish(self, request_id: str, index: int, reason: FinishReason) -> list[Event]:
+        """End one continuation, for a reason found in its text; nothing if it has ended."""
+        siblings = self.requests.get(request_id, ())
+        return self._end_request(siblings[index : index + 1], reason)
+
+    def fail(self, plan: StepPlan | None, error: str, code: str = "step_failed") -> list[Event]:
+        """End the requests of a failed plan (None: all of them), and forget all KV.
+
+        The others start again from their tokens, with an empty prefix cache.
+        """
+        everybody = list(self.requests.values())
+        alive = [s for group in everybody for s in group if s.status is not Status.FINISHED]
+        self.tables.reset(alive)
+        self.waiting, self.running, self.num_waiting_tokens = [], [], 0
+        for sequence in alive:
+            sequence.num_pending_tokens = 0
+            self._wait(sequence)
+        failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
+        return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
+
+    def _end_request(
+        self,
+        siblings: Iterable[Sequence],
+        reason: FinishReason,
+        error: str | None = None,
+        code: str | None = None,
+    ) -> list[Event]:
+        events = []
+        for sequence in siblings:
+            if sequence.status is not Status.FINISHED:
+                name, index = sequence.request.request_id, sequence.index
+                event = Event(name, index, error=error, error_code=code)
+                events.append(self._end(sequence, reason, event))
+        return events
+
+    def _end(self, sequence: Sequence, reason: FinishReason, event: Event) -> Event:
+        """Take a sequence out, free its blocks, and make the event its last.
+
+        The blocks come first: if that fails, the sequence has not ended and `fail` will end it.
+        """
+        self.tables.release(sequence)
+        is_waiting = sequence.status is Status.WAITING
+        queue = self.waiting if is_waiting else self.running
+        self.num_waiting_tokens -= sequence.num_prompt_tokens * is_waiting
+        del queue[bisect.bisect_left(queue, sequence.order, key=_order)]
+        sequence.status = Status.FINISHED
+        event.finish_reason = reason
+        event.metrics = sequence.metrics()
+        event.is_last = all(other.status is Status.FINISHED for other in sequence.siblings)
+        if event.is_last:
+            del self.requests[sequence.request.request_id]
+        return event
+
+    def check(self) -> None:
+        """Conservation of blocks and queues. Raises `RuntimeError` at the first breach."""
+        for queue, status in ((self.waiting, Status.WAITING), (self.running, Status.RUNNING)):
+            orders = [sequence.order for sequence in queue]
+            if orders != sorted(set(orders)) or any(s.status is not status for s in queue):
+                raise RuntimeError(f"The {status.value} queue is out of order.")
+        unfinished = {
+            id(sequence)
+            for siblings in self.requests.values()
+            for sequence in siblings
+            if sequence.status is not Status.FINISHED
+        }
+        if unfinished != {id(sequence) for sequence in self.waiting + self.running}:
+            raise RuntimeError("The queues do not hold exactly the unfinished sequences.")
+        if self.num_waiting_tokens != sum(s.num_prompt_tokens for s in self.waiting):
+            raise RuntimeError("The count of waiting tokens is wrong.")
+        self.tables.check(self.waiting + self.running)
+
+
+def _waits_for_prompt(sequence: Sequence) -> bool:
+    """Whether the first continuation is still computing the prompt that this one will share."""
+    first = sequence.siblings[0]
+    return (
+        sequence is not first
+        and first.status is not Status.FINISHED
+        and len(first.token_ids) == first.num_prompt_tokens
+    )
+
+
+def _accepts(constraint: TokenConstraint, token: int) -> bool:
+    """Whether the output can go on; what a constraint raises ends its own request only."""
+    try:
+        return constraint.accept(token)
+    except Exception:
+        logger.exception("A constraint failed.")
+        return False
+
+
+def _most_computed(sequence: Sequence) -> int:
+    """The most tokens whose KV it can come to hold: the last sampled one needs none."""
+    return max(sequence.num_prompt_tokens, sequence.max_length - 1)

@@ -1,0 +1,1 @@
+"""What a step costs: machines, collectives, and the seconds of a step. No JAX."""

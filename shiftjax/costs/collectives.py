@@ -1,0 +1,88 @@
+"""Which collectives a step runs, to the byte. No JAX.
+
+A test counts the same in the compiled programs of the engine (tests/costs/test_costs_hlo.py).
+"""
+
+from typing import Literal, NamedTuple
+
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Mode
+
+Kind = Literal["all-reduce", "all-to-all", "all-gather"]
+LOGIT_BYTES = 4  # logits are float32
+SAMPLE_BYTES = 12  # a sampled row's id, log-probability and is_finite, 4 bytes each
+
+
+class Collective(NamedTuple):
+    """`num_times` equal collectives; `num_bytes` is the size of the result on one device."""
+
+    kind: Kind
+    num_devices: int  # that take part together
+    num_bytes: int
+    num_times: int
+
+
+def layer_collectives(
+    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
+) -> list[Collective]:
+    """What one decoder layer moves for a step of `num_tokens`, a multiple of SP in BASE.
+
+    BASE: tokens are split over SP, so both all-reduces (after o and after down) carry n / SP
+    tokens over TP. One all-to-all carries q, k and v, n tokens of h + 2 m heads on each device,
+    another the output, n of h. SHIFT: two all-reduces of all n tokens over all devices.
+    """
+    head = num_tokens * layout.model.head_dim * activation_bytes
+    h, m = layout.heads_per_device, layout.kv_heads_per_device
+    moves = [_reduce(layout, mode, num_tokens, activation_bytes, 2)]
+    if layout.splits_tokens(mode):
+        moves.append(Collective("all-to-all", layout.sp, head * (h + 2 * m), 1))
+        moves.append(Collective("all-to-all", layout.sp, head * h, 1))
+    return [move for move in moves if move.num_devices > 1]
+
+
+def embedding_collectives(
+    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
+) -> list[Collective]:
+    """The embedding's rows, summed over the devices that split the vocabulary."""
+    move = _reduce(layout, mode, num_tokens, activation_bytes, 1)
+    return [move] if move.num_devices > 1 else []
+
+
+def row_collectives(
+    layout: Layout, mode: Mode, num_rows: int, activation_bytes: int
+) -> list[Collective]:
+    """What the logit rows of a step move.
+
+    In BASE the sampled rows cross SP; the logits change from a slice of the vocabulary to a
+    slice of the rows; what was sampled goes everywhere.
+    """
+    size, row = layout.num_devices, layout.model.hidden_size * activation_bytes
+    moves = [
+        Collective("all-to-all", size, num_rows * layout.vocab_size * LOGIT_BYTES // size, 1),
+        Collective("all-gather", size, num_rows * SAMPLE_BYTES, 1),
+    ]
+    if layout.splits_tokens(mode):
+        moves.append(Collective("all-reduce", layout.sp, num_rows * row, 1))
+    return [move for move in moves if move.num_devices > 1]
+
+
+def step_collectives(
+    layout: Layout, mode: Mode, num_tokens: int, num_rows: int, activation_bytes: int
+) -> list[Collective]:
+    """All collectives of a step, with those of every layer."""
+    layers = layer_collectives(layout, mode, num_tokens, activation_bytes)
+    num_layers = layout.model.num_layers
+    return [
+        *(move._replace(num_times=move.num_times * num_layers) for move in layers),
+        *embedding_collectives(layout, mode, num_tokens, activation_bytes),
+        *row_collectives(layout, mode, num_rows, activation_bytes),
+    ]
+
+
+def _reduce(
+    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int, num_times: int
+) -> Collective:
+    split = layout.sp if layout.splits_tokens(mode) else 1
+    devices = layout.tp if mode is Mode.BASE else layout.num_devices
+    row = layout.model.hidden_size * activation_bytes
+    return Collective("all-reduce", devices, num_tokens // split * row, num_times)

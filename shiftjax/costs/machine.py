@@ -1,0 +1,92 @@
+"""What a machine can do and what an engine adds: the constants of the cost model. No JAX.
+
+All numbers are SI (seconds, bytes, FLOP/s) and hold for one device. The values live in data
+files, each with its unit and source; `shiftjax/costs/machine_files.py` reads them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One way to run a collective: a fixed latency, then bytes at a rate.
+
+    `volume` says which bytes count, for a result of S bytes on each of g devices:
+    `ring` all that a device sends in an optimal schedule, 2 (g-1)/g S for an all-reduce and
+    (g-1)/g S for an exchange or a gather; `one_shot` everybody reads everything, (g-1) S.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    volume: Literal["ring", "one_shot"] = "ring"
+
+    def scaled(self, latency: float, rate: float) -> "Transfer":
+        """The same with its constants multiplied."""
+        return replace(
+            self,
+            latency_seconds=self.latency_seconds * latency,
+            bytes_per_second=self.bytes_per_second * rate,
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind and the links between them."""
+
+    name: str
+    num_devices: int
+    memory_bytes: float
+    memory_bytes_per_second: float  # of the data sheet
+    memory_efficiency: float  # share of it that a matrix product reaches on its weights
+    kv_efficiency: float  # share of it that attention reaches on the KV cache
+    matmul_flops: Mapping[str, float]  # peak by number format: fp8, bfloat16, float32
+    matmul_efficiency: float  # share of the peak for large matrices
+    attention_efficiency: float  # share of the peak of the activations' format
+    compute_units: int  # multiprocessors or cores: tiles computed at the same time
+    tile_rows: tuple[int, ...]  # heights of the output tiles that kernels come in
+    tile_columns: int
+    tile_seconds: float  # prologue and epilogue of a tile
+    kernel_seconds: float  # launch and drain of a kernel inside a recorded graph
+    all_reduce: tuple[Transfer, ...]  # the quickest is taken
+    all_to_all: tuple[Transfer, ...]
+    all_gather: tuple[Transfer, ...]
+    point_to_point: tuple[Transfer, ...]
+    shared_cores: int = 0  # not 0: virtual devices of one processor, see `CostModel`
+    memory_overlap: float = 1.0  # share of the shorter of reading and computing that is hidden
+    attention_round_seconds: float = 0.0  # fixed time of a round, where attention advances so:
+    attention_round_tokens: int = 1  # context tokens of each of `attention_lanes` rows at most
+    attention_lanes: int = 1
+
+
+@dataclass(frozen=True)
+class EngineOverhead:
+    """What an engine adds to the work of the devices.
+
+    The host prepares a step in `host_seconds`, and `host_seconds_distributed` more where a group
+    has several devices, and `host_seconds_per_sequence`; unless the engine `overlaps`, the
+    devices wait for it. Steps of more than `graph_tokens` tokens are not replayed from a
+    recorded graph: their kernels cannot start faster than `eager_kernel_seconds` each.
+    """
+
+    name: str
+    host_seconds: float
+    host_seconds_distributed: float
+    host_seconds_per_sequence: float
+    overlaps: bool
+    kernels_per_layer: int  # norms, rotary, quantisation ...: all but products and collectives
+    kernels_per_exchange: int  # packing and unpacking around an all-to-all
+    kernels_per_step: int
+    graph_tokens: int
+    eager_kernel_seconds: float
+    reserved_bytes: float  # context, recorded graphs, communication buffers
+    pads_to_buckets: bool  # steps come in few sizes, each doubling the one before
+    copies_shift_weights: bool  # w / P more per device (arXiv 2509.16495, 3.3.2)
+    replicas_in_step: bool  # no replica starts a step before all have ended the one before
+    switch_seconds: float = 0.0  # of the first step in another mode
+
+    def host(self, num_sequences: int, num_devices: int) -> float:
+        """Seconds of the host per step."""
+        distributed = self.host_seconds_distributed if num_devices > 1 else 0.0
+        return self.host_seconds + distributed + num_sequences * self.host_seconds_per_sequence

@@ -1,0 +1,328 @@
+"""Seconds of a step: closed formulas of its work, its mode, the model and the machine. No JAX.
+
+A step is a chain of kernels on every device, so its time is the sum over kernels, each the larger
+of what it computes and what it reads, and a fixed time to start. For `n` tokens of width `d` on
+P = SP * TP devices, with t devices sharing a weight (TP in BASE, P in SHIFT) and n' tokens on a
+device (n / SP in BASE, n in SHIFT):
+
+matrix product, M x K by K x N (`matmul_seconds`)
+    The output is cut into tiles of r x c; U units compute tiles at the same time, each at 1/U of
+    the rate F. T = ceil(M/r) ceil(N/c) tiles take max(1, T/U) waves of 2 r c K / (F/U) + s, with s
+    the prologue and epilogue of a tile. M below r costs as much as r: that is the efficiency that
+    depends on the batch. Reading the weight and the activations from memory is the other bound.
+        q, k, v: N = (h + 2 m) D / t, K = d      o: N = d, K = h D / t
+        gate, up: N = 2 I / t, K = d             down: N = d, K = I / t
+mixture of experts
+    E experts of which a token uses k. n' tokens touch A = E (1 - (1 - k/E)^n') of them, so
+    A weights are read and each is a product of n' k / A rows. Experts are split like an MLP.
+attention, per device and layer with h/P query and m KV heads
+    decode  reads the context: 2 m D b bytes per token of it
+    chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2
+collectives (`collectives.py`)
+    latency + bytes / rate of the quickest algorithm; the bytes per device are 2 n d for TP
+    whatever TP is, and O(n d / SP) for Ulysses: communication per computation grows as TP for TP
+    and stays constant for SP
+norms, rotary, activation: bytes read and written over the memory's rate, on n' tokens
+host: added, or hidden behind the devices where the engine overlaps the two
+pipeline stages and replicas: `pipeline_seconds`
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.collectives import (
+    LOGIT_BYTES,
+    Collective,
+    embedding_collectives,
+    layer_collectives,
+    row_collectives,
+)
+from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
+from shiftjax.parallel.layout import Layout, round_up
+from shiftjax.parallel.mode import Mode
+
+
+class Work(NamedTuple):
+    """What a step computes, summed over its sequences."""
+
+    num_tokens: int
+    num_rows: int  # logit rows
+    num_sequences: int
+    context_tokens: int  # that decodes read, their own token included
+    chunk_context_tokens: int  # that prompt chunks read
+    attention_pairs: int  # (query, key) pairs of prompt chunks
+
+    @classmethod
+    def decode(cls, num_sequences: int, context: int) -> "Work":
+        """One token of each of `num_sequences` sequences with this context."""
+        n = num_sequences
+        return cls(n, n, n, n * context, 0, 0)
+
+    @classmethod
+    def prefill(cls, num_tokens: int, start: int = 0) -> "Work":
+        """A chunk of one prompt after `start` tokens, sampling its last row."""
+        n = num_tokens
+        return cls(n, 1, 1, 0, start + n, n * start + n * (n + 1) // 2)
+
+
+class StepCost(NamedTuple):
+    """Seconds of a step by what they are spent on; `host` may be hidden."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    collectives: float = 0.0
+    launch: float = 0.0
+    host: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds that the devices are busy."""
+        return self.matmul + self.attention + self.elementwise + self.collectives + self.launch
+
+
+def matmul_seconds(
+    machine: Machine, rows: float, inner: int, columns: int, fmt: str, count: float = 1.0
+) -> float:
+    """Compute time of `count` equal products in one kernel, at the best height of its tiles."""
+    rate = machine.matmul_flops[fmt] * machine.matmul_efficiency / machine.compute_units
+    width = count * -(-columns // machine.tile_columns)
+    return min(
+        max(1.0, math.ceil(rows / height) * width / machine.compute_units)
+        * (2 * height * machine.tile_columns * inner / rate + machine.tile_seconds)
+        for height in machine.tile_rows
+    )
+
+
+def transfer_seconds(ways: tuple[Transfer, ...], move: Collective) -> float:
+    """Seconds of one collective by the quickest of the machine's algorithms."""
+    devices = move.num_devices
+    ring = (2 if move.kind == "all-reduce" else 1) * (devices - 1) / devices * move.num_bytes
+    volumes = {"ring": ring, "one_shot": (devices - 1) * move.num_bytes}
+    return min(way.latency_seconds + volumes[way.volume] / way.bytes_per_second for way in ways)
+
+
+class CostModel:
+    """Predicts the steps of one group: a model on SP x TP devices of a machine.
+
+    With `buckets` (all that are compiled), a step costs what the smallest that holds it costs.
+    Virtual devices that share a processor take turns: a matrix product computes on all of its
+    cores, so those of P devices take P times as long; all else, and reading the weights, uses one
+    core each and takes P / cores times as long. Terms that depend on a count of tokens or rows
+    alone are kept: traffic repeats the counts.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        sp: int,
+        tp: int,
+        machine: Machine,
+        engine: EngineOverhead,
+        formats: Formats,
+        buckets: Sequence[Bucket] = (),
+    ):
+        self.buckets = sorted(buckets)
+        self.shape, self.machine, self.engine, self.formats = shape, machine, engine, formats
+        self.layout = Layout(shape.config, sp, tp)
+        self._by_tokens: dict[tuple[Mode, int], StepCost] = {}
+        self._by_rows: dict[tuple[Mode, int], StepCost] = {}
+        self._contention = sp * tp if machine.shared_cores else 1
+        self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
+        is_native = formats.weights in machine.matmul_flops  # else products widen the weights
+        self._product_format = formats.weights if is_native else formats.activations
+        config = shape.config
+        heads = config.num_layers * self.layout.heads_per_device * config.head_dim
+        rate = machine.matmul_flops[formats.activations] * machine.attention_efficiency
+        bandwidth = machine.memory_bytes_per_second * machine.kv_efficiency
+        self._pair_seconds = 4 * heads * self._queueing / rate
+        self._read_seconds = self.kv_token_bytes * self._queueing / bandwidth
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of KV cache per token on one device, replicas included."""
+        config, heads = self.shape.config, self.layout.kv_heads_per_device
+        return 2 * config.num_layers * heads * config.head_dim * self.formats.kv_bytes
+
+    def seconds(self, mode: Mode, work: Work) -> float:
+        """Seconds of a step in a stream of steps, host work included where it does not hide."""
+        device, host = self.device_seconds(mode, work), self.host_seconds(work)
+        return max(device, host) if self.engine.overlaps else device + host
+
+    def serial_seconds(self, mode: Mode, work: Work) -> float:
+        """Seconds of a step alone, from its plan to its results: nothing hides the host."""
+        return self.device_seconds(mode, work) + self.host_seconds(work)
+
+    def host_seconds(self, work: Work) -> float:
+        """Seconds that the host needs to prepare and finish a step."""
+        return self.engine.host(work.num_sequences, self.layout.num_devices)
+
+    def device_seconds(self, mode: Mode, work: Work) -> float:
+        """Seconds that the devices need."""
+        return sum(cost.device for cost in self._terms(mode, work))
+
+    def breakdown(self, mode: Mode, work: Work) -> StepCost:
+        """The same seconds by what they are spent on; the LM head counts as a product."""
+        terms = [*self._terms(mode, work), StepCost(host=self.host_seconds(work))]
+        return StepCost(*map(sum, zip(*terms, strict=True)))
+
+    def products_seconds(self, mode: Mode, num_tokens: int) -> float:
+        """Seconds of the layers' matrix products alone."""
+        return self._terms(mode, Work(num_tokens, 0, 0, 0, 0, 0))[0].matmul
+
+    def _terms(self, mode: Mode, work: Work) -> tuple[StepCost, StepCost, StepCost]:
+        size = self._bucket(work) if self.buckets else (work.num_tokens, work.num_rows)
+        tokens, rows = (mode, size[0]), (mode, size[1])
+        if tokens not in self._by_tokens:
+            self._by_tokens[tokens] = self._tokens_cost(*tokens)
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._rows_cost(*rows)
+        attention = self._attention_cost(work, size[1])
+        return self._by_tokens[tokens], self._by_rows[rows], attention
+
+    def _bucket(self, work: Work) -> tuple[int, int]:
+        """(tokens, rows) that the step is padded to; what fits no bucket is not padded."""
+        rows = max(work.num_rows, work.num_sequences)
+        for bucket in self.buckets:
+            if bucket.holds(work.num_tokens, rows):
+                return bucket
+        return work.num_tokens, work.num_rows
+
+    def _attention_cost(self, work: Work, num_rows: int) -> StepCost:
+        """Decodes and chunks, one after the other: each is bound by reading or computing.
+
+        Where attention advances in rounds, the decodes of a step of `num_rows` rows need as many
+        as its lanes cannot do at once.
+        """
+        read, pair, machine = self._read_seconds, self._pair_seconds, self.machine
+        decodes = work.context_tokens * max(read, pair)
+        if machine.attention_round_seconds and work.context_tokens:
+            lanes = max(1, min(num_rows, machine.attention_lanes))
+            rounds = math.ceil(work.context_tokens / (lanes * machine.attention_round_tokens))
+            layers = self.shape.config.num_layers * self._queueing
+            decodes += rounds * layers * machine.attention_round_seconds
+        chunks = max(work.attention_pairs * pair, work.chunk_context_tokens * read)
+        return StepCost(attention=decodes + chunks)
+
+    def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
+        """All layers and the embedding, but for attention over the context."""
+        layout, config, width = self.layout, self.shape.config, self.formats.activation_bytes
+        split = layout.sp if layout.splits_tokens(mode) else 1
+        padded = round_up(num_tokens, split)
+        local = padded // split
+        products, num_products = self._layer_products(mode, local)
+        moves = layer_collectives(layout, mode, padded, width)
+        kernels = num_products + 1 + self.engine.kernels_per_layer
+        kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
+        num_kernels = config.num_layers * kernels + self.engine.kernels_per_step
+        cost = StepCost(
+            matmul=config.num_layers * products,
+            elementwise=config.num_layers * self._elementwise_seconds(mode, padded, local),
+            collectives=config.num_layers * self._move(moves)
+            + self._move(embedding_collectives(layout, mode, padded, width)),
+            launch=num_kernels * self.machine.kernel_seconds * self._queueing,
+        )
+        if num_tokens <= self.engine.graph_tokens:
+            return cost
+        eager = num_kernels * self.engine.eager_kernel_seconds
+        return cost._replace(launch=cost.launch + max(0.0, eager - cost.device))
+
+    def _layer_products(self, mode: Mode, rows: int) -> tuple[float, int]:
+        """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device."""
+        layout, config, experts = self.layout, self.shape.config, self.shape.experts
+        t = layout.tp if mode is Mode.BASE else layout.num_devices
+        hidden, heads = config.hidden_size, layout.num_heads // t * config.head_dim
+        kv = layout.kv_heads_per_device
+        kv = len(layout.base_kv_heads[0]) if mode is Mode.BASE else kv
+        seconds = self._product(rows, hidden, heads + 2 * kv * config.head_dim)
+        seconds += self._product(rows, heads, hidden)
+        if experts is None:
+            return seconds + self._mlp(rows, layout.intermediate_size // t), 4
+        seconds += self._product(rows, hidden, experts.num)
+        touched = experts.num * (1 - (1 - experts.per_token / experts.num) ** rows)
+        each = -(-experts.intermediate_size // t)
+        seconds += self._mlp(rows * experts.per_token / touched, each, touched)
+        if not experts.shared_intermediate_size:
+            return seconds, 5
+        return seconds + self._mlp(rows, -(-experts.shared_intermediate_size // t)), 7
+
+    def _mlp(self, rows: float, intermediate: int, count: float = 1.0) -> float:
+        hidden = self.shape.config.hidden_size
+        up = self._product(rows, hidden, 2 * intermediate, count)
+        return up + self._product(rows, intermediate, hidden, count)
+
+    def _product(self, rows: float, inner: int, columns: int, count: float = 1.0) -> float:
+        """Seconds of `count` products that run as one kernel, each with its own weight."""
+        machine, formats = self.machine, self.formats
+        compute = matmul_seconds(machine, rows, inner, columns, self._product_format, count)
+        weights = inner * columns * formats.weight_bytes
+        activations = rows * (inner * formats.weight_bytes + columns * formats.activation_bytes)
+        rate = machine.memory_bytes_per_second * machine.memory_efficiency
+        return self._together(compute, count * (weights + activations) / rate)
+
+    def _together(self, computing: float, reading: float) -> float:
+        """Seconds of a kernel that computes and reads, as far as the machine overlaps the two."""
+        computing, reading = computing * self._contention, reading * self._queueing
+        shorter, longer = sorted((computing, reading))
+        return longer + (1 - self.machine.memory_overlap) * shorter
+
+    def _elementwise_seconds(self, mode: Mode, num_tokens: int, local: int) -> float:
+        """Two norms with their residuals, rotary and cache write, activation; read and written."""
+        layout, config, experts = self.layout, self.shape.config, self.shape.experts
+        t = layout.tp if mode is Mode.BASE else layout.num_devices
+        width = layout.intermediate_size
+        if experts is not None:
+            width = experts.per_token * experts.intermediate_size
+            width += experts.shared_intermediate_size
+        h, m = layout.heads_per_device, layout.kv_heads_per_device
+        numbers = local * (8 * config.hidden_size + 3 * width // t)
+        numbers += 2 * num_tokens * (h + 2 * m) * config.head_dim
+        if layout.splits_tokens(mode):  # packed before and unpacked after both exchanges
+            numbers += 4 * num_tokens * (2 * h + 2 * m) * config.head_dim
+        rate = self.machine.memory_bytes_per_second * self.machine.memory_efficiency
+        return numbers * self.formats.activation_bytes / rate * self._queueing
+
+    def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:
+        """The LM head, split over all devices, and what the logits move."""
+        if not num_rows:
+            return StepCost()
+        machine, formats, layout = self.machine, self.formats, self.layout
+        rows, hidden = round_up(num_rows, layout.num_devices), self.shape.config.hidden_size
+        columns = layout.vocab_size // layout.num_devices
+        compute = matmul_seconds(machine, rows, hidden, columns, formats.activations)
+        rate = machine.memory_bytes_per_second * machine.memory_efficiency
+        read = (hidden * formats.activation_bytes + rows * LOGIT_BYTES) * columns / rate
+        moves = row_collectives(layout, mode, rows, formats.activation_bytes)
+        return StepCost(matmul=self._together(compute, read), collectives=self._move(moves))
+
+    def _move(self, moves: list[Collective]) -> float:
+        """Seconds of collectives, one after the other."""
+        ways = {
+            "all-reduce": self.machine.all_reduce,
+            "all-to-all": self.machine.all_to_all,
+            "all-gather": self.machine.all_gather,
+        }
+        # On virtual devices the participants of a collective come one after the other.
+        return sum(
+            move.num_times
+            * transfer_seconds(ways[move.kind], move)
+            * (move.num_devices if self.machine.shared_cores else 1)
+            for move in moves
+        )
+
+
+def pipeline_seconds(
+    stage_seconds: float, send_seconds: float, num_stages: int
+) -> tuple[float, float]:
+    """(latency, interval) of a step through equal pipeline stages.
+
+    A micro-batch passes all stages; while it does, the others of the resident sequences fill the
+    stages behind it, so a step of 1/PP of them ends every interval (Seesaw, arXiv 2503.06433).
+    With DP replicas and TP inside a stage this is the paper's T = T_weights / TP
+    + (T_kv + T_compute) / (DP TP PP) + T_comm(TP) / (PP DP) per resident sequence.
+    """
+    interval = stage_seconds + (send_seconds if num_stages > 1 else 0.0)
+    return num_stages * interval, interval

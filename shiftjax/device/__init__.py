@@ -1,0 +1,1 @@
+"""What runs on devices: placement, KV pools, compiled steps and the runner."""

@@ -1,0 +1,187 @@
+"""Checkpoint tensors become sharded device arrays, one tensor at a time.
+
+Peak host memory is the part of one tensor that this process stores, once as read and once as
+converted, besides the arrays themselves where the device is the host.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.device.mesh import named, weight_spec
+from shiftjax.device.views import ALIGNMENT_BYTES, shift_array
+from shiftjax.models.llama import Llama
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Mode
+from shiftjax.weights.source import TensorSource, check_finite
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One weight as its module declares it (`models.llama.weight`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
+    source: str
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class ModelDef:
+    """A model split into its static part and the flat list of its weights."""
+
+    graphdef: nnx.GraphDef
+    treedef: Any  # jax.tree_util.PyTreeDef, for which jaxlib ships no stub
+    declared: tuple[Declared, ...]
+
+    def merge(self, leaves: tuple[jax.Array, ...]) -> Llama:
+        """Return the model over these weights; call it inside the step."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def define(config: ModelConfig, layout: Layout, dtype: DTypeLike) -> ModelDef:
+    """Define the model without allocating anything."""
+    graphdef, state = nnx.split(Llama(config, layout, dtype))
+    declared = []
+    for path, variable in nnx.to_flat_state(state):
+        struct, meta = variable.get_value(), variable.get_metadata()
+        declared.append(
+            Declared(
+                name=".".join(map(str, path)),
+                shape=struct.shape,
+                dtype=np.dtype(struct.dtype),
+                axes=meta["axes"],
+                source=meta["source"],
+                transposed=meta["transposed"],
+            )
+        )
+    return ModelDef(graphdef, jax.tree.structure(state), tuple(declared))
+
+
+def load(
+    model: ModelDef,
+    layout: Layout,
+    mesh: Mesh,
+    source: TensorSource,
+    strategy: str,
+    progress: Progress,
+) -> tuple[jax.Array, ...]:
+    """Read and place every weight as BASE stores it.
+
+    A tied LM head is not read again: it is the embedding in another split.
+
+    Raises:
+        CheckpointError: a tensor holds values that are not finite.
+    """
+    arrays: dict[str, jax.Array] = {}
+    for done, weight in enumerate(model.declared):
+        progress("weights", done, len(model.declared))
+        if not _is_tied_head(weight, layout):
+            arrays[weight.name] = _load_one(weight, layout, mesh, source)
+    if layout.model.tie_word_embeddings:
+        arrays["lm_head"] = _tied_head(arrays["embed"], layout, strategy)
+    progress("weights", len(model.declared), len(model.declared))
+    return tuple(arrays[weight.name] for weight in model.declared)
+
+
+def _tied_head(embed: jax.Array, layout: Layout, strategy: str) -> jax.Array:
+    """Return the LM head: the embedding's memory, split over all devices instead of `tp`."""
+    if strategy == "slice":
+        return embed
+    return shift_array(embed, ("vocab", None), layout, "lm_head", copy=strategy == "replicate")
+
+
+def shift_weights(
+    model: ModelDef, base: tuple[jax.Array, ...], layout: Layout, strategy: str
+) -> tuple[jax.Array, ...]:
+    """Return the weights of the SHIFT step, by one of the three strategies.
+
+    `alias`: views of the base shards, no memory (biases, a few kilobytes that need not be aligned,
+    are copied). `slice`: the base weights themselves, sliced inside the step. `replicate`: a
+    separate copy, w / P more per device (the published way).
+    """
+    if strategy == "slice":
+        return base
+    return tuple(
+        array
+        if weight.axes[0] == "lm_vocab"  # split over all devices already
+        else shift_array(
+            array,
+            weight.axes,
+            layout,
+            weight.name,
+            copy=strategy == "replicate" or weight.source.endswith(".bias"),
+        )
+        for weight, array in zip(model.declared, base, strict=True)
+    )
+
+
+def _is_tied_head(weight: Declared, layout: Layout) -> bool:
+    return weight.axes[0] == "lm_vocab" and layout.model.tie_word_embeddings
+
+
+def _load_one(weight: Declared, layout: Layout, mesh: Mesh, source: TensorSource) -> jax.Array:
+    """Read what this process stores of one weight and put each device's shard on it."""
+    sharding = named(mesh, weight_spec(weight.axes, Mode.BASE))
+    places = sharding.addressable_devices_indices_map(weight.shape)
+    ranges = {
+        device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])
+        for device, index in places.items()
+    }
+    shards = _read_shards(weight, layout, source, sorted(set(ranges.values())))
+    # Where the device is the host, devices that hold the same shard share its memory.
+    arrays = [jax.device_put(shards[rows], device) for device, rows in ranges.items()]
+    return jax.make_array_from_single_device_arrays(weight.shape, sharding, arrays)
+
+
+def _read_shards(
+    weight: Declared, layout: Layout, source: TensorSource, ranges: list[tuple[int, int]]
+) -> dict[tuple[int, int], np.ndarray]:
+    """Return the rows `[start, stop)` of a stored weight for each range, padding as zeros."""
+    axis = weight.axes[0]
+    rows = np.arange(weight.shape[0]) if axis is None else layout.source_rows(axis)
+    wanted = np.concatenate([rows[start:stop] for start, stop in ranges])
+    first, last = _bounds(wanted)
+    tail = weight.shape[1:]
+    per_row = tail[0] if axis in ("heads", "kv_heads") else 1  # one stored row is a whole head
+    span = slice(first * per_row, last * per_row)
+    info = source.tensors[weight.source]
+    index = (span,) + (slice(None),) * (len(info.shape) - 1)
+    block = source.read(weight.source, index[::-1] if weight.transposed else index)
+    check_finite(weight.source, block, info.file)
+    block = (block.T if weight.transposed else block).reshape(last - first, *tail)
+    shards = {}
+    for start, stop in ranges:
+        shard = aligned_zeros((stop - start, *tail), weight.dtype)
+        real = rows[start:stop] >= 0
+        if real.all() and (np.diff(rows[start:stop]) == 1).all():
+            shard[:] = block[rows[start] - first : rows[stop - 1] + 1 - first]
+        else:
+            shard[real] = block[rows[start:stop][real] - first]
+        shards[start, stop] = shard
+    return shards
+
+
+def _bounds(rows: np.ndarray) -> tuple[int, int]:
+    """Return the range of checkpoint rows that covers all real ones (-1 is padding)."""
+    real = rows[rows >= 0]
+    return (int(real.min()), int(real.max()) + 1) if real.size else (0, 0)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return zeros at an address that XLA's CPU client takes without a copy."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)

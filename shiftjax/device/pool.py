@@ -1,0 +1,39 @@
+"""The device memory of the KV cache: one K and one V array per layer, sharded by heads."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from shiftjax.device.mesh import named, pool_spec
+from shiftjax.models.attention import LayerPool, pool_shape
+from shiftjax.parallel.layout import Layout
+
+
+def make_pools(
+    mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
+) -> list[LayerPool]:
+    """Allocate zeroed pools; block 0 is the null block that padding reads and writes."""
+    abstract = abstract_pools(mesh, layout, num_blocks, block_size, dtype)
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
+        out_shardings=named(mesh, pool_spec()),
+    )
+    return zeros()
+
+
+def abstract_pools(
+    mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
+) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """Describe the pools: what compiling a step needs to know of them."""
+    kv_heads = layout.kv_heads_per_device * layout.num_devices
+    shape = pool_shape(num_blocks, kv_heads, block_size, layout.model.head_dim)
+    pool = jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, pool_spec()))
+    return [(pool, pool) for _ in range(layout.model.num_layers)]
+
+
+def block_bytes(layout: Layout, block_size: int, dtype: DTypeLike) -> int:
+    """Return the bytes that one block takes on one device, all layers, K and V."""
+    model = layout.model
+    row = layout.kv_heads_per_device * model.head_dim * jnp.dtype(dtype).itemsize
+    return 2 * model.num_layers * block_size * row

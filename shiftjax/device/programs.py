@@ -1,0 +1,167 @@
+"""Compiling every (bucket, mode) ahead of traffic, and what a compiled bucket consists of."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from shiftjax.control.request import StepPlan
+from shiftjax.costs.buckets import Bucket
+from shiftjax.device.mesh import named, rows_spec
+from shiftjax.device.pack import pack_tokens
+from shiftjax.device.pool import abstract_pools
+from shiftjax.device.sampling_inputs import RowTables, neutral_rows
+from shiftjax.device.step import Packing, StepDef, StepInputs
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import AttentionBackend
+from shiftjax.parallel.mode import Mode
+
+Progress = Callable[[str, int, int], None]
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILE_THREADS = 2  # one compilation keeps about one core busy
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """The KV pool of a group."""
+
+    num_blocks: int  # the null block 0 included
+    block_size: int  # tokens
+    blocks_per_seq: int  # of the longest sequence
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Program:
+    """A bucket: how its inputs are packed, its neutral tables, a compiled step per wanted mode."""
+
+    bucket: Bucket
+    packing: Packing
+    tables: RowTables
+    steps: dict[Mode, jax.stages.Compiled]
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Device memory that the hungriest mode needs besides its arguments."""
+        return max(_temporary_bytes(step) for step in self.steps.values())
+
+
+def _temporary_bytes(step: jax.stages.Compiled) -> int:
+    memory = step.memory_analysis()
+    if memory is None:
+        raise RuntimeError("this backend does not report a step's memory; set num_blocks")
+    return memory.temp_size_in_bytes
+
+
+def compile_programs(
+    step: StepDef,
+    params: dict[Mode, tuple[jax.Array, ...]],
+    pool: PoolOptions,
+    wanted: Mapping[Bucket, Iterable[Mode]],
+    progress: Progress,
+) -> list[Program]:
+    """Compile each bucket in the modes it is wanted in; nothing of the pool is allocated."""
+    programs = [_empty_program(step, pool, bucket) for bucket in wanted]
+    tasks = [(program, mode) for program in programs for mode in wanted[program.bucket]]
+    progress("compile", 0, len(tasks))
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        jobs = [threads.submit(add_mode, step, params, pool, *task) for task in tasks]
+        for done, job in enumerate(jobs, 1):
+            job.result()
+            progress("compile", done, len(jobs))
+    return programs
+
+
+def add_mode(
+    step: StepDef,
+    params: dict[Mode, tuple[jax.Array, ...]],
+    pool: PoolOptions,
+    program: Program,
+    mode: Mode,
+) -> None:
+    """Compile one mode of a bucket and add it to the program.
+
+    With SP = 1 the two modes are one configuration and share the compiled step.
+    """
+    pools = abstract_pools(step.mesh, step.layout, pool.num_blocks, pool.block_size, pool.dtype)
+    compiled = step.compile(mode, params[mode], pools, program.packing, program.tables)
+    same = Mode if step.layout.sp == 1 else (mode,)
+    program.steps.update(dict.fromkeys(same, compiled))
+
+
+def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
+    packing, tables = empty_inputs(step, pool, bucket)
+    return Program(bucket, packing, jax.device_put(tables, named(step.mesh, rows_spec())), {})
+
+
+def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowTables]:
+    """How the inputs of a bucket are packed, and its neutral tables; NumPy arrays."""
+    scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
+    empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
+    key = np.zeros(2, np.uint32)
+    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, key)
+    return Packing.of(inputs), tables
+
+
+def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowTables]:
+    """The same as shapes: what `StepDef.compile` needs where there are no devices."""
+    packing, tables = empty_inputs(step, pool, bucket)
+    rows = named(step.mesh, rows_spec())
+    return packing, jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tables
+    )
+
+
+def step_inputs(
+    plan: StepPlan,
+    bucket: Bucket,
+    pool: PoolOptions,
+    attention: AttentionBackend,
+    scalars: dict[str, np.ndarray],
+    key: np.ndarray,
+) -> StepInputs:
+    """Lay out a plan and its attention work in a bucket; NumPy arrays."""
+    packed = pack_tokens(plan, *bucket, pool.blocks_per_seq, pool.block_size)
+    work = attention.plan(
+        packed.block_tables,
+        packed.seq_lens,
+        packed.query_start_loc,
+        plan.num_decodes,
+        num_tokens=bucket.tokens,
+    )
+    metadata = AttentionMetadata(
+        slot_mapping=packed.slot_mapping,
+        block_tables=packed.block_tables,
+        seq_lens=packed.seq_lens,
+        query_start_loc=packed.query_start_loc,
+        num_decodes=np.asarray(plan.num_decodes, np.int32),
+        plan=work,
+    )
+    return StepInputs(
+        token_ids=packed.token_ids,
+        positions=packed.positions,
+        sample_rows=packed.sample_rows,
+        attention=metadata,
+        sampling=scalars | {"positions": packed.sample_positions},
+        key=key,
+    )
+
+
+class CompileCounter:
+    """Counts XLA compilations in this process between `start` and `stop`."""
+
+    def __init__(self):
+        self.count = 0
+
+    def start(self) -> None:
+        """Begin to count."""
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def stop(self) -> None:
+        """Count no more."""
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        self.count += event == COMPILE_EVENT

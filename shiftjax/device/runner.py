@@ -1,0 +1,144 @@
+"""The runner that computes: owns parameters, KV pools and compiled steps of one group.
+
+Nothing else touches device memory. Steps are dispatched, not awaited; the device runs them in
+order, so a step may read what an earlier one in flight will have written.
+"""
+
+import logging
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from shiftjax.control.request import StepOutput, StepPlan
+from shiftjax.device.host_tier import HostTier
+from shiftjax.device.mesh import named, replicated_spec, rows_spec
+from shiftjax.device.pool import make_pools
+from shiftjax.device.programs import PoolOptions, Program, add_mode, step_inputs
+from shiftjax.device.sampling_inputs import RowTables, build_rows, refresh_params
+from shiftjax.device.step import StepDef, StepResult
+from shiftjax.parallel.mode import Mode
+
+logger = logging.getLogger(__name__)
+
+
+class NoBucketError(RuntimeError):
+    """A step that no compiled program fits: a bug, because the scheduler knows the limits."""
+
+
+class Handle(NamedTuple):
+    """A step in flight."""
+
+    last_tokens: jax.Array
+    result: StepResult
+    num_rows: int
+    wants_top: bool
+
+
+class DeviceRunner:
+    """Runs steps on one group of devices; see `engine.request.Runner`.
+
+    `programs` are in the order of their buckets, smallest first. `seed` is the engine's: sampled
+    tokens depend on it, the request's seed and the position alone.
+    """
+
+    def __init__(
+        self,
+        step: StepDef,
+        params: dict[Mode, tuple[jax.Array, ...]],
+        pool: PoolOptions,
+        programs: list[Program],
+        *,
+        swaps: bool = False,
+        seed: int = 0,
+    ):
+        self.step, self.params, self.pool, self.programs = step, params, pool, programs
+        self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+        self._replicated = named(step.mesh, replicated_spec())
+        self._rows = named(step.mesh, rows_spec())
+        self._no_tokens = jax.device_put(np.zeros(step.max_rows, np.int32), self._replicated)
+        self._row_params = {}
+        self.pools = self._make_pools()
+        self._host = HostTier(step.mesh, self.pools) if swaps else None
+
+    def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
+        """Dispatch one step; nothing is awaited."""
+        self._move_blocks(plan)
+        program = self.program_for(plan)
+        model = self.step.layout.model
+        self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
+        rows = build_rows(plan, self._row_params, program.bucket.rows, model.vocab_size)
+        inputs = step_inputs(
+            plan, program.bucket, self.pool, self.step.attention, rows.scalars, self._key
+        )
+        flat = jax.device_put(program.packing.pack(inputs), self._replicated)
+        tables = self._place(program.tables, rows.tables)
+        last = self._no_tokens if previous_handle is None else previous_handle.last_tokens
+        step = self.compiled(program, mode)
+        self.pools, tokens, result = step(self.params[mode], self.pools, last, flat, tables)
+        result.summary.copy_to_host_async()
+        return Handle(tokens, result, plan.num_rows, rows.wants_top)
+
+    def compiled(self, program: Program, mode: Mode) -> jax.stages.Compiled:
+        """The step of a bucket; compiled here if the policy at the start could not ask for it."""
+        if mode not in program.steps:
+            logger.warning("a %s step of %d tokens is compiled late", mode.value, program.bucket[0])
+            add_mode(self.step, self.params, self.pool, program, mode)
+        return program.steps[mode]
+
+    def fetch(self, handle: Handle) -> StepOutput:
+        """Wait for a step and bring what was asked for to the host."""
+        n = handle.num_rows
+        summary = np.asarray(handle.result.summary)[:n]
+        output = StepOutput(
+            token_ids=summary[:, 0],
+            is_finite=summary[:, 2] != 0,
+            logprobs=np.ascontiguousarray(summary[:, 1]).view(np.float32),
+        )
+        if not handle.wants_top:
+            return output
+        return output._replace(
+            top_ids=np.asarray(handle.result.top_ids)[:n],
+            top_logprobs=np.asarray(handle.result.top_logprobs)[:n],
+        )
+
+    def reset(self) -> None:
+        """Rebuild the pools, whose buffers a failed step may have consumed."""
+        self.pools = self._make_pools()
+        if self._host is not None:
+            self._host.clear()
+
+    def _make_pools(self):
+        pool, step = self.pool, self.step
+        return make_pools(step.mesh, step.layout, pool.num_blocks, pool.block_size, pool.dtype)
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        if self._host is None:
+            return
+        for device_block, host_block in plan.offloads:
+            self._host.offload(self.pools, device_block, host_block)
+        for device_block, host_block in plan.restores:
+            self.pools = self._host.restore(self.pools, device_block, host_block)
+
+    def program_for(self, plan: StepPlan) -> Program:
+        """The smallest program that holds a plan. Raises `NoBucketError`."""
+        rows = max(plan.num_rows, len(plan.scheduled))
+        for program in self.programs:
+            if program.bucket.holds(plan.num_tokens, rows):
+                return program
+        sizes = [tuple(program.bucket) for program in self.programs]
+        raise NoBucketError(
+            f"no compiled step for {plan.num_tokens} tokens and {rows} rows; "
+            f"(tokens, rows) compiled: {sizes}"
+        )
+
+    def _place(self, neutral: RowTables, tables: RowTables | None) -> RowTables:
+        """Put the tables that differ from the neutral ones (not None) on the devices."""
+        if tables is None:
+            return neutral
+        return RowTables(
+            *(
+                default if table is None else jax.device_put(table, self._rows)
+                for default, table in zip(neutral, tables, strict=True)
+            )
+        )

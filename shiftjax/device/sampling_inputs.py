@@ -1,0 +1,326 @@
+"""What the sampler has to know about each logit row, and how the host builds it. No JAX.
+
+    sequence -> RowParams (once) -> RowInputs (every step) -> SamplingInputs (inside the step)
+
+A greedy row that asks for nothing costs neither the host nor the step anything: it keeps the
+neutral values of `neutral_rows`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt16, UInt32
+
+from shiftjax.control.request import ScheduledSequence, Sequence, StepPlan
+from shiftjax.control.sampling_params import MAX_LOGIT_BIAS
+
+ALL_ALLOWED = 0xFFFFFFFF
+IN_PROMPT = 0x8000  # bit 15 of a token count
+MAX_COUNT = 0x7FFF  # where the count in the other bits saturates
+
+
+class SamplingInputs(NamedTuple):
+    """Parameters of a step, one entry per logit row: NumPy outside the step, `jax.Array` inside.
+
+    First the scalars, which travel to the device every step; then the tables, which stay there
+    neutral until a request needs them.
+    """
+
+    # 0: greedy; the logits are divided by anything else
+    temperature: Float32[Any, " rows"]
+    # only the k most likely tokens; 0: all, 1: greedy
+    top_k: Int32[Any, " rows"]
+    # only the smallest set of most likely tokens that has this probability; 1: all
+    top_p: Float32[Any, " rows"]
+    # only tokens at least this many times as likely as the most likely one; 0: all
+    min_p: Float32[Any, " rows"]
+    # positive logits of tokens seen in prompt or output are divided by it, negative multiplied
+    repetition_penalty: Float32[Any, " rows"]
+    # subtracted from the logits of generated tokens, once
+    presence_penalty: Float32[Any, " rows"]
+    # and once per time that they were generated
+    frequency_penalty: Float32[Any, " rows"]
+    # the sequence's 64-bit seed, low word first
+    seeds: UInt32[Any, "rows 2"]
+    # of the token to be sampled; with the seed it names the random number
+    positions: Int32[Any, " rows"]
+    # -1: choose a token; else the known next token, of which only the log-probability is asked
+    target_ids: Int32[Any, " rows"]
+    # -1: no log-probabilities, 0: the chosen token's, k: also those of the k most likely tokens
+    num_logprobs: Int32[Any, " rows"]
+    # a generated token that the host could not count yet because it was in flight; -1: none
+    pending_ids: Int32[Any, " rows"]
+    # bit t % 32 of word t // 32: token t is allowed
+    token_bitmask: UInt32[Any, "rows words"]
+    # distinct tokens whose logits get a bias, padded with -1, and the biases
+    bias_ids: Int32[Any, "rows entries"]
+    bias_values: Float32[Any, "rows entries"]
+    # bit 15: the token is in the prompt; the others: how often it was generated, saturating
+    token_counts: UInt16[Any, "rows vocab"]
+
+
+class RowTables(NamedTuple):
+    """The tables of `SamplingInputs`; on the host, None stands for the neutral table."""
+
+    token_bitmask: UInt32[Any, "rows words"] | None = None
+    bias_ids: Int32[Any, "rows entries"] | None = None
+    bias_values: Float32[Any, "rows entries"] | None = None
+    token_counts: UInt16[Any, "rows vocab"] | None = None
+
+
+class RowInputs(NamedTuple):
+    """`SamplingInputs` of a plan, less `positions` and `pending_ids`, which its tokens give."""
+
+    scalars: dict[str, np.ndarray]
+    tables: RowTables | None  # None: all of them neutral
+    wants_top: bool  # whether some row asks for the most likely tokens
+
+
+class RowParams(NamedTuple):
+    """What does not change while a sequence runs."""
+
+    is_neutral: bool  # greedy, and nothing else asked
+    floats: tuple[float, ...]  # in the order of `_FLOATS`
+    integers: tuple[int, ...]  # in the order of `_INTEGERS`
+    seed_words: tuple[int, int]
+    num_prompt_logprobs: int
+    allowed: np.ndarray | None  # [words] uint32; None: all tokens
+    allowed_at_first: np.ndarray | None  # the same while `min_tokens` bans the stop ids
+    bias: tuple[np.ndarray, np.ndarray] | None  # ids int32 and values float32
+    prompt_flags: np.ndarray | None  # [vocab] uint16; None: no penalties, no counts
+
+
+_FLOATS = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_INTEGERS = {"top_k": 0, "num_logprobs": -1}
+
+
+# --- neutral values -------------------------------------------------------------------------------
+
+
+def neutral_scalars(num_rows: int) -> dict[str, np.ndarray]:
+    """Greedy rows, as the scalars of `RowInputs`; new arrays."""
+    scalars = {name: np.full(num_rows, value, np.float32) for name, value in _FLOATS.items()}
+    integers = {**_INTEGERS, "target_ids": -1}
+    scalars |= {name: np.full(num_rows, value, np.int32) for name, value in integers.items()}
+    return scalars | {"seeds": np.zeros((num_rows, 2), np.uint32)}
+
+
+def neutral_tables(num_rows: int, vocab_size: int) -> RowTables:
+    """Everything allowed, no bias, nothing counted; new arrays."""
+    return RowTables(
+        token_bitmask=np.full((num_rows, _num_words(vocab_size)), ALL_ALLOWED, np.uint32),
+        bias_ids=np.full((num_rows, MAX_LOGIT_BIAS), -1, np.int32),
+        bias_values=np.zeros((num_rows, MAX_LOGIT_BIAS), np.float32),
+        token_counts=np.zeros((num_rows, vocab_size), np.uint16),
+    )
+
+
+def neutral_rows(num_rows: int, vocab_size: int) -> tuple[dict[str, np.ndarray], RowTables]:
+    """Scalars and tables of greedy rows that ask for nothing."""
+    return neutral_scalars(num_rows), neutral_tables(num_rows, vocab_size)
+
+
+# --- once per sequence ----------------------------------------------------------------------------
+
+
+def refresh_params(
+    plan: StepPlan, known: Mapping[Sequence, RowParams], vocab_size: int
+) -> dict[Sequence, RowParams]:
+    """Return the `RowParams` of the plan's sequences, computing those that are not `known` yet.
+
+    Give it the result of the previous step: what is no longer scheduled falls out by itself.
+    """
+    sequences = [item.sequence for item in plan.scheduled]
+    return {each: known.get(each) or row_params(each, vocab_size) for each in sequences}
+
+
+def row_params(sequence: Sequence, vocab_size: int) -> RowParams:
+    """Translate what a request asks into arrays. Token ids must lie in the vocabulary."""
+    asked = sequence.request.sampling
+    is_greedy = asked.temperature == 0.0 or asked.top_k == 1
+    choice = (0.0, 1.0, 0.0) if is_greedy else (asked.temperature, asked.top_p, asked.min_p)
+    penalties = asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty
+    num_logprobs = -1 if asked.logprobs is None else asked.logprobs
+    num_prompt_logprobs = -1 if asked.prompt_logprobs is None else asked.prompt_logprobs
+    allowed = _bitmask(asked.allowed_token_ids, vocab_size)
+    params = RowParams(
+        is_neutral=False,
+        floats=choice + penalties,
+        integers=(0 if is_greedy else max(asked.top_k, 0), num_logprobs),
+        seed_words=(sequence.seed & 0xFFFFFFFF, sequence.seed >> 32 & 0xFFFFFFFF),
+        num_prompt_logprobs=num_prompt_logprobs,
+        allowed=allowed,
+        allowed_at_first=_without_stops(allowed, sequence, vocab_size),
+        bias=_bias_arrays(asked.logit_bias),
+        prompt_flags=None if penalties == (1.0, 0.0, 0.0) else _prompt_flags(sequence, vocab_size),
+    )
+    tables = params.allowed, params.allowed_at_first, params.bias
+    asks = params.floats != tuple(_FLOATS.values()) or max(num_logprobs, num_prompt_logprobs) >= 0
+    is_free = sequence.constraint is None and all(table is None for table in tables)
+    return params._replace(is_neutral=not asks and is_free)
+
+
+def _num_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+def _bitmask(token_ids: Iterable[int] | None, vocab_size: int) -> np.ndarray | None:
+    """Bits of the given tokens; None for None."""
+    if token_ids is None:
+        return None
+    words = np.zeros(_num_words(vocab_size), np.uint32)
+    ids = np.fromiter(token_ids, np.uint32)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << ids % 32)
+    return words
+
+
+def _without_stops(
+    allowed: np.ndarray | None, sequence: Sequence, vocab_size: int
+) -> np.ndarray | None:
+    banned = _bitmask(sequence.stop_ids, vocab_size)
+    if banned is None or not sequence.request.sampling.min_tokens:
+        return None
+    return ~banned if allowed is None else allowed & ~banned
+
+
+def _bias_arrays(bias: Mapping[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:
+    if not bias:
+        return None
+    return np.array(list(bias), np.int32), np.array(list(bias.values()), np.float32)
+
+
+def _prompt_flags(sequence: Sequence, vocab_size: int) -> np.ndarray:
+    flags = np.zeros(vocab_size, np.uint16)
+    flags[sequence.token_ids[: sequence.num_prompt_tokens]] = IN_PROMPT
+    return flags
+
+
+# --- every step -----------------------------------------------------------------------------------
+
+
+class _Block(NamedTuple):
+    """The logit rows `[first, last]` of one scheduled sequence that is not neutral."""
+
+    first: int
+    last: int
+    item: ScheduledSequence
+    params: RowParams
+
+
+def build_rows(
+    plan: StepPlan, params: Mapping[Sequence, RowParams], num_rows: int, vocab_size: int
+) -> RowInputs:
+    """Build the inputs of `num_rows` rows (the bucket's) for a plan.
+
+    `params` holds every scheduled sequence (`refresh_params`). Rows past the plan's are neutral.
+    """
+    scalars = neutral_scalars(num_rows)
+    blocks = _blocks(plan, params)
+    if not blocks:
+        return RowInputs(scalars, None, False)
+    _fill_scalars(scalars, blocks)
+    _fill_targets(scalars, blocks)
+    wants_top = bool((scalars["num_logprobs"] > 0).any())
+    tables = RowTables(
+        _bitmask_table(blocks, num_rows, vocab_size),
+        *_bias_tables(blocks, num_rows),
+        _count_table(blocks, num_rows, vocab_size),
+    )
+    return RowInputs(scalars, tables if any(t is not None for t in tables) else None, wants_top)
+
+
+def _blocks(plan: StepPlan, params: Mapping[Sequence, RowParams]) -> list[_Block]:
+    blocks, row = [], 0
+    for item in plan.scheduled:
+        num_rows = item.num_rows
+        if num_rows:
+            asked = params[item.sequence]
+            if not asked.is_neutral:
+                blocks.append(_Block(row, row + num_rows - 1, item, asked))
+            row += num_rows
+    return blocks
+
+
+def _fill_scalars(scalars: dict[str, np.ndarray], blocks: list[_Block]) -> None:
+    """Write the parameters of the rows that sample: the last ones of each sequence."""
+    rows = np.array([block.last for block in blocks])
+    floats = np.array([block.params.floats for block in blocks], np.float32)
+    integers = np.array([block.params.integers for block in blocks], np.int32)
+    for names, columns in ((_FLOATS, floats.T), (_INTEGERS, integers.T)):
+        for name, column in zip(names, columns, strict=True):
+            scalars[name][rows] = column
+    scalars["seeds"][rows] = np.array([b.params.seed_words for b in blocks], np.uint32)
+
+
+def _fill_targets(scalars: dict[str, np.ndarray], blocks: list[_Block]) -> None:
+    """Give rows whose next token is known (prompt log-probabilities) that token as target."""
+    for block in blocks:
+        end = block.item.start + block.item.num_tokens
+        known = block.item.sequence.token_ids[end - block.item.num_rows + 1 : end + 1]
+        if known:
+            rows = slice(block.first, block.first + len(known))
+            scalars["target_ids"][rows] = known
+            scalars["num_logprobs"][rows] = block.params.num_prompt_logprobs
+
+
+def _bitmask_table(
+    blocks: list[_Block], num_rows: int, vocab_size: int
+) -> UInt32[np.ndarray, "rows words"] | None:
+    masks = [(block.last, _allowed(block)) for block in blocks]
+    if all(mask is None for _, mask in masks):
+        return None
+    table = np.full((num_rows, _num_words(vocab_size)), ALL_ALLOWED, np.uint32)
+    for row, mask in masks:
+        if mask is not None:
+            table[row] = mask
+    return table
+
+
+def _allowed(block: _Block) -> UInt32[np.ndarray, " words"] | None:
+    params, constraint = block.params, block.item.sequence.constraint
+    allowed = params.allowed
+    if params.allowed_at_first is not None and block.item.bans_stop_ids:
+        allowed = params.allowed_at_first
+    if constraint is None:
+        return allowed
+    return constraint.mask if allowed is None else constraint.mask & allowed
+
+
+def _bias_tables(
+    blocks: list[_Block], num_rows: int
+) -> tuple[Int32[np.ndarray, "rows entries"] | None, Float32[np.ndarray, "rows entries"] | None]:
+    biased = [(block.last, *block.params.bias) for block in blocks if block.params.bias]
+    if not biased:
+        return None, None
+    all_ids = np.full((num_rows, MAX_LOGIT_BIAS), -1, np.int32)
+    all_values = np.zeros((num_rows, MAX_LOGIT_BIAS), np.float32)
+    for row, ids, values in biased:
+        all_ids[row, : len(ids)] = ids
+        all_values[row, : len(ids)] = values
+    return all_ids, all_values
+
+
+def _count_table(
+    blocks: list[_Block], num_rows: int, vocab_size: int
+) -> UInt16[np.ndarray, "rows vocab"] | None:
+    """Count the committed output; a token in flight is added on the device (`pending_ids`)."""
+    if all(block.params.prompt_flags is None for block in blocks):
+        return None
+    table = np.zeros((num_rows, vocab_size), np.uint16)
+    for block in blocks:
+        flags, sequence = block.params.prompt_flags, block.item.sequence
+        if flags is None:
+            continue
+        output = np.array(sequence.token_ids[sequence.num_prompt_tokens :], np.int32)
+        ids, counts = np.unique(output, return_counts=True)
+        table[block.last] = flags
+        table[block.last, ids] |= np.minimum(counts, MAX_COUNT).astype(np.uint16)
+    return table

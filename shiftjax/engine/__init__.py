@@ -1,1 +1,0 @@
-"""The serving loop: schedule, choose, run, commit."""

@@ -1,0 +1,127 @@
+"""The collectives of one decoder layer in each mode, inside `shard_map`.
+
+BASE is Ulysses sequence parallelism times TP (arXiv 2309.14509; with grouped KV heads and
+replication in the send buffer: Shift Parallelism, arXiv 2509.16495, section 3.2). Tokens are
+split over `sp`; one all-to-all of q, k and v together turns them into heads split over
+`("tp", "sp")`, a second one turns the attention output back. SHIFT is plain TP over all devices.
+
+Per layer, `n` tokens, width `d`, `h` query heads and `m` KV heads per device (bytes of `b` each):
+
+    BASE    all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device
+            all-reduce  2 of (n / SP) * d * b over tp
+    SHIFT   all-reduce  2 of n * d * b over all devices
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import KV_AXES, WEIGHT_AXES, Mode
+
+Activations = Float[Array, "tokens hidden"]
+# What one device has before and after the exchange of tokens for heads.
+AllHeads = Float[Array, "tokens_sp heads_tp head_dim"]
+AllKvHeads = Float[Array, "tokens_sp kv_heads_tp head_dim"]
+OwnHeads = Float[Array, "tokens heads_tp_sp head_dim"]
+OwnKvHeads = Float[Array, "tokens kv_heads_tp_sp head_dim"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One mode of one layout: what the layers call where devices must talk."""
+
+    layout: Layout
+    mode: Mode
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether activations are split over `sp`."""
+        return self.layout.splits_tokens(self.mode)
+
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """Mesh axes that divide the weights, major first."""
+        return WEIGHT_AXES[self.mode]
+
+    def local_tokens(self, per_token: jax.Array) -> jax.Array:
+        """Return this device's tokens of a replicated array `[tokens, ...]`."""
+        if not self.splits_tokens:
+            return per_token
+        count = per_token.shape[0] // self.layout.sp
+        start = jax.lax.axis_index("sp") * count
+        return jax.lax.dynamic_slice_in_dim(per_token, start, count)
+
+    def reduce(self, partial: Activations) -> Activations:
+        """Sum the partial products of a row-parallel weight over the devices that split it."""
+        size = self.layout.tp if self.mode is Mode.BASE else self.layout.num_devices
+        return jax.lax.psum(partial, self.weight_axes) if size > 1 else partial
+
+    def scatter_heads(
+        self, q: AllHeads, k: AllKvHeads, v: AllKvHeads
+    ) -> tuple[OwnHeads, OwnKvHeads, OwnKvHeads]:
+        """Exchange tokens for heads: one fused all-to-all of q, k and v.
+
+        k and v come with the heads of `Layout.base_kv_heads`. In SHIFT this is the identity.
+        """
+        if not self.splits_tokens:
+            return q, k, v
+        sp, m = self.layout.sp, self.layout.kv_heads_per_device
+        k, v = self._replicate(k), self._replicate(v)
+        parts = [x.reshape(x.shape[0], sp, -1, x.shape[-1]) for x in (q, k, v)]
+        send = jnp.concatenate(parts, axis=2).swapaxes(0, 1)
+        got = jax.lax.all_to_all(send, "sp", split_axis=0, concat_axis=0)
+        got = got.reshape(-1, *got.shape[2:])
+        h = self.layout.heads_per_device
+        return got[:, :h], got[:, h : h + m], got[:, h + m :]
+
+    def gather_heads(self, out: OwnHeads) -> AllHeads:
+        """Exchange heads for tokens; in SHIFT this is the identity."""
+        if not self.splits_tokens:
+            return out
+        send = out.reshape(self.layout.sp, -1, *out.shape[1:])
+        got = jax.lax.all_to_all(send, "sp", split_axis=0, concat_axis=0)
+        return got.swapaxes(0, 1).reshape(got.shape[1], -1, got.shape[-1])
+
+    def _replicate(self, heads: AllKvHeads) -> Float[Array, "tokens_sp sent_heads head_dim"]:
+        """Lay out the KV heads in the order in which the devices of `sp` want them."""
+        order = self.layout.kv_send_order
+        if order.shape[1] == heads.shape[1] and (order == np.arange(heads.shape[1])).all():
+            return heads
+        if (order == order[0]).all():
+            return heads[:, order[0]]
+        return jnp.take(heads, jnp.asarray(order)[jax.lax.axis_index("tp")], axis=1)
+
+    def take_rows(
+        self, hidden: Activations, rows: Int[Array, " rows"]
+    ) -> Float[Array, "rows hidden"]:
+        """Return the hidden states of the sampled tokens on every device.
+
+        `rows` index the step's tokens. In BASE only these rows cross `sp`, not all tokens.
+        """
+        if not self.splits_tokens:
+            return hidden[rows]
+        count = hidden.shape[0]
+        owner, local = rows // count, rows % count
+        mine = (owner == jax.lax.axis_index("sp"))[:, None]
+        return jax.lax.psum(jnp.where(mine, hidden[local], jnp.zeros((), hidden.dtype)), "sp")
+
+    def rows_from_vocab(
+        self, logits: Float[Array, "rows vocab_tp_sp"]
+    ) -> Float[Array, "rows_tp_sp vocab"]:
+        """Exchange a slice of the vocabulary for a slice of the rows, so that sampling is split.
+
+        An all-to-all moves 1/P of what an all-gather of the logits would.
+        """
+        if self.layout.num_devices == 1:
+            return logits
+        return jax.lax.all_to_all(logits, KV_AXES, split_axis=0, concat_axis=1, tiled=True)
+
+    def all_rows(self, per_row: jax.Array) -> jax.Array:
+        """Gather what `rows_from_vocab` has split: `rows_tp_sp ...` to `rows ...` everywhere."""
+        if self.layout.num_devices == 1:
+            return per_row
+        return jax.lax.all_gather(per_row, KV_AXES, tiled=True)

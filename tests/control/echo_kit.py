@@ -1,0 +1,212 @@
+"""What the tests of the control plane share: engines over audited echo runners, and the truth."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.echo import EchoRunner, echo_token
+from shiftjax.control.engine import Engine, Group
+from shiftjax.control.policy import Policy, make_policy
+from shiftjax.control.request import Event, Request, SamplingParams, StepPlan, derive_seed
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.parallel.mode import Mode
+
+VOCAB_SIZE = 13  # small, so that stop ids are hit often
+MAX_MODEL_LEN = 48
+ENGINE_SEED = 5
+
+
+class StepFault(Exception):
+    """Raised by a runner that was told to."""
+
+
+class AuditedRunner(EchoRunner):
+    """Checks every plan against the budgets and the KV; fails or poisons where told."""
+
+    def __init__(self, config: SchedulerConfig):
+        super().__init__(
+            VOCAB_SIZE,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_host_blocks=config.num_host_blocks,
+            check=True,
+        )
+        self.config = config
+        self.faults: dict[int, str] = {}  # number of the run -> "run" or "fetch"
+        self.poisoned: set[str] = set()  # requests whose rows are not finite
+        self.poisoned_index: int | None = None  # only this continuation of them; None: all
+        self.plans: list[StepPlan] = []
+        self.failed_requests: set[str] = set()
+        self.num_resets = 0
+
+    def run(self, plan: StepPlan, mode: Mode, previous_handle):
+        check_plan(plan, self.config)
+        self.plans.append(plan)
+        fault = self.faults.get(len(self.plans) - 1)
+        if fault is not None:
+            self.failed_requests |= {s.sequence.request.request_id for s in plan.scheduled}
+        if fault == "run":
+            raise StepFault("run")
+        output = super().run(plan, mode, previous_handle)
+        row = 0
+        for item in plan.scheduled:
+            is_hit = self.poisoned_index in (None, item.sequence.index)
+            if is_hit and item.sequence.request.request_id in self.poisoned:
+                output.is_finite[row : row + item.num_rows] = False
+            row += item.num_rows
+        return StepFault("fetch") if fault == "fetch" else output
+
+    def fetch(self, handle):
+        if isinstance(handle, StepFault):
+            raise handle
+        return super().fetch(handle)
+
+    def reset(self) -> None:
+        self.num_resets += 1
+        super().reset()
+
+
+def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
+    """The budgets of a step and the order of what is in it."""
+    assert 0 < plan.num_tokens <= config.max_num_batched_tokens
+    assert plan.num_tokens == sum(item.num_tokens for item in plan.scheduled)
+    assert plan.num_rows == sum(item.num_rows for item in plan.scheduled)
+    assert max(plan.num_rows, len(plan.scheduled)) <= config.max_num_seqs
+    assert len({id(item.sequence) for item in plan.scheduled}) == len(plan.scheduled)
+    for number, item in enumerate(plan.scheduled):
+        assert 0 <= item.num_rows <= item.num_tokens > 0
+        if number < plan.num_decodes:
+            assert item.num_tokens == item.num_rows == 1
+        else:
+            assert item.previous_row == -1
+    assert not (plan.offloads and plan.restores)
+
+
+def make_engine(
+    *,
+    dp: int = 1,
+    overlap: bool = True,
+    policy: Policy | None = None,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    **scheduler: object,
+) -> Engine:
+    config = SchedulerConfig(
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        max_num_batched_tokens,
+        **scheduler,  # pyright: ignore[reportArgumentType]
+    )
+    limits = RequestLimits(
+        VOCAB_SIZE,
+        MAX_MODEL_LEN,
+        (num_blocks - 1) * block_size,
+        eos_token_ids=config.eos_token_ids,
+    )
+    groups = [Group(Scheduler(config), AuditedRunner(config)) for _ in range(dp)]
+    policy = policy or make_policy("threshold", 8)
+    return Engine(groups, policy, limits, overlap=overlap, seed=ENGINE_SEED)
+
+
+def runner_of(engine: Engine, group: int = 0) -> AuditedRunner:
+    runner = engine.groups[group].runner
+    assert isinstance(runner, AuditedRunner)
+    return runner
+
+
+def reference(engine: Engine, request: Request, number: int, index: int) -> tuple[list[int], str]:
+    """The tokens and the finish reason of one continuation, by the shortest loop there is."""
+    sampling, limits = request.sampling, engine.limits
+    seed = derive_seed(ENGINE_SEED, number) if sampling.seed is None else sampling.seed
+    seed = derive_seed(seed, index)
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else limits.eos_token_ids)}
+    token_ids, output = list(request.prompt_token_ids), []
+    room = min(limits.max_model_len, limits.num_kv_tokens + 1) - len(token_ids)
+    most = room if sampling.max_tokens is None else sampling.max_tokens
+    while len(output) < most:
+        token = echo_token(token_ids[-1], len(token_ids) - 1, seed, VOCAB_SIZE)
+        while len(output) < sampling.min_tokens and token in stops:
+            token = (token + 1) % VOCAB_SIZE
+        output.append(token)
+        token_ids.append(token)
+        if token in stops:
+            return output, "stop"
+    return output, "length"
+
+
+@dataclass
+class Outcome:
+    """All that was heard of one continuation."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def last(self) -> Event:
+        return self.events[-1]
+
+
+class Listener:
+    """Collects events and holds them to their contract."""
+
+    def __init__(self):
+        self.outcomes: dict[tuple[str, int], Outcome] = defaultdict(Outcome)
+        self.ended: set[str] = set()
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            outcome = self.outcomes[event.request_id, event.index]
+            assert event.request_id not in self.ended, "an event after the terminal one"
+            assert not outcome.events or outcome.last.finish_reason is None, (
+                "an event after the end"
+            )
+            assert (event.metrics is None) == (event.finish_reason is None)
+            outcome.events.append(event)
+            outcome.token_ids += event.token_ids
+            if event.logprobs is not None:
+                outcome.logprobs.append(event.logprobs)
+            if event.is_last:
+                self.ended.add(event.request_id)
+
+
+def run_to_end(engine: Engine, listener: Listener, most: int = 2000) -> int:
+    """Steps until nothing is left; returns how many. Conservation is checked after each."""
+    for number in range(most):
+        if not engine.has_work():
+            return number
+        listener.hear(engine.step(float(number)))
+        engine.check()
+    raise AssertionError(f"still work to do after {most} steps: {engine.stats()}")
+
+
+def generate(engine: Engine, *requests: Request) -> dict[tuple[str, int], Outcome]:
+    """Add the requests, run to the end, return what came of them."""
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    run_to_end(engine, listener)
+    assert listener.ended == {request.request_id for request in requests}
+    assert_quiescent(engine)
+    return listener.outcomes
+
+
+def assert_quiescent(engine: Engine) -> None:
+    """Nothing is held when nothing runs."""
+    engine.check()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+    for group in engine.groups:
+        assert group.in_flight is None and not group.scheduler.requests
+        host = group.scheduler.tables.host
+        assert host is None or host.num_free_blocks == host.num_usable_blocks
+
+
+def make_request(name: str, prompt: list[int], arrival: float = 0.0, **sampling) -> Request:
+    priority = sampling.pop("priority", 0)
+    salt = sampling.pop("cache_salt", None)
+    return Request(name, prompt, SamplingParams(**sampling), arrival, priority, None, salt)

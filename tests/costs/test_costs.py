@@ -1,0 +1,226 @@
+"""The cost model against sums done by hand, and against what must hold of any machine."""
+
+from dataclasses import replace
+
+import pytest
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.shape import Experts, Formats, ModelShape
+from shiftjax.control.policy import work_of
+from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.collectives import Collective, layer_collectives
+from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.memory import weight_bytes_per_device
+from shiftjax.costs.step import (
+    CostModel,
+    Work,
+    matmul_seconds,
+    pipeline_seconds,
+    transfer_seconds,
+)
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.mode import Mode
+
+TINY = PRESETS["tiny"]  # hidden 64, intermediate 128, 2 layers, 8 query and 4 KV heads of 8
+WAY = (Transfer(1.0, 10.0),)
+PLAIN = Machine(
+    "plain",
+    num_devices=8,
+    memory_bytes=1e9,
+    memory_bytes_per_second=1000.0,
+    memory_efficiency=1.0,
+    kv_efficiency=1.0,
+    matmul_flops={"float32": 1e30},
+    matmul_efficiency=1.0,
+    attention_efficiency=1.0,
+    compute_units=1,
+    tile_rows=(8,),
+    tile_columns=8,
+    tile_seconds=0.0,
+    kernel_seconds=0.0,
+    all_reduce=WAY,
+    all_to_all=WAY,
+    all_gather=WAY,
+    point_to_point=WAY,
+)
+NO_OVERHEAD = EngineOverhead(
+    "none",
+    host_seconds=0.0,
+    host_seconds_distributed=0.0,
+    host_seconds_per_sequence=0.0,
+    overlaps=False,
+    kernels_per_layer=0,
+    kernels_per_exchange=0,
+    kernels_per_step=0,
+    graph_tokens=1 << 20,
+    eager_kernel_seconds=0.0,
+    reserved_bytes=0.0,
+    pads_to_buckets=False,
+    copies_shift_weights=False,
+    replicas_in_step=False,
+)
+FLOAT32 = Formats("float32", "float32", "float32")
+
+
+def costs(sp=1, tp=1, machine=PLAIN, engine=NO_OVERHEAD, shape=None, buckets=()):
+    return CostModel(shape or ModelShape(TINY), sp, tp, machine, engine, FLOAT32, buckets)
+
+
+def sequence(length: int) -> Sequence:
+    prompt = [0] * length
+    return Sequence(Request("r", prompt), 0, 0, (0, 0.0, 0, 0), prompt, length, 99, frozenset(), [])
+
+
+def test_work_is_the_sum_over_tokens():
+    spans = [(9, 1), (4, 1), (0, 5), (7, 3)]  # (start, tokens): two decodes, two chunks
+    items = [ScheduledSequence(sequence(start + n), start, n, 1, -1) for start, n in spans]
+    work = work_of(StepPlan(items, 10, 4, 2, [], [], 0))
+    keys = [position + 1 for start, n in spans[2:] for position in range(start, start + n)]
+    assert work == Work(10, 4, 4, 10 + 5, 5 + 10, sum(keys))
+
+
+def test_a_memory_bound_step_is_its_bytes_over_the_rate():
+    # One token on one device: every weight of the layers and the head is read once, and with them
+    # activations; with infinite FLOP/s nothing else takes time.
+    work = Work(1, 0, 1, 0, 0, 0)
+    breakdown = costs().breakdown(Mode.BASE, work)
+    hidden, inner, heads, kv = 64, 128, 64, 32  # widths of d, I, h D, m D
+    products = [(hidden, heads + 2 * kv), (heads, hidden), (hidden, 2 * inner), (inner, hidden)]
+    numbers = sum(k * n + k + n for k, n in products)
+    assert breakdown.matmul == pytest.approx(2 * 4 * numbers / 1000)
+    assert breakdown.collectives == breakdown.launch == breakdown.host == 0.0
+
+
+def test_a_compute_bound_product_is_tiles_in_waves():
+    machine = replace(PLAIN, matmul_flops={"float32": 100.0}, compute_units=4, tile_seconds=3.0)
+    tile = 2 * 8 * 8 * 10 / (100.0 / 4)
+    # 17 rows are 3 tiles high, 20 columns 3 wide: 9 tiles on 4 units.
+    assert matmul_seconds(machine, 17, 10, 20, "float32") == pytest.approx(9 / 4 * (tile + 3.0))
+    assert matmul_seconds(machine, 1, 10, 8, "float32") == pytest.approx(tile + 3.0)
+
+
+def test_a_collective_takes_the_quickest_way():
+    ways = (Transfer(1.0, 10.0, "one_shot"), Transfer(5.0, 10.0))
+    small = Collective("all-reduce", 8, 1, 1)
+    large = Collective("all-reduce", 8, 80, 1)
+    assert transfer_seconds(ways, small) == pytest.approx(1.0 + 7 * 1 / 10)
+    assert transfer_seconds(ways, large) == pytest.approx(5.0 + 2 * 7 / 8 * 80 / 10)
+    gather = Collective("all-gather", 8, 80, 1)
+    assert transfer_seconds(ways[1:], gather) == pytest.approx(5.0 + 7 / 8 * 80 / 10)
+
+
+def test_tp_moves_the_same_whatever_its_size_and_ulysses_less_the_larger_it_is():
+    model = PRESETS["llama-70b"]
+    reduced = {tp: layer_collectives(Layout(model, 1, tp), Mode.SHIFT, 4096, 2) for tp in (2, 4, 8)}
+    assert {sum(m.num_bytes * m.num_times for m in moves) for moves in reduced.values()} == {
+        2 * 4096 * 8192 * 2
+    }
+    exchanged = [
+        sum(m.num_bytes for m in layer_collectives(Layout(model, sp, 1), Mode.BASE, 4096, 2))
+        for sp in (2, 4, 8)
+    ]
+    assert exchanged[0] == 2 * exchanged[1] == 4 * exchanged[2]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("work", [Work.decode(7, 100), Work.prefill(40, 3)])
+def test_the_breakdown_adds_up(mode, work):
+    machine, engine = load_machine("h200x8"), load_engine("vllm")
+    model = CostModel(ModelShape(PRESETS["llama-70b"]), 4, 2, machine, engine, Formats("fp8"))
+    breakdown = model.breakdown(mode, work)
+    assert breakdown.device == pytest.approx(model.device_seconds(mode, work))
+    assert breakdown.device + breakdown.host == pytest.approx(model.seconds(mode, work))
+    assert all(part >= 0 for part in breakdown)
+
+
+def test_attention_reads_the_context_of_decodes_and_computes_the_pairs_of_chunks():
+    model = costs(machine=replace(PLAIN, matmul_flops={"float32": 1000.0}))
+    token = 2 * 2 * 4 * 8 * 4  # k and v, layers, KV heads, head_dim, bytes
+    assert model.kv_token_bytes == token
+    pair = 4 * 2 * 8 * 8 / 1000.0  # FLOP per pair of all layers and heads, over FLOP/s
+    base = model.breakdown(Mode.BASE, Work(1, 0, 1, 0, 0, 0)).attention
+    decode = model.breakdown(Mode.BASE, Work(1, 0, 1, 10, 0, 0)).attention
+    chunk = model.breakdown(Mode.BASE, Work(1, 0, 1, 0, 10, 100)).attention
+    assert base == 0.0
+    assert decode == pytest.approx(10 * max(token / 1000.0, pair))
+    assert chunk == pytest.approx(max(10 * token / 1000.0, 100 * pair))
+
+
+def test_devices_that_share_a_processor_take_turns():
+    shared = replace(PLAIN, shared_cores=2)
+    alone, together = costs(2, 4), costs(2, 4, machine=shared)
+    work = Work.decode(16, 50)
+    one, many = (c.breakdown(Mode.SHIFT, work) for c in (alone, together))
+    assert many.matmul == pytest.approx(8 / 2 * one.matmul)  # bound by reading: a core each
+    assert many.attention == pytest.approx(8 / 2 * one.attention)
+    assert many.collectives == pytest.approx(8 * one.collectives)  # of 8 devices, in turn
+
+
+def test_computing_and_reading_overlap_as_far_as_the_machine_lets_them():
+    slow = replace(PLAIN, matmul_flops={"float32": 1e4})
+    work = Work(64, 0, 1, 0, 0, 0)
+    reading = costs().products_seconds(Mode.BASE, 64)
+    both = costs(machine=slow).products_seconds(Mode.BASE, 64)
+    apart = costs(machine=replace(slow, memory_overlap=0.0)).breakdown(Mode.BASE, work).matmul
+    assert both > reading
+    assert apart == pytest.approx(both + reading)
+
+
+def test_attention_in_rounds_costs_a_fixed_time_for_each():
+    rounds = replace(
+        PLAIN, attention_round_seconds=2.0, attention_round_tokens=64, attention_lanes=4
+    )
+    work = Work(16, 16, 16, 16 * 100, 0, 0)
+    extra = costs(machine=rounds).breakdown(Mode.BASE, work).attention
+    extra -= costs().breakdown(Mode.BASE, work).attention
+    assert extra == pytest.approx(2.0 * 2 * -(-1600 // (4 * 64)))  # layers, rounds
+
+
+def test_a_step_costs_what_its_bucket_costs():
+    buckets = [Bucket(8, 8), Bucket(64, 16)]
+    padded, exact = costs(buckets=buckets), costs()
+    small, large = Work(5, 1, 1, 0, 0, 0), Work(9, 1, 1, 0, 0, 0)
+    assert padded.device_seconds(Mode.BASE, small) == exact.device_seconds(
+        Mode.BASE, Work(8, 8, 1, 0, 0, 0)
+    )
+    assert padded.device_seconds(Mode.BASE, large) == exact.device_seconds(
+        Mode.BASE, Work(64, 16, 1, 0, 0, 0)
+    )
+
+
+def test_few_tokens_touch_few_experts_and_many_all():
+    shape = ModelShape(TINY, Experts(num=64, per_token=1, intermediate_size=128))
+    dense = costs().breakdown(Mode.BASE, Work(1, 0, 1, 0, 0, 0)).matmul
+    one = costs(shape=shape).breakdown(Mode.BASE, Work(1, 0, 1, 0, 0, 0)).matmul
+    many = costs(shape=shape).breakdown(Mode.BASE, Work(4096, 0, 1, 0, 0, 0)).matmul
+    router = 2 * 4 * (64 * 64 + 64 + 64) / 1000
+    assert one == pytest.approx(dense + router)  # one expert is read: the size of the MLP
+    assert many > 60 * (dense / 2)
+
+
+def test_weights_on_a_device():
+    shape, formats = ModelShape(PRESETS["llama-70b"]), Formats("fp8")
+    alone = weight_bytes_per_device(shape, Layout(shape.config, 1, 1), formats)
+    split = weight_bytes_per_device(shape, Layout(shape.config, 1, 8), formats)
+    wide = weight_bytes_per_device(shape, Layout(shape.config, 8, 1), formats)
+    assert alone == shape.layer_parameters + 2 * shape.embedding_parameters
+    assert split == alone // 8
+    head = shape.embedding_parameters  # half of both, in 2 bytes: split over all devices
+    assert wide == alone - head + head // 8
+    assert shape.num_parameters == pytest.approx(70.55e9, rel=1e-3)
+
+
+def test_the_host_is_added_or_hidden():
+    slow = replace(NO_OVERHEAD, host_seconds=1e6, host_seconds_distributed=1e5)
+    work = Work.decode(1, 1)
+    device = costs(1, 2).device_seconds(Mode.SHIFT, work)
+    assert costs(1, 2, engine=slow).seconds(Mode.SHIFT, work) == device + 1.1e6
+    hidden = replace(slow, overlaps=True)
+    assert costs(1, 2, engine=hidden).seconds(Mode.SHIFT, work) == 1.1e6
+
+
+def test_stages_are_passed_one_after_the_other_and_left_every_interval():
+    assert pipeline_seconds(3.0, 0.5, 4) == (14.0, 3.5)
+    assert pipeline_seconds(3.0, 0.5, 1) == (3.0, 3.0)

@@ -1,0 +1,99 @@
+"""Machine and engine files: all that come with the package, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import shiftjax.costs.machine_files
+from shiftjax.costs.machine_files import (
+    MACHINE_OF_DEVICE,
+    dump_machine,
+    engine_names,
+    load_engine,
+    load_machine,
+    machine_names,
+    machine_of,
+)
+from shiftjax.options import ConfigError
+
+MACHINES = Path(shiftjax.costs.machine_files.__file__).parent / "machines"
+WAYS = ("all_reduce", "all_to_all", "all_gather", "point_to_point")
+GPUS = {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8"}
+
+
+def test_every_machine_and_engine_loads():
+    assert set(machine_names()) == GPUS | {"cpu"}
+    assert set(engine_names()) == {"vllm", "shiftjax"}
+    for name in machine_names():
+        machine = load_machine(name)
+        assert machine.name == name
+        assert 0 < machine.memory_efficiency <= 1 or machine.shared_cores
+        assert "bfloat16" in machine.matmul_flops
+    for name in engine_names():
+        assert load_engine(name).name == name
+
+
+def test_every_constant_has_a_unit_that_fits_its_name():
+    ends = {"_bytes": {"GB", "B"}, "bytes_per_second": {"GB/s", "B/s"}, "_seconds": {"us", "s"}}
+    for name in GPUS | {"cpu"}:
+        data = yaml.safe_load((MACHINES / f"{name}.yaml").read_text())
+        ways = [way for kind in WAYS for way in data[kind]]
+        for key, node in [*data.items(), *(pair for way in ways for pair in way.items())]:
+            for end, units in ends.items():
+                assert not key.endswith(end) or node["unit"] in units, (name, key)
+        assert {node["unit"] for node in data["matmul_flops"].values()} <= {"TFLOP/s", "FLOP/s"}
+
+
+def test_units_become_si():
+    machine = load_machine("h200x8")
+    assert machine.memory_bytes == 141e9
+    assert machine.memory_bytes_per_second == 4.8e12
+    assert machine.matmul_flops["fp8"] == 1979e12
+    assert machine.all_reduce[0].latency_seconds == pytest.approx(5e-6)
+
+
+def test_a_machine_survives_a_file(tmp_path):
+    machine = load_machine("a10x8")
+    path = tmp_path / "copy.yaml"
+    path.write_text(dump_machine(machine, "a test"))
+    assert load_machine(str(path)) == machine
+    data = yaml.safe_load(path.read_text())
+    assert data["memory_bytes"] == {"value": 24e9, "unit": "B", "source": "a test"}
+    assert data["memory_bytes_per_second"]["unit"] == "B/s"
+    assert data["matmul_flops"]["bfloat16"]["unit"] == "FLOP/s"
+    assert data["all_reduce"][0]["latency_seconds"]["unit"] == "s"
+    assert data["tile_rows"]["unit"] == data["kv_efficiency"]["unit"] == "1"
+
+
+def spoiled(tmp_path, change) -> str:
+    data = yaml.safe_load(dump_machine(load_machine("l4x8"), "a test"))
+    change(data)
+    path = tmp_path / "spoiled.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda d: d["memory_bytes"].pop("source"), "a value, a unit and a source"),
+        (lambda d: d["memory_bytes"].update(source=" "), "a value, a unit and a source"),
+        (lambda d: d["memory_bytes"].update(unit="furlong"), "unknown unit 'furlong'"),
+        (lambda d: d["memory_bytes"].update(value=-1), "no number of at least 0"),
+        (lambda d: d.update(memory_bytes=5), "a bare number"),
+        (lambda d: d.pop("kernel_seconds"), "kernel_seconds is missing"),
+        (lambda d: d.update(wheels="4"), "unknown constant 'wheels'"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, change, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        load_machine(spoiled(tmp_path, change))
+
+
+def test_unknown_names_are_refused_with_the_near_ones():
+    with pytest.raises(ConfigError, match="did you mean h200x8"):
+        load_machine("h200x")
+    with pytest.raises(ConfigError, match="set machine to one of"):
+        machine_of("Abacus")
+    assert set(MACHINE_OF_DEVICE.values()) == set(machine_names())

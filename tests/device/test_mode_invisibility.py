@@ -1,0 +1,145 @@
+"""Whatever mode, order, preemption or cache a token comes through, it is the same token."""
+
+import random
+
+import numpy as np
+import pytest
+from engines import RandomPolicy, checkpoint, make, run, tokens
+from harness import forward
+from oracle import numpy_llama
+
+from shiftjax.control.policy import FixedPolicy
+from shiftjax.control.request import SamplingParams
+from shiftjax.parallel.mode import Mode
+
+MESHES = [(2, 2), (4, 2), (3, 2), (2, 4)]
+OUTPUT_TOKENS = 12
+CROWDED = 42  # blocks: fewer than the sequences that want to run need
+
+
+def prompts_with_shared_prefixes(seed: int, count: int = 10) -> list[list[int]]:
+    rng = random.Random(seed)
+    stems = [[rng.randrange(3, 199) for _ in range(25)] for _ in range(2)]
+    return [
+        rng.choice(stems)[: rng.randrange(1, 25)]
+        + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 30))]
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module", params=MESHES, ids=lambda mesh: f"sp{mesh[0]}tp{mesh[1]}")
+def crowded(request):
+    """An engine whose pool holds fewer sequences than want to run, so that it preempts."""
+    directory, config, tensors = checkpoint()
+    return make(directory, *request.param, num_blocks=CROWDED), config, tensors
+
+
+def greedy(n: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, n=n)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_tokens_equal_the_oracle_under_random_modes(crowded, seed):
+    built, config, tensors = crowded
+    built.engine.policy = RandomPolicy(seed)
+    prompts = prompts_with_shared_prefixes(seed)
+    before = built.engine.stats()
+    events = run(built.engine, prompts, [greedy()] * len(prompts), abort_at={6: 3})
+    after = built.engine.stats()
+    for i, prompt in enumerate(prompts):
+        got = tokens(events[i, 0])
+        expected = numpy_llama.greedy(config, tensors, prompt, OUTPUT_TOKENS)
+        assert got == (expected if i != 3 else expected[: len(got)])
+    assert events[3, 0][-1].finish_reason == "abort"
+    # The run must have met what it claims to survive.
+    assert after.num_preemptions["recompute"] > before.num_preemptions["recompute"]
+    assert after.num_prefix_hit_tokens > before.num_prefix_hit_tokens
+    assert min(after.mode_switches.values()) > 0
+    assert after.kv_usage == 0
+
+
+def test_sampled_tokens_depend_on_seed_and_position_alone(crowded):
+    built, _, _ = crowded
+    prompts = prompts_with_shared_prefixes(2, 6)
+    params = [
+        SamplingParams(
+            temperature=1.1,
+            top_p=0.9,
+            top_k=50 if i % 2 else 0,
+            frequency_penalty=0.3 * (i % 3),
+            repetition_penalty=1.2,
+            seed=i,
+            n=1 + i % 2,
+            max_tokens=OUTPUT_TOKENS,
+            min_tokens=5,
+            logprobs=2,
+        )
+        for i in range(len(prompts))
+    ]
+    built.engine.policy = FixedPolicy(Mode.SHIFT)
+    alone = {}
+    for i, prompt in enumerate(prompts):
+        events = run(built.engine, [prompt], [params[i]])
+        alone |= {(i, index): event for (_, index), event in events.items()}
+    built.engine.policy = RandomPolicy(3)
+    together = run(built.engine, prompts, params)
+    assert together.keys() == alone.keys()
+    for key, events in together.items():
+        assert tokens(events) == tokens(alone[key])
+        got = [entry.logprob for e in events if (entry := e.logprobs) is not None]
+        want = [entry.logprob for e in alone[key] if (entry := e.logprobs) is not None]
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize(("sp", "tp"), MESHES)
+def test_both_modes_write_the_same_cache(sp, tp):
+    """KV invariance for arbitrary (SP, TP): the papers' claim, over the contents of the pool."""
+    directory, _, _ = checkpoint()
+    prompt = list(range(3, 40))
+    *_, base = forward(directory, prompt, sp, tp, Mode.BASE, "alias")
+    *_, shift = forward(directory, prompt, sp, tp, Mode.SHIFT, "alias")
+    blocks = slice(1, 1 + len(prompt) // 8)  # full blocks; block 0 takes the padding
+    for layer, pools in enumerate(zip(base, shift, strict=True)):
+        for in_base, in_shift in zip(*pools, strict=True):
+            a, b = np.asarray(in_base)[blocks], np.asarray(in_shift)[blocks]
+            assert np.abs(a).max() > 0.1
+            np.testing.assert_allclose(a, b, atol=2e-5, err_msg=f"layer {layer}")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_swapped_sequences_come_back_as_they_were(overlap):
+    directory, config, tensors = checkpoint()
+    options = {"preemption": "swap", "num_host_blocks": 100, "overlap": overlap}
+    built = make(directory, 2, 2, num_blocks=CROWDED, prefix_caching=False, **options)
+    built.engine.policy = RandomPolicy(5)
+    prompts = prompts_with_shared_prefixes(4, 8)
+    events = run(built.engine, prompts, [greedy()] * len(prompts))
+    assert built.engine.stats().num_preemptions["swap"] > 0
+    for i, prompt in enumerate(prompts):
+        expected = numpy_llama.greedy(config, tensors, prompt, OUTPUT_TOKENS)
+        assert tokens(events[i, 0]) == expected
+
+
+@pytest.mark.parametrize("strategy", ["slice", "replicate"])
+def test_other_weight_strategies_give_the_same_tokens(strategy):
+    directory, config, tensors = checkpoint()
+    built = make(directory, 3, 2, num_blocks=CROWDED, weights=strategy)
+    built.engine.policy = RandomPolicy(6)
+    prompts = prompts_with_shared_prefixes(5, 4)
+    events = run(built.engine, prompts, [greedy()] * len(prompts))
+    for i, prompt in enumerate(prompts):
+        expected = numpy_llama.greedy(config, tensors, prompt, OUTPUT_TOKENS)
+        assert tokens(events[i, 0]) == expected
+
+
+def test_groups_share_one_queue():
+    """dp: independent groups of devices, each request on one of them."""
+    directory, config, tensors = checkpoint()
+    built = make(directory, 2, 1, dp=3, token_buckets=[32])
+    prompts = prompts_with_shared_prefixes(7, 9)
+    events = run(built.engine, prompts, [greedy()] * len(prompts))
+    for i, prompt in enumerate(prompts):
+        expected = numpy_llama.greedy(config, tensors, prompt, OUTPUT_TOKENS)
+        assert tokens(events[i, 0]) == expected
+    devices = {d for runner in built.runners for d in runner.step.mesh.devices.flat}
+    assert len(devices) == 6

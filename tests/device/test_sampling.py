@@ -1,0 +1,506 @@
+"""The sampler against a float64 oracle, token by token, and against its own promises.
+
+The oracle knows the uniform number of each (seed, position) and inverts the cumulative
+distribution of its own probabilities: what is compared is the very token.
+"""
+
+import json
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+from oracle.numpy_sampling import acceptable, log_softmax, probabilities, processed_logits
+from scipy import stats
+
+from shiftjax.device.sampling import MAX_LOGPROBS, MAX_VOCAB, SampleOutput, sample
+from shiftjax.device.sampling import _invert_cdf as invert_cdf
+from shiftjax.device.sampling_inputs import IN_PROMPT, SamplingInputs, neutral_rows
+
+VOCAB_SIZE, PADDED = 997, 1024  # neither a multiple of 32 nor of the chunk
+ROWS = 8
+KEY = jax.random.key(1234)
+TOLERANCE = 1e-6  # of the cumulative distribution: float32 exponentials, fixed-point sums
+SLACKS = (0.0, 1e-6, -1e-6)  # of the thresholds
+FAST = settings(deadline=None, derandomize=True, max_examples=40)
+
+
+def make_inputs(asked: list[dict], vocab_size: int = VOCAB_SIZE) -> SamplingInputs:
+    """One row per entry: scalars by name, and `allowed`, `bias`, `prompt`, `output`, `seed`."""
+    scalars, tables = neutral_rows(len(asked), vocab_size)
+    inputs = SamplingInputs(
+        **scalars,
+        **tables._asdict(),
+        positions=np.zeros(len(asked), np.int32),
+        pending_ids=np.full(len(asked), -1, np.int32),
+    )
+    for row, fields in enumerate(asked):
+        for name, value in fields.items():
+            if name in inputs._fields:
+                getattr(inputs, name)[row] = value
+        fill_tables(inputs, row, fields)
+    return inputs
+
+
+def fill_tables(inputs: SamplingInputs, row: int, fields: dict) -> None:
+    seed = fields.get("seed", 0)
+    inputs.seeds[row] = seed & 0xFFFFFFFF, seed >> 32
+    if fields.get("allowed") is not None:
+        bits = np.zeros(32 * inputs.token_bitmask.shape[1], np.uint8)
+        bits[fields["allowed"]] = 1
+        inputs.token_bitmask[row] = np.packbits(bits, bitorder="little").view("<u4")
+    bias = fields.get("bias", {})
+    inputs.bias_ids[row, : len(bias)] = list(bias)
+    inputs.bias_values[row] = 7.0  # of the padding, to be ignored
+    inputs.bias_values[row, : len(bias)] = list(bias.values())
+    inputs.token_counts[row, fields.get("prompt", [])] = IN_PROMPT
+    np.add.at(inputs.token_counts[row], fields.get("output", []), 1)
+
+
+@cache
+def compiled(vocab_size: int):
+    return jax.jit(partial(sample, vocab_size=vocab_size))
+
+
+def run(logits: np.ndarray, asked: list[dict], vocab_size: int = VOCAB_SIZE) -> SampleOutput:
+    """Sample on arrays as the step has them; the padding of the vocabulary is the largest."""
+    padding = ((0, 0), (0, max(PADDED - vocab_size, 0)))
+    padded = np.pad(logits.astype(np.float32), padding, constant_values=1e6)
+    output = compiled(vocab_size)(padded, make_inputs(asked, vocab_size), KEY)
+    return SampleOutput(*map(np.asarray, output))
+
+
+@jax.jit
+@jax.vmap
+def random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.fold_in(KEY, seed[0]), seed[1])
+    return jax.random.bits(jax.random.fold_in(key, position), dtype=jnp.uint32)
+
+
+def uniforms(asked: list[dict]) -> np.ndarray:
+    """The numbers in [0, 1) that decide the tokens: 32 bits from (key, seed, position)."""
+    inputs = make_inputs([{k: f[k] for k in ("seed", "positions") if k in f} for f in asked])
+    return np.asarray(random_bits(inputs.seeds, inputs.positions)) / 2**32
+
+
+def assert_sampled(logits: np.ndarray, asked: list[dict], vocab_size: int = VOCAB_SIZE) -> None:
+    """Every row's token is the one that the oracle's distribution gives at the row's number."""
+    output = run(logits, asked, vocab_size)
+    assert output.is_finite.all()
+    for x, fields, token, u in zip(logits, asked, output.token_ids, uniforms(asked), strict=True):
+        expected = [acceptable(probabilities(x, fields, slack), u, TOLERANCE) for slack in SLACKS]
+        assert any(int(token) in tokens for tokens in expected), (fields, token, expected)
+
+
+def draw_logits(seed: int, kind: str, rows: int = ROWS, vocab_size: int = VOCAB_SIZE) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (rows, vocab_size))
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "flat":
+        logits *= 0.01
+    elif kind == "peaked":
+        logits[np.arange(rows), rng.integers(0, vocab_size, rows)] += 12
+    return (logits + rng.normal(0, 20)).astype(np.float32)
+
+
+# --- the distribution -----------------------------------------------------------------------------
+
+
+tokens = st.integers(0, VOCAB_SIZE - 1)
+asked_rows = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([1e-3, 0.3, 0.7, 1.0, 1.3, 2.0]),
+        "seed": st.integers(0, 2**64 - 1),
+        "positions": st.integers(0, 2**31 - 1),
+    },
+    optional={
+        "top_k": st.sampled_from([2, 3, 10, 50, 500, VOCAB_SIZE - 1, VOCAB_SIZE, 2**31 - 1]),
+        "top_p": st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.99, 0.9999]),
+        "min_p": st.sampled_from([1e-6, 0.01, 0.1, 0.5, 0.999]),
+        "repetition_penalty": st.sampled_from([0.5, 1.1, 3.0]),
+        "presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
+        "frequency_penalty": st.sampled_from([-1.0, 0.3, 2.0]),
+        "allowed": st.lists(tokens, min_size=1, max_size=40, unique=True),
+        "bias": st.dictionaries(tokens, st.floats(-100, 100), max_size=20),
+        "prompt": st.lists(tokens, max_size=20),
+        "output": st.lists(tokens | st.integers(0, 3), max_size=20),
+    },
+)
+kinds = st.sampled_from(["normal", "ties", "flat", "peaked"])
+
+
+@FAST
+@given(st.integers(0, 2**32 - 1), kinds, st.lists(asked_rows, min_size=ROWS, max_size=ROWS))
+def test_sampled_tokens_are_the_oracles(seed: int, kind: str, asked: list[dict]):
+    assert_sampled(draw_logits(seed, kind), asked)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_k": 2},
+        {"top_k": 40},
+        {"top_p": 0.5},
+        {"top_p": 0.95},
+        {"min_p": 0.05},
+        {"top_k": 30, "top_p": 0.7, "min_p": 0.02},
+        {"repetition_penalty": 1.5, "prompt": [*range(200)], "output": [*range(100, 300)]},
+        {"frequency_penalty": 0.7, "output": [*range(0, 900, 9)] * 3},
+        {"presence_penalty": 1.5, "output": [*range(0, 900, 9)] * 3},
+        {"allowed": [*range(0, VOCAB_SIZE, 7)]},
+        {"bias": {token: 3.0 for token in range(0, 900, 3)}},
+    ],
+    ids=lambda fields: "+".join(fields) or "temperature",
+)
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_each_parameter_alone(fields: dict, kind: str):
+    logits = draw_logits(3, kind, rows=1)
+    for start in range(0, 64, ROWS):
+        asked = [fields | {"temperature": 0.9, "positions": start + i} for i in range(ROWS)]
+        assert_sampled(np.repeat(logits, ROWS, axis=0), asked)
+
+
+def empirical(fields: dict, logits: np.ndarray, count: int) -> np.ndarray:
+    """How often each token comes in `count` positions, 64 rows at a time."""
+    seen = np.zeros(VOCAB_SIZE, np.int64)
+    for start in range(0, count, 64):
+        asked = [fields | {"positions": start + i} for i in range(64)]
+        seen += np.bincount(run(logits, asked).token_ids, minlength=VOCAB_SIZE)
+    return seen
+
+
+def chi_square_p_value(seen: np.ndarray, p: np.ndarray) -> float:
+    """Of the counts under p; tokens of less than 10 expected counts are pooled."""
+    expected = p * seen.sum()
+    rare = expected < 10
+    seen = np.append(seen[~rare], seen[rare].sum())
+    expected = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
+    return stats.chi2.sf(((seen - expected) ** 2 / expected).sum(), len(seen) - 1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "oracle", "agree"),
+    [
+        ({}, {}, True),
+        ({"top_k": 30}, {"top_k": 30}, True),
+        ({"top_p": 0.9}, {"top_p": 0.9}, True),
+        ({"temperature": 1.05}, {}, False),
+        ({"top_k": 29}, {"top_k": 30}, False),
+        ({"top_p": 0.85}, {"top_p": 0.9}, False),
+    ],
+)
+def test_distribution_over_positions(sampler: dict, oracle: dict, agree: bool):
+    """The test can tell: a sampler of another temperature, k or p fails the same threshold."""
+    logits = np.repeat(draw_logits(11, "normal", rows=1), 64, axis=0)
+    seen = empirical({"temperature": 1.0, "seed": 7} | sampler, logits, 19200)
+    p_value = chi_square_p_value(seen, probabilities(logits[0], {"temperature": 1.0} | oracle))
+    assert p_value > 1e-3 if agree else p_value < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["flat", "equal", "peaked", "normal"])
+def test_large_vocabulary(kind: str):
+    """Fixed-point sums neither overflow nor lose the tail at the largest vocabularies in use."""
+    vocab_size = 262_208
+    logits = draw_logits(5, kind, rows=1, vocab_size=vocab_size)
+    logits = np.repeat(logits * (kind != "equal"), ROWS, axis=0)
+    asked = [{"temperature": 1.0, "positions": i} for i in range(ROWS)]
+    asked[-1] |= {"top_p": 0.9}
+    asked[-2] |= {"top_k": 1000, "top_p": 0.5}
+    output = run(logits, asked, vocab_size)
+    for x, fields, token, u in zip(logits, asked, output.token_ids, uniforms(asked), strict=True):
+        assert int(token) in acceptable(probabilities(x, fields), u, 1e-4)
+
+
+def test_ends_of_the_cumulative_distribution():
+    """The smallest and largest random numbers, at the first and last token with any weight."""
+    weights = np.zeros((3, VOCAB_SIZE), np.int32)
+    weights[:, [1, 300, 301, 990]] = 5, 2**30, 2**29, 1
+    bits = np.array([0, 2**31, 2**32 - 1], np.uint32)
+    assert invert_cdf(jnp.asarray(weights), jnp.asarray(bits)).tolist() == [1, 300, 990]
+
+
+# --- independent implementations ------------------------------------------------------------------
+
+
+GOLDENS = json.loads((Path(__file__).parent.parent / "data" / "sampling.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", GOLDENS, ids=lambda case: "+".join(case["asked"]))
+def test_transformers_agrees(case: dict):
+    """On ties transformers' top_p keeps some by sort order, and we keep all."""
+    logits, asked = np.array(case["logits"], np.float32), case["asked"]
+    theirs, ours = np.array(case["probabilities"]), probabilities(logits, asked)
+    x = processed_logits(logits, asked)
+    extra = (ours > 0) & (theirs == 0)
+    assert (ours[theirs > 0] > 0).all()
+    assert (x[extra] == x[theirs > 0].min()).all()
+    np.testing.assert_allclose(np.where(extra, 0, ours) / ours[~extra].sum(), theirs, atol=2e-6)
+    rows = [asked | {"positions": i} for i in range(ROWS)]
+    assert_sampled(np.repeat(logits[None], ROWS, axis=0), rows, len(logits))
+
+
+# --- greedy rows, ties, extremes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_greedy_rows_take_the_lowest_argmax_of_the_processed_logits(kind: str):
+    logits = draw_logits(21, kind)
+    edits = [
+        {},
+        {"bias": {5: 50.0}},
+        {"allowed": [17, 3, 900]},
+        {"repetition_penalty": 3.0, "prompt": [int(logits[3].argmax())]},
+        {"frequency_penalty": 2.0, "output": [int(logits[4].argmax())] * 9},
+        {"presence_penalty": -2.0, "output": [*range(50)]},
+        {"top_k": 50, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 1.0, "top_k": 1, "bias": {6: 1.0}},
+    ]
+    expected = [processed_logits(x, f).argmax() for x, f in zip(logits, edits, strict=True)]
+    np.testing.assert_array_equal(run(logits, edits).token_ids, expected)
+    asked = [row for fields in edits for row in [fields] + [{"temperature": 1.0}] * 7]
+    beside_sampled = run(np.repeat(logits, 8, axis=0), asked)
+    np.testing.assert_array_equal(beside_sampled.token_ids[::8], expected)
+
+
+def test_top_k_keeps_every_tie_at_the_threshold():
+    logits = np.full((64, VOCAB_SIZE), -5.0)
+    logits[:, [10, 20]] = 2.0
+    logits[:, [300, 400, 996]] = 1.0
+    asked = [{"temperature": 1.0, "top_k": 3, "positions": i} for i in range(64)]
+    assert set(run(logits, asked).token_ids) == {10, 20, 300, 400, 996}
+
+
+def test_top_p_keeps_what_it_needs_and_no_more():
+    """Probabilities 1/2, 1/4, 1/8, 1/8; a mass that is met exactly needs no further token."""
+    logits = np.full((64, VOCAB_SIZE), -1e4)
+    logits[:, [1, 2, 500, 600]] = np.log([0.5, 0.25, 0.125, 0.125])
+    for top_p, kept in ((1e-6, {1}), (0.499, {1}), (0.501, {1, 2}), (0.749, {1, 2})):
+        asked = [{"temperature": 1.0, "top_p": top_p, "positions": i} for i in range(64)]
+        assert set(run(logits, asked).token_ids) == kept, top_p
+    asked = [{"temperature": 1.0, "top_p": 0.76, "positions": i} for i in range(64)]
+    assert set(run(logits, asked).token_ids) == {1, 2, 500, 600}  # a tie
+
+
+def test_top_p_is_of_what_top_k_left():
+    logits = np.full((64, VOCAB_SIZE), -1e4)
+    logits[:, :4] = np.log([0.4, 0.3, 0.2, 0.1])
+    asked = [
+        {"temperature": 1.0, "top_k": 2, "top_p": 0.56, "positions": i} for i in range(64)
+    ]  # 0.4 of 0.7 is 0.571
+    assert set(run(logits, asked).token_ids) == {0}
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-3, 1.0, 2.0, 100.0])
+def test_all_mass_on_one_token(temperature: float):
+    logits = draw_logits(2, "normal", rows=ROWS)
+    logits[np.arange(ROWS), np.arange(ROWS) * 100] += 1e4
+    asked = [{"temperature": temperature, "top_p": 0.9, "positions": i} for i in range(ROWS)]
+    np.testing.assert_array_equal(run(logits, asked).token_ids, np.arange(ROWS) * 100)
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-3, 0.01, 1.9, 2.0, 100.0])
+def test_temperature_extremes(temperature: float):
+    for scale in (1e-4, 1.0, 1e30):
+        logits = draw_logits(31, "normal") * np.float32(scale)
+        assert_sampled(logits, [{"temperature": temperature, "positions": i} for i in range(ROWS)])
+
+
+def test_pending_tokens_count():
+    logits = np.zeros((ROWS, VOCAB_SIZE))
+    logits[:, 40], logits[:, 50] = 2.0, 1.9
+    names = ["positions", "repetition_penalty", "frequency_penalty", "presence_penalty"]
+    penalties = [{name: 2} for name in names] * 2
+    assert (run(logits, penalties).token_ids == 40).all()
+    pending = [fields | {"pending_ids": 40} for fields in penalties]
+    np.testing.assert_array_equal(run(logits, pending).token_ids, [40, 50, 50, 50] * 2)
+
+
+def test_a_saturated_count_is_neither_zero_nor_a_prompt_flag():
+    logits = np.zeros((ROWS, PADDED), np.float32)
+    fields = {"frequency_penalty": 0.001, "pending_ids": 3, "bias": {3: 32.0}}
+    inputs = make_inputs([fields] * ROWS)
+    inputs.token_counts[0, 3] = 0x7FFF  # 32767 + 1 times: the penalty is 32.768
+    assert compiled(VOCAB_SIZE)(logits, inputs, KEY).token_ids[0] == 0
+    inputs.token_counts[0, 3] = 0x7CFF  # 31999 + 1 times: 28.8
+    inputs.frequency_penalty[0] = 0.0009
+    assert compiled(VOCAB_SIZE)(logits, inputs, KEY).token_ids[0] == 3
+
+
+# --- independence ---------------------------------------------------------------------------------
+
+
+def random_asked(seed: int, rows: int) -> list[dict]:
+    """Rows of all kinds, greedy ones and ones with log-probabilities among them."""
+    rng = np.random.default_rng(seed)
+    choices = {
+        "temperature": [0.0, 0.7, 1.0, 1.5],
+        "top_k": [0, 1, 5, 60],
+        "top_p": [1.0, 0.5, 0.95],
+        "min_p": [0.0, 0.02],
+        "repetition_penalty": [1.0, 1.2],
+        "num_logprobs": [-1, 0, 5],
+    }
+    return [
+        {name: rng.choice(values) for name, values in choices.items()}
+        | {"seed": int(rng.integers(2**63)), "positions": int(rng.integers(2**31))}
+        | {"output": rng.integers(0, VOCAB_SIZE, 30).tolist()}
+        for _ in range(rows)
+    ]
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    """Whatever the other rows ask, in batches of other sizes and in other places.
+
+    Tokens to the bit. Log-probabilities come from a float32 sum, whose order XLA chooses by shape.
+    """
+    logits, asked = draw_logits(41, "normal", rows=64), random_asked(42, 64)
+    together = run(logits, asked)
+    for size in (1, 3, 8):
+        for start in range(0, 24, size):
+            rows = np.roll(np.arange(start, start + size), 1)
+            part = run(logits[rows], [asked[row] for row in rows])
+            np.testing.assert_array_equal(part.token_ids, together.token_ids[rows])
+            asks = np.array([asked[row]["num_logprobs"] for row in rows])
+            for field, least in (("logprobs", 0), ("top_ids", 1), ("top_logprobs", 1)):
+                ours, theirs = getattr(part, field), getattr(together, field)[rows]
+                np.testing.assert_allclose(ours[asks >= least], theirs[asks >= least], atol=4e-6)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_rows_split_over_devices(check_vma: bool):
+    """Inside shard_map every device has its own rows, and takes its own branches."""
+    logits, asked = draw_logits(43, "normal", rows=64), random_asked(44, 64)
+    asked[:8] = [{}] * 8  # a device with nothing to do
+    mesh = Mesh(np.array(jax.devices()[:8]), ("rows",))
+    split = jax.shard_map(
+        partial(sample, vocab_size=VOCAB_SIZE),
+        mesh=mesh,
+        in_specs=(PartitionSpec("rows"), PartitionSpec("rows"), PartitionSpec()),
+        out_specs=PartitionSpec("rows"),
+        check_vma=check_vma,
+    )
+    output = jax.jit(split)(logits, make_inputs(asked), KEY)
+    expected = run(logits, asked)
+    np.testing.assert_array_equal(output.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(output.is_finite, expected.is_finite)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 6}, {"seed": 5 + 2**32}, {"positions": 11}],
+    ids=["seed", "high word of the seed", "position"],
+)
+def test_seed_and_position_change_the_token(change: dict):
+    logits = np.zeros((ROWS, VOCAB_SIZE))
+    fields = {"temperature": 1.0, "seed": 5, "positions": 10}
+    output = run(logits, [fields, fields | change] * (ROWS // 2)).token_ids
+    assert len(set(output[::2])) == len(set(output[1::2])) == 1
+    assert output[0] != output[1]
+
+
+def test_the_key_changes_the_token():
+    logits = np.zeros((ROWS, PADDED), np.float32)
+    inputs = make_inputs([{"temperature": 1.0}] * ROWS)
+    tokens = {
+        int(compiled(VOCAB_SIZE)(logits, inputs, jax.random.key(seed)).token_ids[0])
+        for seed in range(5)
+    }
+    assert len(tokens) == 5
+
+
+# --- rows that are not finite ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 500, VOCAB_SIZE - 1])
+def test_a_bad_row_is_reported_and_spoils_no_other(bad: float, place: int):
+    logits, asked = draw_logits(51, "normal"), random_asked(52, ROWS)
+    asked[3] |= {"num_logprobs": 5}
+    clean = run(logits, asked)
+    logits[3, place] = bad
+    output = run(logits, asked)
+    assert output.is_finite.tolist() == [row != 3 for row in range(ROWS)]
+    for field, expected in zip(output, clean, strict=True):
+        np.testing.assert_array_equal(np.delete(field, 3, 0), np.delete(expected, 3, 0))
+        assert not field[3].any()
+
+
+def test_bad_rows_are_seen_in_greedy_steps():
+    logits = np.zeros((ROWS, VOCAB_SIZE))
+    logits[[1, 2, 3], [700, 0, 996]] = np.nan, np.inf, -np.inf
+    output = run(logits, [{}] * ROWS)
+    assert output.is_finite.tolist() == [True] + [False] * 3 + [True] * 4
+    assert not output.token_ids.any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_an_allowed_token_is_not_finite(temperature: float):
+    asked = [{"temperature": temperature, "allowed": allowed} for allowed in ([], [7])] * 4
+    output = run(np.zeros((ROWS, VOCAB_SIZE)), asked)
+    assert output.is_finite.tolist() == [False, True] * 4
+    assert output.token_ids.tolist() == [0, 7] * 4
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+def test_logprobs_are_of_the_raw_logits():
+    logits = draw_logits(61, "normal")
+    edits = {"temperature": 0.5, "bias": {3: 9.0}, "repetition_penalty": 2.0, "output": [1, 2, 3]}
+    asked = [edits | {"positions": i, "num_logprobs": 20} for i in range(ROWS)]
+    output, expected = run(logits, asked), log_softmax(logits)
+    chosen = expected[np.arange(ROWS), output.token_ids]
+    np.testing.assert_allclose(output.logprobs, chosen, atol=5e-6)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(output.top_ids, order)
+    best = np.take_along_axis(expected, order, axis=-1)
+    np.testing.assert_allclose(output.top_logprobs, best, atol=5e-6)
+
+
+def test_targets_are_scored_not_sampled():
+    logits = draw_logits(62, "normal")
+    targets = [0, 5, 996, 100, 200, 300, 400, -1]
+    asked = [{"temperature": 1.0, "target_ids": t, "num_logprobs": 0} for t in targets]
+    output = run(logits, asked)
+    assert output.token_ids[:-1].tolist() == targets[:-1]
+    chosen = log_softmax(logits)[np.arange(ROWS), output.token_ids]
+    np.testing.assert_allclose(output.logprobs, chosen, atol=5e-6)
+    assert not output.top_ids.any()  # nobody asked for more
+    sampled = run(logits, [{"temperature": 1.0}] * ROWS)
+    assert sampled.token_ids[-1] == output.token_ids[-1]
+
+
+def test_nothing_asked_nothing_computed():
+    output = run(draw_logits(63, "normal"), [{"temperature": 1.0}] * ROWS)
+    assert not (output.logprobs.any() or output.top_ids.any() or output.top_logprobs.any())
+
+
+def test_small_vocabulary_has_fewer_logprobs():
+    logits = draw_logits(64, "normal", vocab_size=7)
+    output = run(logits, [{"num_logprobs": 5, "temperature": 1.0}] * ROWS, 7)
+    assert output.top_ids.shape == (ROWS, 7)
+    assert (output.token_ids < 7).all()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_over_the_limit_is_refused():
+    logits = jax.ShapeDtypeStruct((1, MAX_VOCAB + 1), np.float32)
+    with pytest.raises(ValueError, match="limit of 524287"):
+        jax.eval_shape(
+            partial(sample, vocab_size=MAX_VOCAB + 1), logits, make_inputs([{}], MAX_VOCAB + 1), KEY
+        )
+
+
+def test_a_key_of_another_kind_is_refused():
+    logits, key = jnp.zeros((1, 32)), jax.random.key(0, impl="rbg")
+    with pytest.raises(ValueError, match="threefry2x32, not rbg"):
+        sample(logits, make_inputs([{}], 32), key, vocab_size=32)

@@ -1,0 +1,76 @@
+"""Head maps, padding and replication, against the papers' figures and by exhaustion."""
+
+import numpy as np
+import pytest
+from harness import FACTORISATIONS, layout
+
+from shiftjax.parallel.layout import pad_heads
+from shiftjax.parallel.mode import Mode
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "devices", "expected"),
+    [
+        (9, 3, 2, (4, 3)),  # SmolLM2-135M: 12 query and 4 KV heads
+        (9, 3, 8, (4, 4)),  # 16 and 4
+        (9, 3, 3, (3, 3)),
+        (9, 3, 6, (3, 4)),
+        (64, 8, 8, (8, 8)),
+        (64, 8, 16, (8, 8)),  # two devices share a KV head
+        (40, 8, 8, (8, 5)),
+        (32, 4, 8, (4, 8)),
+    ],
+)
+def test_padding_of_heads(heads, kv_heads, devices, expected):
+    assert pad_heads(heads, kv_heads, devices) == expected
+
+
+def test_head_order_is_the_papers():
+    """Shift Parallelism prints [0,2,4,1,3,5] for (SP=3, TP=2), devices tp-minor."""
+    six = layout(3, 2, 6, 6)
+    device_of_block = [0] * 6
+    for t in range(2):
+        for s in range(3):
+            (block,) = six.kv_heads_of(t * 3 + s)
+            device_of_block[block] = s * 2 + t
+    assert device_of_block == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 2), (4, 4), (7, 1), (12, 6)])
+def test_every_device_gets_the_kv_head_of_its_query_heads(sp, tp, heads, kv_heads):
+    it = layout(sp, tp, heads, kv_heads)
+    for t in range(tp):
+        for s in range(sp):
+            j = t * sp + s
+            queries = range(j * it.heads_per_device, (j + 1) * it.heads_per_device)
+            wanted = sorted({q // it.q_per_kv for q in queries})
+            assert it.kv_heads_of(j) == wanted
+            m = it.kv_heads_per_device
+            sent = [it.base_kv_heads[t][i] for i in it.kv_send_order[t, s * m : (s + 1) * m]]
+            assert sent == wanted
+
+
+@pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
+@pytest.mark.parametrize("axis", ["heads", "kv_heads", "intermediate", "vocab"])
+def test_shift_shard_lies_inside_the_base_shard(sp, tp, axis):
+    """The claim behind `weights="alias"`, over checkpoint rows instead of memory."""
+    it = layout(sp, tp, 9, 3)
+    base = it.source_rows(axis, Mode.BASE).reshape(tp, -1)
+    shift = it.source_rows(axis, Mode.SHIFT).reshape(it.num_devices, -1)
+    for t in range(tp):
+        for s in range(sp):
+            start, rows = it.shift_offset(axis, s, t), it.shift_rows(axis)
+            assert start + rows <= base.shape[1]
+            assert (base[t, start : start + rows] == shift[t * sp + s]).all()
+
+
+@pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
+def test_every_real_row_is_stored(sp, tp):
+    it = layout(sp, tp, 9, 3)
+    sizes = {"heads": 9, "kv_heads": 3, "intermediate": 50, "vocab": 101, "lm_vocab": 101}
+    for axis, size in sizes.items():
+        rows = it.source_rows(axis)
+        assert set(rows) - {-1} == set(range(size))
+        if axis != "kv_heads":  # only KV heads are ever stored twice
+            assert np.sum(rows >= 0) == size
