@@ -48,7 +48,7 @@ def device_bytes(llm: LLM) -> tuple[int, int]:
     spans = sorted(
         {
             (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
-            for arrays in runner.params.values()
+            for arrays in map(runner.memory.params, runner.step.weights.modes)
             for array in arrays
             for shard in array.addressable_shards
             if shard.device == device

@@ -41,11 +41,12 @@ from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine, Group
+from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.request import Request, SamplingParams, StepOutput
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.parallel.grid import Group
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.resolve import resolve_model
 
@@ -75,8 +76,8 @@ def make_engine(runner: TimedRunner, streams: int) -> Engine:
     num_blocks = 1 + streams * MAX_MODEL_LEN // BLOCK_SIZE
     config = SchedulerConfig(num_blocks, BLOCK_SIZE, streams, max(1024, streams))
     limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE)
-    group = Group(Scheduler(config), runner)
-    return Engine([group], make_policy("threshold", 256), limits, clock=time.monotonic)
+    lane = Lane(Scheduler(config), runner, Group(0, 1).modes)
+    return Engine([lane], make_policy("threshold", 256), limits, clock=time.monotonic)
 
 
 def bare(streams: int, tokens: int, step_seconds: float) -> dict[str, float]:

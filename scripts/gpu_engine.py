@@ -25,21 +25,23 @@ from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.shape import ModelShape
 from shiftjax.control.admission import RequestLimits
-from shiftjax.control.engine import Engine, Group
+from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket
+from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import make_mesh
-from shiftjax.device.place import define, shift_weights
+from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.place import define
 from shiftjax.device.programs import PoolOptions, compile_programs, step_inputs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling_inputs import neutral_scalars
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
 NEAR_TIE = 0.15  # a margin, in logits, that bfloat16 may turn (tests/test_oracle.py)
@@ -100,15 +102,14 @@ def make_runner(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> D
     attention = choose_attention(layout, devices[0], dtype, dtype, BLOCK_SIZE)
     buckets = sizes.buckets
     max_rows = max(bucket.rows for bucket in buckets)
-    step = StepDef(define(model, layout, dtype), layout, mesh, "alias", max_rows, attention)
+    weights = ModeWeights(define(model, layout, dtype), layout, "alias")
+    step = StepDef(weights, mesh, max_rows, attention)
     longest = max((sizes.context, *sizes.prompts))
     pool = PoolOptions(sizes.num_blocks, BLOCK_SIZE, -(-longest // BLOCK_SIZE), dtype)
-    base = hashed_weights(step)
-    shift = shift_weights(step.model, base, layout, "alias")
-    params = {Mode.BASE: base, Mode.SHIFT: shift}
+    memory = GroupMemory(weights, hashed_weights(step), mesh)
     wanted = dict.fromkeys(buckets, layout.modes)
-    programs = compile_programs(step, params, pool, wanted, lambda *_: None)
-    return DeviceRunner(step, params, pool, programs)
+    programs = compile_programs(step, pool, wanted, lambda *_: None)
+    return DeviceRunner(step, memory, pool, programs)
 
 
 def sequence(index: int, length: int, blocks: list[int]) -> Sequence:
@@ -154,20 +155,23 @@ def median_seconds(action: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Mode]], Any]:
-    """Return a function that runs the plan once in each mode, the host doing nothing between."""
-    program = runner.program_for(plan)
+Compiled = tuple[Mode, Any]  # a mode and a step compiled for it
+
+
+def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Compiled]], Any]:
+    """Return a function that runs the plan once by each step, the host doing nothing between."""
+    program, memory = runner.program_for(plan), runner.memory
     scalars = neutral_scalars(program.bucket.rows)
     key = np.zeros(2, np.uint32)
     inputs = step_inputs(plan, program.bucket, runner.pool, runner.step.attention, scalars, key)
-    last_tokens = runner.run(plan, Mode.SHIFT, None).last_tokens
+    last_tokens = runner.run(plan, runner.step.layout.shift, None).last_tokens
     flat = jax.device_put(program.packing.pack(inputs), last_tokens.sharding)
 
-    def chain(modes: list[Mode]) -> Any:
+    def chain(steps: list[Compiled]) -> Any:
         result: Any = None
-        for mode in modes:
-            arguments = runner.params[mode], runner.pools, last_tokens, flat, program.tables
-            runner.pools, *result = program.steps[mode](*arguments)
+        for mode, step in steps:
+            arguments = memory.params(mode), memory.pools, last_tokens, flat, program.tables
+            memory.pools, *result = step(*arguments)
         return result
 
     return chain
@@ -175,15 +179,16 @@ def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Mode]], A
 
 def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str, float]:
     """Time a step: on the device alone, and as the engine's runner dispatches it."""
-    chain = make_chain(runner, plan)
+    chain, shift = make_chain(runner, plan), runner.step.layout.shift
+    step = shift, runner.compiled(runner.program_for(plan), shift)
 
     def dispatched() -> Any:
         handle = None
         for _ in range(repeats):
-            handle = runner.run(plan, Mode.SHIFT, handle)
+            handle = runner.run(plan, shift, handle)
         return handle and handle.last_tokens
 
-    device = median_seconds(lambda: chain([Mode.SHIFT] * repeats), repeats)
+    device = median_seconds(lambda: chain([step] * repeats), repeats)
     engine = median_seconds(dispatched, repeats)
     return {"device_seconds": device, "engine_seconds": engine, "bubble_seconds": engine - device}
 
@@ -289,8 +294,9 @@ def serve(
     capacity = (pool.num_blocks - 1) * pool.block_size
     longest = pool.blocks_per_seq * pool.block_size
     limits = RequestLimits(model.vocab_size, longest, capacity)
-    group, policy = Group(Scheduler(budgets), runner), make_policy("threshold", most // 2, None)
-    engine = Engine([group], policy, limits, overlap=True, seed=0, clock=time.monotonic)
+    lane = Lane(Scheduler(budgets), runner, runner.step.weights.modes)
+    policy = make_policy("threshold", most // 2, None)
+    engine = Engine([lane], policy, limits, overlap=True, seed=0, clock=time.monotonic)
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     start = time.perf_counter()
@@ -311,20 +317,21 @@ def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
     layout, batch = runner.step.layout, sizes.batches[-1]
     plan = make_plan(batch, sizes.context, 1)
     program = runner.program_for(plan)
+    ends = [layout.base, layout.shift]
+    base, shift = ((mode, runner.compiled(program, mode)) for mode in ends)
     if layout.sp == 1:
-        base = runner.step.compile(
-            Mode.BASE, runner.params[Mode.BASE], runner.pools, program.packing, program.tables
-        )
-        program.steps[Mode.BASE] = base
+        pools = runner.memory.pools
+        again = runner.step.compile(layout.base, pools, program.packing, program.tables)
+        base = layout.base, again
     repeats = 2 * sizes.repeats
-    orders = {"base": [Mode.BASE] * 2, "shift": [Mode.SHIFT] * 2, "alternating": list(Mode)}
+    orders = {"base": [base] * 2, "shift": [shift] * 2, "alternating": [base, shift]}
     chain = make_chain(runner, plan)
     seconds = {
         f"{name}_seconds": median_seconds(lambda order=order: chain(order * sizes.repeats), repeats)
         for name, order in orders.items()
     }
     alone = (seconds["base_seconds"] + seconds["shift_seconds"]) / 2
-    tokens = [np.asarray(runner.run(plan, mode, None).last_tokens)[:batch] for mode in Mode]
+    tokens = [np.asarray(runner.run(plan, mode, None).last_tokens)[:batch] for mode in ends]
     what = {"part": "switch", "devices": layout.num_devices, "sp": layout.sp, "tp": layout.tp}
     cost = {"switch_seconds": seconds["alternating_seconds"] - alone, "predicted_seconds": 0.0}
     same = {"same_tokens": int((tokens[0] == tokens[1]).sum()), "batch": batch}

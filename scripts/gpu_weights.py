@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shiftjax.device.mesh import named
+from shiftjax.device.mesh import named, weight_spec
 from shiftjax.device.place import Declared
 from shiftjax.device.step import StepDef
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import STORED_AXES
 
 BYTE_DEVIATION = 73.9  # of b - 127.5
 
@@ -37,11 +37,10 @@ def exponent(columns: int) -> int:
 
 
 def hashed_weights(step: StepDef) -> tuple[jax.Array, ...]:
-    """Return every weight of BASE; the memory beside the weights is about one of them."""
-    specs = step.weight_specs(Mode.BASE)
+    """Return every weight as it is stored; the memory beside them is about one of them."""
     return tuple(
-        make_weight(weight, named(step.mesh, spec))
-        for weight, spec in zip(step.model.declared, specs, strict=True)
+        make_weight(weight, named(step.mesh, weight_spec(weight.axes, STORED_AXES)))
+        for weight in step.model.declared
     )
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from shiftjax.arch.shape import ModelShape
 from shiftjax.costs.step import Work
-from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
 from shiftjax.sim.experiments import saturation_rate, target_from
 from shiftjax.sim.metrics import makespan, peak_throughput, percentiles
@@ -54,9 +53,12 @@ def quiet() -> Iterator[Figure]:
     """One request at a time."""
     llama = target("llama-70b", "h200x8")
     costs = cost_model(llama, standard_deployments(llama)["shift"])
-    tpot = costs.seconds(Mode.SHIFT, Work.decode(1, PROMPT + OUTPUT // 2))
+    tpot = costs.seconds(costs.layout.shift, Work.decode(1, PROMPT + OUTPUT // 2))
     yield "lowest TPOT, ms", 9.34, 1e3 * tpot
-    base, tp = (costs.seconds(mode, Work.prefill(PROMPT)) for mode in (Mode.BASE, Mode.SHIFT))
+    base, tp = (
+        costs.seconds(mode, Work.prefill(PROMPT))
+        for mode in (costs.layout.base, costs.layout.shift)
+    )
     yield "TTFT, TP over Shift", 1.56, tp / base
 
 

@@ -1,7 +1,7 @@
 """The assembly root: from a config to devices, weights, KV pools, compiled steps and an engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,23 +13,25 @@ from shiftjax.arch.shape import Formats, ModelShape
 from shiftjax.arch.weights import expected_tensors
 from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
 from shiftjax.control.admission import RequestLimits
-from shiftjax.control.engine import Engine, Group
+from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
-from shiftjax.device.mesh import make_mesh
-from shiftjax.device.place import define, load, shift_weights
+from shiftjax.device.memory import GroupMemory
+from shiftjax.device.mesh import grid_mesh, group_mesh
+from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.place import define, load
 from shiftjax.device.pool import block_bytes
-from shiftjax.device.programs import PoolOptions, compile_programs
+from shiftjax.device.programs import PoolOptions, compile_programs, load_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import device_memory, num_blocks_for
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention
+from shiftjax.parallel.grid import Device, Grid, Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Device, Mode
 from shiftjax.settings import compile_cache_dir
 from shiftjax.weights.source import TensorSource, check_complete
 
@@ -79,10 +81,10 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
 
 @dataclass(frozen=True)
 class Placed:
-    """One group: its step definition, and the weights of both modes on its devices."""
+    """One group: its step definition, and what its devices hold."""
 
     step: StepDef
-    params: dict[Mode, tuple[jax.Array, ...]]
+    memory: GroupMemory
 
 
 def compute_dtype(option: str, platform: str) -> np.dtype:
@@ -119,19 +121,19 @@ def _place(
     progress: Progress,
 ) -> list[Placed]:
     """Load the weights onto every group; groups are consecutive devices."""
-    strategy, size = config.parallel.weights, layout.num_devices
     max_rows = _buckets(config, layout)[-1].rows
     model = define(layout.model, layout, dtype)
     block_size, pool_dtype = config.cache.block_size, kv_dtype(config, dtype)
     attention = choose_attention(layout, devices[0], dtype, pool_dtype, block_size)
-    groups = []
-    for index in range(config.parallel.dp):
-        mesh = make_mesh(devices[index * size : (index + 1) * size], layout.sp, layout.tp)
-        base = load(model, layout, mesh, source, strategy, progress)
-        shift = shift_weights(model, base, layout, strategy)
-        step = StepDef(model, layout, mesh, strategy, max_rows, attention)
-        groups.append(Placed(step, {Mode.BASE: base, Mode.SHIFT: shift}))
-    return groups
+    weights = ModeWeights(model, layout, config.parallel.weights)
+    grid = Grid(layout.tp, layout.sp * config.parallel.dp)
+    groups = grid.groups(layout.sp)
+    stored = load(model, layout, grid_mesh(devices, grid, groups), source, progress)
+    meshes = [group_mesh(devices, grid, group) for group in groups]
+    return [
+        Placed(StepDef(weights, mesh, max_rows, attention), GroupMemory(weights, stored, mesh))
+        for mesh in meshes
+    ]
 
 
 def _buckets(config: EngineConfig, layout: Layout) -> list[Bucket]:
@@ -140,12 +142,13 @@ def _buckets(config: EngineConfig, layout: Layout) -> list[Bucket]:
     return make_buckets(sizes, scheduler.max_num_seqs, layout)
 
 
-def _wanted(policy: Policy, buckets: list[Bucket], layout: Layout) -> dict[Bucket, list[Mode]]:
-    """The modes that the policy may choose in each bucket; with SP = 1 they are one."""
+def _wanted(
+    policy: Policy, buckets: list[Bucket], modes: Sequence[Mode]
+) -> dict[Bucket, list[Mode]]:
+    """The modes that the policy may choose in each bucket."""
     wanted, least = {}, 1
     for bucket in buckets:
-        modes = policy.modes(least, bucket.tokens) if layout.sp > 1 else layout.modes
-        wanted[bucket] = [mode for mode in Mode if mode in modes]
+        wanted[bucket] = policy.wanted(modes, least, bucket)
         least = bucket.tokens + 1
     return wanted
 
@@ -157,33 +160,35 @@ def _compile(
     num_devices: int,
     progress: Progress,
 ) -> list[DeviceRunner]:
-    """Compile every step of every group and allocate the pools.
+    """Compile every step once, load it on every group, and allocate the pools.
 
     The pool is sized by a guess of the temporaries first; only if the compiled steps then need
     more is it made smaller, and the largest bucket compiled again.
     """
-    layout = groups[0].step.layout
-    wanted = _wanted(policy, _buckets(config, layout), layout)
+    first, layout = groups[0], groups[0].step.layout
+    wanted = _wanted(policy, _buckets(config, layout), first.step.weights.modes)
     last = max(wanted)
     workspace = LEAST_WORKSPACE_BYTES
     while True:
-        pool = _pool_options(config, groups[0], num_devices, workspace)
-        largest = compile_programs(*_parts(groups[0], pool), {last: wanted[last]}, progress)
+        pool = _pool_options(config, first, num_devices, workspace)
+        largest = compile_programs(first.step, pool, {last: wanted[last]}, progress)
         if config.cache.num_blocks or largest[0].temporary_bytes <= workspace:
             break
         workspace = largest[0].temporary_bytes
-    runners = []
-    for group in groups:
-        known = largest if group is groups[0] else []
-        missing = {bucket: wanted[bucket] for bucket in wanted if bucket != last or not known}
-        programs = compile_programs(*_parts(group, pool), missing, progress) + known
-        swaps, seed = config.cache.preemption == "swap", config.model.seed
-        runners.append(DeviceRunner(*_parts(group, pool), programs, swaps=swaps, seed=seed))
-    return runners
-
-
-def _parts(group: Placed, pool: PoolOptions):
-    return group.step, group.params, pool
+    missing = {bucket: wanted[bucket] for bucket in wanted if bucket != last}
+    programs = compile_programs(first.step, pool, missing, progress) + largest
+    swaps, seed = config.cache.preemption == "swap", config.model.seed
+    return [
+        DeviceRunner(
+            group.step,
+            group.memory,
+            pool,
+            programs if group is first else load_programs(programs, first.step, group.step, pool),
+            swaps=swaps,
+            seed=seed,
+        )
+        for group in groups
+    ]
 
 
 def _pool_options(
@@ -193,7 +198,7 @@ def _pool_options(
     cache, layout = config.cache, group.step.layout
     longest = max_model_len(config, layout.model)
     blocks_per_seq = -(-longest // cache.block_size)
-    dtype = kv_dtype(config, np.dtype(group.params[Mode.BASE][0].dtype))
+    dtype = kv_dtype(config, group.step.model.declared[0].dtype)
     num_blocks = cache.num_blocks
     if num_blocks is None:
         device = group.step.mesh.devices.flat[0]
@@ -237,7 +242,7 @@ def _make_engine(
         eos_token_ids=model.eos_token_ids,
     )
     return Engine(
-        [Group(Scheduler(budgets), runner) for runner in runners],
+        [Lane(Scheduler(budgets), runner, runner.step.weights.modes) for runner in runners],
         policy,
         limits,
         overlap=scheduler.overlap,
@@ -255,8 +260,8 @@ def _make_policy(config: EngineConfig, group: Placed) -> Policy:
 def _costs(config: EngineConfig, group: Placed) -> CostModel:
     layout, device = group.step.layout, group.step.mesh.devices.flat[0]
     machine = load_machine(config.scheduler.machine or machine_of(device.device_kind))
-    weights = group.params[Mode.BASE][0].dtype
-    formats = Formats(str(weights), str(kv_dtype(config, np.dtype(weights))), str(weights))
+    weights = group.step.model.declared[0].dtype
+    formats = Formats(str(weights), str(kv_dtype(config, weights)), str(weights))
     buckets, engine = _buckets(config, layout), load_engine("shiftjax")
     shape = ModelShape(layout.model)
     return CostModel(shape, layout.sp, layout.tp, machine, engine, formats, buckets)

@@ -13,7 +13,7 @@ from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import Event, Request, SamplingParams, StepPlan
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.weights.huggingface import HuggingFaceSource
 
 # 9 query and 3 KV heads, as SmolLM2 has: every device count pads or replicates them.
@@ -45,13 +45,13 @@ def make(directory: Path, sp: int, tp: int, **options) -> Built:
 
 
 class RandomPolicy:
-    """A mode drawn at random for every step."""
+    """A mode of the group drawn at random for every step."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
 
-    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
-        return self.random.choice(list(Mode))
+    def choose(self, plan: StepPlan, modes, num_waiting: int, last_mode: Mode | None) -> Mode:
+        return self.random.choice(modes)
 
 
 def run(

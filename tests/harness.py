@@ -9,16 +9,16 @@ from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
-from shiftjax.device.mesh import make_mesh, pool_spec
+from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec
+from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.pack import pack_tokens
-from shiftjax.device.place import define, load, shift_weights
+from shiftjax.device.place import define, load
 from shiftjax.device.pool import make_pools
-from shiftjax.device.step import StepDef
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
-from shiftjax.parallel.mode import Mode
 from shiftjax.weights.huggingface import HuggingFaceSource
 
 BLOCK_SIZE = 8
@@ -84,8 +84,8 @@ def forward(
     layout = Layout(source.config, sp, tp)
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
     model = define(source.config, layout, jnp.float32)
-    base = load(model, layout, mesh, source, strategy, silent)
-    params = base if mode is Mode.BASE else shift_weights(model, base, layout, strategy)
+    weights = ModeWeights(model, layout, strategy)
+    params = weights.of(mode, weights.with_head(load(model, layout, mesh, source, silent)))
     size = max(len(token_ids), least_size)
     tokens = round_up(size, sp * tp)
     plan = prefill_plan(token_ids)
@@ -106,11 +106,10 @@ def forward(
         np.int32(0),
         work,
     )
-    step = StepDef(model, layout, mesh, strategy, tokens, attention)
     parallel = Parallel(layout, mode)
 
     def run(params, pools, token_ids, positions, metadata):
-        llama = model.merge(step._localise(mode, params))
+        llama = model.merge(weights.local(mode, params))
         hidden, pools = llama(
             parallel.local_tokens(token_ids),
             parallel.local_tokens(positions),
@@ -126,8 +125,8 @@ def forward(
     split = P("sp") if parallel.splits_tokens else P()
     mapped = jax.shard_map(
         run,
-        mesh=mesh,
-        in_specs=(step.weight_specs(mode), pool_spec(), P(), P(), P()),
+        mesh=mesh_of(mesh, mode),
+        in_specs=(weights.specs(), pool_spec(), P(), P(), P()),
         out_specs=(split, P(), pool_spec()),
         check_vma=False,
     )

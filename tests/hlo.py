@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from shiftjax.device.step import StepDef
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 
 COLLECTIVES = ("all-to-all", "all-reduce", "all-gather", "collective-permute", "reduce-scatter")
 MOVES = ("slice", "dynamic-slice", "copy", "transpose", "copy-start")
@@ -72,16 +72,16 @@ def expected_collectives(
 ) -> Counter:
     """What the published algorithm moves (bytes of results per device).
 
-    Per layer: BASE one all-to-all of q, k, v and one of the output over sp, two all-reduces of
-    n / SP tokens over tp; SHIFT two all-reduces of n tokens. Beside the layers: the embedding's
-    all-reduce; in BASE the sampled rows cross sp; the float32 logits change from vocabulary to
-    rows; the sampled tokens (id, log-probability, finite) go everywhere.
+    Per layer: two all-reduces of n / sp tokens over the devices that split a weight; where tokens
+    are split (not in SHIFT), one all-to-all of q, k, v and one of the output over sp. Beside the
+    layers: the embedding's all-reduce; sampled rows of split tokens cross sp; the float32 logits
+    change from vocabulary to rows; the sampled tokens (id, log-probability, finite) go everywhere.
     """
     model, found = layout.model, Counter()
     hidden = model.hidden_size * item_bytes
-    splits = mode is Mode.BASE and layout.sp > 1
-    local_tokens = tokens // layout.sp if splits else tokens
-    reducers = layout.tp if mode is Mode.BASE else layout.num_devices
+    splits = mode.sp > 1
+    local_tokens = tokens // mode.sp
+    reducers = layout.num_devices // mode.sp
     if reducers > 1:
         found["all-reduce", local_tokens * hidden] += 1 + 2 * model.num_layers
     if splits:

@@ -20,12 +20,12 @@ from shiftjax.arch.shape import FORMAT_BYTES
 from shiftjax.costs.buckets import make_buckets
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.options import ConfigError
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, memory_of
 
 if TYPE_CHECKING:
-    from shiftjax.parallel.mode import Device
+    from shiftjax.parallel.grid import Device
 
 TARGETS = Path(__file__).parents[1] / "targets"
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -99,8 +99,8 @@ def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
         "predicted_kv_tokens": memory.num_kv_tokens,
     }
     for mode, step in steps.items():
-        row[f"{mode.value}_collectives_mb"] = step.collective_bytes / 1e6
-        row[f"predicted_{mode.value}_collectives_mb"] = step.predicted_collective_bytes / 1e6
+        row[f"{mode.label}_collectives_mb"] = step.collective_bytes / 1e6
+        row[f"predicted_{mode.label}_collectives_mb"] = step.predicted_collective_bytes / 1e6
     return row
 
 
@@ -136,6 +136,7 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     import numpy as np
 
     from shiftjax.device.mesh import make_mesh
+    from shiftjax.device.mode_weights import ModeWeights
     from shiftjax.device.place import define
     from shiftjax.device.pool import abstract_pools
     from shiftjax.device.programs import PoolOptions, abstract_inputs
@@ -150,13 +151,14 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     block = deployment.block_size
     attention = choose_attention(layout, devices[0], dtype, kv, block)
     mesh = make_mesh(devices, layout.sp, layout.tp)
-    step = StepDef(define(config, layout, dtype), layout, mesh, "alias", bucket.rows, attention)
+    weights = ModeWeights(define(config, layout, dtype), layout, "alias")
+    step = StepDef(weights, mesh, bucket.rows, attention)
     length = -(-deployment.max_num_batched_tokens // block)
     pool = PoolOptions(1 + length, block, length, kv)
     pools = abstract_pools(mesh, layout, pool.num_blocks, block, kv)
     inputs = abstract_inputs(step, pool, bucket)
     with _uncached():
-        compiled = step.compile(mode, step.abstract_params(mode), pools, *inputs)
+        compiled = step.compile(mode, pools, *inputs)
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])

@@ -6,6 +6,7 @@ rest only to say how good it is. A switch between modes is timed too:
 the first step after one against the same step after itself.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -26,7 +27,7 @@ from shiftjax.control.request import (
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.fit import CostsOf, Point, errors, fit_machine
 
@@ -96,14 +97,14 @@ def measure(runner: "DeviceRunner", plan: StepPlan, mode: Mode) -> float:
 
 def measure_switch(runner: "DeviceRunner", plan: StepPlan, repeats: int) -> dict[str, float]:
     """Seconds of a step in a mode after a step in another or the same: "base->shift" ..."""
-    times: dict[str, list[float]] = {f"{a.value}->{b.value}": [] for a in Mode for b in Mode}
+    pairs = list(itertools.product(runner.step.weights.modes, repeat=2))
+    times: dict[str, list[float]] = {f"{a.label}->{b.label}": [] for a, b in pairs}
     for _ in range(4 * repeats):
-        for first in Mode:
-            for then in Mode:
-                runner.fetch(runner.run(plan, first, None))
-                start = time.perf_counter()
-                runner.fetch(runner.run(plan, then, None))
-                times[f"{first.value}->{then.value}"].append(time.perf_counter() - start)
+        for first, then in pairs:
+            runner.fetch(runner.run(plan, first, None))
+            start = time.perf_counter()
+            runner.fetch(runner.run(plan, then, None))
+            times[f"{first.label}->{then.label}"].append(time.perf_counter() - start)
     return {pair: statistics.median(values) for pair, values in times.items()}
 
 
@@ -172,7 +173,7 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
     shape = formats = kind = None
     for sp, tp in meshes:
         runner = start_runner(model, sp, tp)
-        dtype, kind = str(runner.params[Mode.SHIFT][0].dtype), device_kind(runner)
+        dtype, kind = str(runner.step.model.declared[0].dtype), device_kind(runner)
         shape, formats = ModelShape(runner.step.layout.model), Formats(dtype, dtype, dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]
         measured += measure_mesh(runner, sp, tp, repeats)
@@ -225,7 +226,7 @@ def _save_points(
     path: Path, measured: Sequence[tuple[Case, Point]], switches: dict[str, dict[str, float]]
 ) -> None:
     rows: list[dict[str, Any]] = [
-        {"kind": case.kind, "sp": p.sp, "tp": p.tp, "mode": p.mode.value, "seconds": p.seconds}
+        {"kind": case.kind, "sp": p.sp, "tp": p.tp, "mode": p.mode.label, "seconds": p.seconds}
         | p.work._asdict()
         for case, p in measured
     ]

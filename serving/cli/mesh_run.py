@@ -40,7 +40,7 @@ from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError, shown, unknown_name
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.experiments import (
     as_text,
@@ -197,7 +197,7 @@ def _build(options: Mapping[str, Any], sp: int, tp: int) -> "Built":
 
 def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[tuple[int, ...]]:
     """Greedy tokens of every prompt, all steps in one mode."""
-    engine.policy = FixedPolicy(mode)
+    engine.policy = FixedPolicy(engine.lanes[0].modes.index(mode))
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     tokens: dict[str, list[int]] = {str(n): [] for n in range(len(PROMPTS))}
     for number, prompt in enumerate(PROMPTS):
@@ -212,7 +212,7 @@ def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[tuple[int, ..
 def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     (runner,) = built.runners
     layout, program = runner.step.layout, runner.programs[-1]
-    weights = str(runner.params[mode][0].dtype)
+    weights = str(runner.step.model.declared[0].dtype)
     step = runner.compiled(program, mode)
     compiled = collective_bytes(step.as_text() or "")
     width = FORMAT_BYTES[weights]
@@ -221,7 +221,7 @@ def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     buckets = [one.bucket for one in runner.programs]
     shape, machine = ModelShape(layout.model), load_machine(machine_of(device_kind(runner)))
     costs = CostModel(shape, sp, tp, machine, load_engine("shiftjax"), formats, buckets)
-    row = {"sp": sp, "tp": tp, "mode": mode.value, "bytes": sum(compiled.values())}
+    row = {"sp": sp, "tp": tp, "mode": mode.label, "bytes": sum(compiled.values())}
     row |= {"predicted_bytes": sum(m.num_bytes * m.num_times for m in moves)}
     memory = step.memory_analysis()
     row |= {"temporary_bytes": memory.temp_size_in_bytes if memory else None}

@@ -59,16 +59,16 @@ LOADING = "loading"  # stands for the loader itself: there is no engine yet
 # point -> the objects and the method that it stands for
 POINTS: Mapping[str, Callable[[Engine, Service], Iterable[tuple[Any, str]]]] = {
     "admission": lambda engine, service: [(service.engine, "submit")],
-    "schedule": lambda engine, service: [(g.scheduler, "schedule") for g in engine.groups],
-    "allocation": lambda engine, service: [(g.scheduler.tables, "admit") for g in engine.groups],
-    "dispatch": lambda engine, service: [(g.runner, "run") for g in engine.groups],
-    "fetch": lambda engine, service: [(g.runner, "fetch") for g in engine.groups],
-    "commit": lambda engine, service: [(g.scheduler, "commit") for g in engine.groups],
+    "schedule": lambda engine, service: [(g.scheduler, "schedule") for g in engine.lanes],
+    "allocation": lambda engine, service: [(g.scheduler.tables, "admit") for g in engine.lanes],
+    "dispatch": lambda engine, service: [(g.runner, "run") for g in engine.lanes],
+    "fetch": lambda engine, service: [(g.runner, "fetch") for g in engine.lanes],
+    "commit": lambda engine, service: [(g.scheduler, "commit") for g in engine.lanes],
     "detokenise": lambda engine, service: [(service.engine, "make_text")],
     "grammar": lambda engine, service: [(service.grammars, "prepare")],
     "write": lambda engine, service: [(Writer, "chunks"), (Writer, "encoded")],
-    "free": lambda engine, service: [(g.scheduler.tables, "release") for g in engine.groups],
-    "abort": lambda engine, service: [(g.scheduler, "abort") for g in engine.groups],
+    "free": lambda engine, service: [(g.scheduler.tables, "release") for g in engine.lanes],
+    "abort": lambda engine, service: [(g.scheduler, "abort") for g in engine.lanes],
     "drain": lambda engine, service: [(service.engine, "drain")],
     "metrics": lambda engine, service: [(service.metrics, "tokens")],
 }

@@ -195,7 +195,7 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
     source = tokenizer.chat_template if tokenizer is not None else None
     given = options.served_model_name or llm.config.model.model
     names = tuple(name.strip() for name in given.split(",") if name.strip())
-    cache, stats = llm.engine.groups[0].scheduler.config, llm.stats()
+    cache, stats = llm.engine.lanes[0].scheduler.config, llm.stats()
     info = {
         "mesh": stats["mesh"],
         "policy": llm.config.scheduler.policy,

@@ -6,10 +6,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shiftjax.control.engine import Engine, EngineStats
+from shiftjax.control.engine import POLL_SECONDS, Engine, EngineStats, Lane
 from shiftjax.control.request import Event
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,7 @@ class Turn:
     events: list[Event]
     stats: EngineStats
     num_commands: int
-    mode: str | None = None  # of the step that was launched
-    seconds: float = 0.0
+    steps: tuple[tuple[str, float], ...] = ()  # that ended: mode, seconds
     failure: BaseException | None = None  # the engine is of no more use
 
 
@@ -52,6 +51,7 @@ class EngineThread:
         self._has_room = threading.Event()
         self._has_room.set()
         self._is_stopping = False
+        engine.wait = self._wait
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -111,13 +111,19 @@ class EngineThread:
         return events
 
     def _step(self, events: list[Event]) -> Turn:
-        started, before = time.monotonic(), self._stats.steps_by_mode
-        events += self.engine.step(started)
-        now = self.progress_at = time.monotonic()
+        events += self.engine.step(time.monotonic())
+        now = time.monotonic()
+        self.progress_at = self.engine.waits_since(now)
         self._stats = self.engine.stats()
-        after = self._stats.steps_by_mode
-        mode = next((name for name in after if after[name] != before[name]), None)
-        return Turn(now, events, self._stats, self._num_obeyed, mode, now - started)
+        steps = tuple(self.engine.ended_steps)
+        return Turn(now, events, self._stats, self._num_obeyed, steps)
+
+    def _wait(self, lanes: Sequence[Lane]) -> None:
+        """Until one of these groups has a step ready, or a command may have work for another."""
+        while not any(lane.is_ready for lane in lanes):
+            if self._is_stopping or not self._commands.empty():
+                return
+            time.sleep(POLL_SECONDS)
 
     def _idle(self, events: list[Event]) -> Turn:
         self._stats = self.engine.stats()

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, permutations
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -174,8 +174,8 @@ class Metrics(Collector):
 
     def stepped(self, turn: Turn) -> None:
         """The engine has finished a turn."""
-        if turn.mode is not None:
-            self._observe("step_duration_seconds", turn.seconds, turn.mode)
+        for mode, seconds in turn.steps:
+            self._observe("step_duration_seconds", seconds, mode)
 
     def _count(self, name: str, amount: int, *labels: str) -> None:
         self._counters[name, labels] = self._counters.get((name, labels), 0) + amount
@@ -235,7 +235,7 @@ class Metrics(Collector):
         yield self._total("compile", "Programs compiled.", {(): compiled})
         modes = {(mode,): count for mode, count in stats.steps_by_mode.items()}
         yield self._total("steps", "Steps by mode.", modes, "mode")
-        pairs = [("base", "shift"), ("shift", "base")]
+        pairs = permutations(stats.steps_by_mode, 2)
         switches = {pair: stats.mode_switches.get(pair, 0) for pair in pairs}
         yield self._total("mode_switches", "Changes of mode.", switches, "from", "to")
 

@@ -36,8 +36,8 @@ class Timeline:
     def stepped(self, turn: Turn) -> None:
         """Note a step's mode and the state after it."""
         bucket, stats = self._bucket(turn.at), turn.stats
-        if turn.mode is not None:
-            bucket[turn.mode] += 1
+        for mode, _ in turn.steps:
+            bucket[mode if mode in ("base", "shift") else "between"] += 1
         bucket["running"] = max(bucket["running"], stats.num_running)
         bucket["waiting"] = max(bucket["waiting"], stats.num_waiting)
         bucket["kv"] = max(bucket["kv"], stats.kv_usage)
@@ -55,7 +55,7 @@ class Timeline:
         start = now // BUCKET_SECONDS * BUCKET_SECONDS
         if not self._buckets or self._buckets[-1]["at"] < start:
             gauges = {"running": 0, "waiting": 0, "kv": 0.0, "tokens": 0}
-            self._buckets.append({"at": start, "base": 0, "shift": 0, **gauges})
+            self._buckets.append({"at": start, "base": 0, "between": 0, "shift": 0, **gauges})
         return self._buckets[-1]
 
     def snapshot(self) -> dict[str, Any]:

@@ -233,7 +233,7 @@ function draw(data) {
   $("state").className = data.state;
   $("model").textContent = data.model;
   $("mesh").textContent = data.mesh;
-  bars("modes", data, ["base", "shift"], 1 / data.bucket_seconds);
+  bars("modes", data, ["base", "between", "shift"], 1 / data.bucket_seconds);
   bars("batch", data, ["running", "waiting"], 1);
   bars("tokens", data, ["tokens"], 1 / data.bucket_seconds);
   bars("kv", data, ["kv"], 100, 100);

@@ -9,7 +9,7 @@ import numpy as np
 
 from shiftjax.control.logprobs import num_top
 from shiftjax.control.request import ScheduledSequence, StepOutput, StepPlan
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 NO_TOKEN = -1
 NUM_TOP = 20
@@ -70,6 +70,10 @@ class EchoRunner:
             np.repeat(values[:, None], NUM_TOP, axis=1) for values in (tokens, logprobs)
         )
         return output._replace(top_ids=top_ids, top_logprobs=top)
+
+    def is_ready(self, handle: StepOutput) -> bool:
+        """At once."""
+        return True
 
     def fetch(self, handle: StepOutput) -> StepOutput:
         """What `run` computed."""

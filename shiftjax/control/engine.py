@@ -1,11 +1,12 @@
-"""The serving loop: schedule, choose, run, commit. No JAX, no text, no threads, no clock."""
+"""The serving loop: schedule, choose, run, commit. No JAX, no text, no threads."""
 
 import heapq
 import logging
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shiftjax.control.admission import RequestLimits, validate_request
 from shiftjax.control.policy import Policy
@@ -20,31 +21,52 @@ from shiftjax.control.request import (
     derive_seed,
 )
 from shiftjax.control.scheduler import Scheduler
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
+POLL_SECONDS = 50e-6  # between looks at several groups; steps take milliseconds
 
 
-@dataclass(slots=True)
-class Flight:
-    """A step that has been given to the device; or one that could not be, and why.
+class Flight(NamedTuple):
+    """A step that has been given to the devices."""
 
-    `plan` is None if not even a plan could be made.
-    """
+    plan: StepPlan
+    mode: Mode
+    handle: Any
+
+
+class Failure(NamedTuple):
+    """A step that could not be given to the devices; no plan: not even that could be made."""
 
     plan: StepPlan | None
-    handle: Any = None
-    error: Exception | None = None
+    error: Exception
 
 
 @dataclass(slots=True)
-class Group:
-    """Devices that step together: their sequences, their runner, their step in flight."""
+class Lane:
+    """One group of devices at work: its sequences, its runner, its steps in flight.
+
+    `in_flight` are at most two, the older first; `modes` are those of the group, base first.
+    """
 
     scheduler: Scheduler
     runner: Runner
-    in_flight: Flight | None = None
+    modes: tuple[Mode, ...]
+    in_flight: deque[Flight | Failure] = field(default_factory=deque)
     last_mode: Mode | None = None
+    progress_at: float = 0.0  # when its last step ended, or one began with nothing in flight
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the oldest step in flight can be committed without waiting."""
+        oldest = self.in_flight[0]
+        return isinstance(oldest, Failure) or self.runner.is_ready(oldest.handle)
+
+
+def poll(lanes: Sequence[Lane]) -> None:
+    """Wait until the oldest step of one of these lanes is ready."""
+    while not any(lane.is_ready for lane in lanes):
+        time.sleep(POLL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -68,85 +90,102 @@ class EngineStats:
 
 
 class Engine:
-    """One waiting queue in front of `groups`, and the loop over them.
+    """One waiting queue in front of `lanes`, and the loop over them.
 
-    A request goes to the least loaded group as late as possible. `overlap` keeps one step of each
-    group in flight while the next is scheduled; without it the loop is the plain control. Tokens
-    are stamped with `clock()`, read after the step's results are there, or with the `now` of the
-    turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
+    A request goes to the least loaded lane as late as possible. Lanes step on their own: each is
+    committed when *its* step is ready, whatever the others compute. `overlap` keeps one step of a
+    lane in flight while the next is scheduled; without it the loop is the plain control. Where
+    there are several lanes, `wait` is called with those that can do nothing until a step of
+    theirs is ready; it may come back early, say because a request has come for another lane.
+    Tokens are stamped with `clock()`, read after the step's results are there, or with the `now`
+    of the turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
     """
 
     def __init__(
         self,
-        groups: list[Group],
+        lanes: list[Lane],
         policy: Policy,
         limits: RequestLimits,
         *,
         overlap: bool = True,
         seed: int = 0,
         clock: Callable[[], float] | None = None,
+        wait: Callable[[Sequence[Lane]], None] = poll,
     ):
-        if not groups:
-            raise ValueError("An engine needs at least one group.")
-        self.groups = groups
+        if not lanes:
+            raise ValueError("An engine needs at least one group of devices.")
+        self.lanes = lanes
         self.policy = policy
         self.limits = limits
         self.overlap = overlap
+        self.wait = wait
         self._seed = seed
         self._clock = clock
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
         self._queued: dict[str, Request] = {}  # the same, by id
         self._num_requests = 0
-        self._steps_by_mode = {mode.value: 0 for mode in Mode}
+        self._steps_by_mode = {mode.label: 0 for lane in lanes for mode in lane.modes}
         self._mode_switches: Counter[tuple[str, str]] = Counter()
         self._num_failed_steps = 0
+        self.ended_steps: list[tuple[str, float]] = []  # of the last turn: mode, seconds
 
     # ------------------------------------------------------------------- the loop
 
     def step(self, now: float) -> list[Event]:
-        """One turn: schedule, choose and run a step in every group, then commit what is due."""
+        """One turn: schedule, choose and run a step in every lane, then commit what is due."""
         self._dispatch()
-        flights = [self._launch(group, now) for group in self.groups]
-        commit = self._commit_previous if self.overlap else self._commit
-        turns = zip(self.groups, flights, strict=True)
-        return [event for group, flight in turns for event in commit(group, flight, now)]
+        self.ended_steps = []
+        due = [lane for lane in self.lanes if self._is_due(lane, self._launch(lane, now))]
+        busy = sum(bool(lane.in_flight) for lane in self.lanes)
+        if len(self.lanes) > 1:  # a single one waits in `fetch`
+            if len(due) == busy > 0:
+                self.wait(due)
+            due = [lane for lane in due if lane.is_ready]
+        return [event for lane in due for event in self._commit(lane, now)]
 
-    def _launch(self, group: Group, now: float) -> Flight | None:
-        """Schedule, choose, run; the handle comes back before the step is done."""
-        plan, previous = None, group.in_flight
+    def _launch(self, lane: Lane, now: float) -> bool:
+        """Schedule, choose, run, if there is room in flight; nothing is waited for."""
+        if len(lane.in_flight) > self.overlap:
+            return False
+        plan, previous = None, lane.in_flight[-1] if lane.in_flight else None
+        handle = previous.handle if isinstance(previous, Flight) else None
         try:
-            plan = group.scheduler.schedule(now)
+            plan = lane.scheduler.schedule(now)
             if plan is None:
-                return None
-            plan.mode = self._choose(group, plan)
-            handle = group.runner.run(plan, plan.mode, previous.handle if previous else None)
-            return Flight(plan, handle)
+                return False
+            mode = self._choose(lane, plan)
+            if previous is None:
+                lane.progress_at = now
+            lane.in_flight.append(Flight(plan, mode, lane.runner.run(plan, mode, handle)))
         except Exception as error:
-            return Flight(plan, error=error)
+            lane.in_flight.append(Failure(plan, error))
+        return True
 
-    def _commit(self, group: Group, flight: Flight | None, now: float) -> list[Event]:
-        """Wait for a step and enter its results."""
-        if flight is None:
-            return []
+    def _is_due(self, lane: Lane, has_launched: bool) -> bool:
+        """Whether a lane can do nothing but wait for its oldest step."""
+        in_flight = lane.in_flight
+        if not (self.overlap and has_launched):
+            return bool(in_flight)
+        return len(in_flight) > 1 or isinstance(in_flight[0], Failure)
+
+    def _commit(self, lane: Lane, now: float) -> list[Event]:
+        """Wait for the oldest step in flight and enter its results."""
+        flight = lane.in_flight.popleft()
         try:
-            if flight.plan is None or flight.error is not None:
-                raise flight.error or AssertionError("a flight has a plan or an error")
-            output = group.runner.fetch(flight.handle)
+            if isinstance(flight, Failure):
+                raise flight.error
+            output = lane.runner.fetch(flight.handle)
             done_at = self._clock() if self._clock else now
-            return group.scheduler.commit(flight.plan, output, done_at)
+            self.ended_steps.append((flight.mode.label, done_at - lane.progress_at))
+            lane.progress_at = done_at
+            events = lane.scheduler.commit(flight.plan, flight.mode, output, done_at)
         except Exception as error:
-            return self._fail(group, flight, error)
-
-    def _commit_previous(self, group: Group, flight: Flight | None, now: float) -> list[Event]:
-        """With overlap: commit the step before, while the one just launched computes."""
-        previous, group.in_flight = group.in_flight, flight
-        events = self._commit(group, previous, now)
-        if group.in_flight is not None and group.in_flight.error is not None:
-            failed, group.in_flight = group.in_flight, None
-            events += self._commit(group, failed, now)
+            return self._fail(lane, flight.plan, error)
+        if lane.in_flight and isinstance(lane.in_flight[0], Failure):
+            events += self._commit(lane, now)
         return events
 
-    def _fail(self, group: Group, flight: Flight, error: Exception) -> list[Event]:
+    def _fail(self, lane: Lane, plan: StepPlan | None, error: Exception) -> list[Event]:
         """End the requests of a failed step and rebuild the pool.
 
         A step launched on top of it is forgotten; what it has alone starts again from its tokens.
@@ -155,22 +194,22 @@ class Engine:
         """
         logger.error("A step failed; its requests end with an error.", exc_info=error)
         self._num_failed_steps += 1
-        group.in_flight = None
+        lane.in_flight.clear()
         reason = f"The step that computed this request failed ({type(error).__name__})."
         code = "device_oom" if is_out_of_memory(error) else "step_failed"
-        events = group.scheduler.fail(flight.plan, reason, code)
-        if code == "device_oom" and flight.plan is not None:
-            group.scheduler.lower_budget(flight.plan.num_tokens)
-        group.runner.reset()
+        events = lane.scheduler.fail(plan, reason, code)
+        if code == "device_oom" and plan is not None:
+            lane.scheduler.lower_budget(plan.num_tokens)
+        lane.runner.reset()
         return events
 
-    def _choose(self, group: Group, plan: StepPlan) -> Mode:
-        num_waiting = len(self._queued) + len(group.scheduler.waiting)
-        mode = self.policy.choose(plan, num_waiting, group.last_mode)
-        self._steps_by_mode[mode.value] += 1
-        if group.last_mode is not None and group.last_mode is not mode:
-            self._mode_switches[group.last_mode.value, mode.value] += 1
-        group.last_mode = mode
+    def _choose(self, lane: Lane, plan: StepPlan) -> Mode:
+        num_waiting = len(self._queued) + len(lane.scheduler.waiting)
+        mode = self.policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
+        self._steps_by_mode[mode.label] += 1
+        if lane.last_mode not in (None, mode):
+            self._mode_switches[lane.last_mode.label, mode.label] += 1
+        lane.last_mode = mode
         return mode
 
     # ------------------------------------------------------------------- requests
@@ -179,7 +218,7 @@ class Engine:
         """Accept a request, which then gets exactly one terminal event, or raise `RequestError`."""
         validate_request(request, self.limits)
         name = request.request_id
-        if name in self._queued or self._group_of(name) is not None:
+        if name in self._queued or self._lane_of(name) is not None:
             raise DuplicateRequestError(f"There is an unfinished request with the id {name!r}.")
         entry = (request.priority, request.arrival_seconds, self._num_requests, request)
         heapq.heappush(self._queue, entry)
@@ -193,23 +232,27 @@ class Engine:
             self._queue = [entry for entry in self._queue if entry[-1] is not request]
             heapq.heapify(self._queue)
             return _aborted_in_queue(request)
-        group = self._group_of(request_id)
-        return group.scheduler.abort(request_id) if group else []
+        lane = self._lane_of(request_id)
+        return lane.scheduler.abort(request_id) if lane else []
 
     def finish(self, request_id: str, index: int, reason: FinishReason) -> list[Event]:
         """End one continuation, say at a stop string; returns its last event, or none."""
-        group = self._group_of(request_id)
-        return group.scheduler.finish(request_id, index, reason) if group else []
+        lane = self._lane_of(request_id)
+        return lane.scheduler.finish(request_id, index, reason) if lane else []
 
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step in flight."""
         return bool(self._queued) or any(
-            group.scheduler.requests or group.in_flight for group in self.groups
+            lane.scheduler.requests or lane.in_flight for lane in self.lanes
         )
+
+    def waits_since(self, now: float) -> float:
+        """When the lane that waits longest for a step last made progress; `now` if none waits."""
+        return min((lane.progress_at for lane in self.lanes if lane.in_flight), default=now)
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
-        schedulers = [group.scheduler for group in self.groups]
+        schedulers = [lane.scheduler for lane in self.lanes]
         used = sum(scheduler.num_used_blocks for scheduler in schedulers)
         usable = sum(scheduler.tables.device.num_usable_blocks for scheduler in schedulers)
         preemptions = sum((Counter(s.num_preemptions) for s in schedulers), Counter())
@@ -231,27 +274,27 @@ class Engine:
     def mend(self, error: Exception) -> list[Event]:
         """After a command that raised: end the requests of every group that it left broken."""
         events = []
-        for group in self.groups:
+        for lane in self.lanes:
             try:
-                group.scheduler.check()
+                lane.scheduler.check()
             except RuntimeError:
-                events += self._fail(group, Flight(None), error)
+                events += self._fail(lane, None, error)
         return events
 
     def flush_prefix_cache(self) -> None:
         """Make every cached block worthless; running sequences keep theirs."""
-        for group in self.groups:
-            group.scheduler.tables.device.clear_cache()
+        for lane in self.lanes:
+            lane.scheduler.tables.device.clear_cache()
 
     def check(self) -> None:
-        """Conservation in every group. Raises `RuntimeError` at the first breach."""
-        for group in self.groups:
-            group.scheduler.check()
+        """Conservation in every lane. Raises `RuntimeError` at the first breach."""
+        for lane in self.lanes:
+            lane.scheduler.check()
 
-    def _group_of(self, request_id: str) -> Group | None:
-        for group in self.groups:
-            if request_id in group.scheduler.requests:
-                return group
+    def _lane_of(self, request_id: str) -> Lane | None:
+        for lane in self.lanes:
+            if request_id in lane.scheduler.requests:
+                return lane
         return None
 
     def _dispatch(self) -> None:
@@ -263,7 +306,7 @@ class Engine:
         while self._queue:
             priority, arrival, number, request = self._queue[0]
             order = (priority, arrival, number, 0)
-            scheduler = min((group.scheduler for group in self.groups), key=_load)
+            scheduler = min((lane.scheduler for lane in self.lanes), key=_load)
             waiting = scheduler.waiting
             if scheduler.is_full and not (waiting and order < waiting[0].order):
                 return
@@ -295,7 +338,7 @@ def _aborted_in_queue(request: Request) -> list[Event]:
         num_output_tokens=0,
         num_cached_tokens=0,
         num_preemptions=0,
-        steps_by_mode={mode.value: 0 for mode in Mode},
+        steps_by_mode={},
     )
     last = request.sampling.n - 1
     return [

@@ -1,12 +1,13 @@
 """Which parallel mode a step uses. A policy sees the plan and the queue, never JAX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shiftjax.control.request import StepPlan
+from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.step import CostModel, Work
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch is worth trusting
 
@@ -24,17 +25,22 @@ def work_of(plan: StepPlan) -> Work:
 
 
 class Policy(Protocol):
-    """Chooses the mode of every step."""
+    """Chooses the mode of every step among those of its group, `modes`: base first, shift last."""
 
-    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
+    def choose(
+        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
         """The mode of this step; `num_waiting` sequences are not in it for want of room.
 
         `last_mode` is that of the group's step before; None: there was none.
         """
         ...
 
-    def modes(self, least: int, most: int) -> set[Mode]:
-        """The modes it may choose for steps of `least` to `most` tokens: these are compiled."""
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
+        """The modes it may choose for steps of `least` tokens or more in a bucket.
+
+        These are compiled ahead of traffic.
+        """
         ...
 
 
@@ -44,69 +50,84 @@ class ThresholdPolicy:
 
     threshold: int
 
-    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
+    def choose(
+        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
         """Count prefill and decode tokens of the step alike."""
-        return self._mode(plan.num_tokens)
+        return self._mode(modes, plan.num_tokens)
 
-    def modes(self, least: int, most: int) -> set[Mode]:
-        """One, but for the range that holds the threshold."""
-        return {self._mode(least), self._mode(most)}
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
+        """One, but for the bucket that holds the threshold."""
+        return list(dict.fromkeys(self._mode(modes, n) for n in (bucket.tokens, least)))
 
-    def _mode(self, num_tokens: int) -> Mode:
-        return Mode.BASE if num_tokens > self.threshold else Mode.SHIFT
+    def _mode(self, modes: Sequence[Mode], num_tokens: int) -> Mode:
+        return modes[0] if num_tokens > self.threshold else modes[-1]
 
 
 @dataclass(frozen=True)
 class FixedPolicy:
     """The same mode for every step: the controls that shifting is measured against."""
 
-    mode: Mode
+    place: int  # among the modes: 0 is base, -1 shift
 
-    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
+    def choose(
+        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
         """Whatever the traffic."""
-        return self.mode
+        return modes[self.place]
 
-    def modes(self, least: int, most: int) -> set[Mode]:
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
         """The one."""
-        return {self.mode}
+        return [modes[self.place]]
 
 
 @dataclass(frozen=True)
 class CostPolicy:
-    """The mode that the cost model predicts to be quicker, with hysteresis.
+    """The mode that the cost model predicts to be quickest, with hysteresis.
 
-    The plan is the same in both modes, so the quicker mode is better for latency and throughput
-    alike. A switch must save more than its own cost and `margin` of the step, by which much the
-    model may be wrong. The queue says what comes next: while sequences wait, a full step follows
-    as soon as there is room, so a switch to BASE needs no margin and one to SHIFT, which would
-    soon be undone, pays for both ways.
+    The plan is the same in every mode, so the quickest is best for latency and throughput alike.
+    Attention costs the same in all of them, so it is left out: the choice depends on the size of
+    the step alone. A switch must save more than its own cost and `margin` of what the modes
+    differ in, by which much the model may be wrong. The queue says what comes next: while
+    sequences wait, a full step follows as soon as there is room, so a switch to a mode that
+    splits tokens needs no margin and one to SHIFT, which would soon be undone, pays both ways.
     """
 
     costs: CostModel
     margin: float = COST_MARGIN
 
-    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
-        """Compare the predictions for this plan."""
-        work = work_of(plan)
-        seconds = {mode: self.costs.device_seconds(mode, work) for mode in Mode}
+    def choose(
+        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """Compare the predictions for a step of this size."""
+        size = self.costs.size_of(work_of(plan))
+        return self._choose(size, modes, num_waiting > 0, last_mode)
+
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
+        """Those that some queue and some step before would lead to."""
+        lasts = (None, *modes)
+        cases = [(queue, last) for queue in (False, True) for last in lasts]
+        found = {self._choose(bucket, modes, *case) for case in cases}
+        return [mode for mode in modes if mode in found]
+
+    def _choose(
+        self, size: tuple[int, int], modes: Sequence[Mode], is_queue: bool, last: Mode | None
+    ) -> Mode:
+        seconds = {mode: self.costs.mode_seconds(mode, size) for mode in modes}
         best = min(seconds, key=seconds.__getitem__)
-        if last_mode is None or best is last_mode:
+        if last is None or last not in seconds or best == last:
             return best
         doubt = self.margin * seconds[best] + self.costs.engine.switch_seconds
-        if num_waiting:
-            doubt = 2 * doubt if best is Mode.SHIFT else self.costs.engine.switch_seconds
-        return best if seconds[last_mode] - seconds[best] > doubt else last_mode
-
-    def modes(self, least: int, most: int) -> set[Mode]:
-        """Both: the context counts as much as the tokens."""
-        return set(Mode)
+        if is_queue:
+            doubt = 2 * doubt if best.sp == 1 else self.costs.engine.switch_seconds
+        return best if seconds[last] - seconds[best] > doubt else last
 
 
 POLICIES: dict[str, Callable[[int, CostModel | None], Policy]] = {
     "threshold": lambda threshold, costs: ThresholdPolicy(threshold),
     "cost": lambda threshold, costs: _cost_policy(costs),
-    "base": lambda threshold, costs: FixedPolicy(Mode.BASE),
-    "shift": lambda threshold, costs: FixedPolicy(Mode.SHIFT),
+    "base": lambda threshold, costs: FixedPolicy(0),
+    "shift": lambda threshold, costs: FixedPolicy(-1),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 __all__ = [
     "DuplicateRequestError",
@@ -144,7 +144,7 @@ class Sequence:
     first_scheduled_seconds: float | None = None
     first_token_seconds: float | None = None
     last_token_seconds: float = 0.0
-    steps_by_mode: dict[str, int] = field(default_factory=lambda: {mode.value: 0 for mode in Mode})
+    steps_by_mode: dict[str, int] = field(default_factory=dict)  # by label
 
     @property
     def num_output_tokens(self) -> int:
@@ -212,7 +212,6 @@ class StepPlan:
     offloads: list[tuple[int, int]]
     restores: list[tuple[int, int]]
     step_id: int
-    mode: Mode | None = None  # the policy's choice, noted by the engine
 
 
 class StepOutput(NamedTuple):
@@ -239,6 +238,10 @@ class Runner(Protocol):
 
         `previous_handle` is that of the step before, or None when no row refers to it.
         """
+        ...
+
+    def is_ready(self, handle: Any) -> bool:
+        """Whether `fetch` would return, or raise, without waiting."""
         ...
 
     def fetch(self, handle: Any) -> StepOutput:

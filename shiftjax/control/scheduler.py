@@ -34,6 +34,7 @@ from shiftjax.control.request import (
     derive_seed,
 )
 from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.parallel.grid import Mode
 
 NON_FINITE = "The model produced numbers that are not finite for this request."
 DEAD_END = "The output cannot be continued within the structure that this request asks for."
@@ -236,14 +237,13 @@ class Scheduler:
 
     # -------------------------------------------------------------------- commit
 
-    def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
+    def commit(self, plan: StepPlan, mode: Mode, output: StepOutput, now: float) -> list[Event]:
         """Enter the results of a step: new tokens, full blocks, ends. In the order of the steps.
 
         A sequence that has ended since the step was scheduled is passed over.
         """
-        assert plan.mode is not None, "the engine notes the mode of a plan before it runs"
         check_output(plan, output)
-        label, caches = plan.mode.value, self.config.prefix_caching
+        label, caches = mode.label, self.config.prefix_caching
         block_size = self.config.block_size
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
         events: list[Event] = []
@@ -253,7 +253,7 @@ class Scheduler:
             row += num_rows  # the last row of this item
             if sequence.status is Status.FINISHED:
                 continue
-            sequence.steps_by_mode[label] += 1
+            sequence.steps_by_mode[label] = sequence.steps_by_mode.get(label, 0) + 1
             if not num_rows:
                 continue  # part of a prompt: whether it is finite shows in a later row
             if not (finite[row] and (num_rows == 1 or all(finite[row - num_rows + 1 : row]))):

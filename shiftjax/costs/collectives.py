@@ -5,8 +5,8 @@ A test counts the same in the compiled programs of the engine (tests/costs/test_
 
 from typing import Literal, NamedTuple
 
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather"]
 LOGIT_BYTES = 4  # logits are float32
@@ -25,18 +25,18 @@ class Collective(NamedTuple):
 def layer_collectives(
     layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
 ) -> list[Collective]:
-    """What one decoder layer moves for a step of `num_tokens`, a multiple of SP in BASE.
+    """What one decoder layer moves for a step of `num_tokens`, a multiple of the mode's sp.
 
-    BASE: tokens are split over SP, so both all-reduces (after o and after down) carry n / SP
-    tokens over TP. One all-to-all carries q, k and v, n tokens of h + 2 m heads on each device,
-    another the output, n of h. SHIFT: two all-reduces of all n tokens over all devices.
+    Both all-reduces (after o and after down) carry n / sp tokens over the devices that split a
+    weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
+    all-to-all carries q, k and v, n tokens of h + 2 m heads on each device, another the output,
+    n of h.
     """
     head = num_tokens * layout.model.head_dim * activation_bytes
     h, m = layout.heads_per_device, layout.kv_heads_per_device
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 2)]
-    if layout.splits_tokens(mode):
-        moves.append(Collective("all-to-all", layout.sp, head * (h + 2 * m), 1))
-        moves.append(Collective("all-to-all", layout.sp, head * h, 1))
+    moves.append(Collective("all-to-all", mode.sp, head * (h + 2 * m), 1))
+    moves.append(Collective("all-to-all", mode.sp, head * h, 1))
     return [move for move in moves if move.num_devices > 1]
 
 
@@ -53,16 +53,15 @@ def row_collectives(
 ) -> list[Collective]:
     """What the logit rows of a step move.
 
-    In BASE the sampled rows cross SP; the logits change from a slice of the vocabulary to a
-    slice of the rows; what was sampled goes everywhere.
+    Where tokens are split the sampled rows cross SP; the logits change from a slice of the
+    vocabulary to a slice of the rows; what was sampled goes everywhere.
     """
     size, row = layout.num_devices, layout.model.hidden_size * activation_bytes
     moves = [
         Collective("all-to-all", size, num_rows * layout.vocab_size * LOGIT_BYTES // size, 1),
         Collective("all-gather", size, num_rows * SAMPLE_BYTES, 1),
     ]
-    if layout.splits_tokens(mode):
-        moves.append(Collective("all-reduce", layout.sp, num_rows * row, 1))
+    moves.append(Collective("all-reduce", mode.sp, num_rows * row, 1))
     return [move for move in moves if move.num_devices > 1]
 
 
@@ -82,7 +81,5 @@ def step_collectives(
 def _reduce(
     layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int, num_times: int
 ) -> Collective:
-    split = layout.sp if layout.splits_tokens(mode) else 1
-    devices = layout.tp if mode is Mode.BASE else layout.num_devices
     row = layout.model.hidden_size * activation_bytes
-    return Collective("all-reduce", devices, num_tokens // split * row, num_times)
+    return Collective("all-reduce", layout.ways(mode), num_tokens // mode.sp * row, num_times)

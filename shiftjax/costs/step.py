@@ -41,8 +41,8 @@ from shiftjax.costs.collectives import (
     row_collectives,
 )
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
-from shiftjax.parallel.mode import Mode
 
 
 class Work(NamedTuple):
@@ -173,23 +173,32 @@ class CostModel:
         """Seconds of the layers' matrix products alone."""
         return self._terms(mode, Work(num_tokens, 0, 0, 0, 0, 0))[0].matmul
 
-    def _terms(self, mode: Mode, work: Work) -> tuple[StepCost, StepCost, StepCost]:
-        size = self._bucket(work) if self.buckets else (work.num_tokens, work.num_rows)
-        tokens, rows = (mode, size[0]), (mode, size[1])
-        if tokens not in self._by_tokens:
-            self._by_tokens[tokens] = self._tokens_cost(*tokens)
-        if rows not in self._by_rows:
-            self._by_rows[rows] = self._rows_cost(*rows)
-        attention = self._attention_cost(work, size[1])
-        return self._by_tokens[tokens], self._by_rows[rows], attention
-
-    def _bucket(self, work: Work) -> tuple[int, int]:
+    def size_of(self, work: Work) -> tuple[int, int]:
         """(tokens, rows) that the step is padded to; what fits no bucket is not padded."""
+        if not self.buckets:
+            return work.num_tokens, work.num_rows
         rows = max(work.num_rows, work.num_sequences)
         for bucket in self.buckets:
             if bucket.holds(work.num_tokens, rows):
                 return bucket
         return work.num_tokens, work.num_rows
+
+    def mode_seconds(self, mode: Mode, size: tuple[int, int]) -> float:
+        """Device seconds of a step of this size but for attention, which no mode changes."""
+        tokens, rows = self._sized_terms(mode, size)
+        return tokens.device + rows.device
+
+    def _terms(self, mode: Mode, work: Work) -> tuple[StepCost, StepCost, StepCost]:
+        size = self.size_of(work)
+        return *self._sized_terms(mode, size), self._attention_cost(work, size[1])
+
+    def _sized_terms(self, mode: Mode, size: tuple[int, int]) -> tuple[StepCost, StepCost]:
+        tokens, rows = (mode, size[0]), (mode, size[1])
+        if tokens not in self._by_tokens:
+            self._by_tokens[tokens] = self._tokens_cost(*tokens)
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._rows_cost(*rows)
+        return self._by_tokens[tokens], self._by_rows[rows]
 
     def _attention_cost(self, work: Work, num_rows: int) -> StepCost:
         """Decodes and chunks, one after the other: each is bound by reading or computing.
@@ -210,9 +219,8 @@ class CostModel:
     def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
         """All layers and the embedding, but for attention over the context."""
         layout, config, width = self.layout, self.shape.config, self.formats.activation_bytes
-        split = layout.sp if layout.splits_tokens(mode) else 1
-        padded = round_up(num_tokens, split)
-        local = padded // split
+        padded = round_up(num_tokens, mode.sp)
+        local = padded // mode.sp
         products, num_products = self._layer_products(mode, local)
         moves = layer_collectives(layout, mode, padded, width)
         kernels = num_products + 1 + self.engine.kernels_per_layer
@@ -233,10 +241,9 @@ class CostModel:
     def _layer_products(self, mode: Mode, rows: int) -> tuple[float, int]:
         """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device."""
         layout, config, experts = self.layout, self.shape.config, self.shape.experts
-        t = layout.tp if mode is Mode.BASE else layout.num_devices
+        t = layout.ways(mode)
         hidden, heads = config.hidden_size, layout.num_heads // t * config.head_dim
-        kv = layout.kv_heads_per_device
-        kv = len(layout.base_kv_heads[0]) if mode is Mode.BASE else kv
+        kv = len(layout.kv_heads_of_ranks(mode)[0])
         seconds = self._product(rows, hidden, heads + 2 * kv * config.head_dim)
         seconds += self._product(rows, heads, hidden)
         if experts is None:
@@ -272,7 +279,7 @@ class CostModel:
     def _elementwise_seconds(self, mode: Mode, num_tokens: int, local: int) -> float:
         """Two norms with their residuals, rotary and cache write, activation; read and written."""
         layout, config, experts = self.layout, self.shape.config, self.shape.experts
-        t = layout.tp if mode is Mode.BASE else layout.num_devices
+        t = layout.ways(mode)
         width = layout.intermediate_size
         if experts is not None:
             width = experts.per_token * experts.intermediate_size
@@ -280,7 +287,7 @@ class CostModel:
         h, m = layout.heads_per_device, layout.kv_heads_per_device
         numbers = local * (8 * config.hidden_size + 3 * width // t)
         numbers += 2 * num_tokens * (h + 2 * m) * config.head_dim
-        if layout.splits_tokens(mode):  # packed before and unpacked after both exchanges
+        if mode.sp > 1:  # packed before and unpacked after both exchanges
             numbers += 4 * num_tokens * (2 * h + 2 * m) * config.head_dim
         rate = self.machine.memory_bytes_per_second * self.machine.memory_efficiency
         return numbers * self.formats.activation_bytes / rate * self._queueing

@@ -1,54 +1,75 @@
-"""Where everything lives: mesh axes, head maps and every PartitionSpec of the engine.
+"""Where arrays live: the mesh of a group in each mode, and every PartitionSpec of the engine.
 
-A group of `P = SP * TP` devices is a mesh with axes `("pp", "sp", "tp")`. Heads and KV cache are
-always split over all P devices in tp-major order: block `j` of the heads sits on the device
-(sp = j mod SP, tp = j div SP). For (SP=3, TP=2), with device (s, t) at place s * TP + t:
+A mesh has axes `("tp", "shift", "sp")`: `tp` splits the weights as they are stored, `shift` splits
+them further, `sp` splits tokens. Its flat order is that of the places `j = t * SP + s` of
+`parallel/grid.py` in every mode, so for (SP=4, TP=2)
 
-    place on the mesh    0  1  2  3  4  5
-    (sp, tp)            00 01 10 11 20 21
-    head block j         0  3  1  4  2  5        read by j: devices 0 2 4 1 3 5
+    base   (2, 1, 4)      sp2   (2, 2, 2)      shift   (2, 4, 1)
 
-(Shift Parallelism, arXiv 2509.16495, section 3.3, prints the same order.) `KV_AXES` below is
-the only place that says so; both modes and the cache use it, which is why a step of either mode
-finds the cache that a step of the other has written.
+are one list of devices in three shapes. Heads and KV cache are split over all three axes, so
+block `j` of the heads is on device j, whatever the mode: a step of any mode finds the cache that
+a step of another has written. For (SP=3, TP=2), with device (s, t) the (s * TP + t)-th that was
+given, that order is 0 2 4 1 3 5 (Shift Parallelism, arXiv 2509.16495, section 3.3, prints it).
 """
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shiftjax.parallel.mode import AXES, KV_AXES, SHARDED_AXES, WEIGHT_AXES, Device, Mode
+from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES, Device, Grid, Group, Mode
 
 
-def make_mesh(devices: list[Device], sp: int, tp: int) -> Mesh:
-    """Return the mesh of one group; `devices` are taken in order, tp neighbours first."""
-    grid = np.array(devices, dtype=object).reshape(1, sp, tp)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def make_mesh(devices: Sequence[Device], sp: int, tp: int) -> Mesh:
+    """Return the mesh of one group in base mode, on the first `sp * tp` devices."""
+    return group_mesh(devices, Grid(tp, sp), Group(0, sp))
 
 
-def weight_spec(axes: tuple[str | None, ...], mode: Mode) -> P:
-    """Return the spec of a weight with these logical axes.
+def group_mesh(devices: Sequence[Device], grid: Grid, group: Group) -> Mesh:
+    """Return the mesh of a group in base mode."""
+    return _mesh([devices[i] for i in grid.devices_of(group)], grid.tp, 1, group.width)
 
-    The LM head (`lm_vocab`) is split over all devices in both modes: a step samples few rows, so
+
+def grid_mesh(devices: Sequence[Device], grid: Grid, groups: Sequence[Group]) -> Mesh:
+    """Return the mesh of equal groups together, in base mode, along an axis `dp`."""
+    places = [devices[i] for group in groups for i in grid.devices_of(group)]
+    return _mesh(places, len(groups), grid.tp, 1, groups[0].width)
+
+
+def mesh_of(mesh: Mesh, mode: Mode) -> Mesh:
+    """Return the mesh of the same group in another mode: the same devices in the same order."""
+    return _mesh(mesh.devices.flat, mesh.shape["tp"], mode.width // mode.sp, mode.sp)
+
+
+def _mesh(places: Iterable[Device], *sizes: int) -> Mesh:
+    names = ("dp", *ALL_AXES)[-len(sizes) :]
+    grid = np.array(list(places), dtype=object).reshape(sizes)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def weight_spec(axes: tuple[str | None, ...], split: tuple[str, ...] = WEIGHT_AXES) -> P:
+    """Return the spec of a weight with these logical axes, split over the mesh axes `split`.
+
+    The LM head (`lm_vocab`) is split over all devices in every mode: a step samples few rows, so
     its cost is the reading of the weight, and 1/P of it is least.
     """
-    split = {name: WEIGHT_AXES[mode] for name in SHARDED_AXES} | {"lm_vocab": KV_AXES}
-    return P(*(split.get(axis) if axis else None for axis in axes))
+    return P(*(axis and (ALL_AXES if axis == "lm_vocab" else split) for axis in axes))
 
 
 def pool_spec() -> P:
     """Return the spec of a KV pool `[blocks, kv_heads, block_size, head_dim]`, in all modes."""
-    return P(None, KV_AXES)
+    return P(None, ALL_AXES)
 
 
 def payload_spec() -> P:
     """Return the spec of a block of all layers, `[2 * layers, kv_heads, block_size, head_dim]`."""
-    return P(None, KV_AXES)
+    return P(None, ALL_AXES)
 
 
 def rows_spec() -> P:
     """Return the spec of arrays whose first dimension is logit rows, split for sampling."""
-    return P(KV_AXES)
+    return P(ALL_AXES)
 
 
 def replicated_spec() -> P:

@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.device.mesh import named, weight_spec
-from shiftjax.device.views import ALIGNMENT_BYTES, shift_array
+from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.llama import Llama
+from shiftjax.parallel.grid import STORED_AXES
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 from shiftjax.weights.source import TensorSource, check_finite
 
 Progress = Callable[[str, int, int], None]
@@ -70,70 +70,27 @@ def define(config: ModelConfig, layout: Layout, dtype: DTypeLike) -> ModelDef:
 
 
 def load(
-    model: ModelDef,
-    layout: Layout,
-    mesh: Mesh,
-    source: TensorSource,
-    strategy: str,
-    progress: Progress,
-) -> tuple[jax.Array, ...]:
-    """Read and place every weight as BASE stores it.
+    model: ModelDef, layout: Layout, mesh: Mesh, source: TensorSource, progress: Progress
+) -> tuple[jax.Array | None, ...]:
+    """Read and place every weight as BASE stores it; None for a tied LM head.
 
-    A tied LM head is not read again: it is the embedding in another split.
+    `mesh` may hold several groups (a leading axis `dp`), which then all get what is read once.
 
     Raises:
         CheckpointError: a tensor holds values that are not finite.
     """
-    arrays: dict[str, jax.Array] = {}
+    arrays: list[jax.Array | None] = []
     for done, weight in enumerate(model.declared):
         progress("weights", done, len(model.declared))
-        if not _is_tied_head(weight, layout):
-            arrays[weight.name] = _load_one(weight, layout, mesh, source)
-    if layout.model.tie_word_embeddings:
-        arrays["lm_head"] = _tied_head(arrays["embed"], layout, strategy)
+        tied = weight.axes[0] == "lm_vocab" and layout.model.tie_word_embeddings
+        arrays.append(None if tied else _load_one(weight, layout, mesh, source))
     progress("weights", len(model.declared), len(model.declared))
-    return tuple(arrays[weight.name] for weight in model.declared)
-
-
-def _tied_head(embed: jax.Array, layout: Layout, strategy: str) -> jax.Array:
-    """Return the LM head: the embedding's memory, split over all devices instead of `tp`."""
-    if strategy == "slice":
-        return embed
-    return shift_array(embed, ("vocab", None), layout, "lm_head", copy=strategy == "replicate")
-
-
-def shift_weights(
-    model: ModelDef, base: tuple[jax.Array, ...], layout: Layout, strategy: str
-) -> tuple[jax.Array, ...]:
-    """Return the weights of the SHIFT step, by one of the three strategies.
-
-    `alias`: views of the base shards, no memory (biases, a few kilobytes that need not be aligned,
-    are copied). `slice`: the base weights themselves, sliced inside the step. `replicate`: a
-    separate copy, w / P more per device (the published way).
-    """
-    if strategy == "slice":
-        return base
-    return tuple(
-        array
-        if weight.axes[0] == "lm_vocab"  # split over all devices already
-        else shift_array(
-            array,
-            weight.axes,
-            layout,
-            weight.name,
-            copy=strategy == "replicate" or weight.source.endswith(".bias"),
-        )
-        for weight, array in zip(model.declared, base, strict=True)
-    )
-
-
-def _is_tied_head(weight: Declared, layout: Layout) -> bool:
-    return weight.axes[0] == "lm_vocab" and layout.model.tie_word_embeddings
+    return tuple(arrays)
 
 
 def _load_one(weight: Declared, layout: Layout, mesh: Mesh, source: TensorSource) -> jax.Array:
     """Read what this process stores of one weight and put each device's shard on it."""
-    sharding = named(mesh, weight_spec(weight.axes, Mode.BASE))
+    sharding = named(mesh, weight_spec(weight.axes, STORED_AXES))
     places = sharding.addressable_devices_indices_map(weight.shape)
     ranges = {
         device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])

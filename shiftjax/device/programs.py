@@ -1,6 +1,7 @@
 """Compiling every (bucket, mode) ahead of traffic, and what a compiled bucket consists of."""
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,12 +13,14 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import named, rows_spec
 from shiftjax.device.pack import pack_tokens
 from shiftjax.device.pool import abstract_pools
+from shiftjax.device.retarget import load_on
 from shiftjax.device.sampling_inputs import RowTables, neutral_rows
 from shiftjax.device.step import Packing, StepDef, StepInputs
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.attention_backend import AttentionBackend
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 COMPILE_THREADS = 2  # one compilation keeps about one core busy
@@ -57,7 +60,6 @@ def _temporary_bytes(step: jax.stages.Compiled) -> int:
 
 def compile_programs(
     step: StepDef,
-    params: dict[Mode, tuple[jax.Array, ...]],
     pool: PoolOptions,
     wanted: Mapping[Bucket, Iterable[Mode]],
     progress: Progress,
@@ -67,28 +69,41 @@ def compile_programs(
     tasks = [(program, mode) for program in programs for mode in wanted[program.bucket]]
     progress("compile", 0, len(tasks))
     with ThreadPoolExecutor(COMPILE_THREADS) as threads:
-        jobs = [threads.submit(add_mode, step, params, pool, *task) for task in tasks]
+        jobs = [threads.submit(add_mode, step, pool, *task) for task in tasks]
         for done, job in enumerate(jobs, 1):
             job.result()
             progress("compile", done, len(jobs))
     return programs
 
 
-def add_mode(
-    step: StepDef,
-    params: dict[Mode, tuple[jax.Array, ...]],
-    pool: PoolOptions,
-    program: Program,
-    mode: Mode,
-) -> None:
-    """Compile one mode of a bucket and add it to the program.
-
-    With SP = 1 the two modes are one configuration and share the compiled step.
-    """
+def add_mode(step: StepDef, pool: PoolOptions, program: Program, mode: Mode) -> None:
+    """Compile one mode of a bucket and add it to the program."""
     pools = abstract_pools(step.mesh, step.layout, pool.num_blocks, pool.block_size, pool.dtype)
-    compiled = step.compile(mode, params[mode], pools, program.packing, program.tables)
-    same = Mode if step.layout.sp == 1 else (mode,)
-    program.steps.update(dict.fromkeys(same, compiled))
+    program.steps[mode] = step.compile(mode, pools, program.packing, program.tables)
+
+
+def load_programs(
+    programs: Sequence[Program], compiled_for: StepDef, step: StepDef, pool: PoolOptions
+) -> list[Program]:
+    """Return the programs of a group for another one of the same layout.
+
+    They are loaded, in a tenth of a second each, or compiled where that fails.
+    """
+    return [_load_program(program, compiled_for, step, pool) for program in programs]
+
+
+def _load_program(
+    program: Program, compiled_for: StepDef, step: StepDef, pool: PoolOptions
+) -> Program:
+    loaded = _empty_program(step, pool, program.bucket)
+    devices, others = (list(one.mesh.devices.flat) for one in (compiled_for, step))
+    for mode, compiled in program.steps.items():
+        try:
+            loaded.steps[mode] = load_on(compiled, devices, others)
+        except Exception as error:
+            logger.warning("a step cannot be loaded on other devices, it is compiled: %s", error)
+            add_mode(step, pool, loaded, mode)
+    return loaded
 
 
 def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:

@@ -1,23 +1,22 @@
-"""The runner that computes: owns parameters, KV pools and compiled steps of one group.
+"""The runner that computes: owns the compiled steps of one group.
 
 Nothing else touches device memory. Steps are dispatched, not awaited; the device runs them in
 order, so a step may read what an earlier one in flight will have written.
 """
 
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from shiftjax.control.request import StepOutput, StepPlan
-from shiftjax.device.host_tier import HostTier
+from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, replicated_spec, rows_spec
-from shiftjax.device.pool import make_pools
 from shiftjax.device.programs import PoolOptions, Program, add_mode, step_inputs
 from shiftjax.device.sampling_inputs import RowTables, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
 
@@ -45,21 +44,21 @@ class DeviceRunner:
     def __init__(
         self,
         step: StepDef,
-        params: dict[Mode, tuple[jax.Array, ...]],
+        memory: GroupMemory,
         pool: PoolOptions,
         programs: list[Program],
         *,
         swaps: bool = False,
         seed: int = 0,
     ):
-        self.step, self.params, self.pool, self.programs = step, params, pool, programs
+        self.step, self.memory, self.pool, self.programs = step, memory, pool, programs
+        self._swaps = swaps
         self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
         self._replicated = named(step.mesh, replicated_spec())
         self._rows = named(step.mesh, rows_spec())
         self._no_tokens = jax.device_put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
-        self.pools = self._make_pools()
-        self._host = HostTier(step.mesh, self.pools) if swaps else None
+        memory.allocate(pool, swaps=swaps)
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
         """Dispatch one step; nothing is awaited."""
@@ -75,15 +74,16 @@ class DeviceRunner:
         tables = self._place(program.tables, rows.tables)
         last = self._no_tokens if previous_handle is None else previous_handle.last_tokens
         step = self.compiled(program, mode)
-        self.pools, tokens, result = step(self.params[mode], self.pools, last, flat, tables)
+        memory = self.memory
+        memory.pools, tokens, result = step(memory.params(mode), memory.pools, last, flat, tables)
         result.summary.copy_to_host_async()
         return Handle(tokens, result, plan.num_rows, rows.wants_top)
 
     def compiled(self, program: Program, mode: Mode) -> jax.stages.Compiled:
         """The step of a bucket; compiled here if the policy at the start could not ask for it."""
         if mode not in program.steps:
-            logger.warning("a %s step of %d tokens is compiled late", mode.value, program.bucket[0])
-            add_mode(self.step, self.params, self.pool, program, mode)
+            logger.warning("a %s step of %d tokens is compiled late", mode.label, program.bucket[0])
+            add_mode(self.step, self.pool, program, mode)
         return program.steps[mode]
 
     def fetch(self, handle: Handle) -> StepOutput:
@@ -102,23 +102,24 @@ class DeviceRunner:
             top_logprobs=np.asarray(handle.result.top_logprobs)[:n],
         )
 
+    def is_ready(self, handle: Handle) -> bool:
+        """Whether `fetch` would not wait for the devices."""
+        summary: Any = handle.result.summary  # the stubs of jax.Array do not know is_ready
+        return summary.is_ready()
+
     def reset(self) -> None:
         """Rebuild the pools, whose buffers a failed step may have consumed."""
-        self.pools = self._make_pools()
-        if self._host is not None:
-            self._host.clear()
-
-    def _make_pools(self):
-        pool, step = self.pool, self.step
-        return make_pools(step.mesh, step.layout, pool.num_blocks, pool.block_size, pool.dtype)
+        self.memory.allocate(self.pool, swaps=self._swaps)
 
     def _move_blocks(self, plan: StepPlan) -> None:
-        if self._host is None:
+        host = self.memory.host
+        if host is None:
             return
         for device_block, host_block in plan.offloads:
-            self._host.offload(self.pools, device_block, host_block)
+            host.offload(self.memory.pools, device_block, host_block)
         for device_block, host_block in plan.restores:
-            self.pools = self._host.restore(self.pools, device_block, host_block)
+            pools = self.memory.pools
+            self.memory.pools = host.restore(pools, device_block, host_block)
 
     def program_for(self, plan: StepPlan) -> Program:
         """The smallest program that holds a plan. Raises `NoBucketError`."""

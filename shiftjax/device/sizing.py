@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shiftjax.parallel.mode import Device
+from shiftjax.parallel.grid import Device
 
 # On a CPU the memory belongs to everybody and zeroing it takes time: no pool grows beyond this
 # share of what is available, however large memory_fraction is.

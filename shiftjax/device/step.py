@@ -16,15 +16,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from shiftjax.device.mesh import named, pool_spec, replicated_spec, rows_spec, weight_spec
-from shiftjax.device.place import Declared, ModelDef
+from shiftjax.device.mesh import mesh_of, named, pool_spec, replicated_spec, rows_spec
+from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.place import ModelDef
 from shiftjax.device.sampling import sample
 from shiftjax.device.sampling_inputs import RowTables, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata, LayerPool
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
+from shiftjax.parallel.grid import ALL_AXES, Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import KV_AXES, Mode
 
 # Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/log.md).
 COMPILER_OPTIONS = {
@@ -97,41 +98,29 @@ class Packing:
 class StepDef:
     """All that is static in a step, and the functions that trace and compile it."""
 
-    model: ModelDef
-    layout: Layout
-    mesh: Mesh
-    strategy: str  # of the shift weights: alias, slice, replicate
+    weights: ModeWeights
+    mesh: Mesh  # of the group, in base mode
     max_rows: int
     attention: AttentionBackend
 
-    def weight_specs(self, mode: Mode) -> tuple[Any, ...]:
-        """Return the spec with which each weight enters the step of a mode."""
-        return tuple(
-            weight_spec(("vocab", None), Mode.BASE)
-            if self._slices_head(weight)
-            else weight_spec(weight.axes, Mode.BASE if self.strategy == "slice" else mode)
-            for weight in self.model.declared
-        )
+    @property
+    def model(self) -> ModelDef:
+        """The model and its declared weights."""
+        return self.weights.model
 
-    def abstract_params(self, mode: Mode) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the weights of a mode as shapes: what `compile` needs where there are none."""
-        params = []
-        for weight, spec in zip(self.model.declared, self.weight_specs(mode), strict=True):
-            shape, axis = weight.shape, weight.axes[0]
-            has_own_rows = mode is Mode.SHIFT and self.strategy != "slice"
-            if has_own_rows and axis not in (None, "lm_vocab"):
-                shape = (self.layout.shift_rows(axis) * self.layout.num_devices, *shape[1:])
-            sharding = named(self.mesh, spec)
-            params.append(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding))
-        return tuple(params)
+    @property
+    def layout(self) -> Layout:
+        """How the model falls on the devices of the group."""
+        return self.weights.layout
 
     def compile(
-        self, mode: Mode, params: Any, pools: Any, packing: Packing, tables: RowTables
+        self, mode: Mode, pools: Any, packing: Packing, tables: RowTables
     ) -> jax.stages.Compiled:
         """Compile the step for one mode and bucket ahead of time.
 
-        `params`, `pools` and `tables` may be arrays or `jax.ShapeDtypeStruct`s with shardings.
+        `pools` and `tables` may be arrays or `jax.ShapeDtypeStruct`s with shardings.
         """
+        params = self.weights.abstract(mode, self.mesh)
         replicated = named(self.mesh, replicated_spec())
         last_tokens = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32, sharding=replicated)
         flat = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=replicated)
@@ -149,8 +138,8 @@ class StepDef:
 
         return jax.shard_map(
             step,
-            mesh=self.mesh,
-            in_specs=(self.weight_specs(mode), pool_spec(), everywhere, everywhere, rows),
+            mesh=mesh_of(self.mesh, mode),
+            in_specs=(self.weights.specs(), pool_spec(), everywhere, everywhere, rows),
             out_specs=(pool_spec(), everywhere, result),
             # Replication is by construction (the same inputs, psum, all_gather); the checker
             # knows no ragged attention and would reject its loops.
@@ -168,7 +157,7 @@ class StepDef:
     ) -> tuple[list[LayerPool], Int[Array, " max_rows"], StepResult]:
         """One device's part of the step."""
         parallel = Parallel(self.layout, mode)
-        model = self.model.merge(self._localise(mode, params))
+        model = self.model.merge(self.weights.local(mode, params))
         ids = inputs.token_ids
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         hidden, pools = model(
@@ -196,38 +185,8 @@ class StepDef:
     def _local_rows(self, per_row: jax.Array) -> jax.Array:
         """Return the rows that this device samples."""
         count = per_row.shape[0] // self.layout.num_devices
-        start = jax.lax.axis_index(KV_AXES) * count
+        start = jax.lax.axis_index(ALL_AXES) * count
         return jax.lax.dynamic_slice_in_dim(per_row, start, count)
-
-    def _slices_head(self, weight: Declared) -> bool:
-        tied = self.layout.model.tie_word_embeddings
-        return self.strategy == "slice" and tied and weight.axes[0] == "lm_vocab"
-
-    def _localise(self, mode: Mode, params: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Slice the shift shard out of each base shard where the strategy says so."""
-        if self.strategy != "slice" or self.layout.sp == 1:
-            return params
-        axes = (self._sliced_axis(mode, weight) for weight in self.model.declared)
-        return tuple(
-            array if axis is None else self._shift_slice(axis, array)
-            for axis, array in zip(axes, params, strict=True)
-        )
-
-    def _sliced_axis(self, mode: Mode, weight: Declared) -> str | None:
-        """Return the axis along which a step of this mode slices the base shard, if it does."""
-        axis = weight.axes[0]
-        if axis == "lm_vocab":
-            return axis if self._slices_head(weight) else None
-        return axis if mode is Mode.SHIFT else None
-
-    def _shift_slice(self, axis: str, base: jax.Array) -> jax.Array:
-        layout = self.layout
-        starts = np.array(
-            [[layout.shift_offset(axis, s, t) for t in range(layout.tp)] for s in range(layout.sp)],
-            np.int32,
-        )
-        start = jnp.asarray(starts)[jax.lax.axis_index("sp"), jax.lax.axis_index("tp")]
-        return jax.lax.dynamic_slice_in_dim(base, start, layout.shift_rows(axis))
 
 
 def _platform(mesh: Mesh) -> str:

@@ -1,6 +1,6 @@
-"""Shift weights as a second `jax.Array` over the memory of the base weights.
+"""The weights of a mode as a second `jax.Array` over the memory of the stored ones.
 
-Each weight is stored with its sharded dimension first, so the shift shard of a device is a
+Each weight is stored with its sharded dimension first, so the shard of a device in any mode is a
 contiguous range of rows of the base shard that the device already holds. A view per device,
 assembled into one array, costs no memory and no time at a switch; the published system keeps a
 second copy, w / (SP * TP) per device (Shift Parallelism, arXiv 2509.16495, section 3.3.2).
@@ -16,43 +16,39 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shiftjax.device.mesh import named, weight_spec
+from shiftjax.device.mesh import mesh_of, named, weight_spec
 from shiftjax.options import ConfigError
+from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Device, Mode
 
 ALIGNMENT_BYTES = 64  # what XLA's CPU client wants of a buffer that it does not copy
 
 
-def shift_array(
-    base: jax.Array, axes: tuple[str | None, ...], layout: Layout, name: str, *, copy: bool = False
+def array_in_mode(
+    stored: jax.Array, axis: str, layout: Layout, mode: Mode, name: str, *, copy: bool = False
 ) -> jax.Array:
-    """Return the shift array over `base`'s memory; `base` itself where no axis is split.
+    """Return a stored array, split along `axis` as a mode wants it, over the same memory.
 
     With `copy` the shards get memory of their own.
 
     Raises:
         ConfigError: the backend would have copied a shard that should have been viewed.
     """
-    axis, take = axes[0], row_copy if copy else row_view
-    if axis is None or layout.sp == 1:
-        return base
-    mesh = _mesh_of(base)
-    shards = {shard.device: shard.data for shard in base.addressable_shards}
-    rows = layout.shift_rows(axis)
-    views = []
-    for s, t in np.ndindex(layout.sp, layout.tp):
-        device = mesh.devices[0, s, t]
-        if device in shards:
-            start = layout.shift_offset(axis, s, t)
-            views.append(take(shards[device], start, rows, name))
-    shape = (rows * layout.num_devices, *base.shape[1:])
-    sharding = named(mesh, weight_spec(axes, Mode.SHIFT))
+    take, rows = row_copy if copy else row_view, layout.shard_rows(axis, mode)
+    shards = {shard.device: shard.data for shard in stored.addressable_shards}
+    mesh = _mesh_of(stored)
+    views = [
+        take(shards[device], layout.shard_offset(axis, mode, place), rows, name)
+        for place, device in enumerate(mesh.devices.flat)
+        if device in shards
+    ]
+    shape = (rows * layout.ways(mode), *stored.shape[1:])
+    sharding = named(mesh_of(mesh, mode), weight_spec((axis,)))
     return jax.make_array_from_single_device_arrays(shape, sharding, views)
 
 
 def _mesh_of(array: jax.Array) -> Mesh:
-    """Return the mesh over which `weights.place` has put an array."""
+    """Return the mesh over which `device.place` has put an array."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh), sharding
     return sharding.mesh

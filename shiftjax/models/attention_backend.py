@@ -27,8 +27,8 @@ from shiftjax.models.attention import (
     write_kv,
 )
 from shiftjax.models.attention_plan import check_contexts
+from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Device
 
 logger = logging.getLogger(__name__)
 FP8 = jnp.dtype(jnp.float8_e4m3fn)

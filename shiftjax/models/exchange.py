@@ -1,15 +1,15 @@
 """The collectives of one decoder layer in each mode, inside `shard_map`.
 
-BASE is Ulysses sequence parallelism times TP (arXiv 2309.14509; with grouped KV heads and
-replication in the send buffer: Shift Parallelism, arXiv 2509.16495, section 3.2). Tokens are
-split over `sp`; one all-to-all of q, k and v together turns them into heads split over
-`("tp", "sp")`, a second one turns the attention output back. SHIFT is plain TP over all devices.
+A mode that splits tokens is Ulysses sequence parallelism times TP (arXiv 2309.14509; with grouped
+KV heads and replication in the send buffer: Shift Parallelism, arXiv 2509.16495, section 3.2).
+Tokens are split over `sp`; one all-to-all of q, k and v together turns them into heads split over
+all axes, a second one turns the attention output back. SHIFT is plain TP over all devices.
 
-Per layer, `n` tokens, width `d`, `h` query heads and `m` KV heads per device (bytes of `b` each):
+Per layer, `n` tokens, width `d`, `h` query heads and `m` KV heads per device (bytes of `b` each),
+with tokens split `sp` ways:
 
-    BASE    all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device
-            all-reduce  2 of (n / SP) * d * b over tp
-    SHIFT   all-reduce  2 of n * d * b over all devices
+    all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device, if sp > 1
+    all-reduce  2 of (n / sp) * d * b over the P / sp devices that split a weight
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXIS, WEIGHT_AXES, Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import KV_AXES, WEIGHT_AXES, Mode
 
 Activations = Float[Array, "tokens hidden"]
 # What one device has before and after the exchange of tokens for heads.
@@ -40,40 +40,34 @@ class Parallel:
     @property
     def splits_tokens(self) -> bool:
         """Whether activations are split over `sp`."""
-        return self.layout.splits_tokens(self.mode)
-
-    @property
-    def weight_axes(self) -> tuple[str, ...]:
-        """Mesh axes that divide the weights, major first."""
-        return WEIGHT_AXES[self.mode]
+        return self.mode.sp > 1
 
     def local_tokens(self, per_token: jax.Array) -> jax.Array:
         """Return this device's tokens of a replicated array `[tokens, ...]`."""
         if not self.splits_tokens:
             return per_token
-        count = per_token.shape[0] // self.layout.sp
-        start = jax.lax.axis_index("sp") * count
+        count = per_token.shape[0] // self.mode.sp
+        start = jax.lax.axis_index(TOKEN_AXIS) * count
         return jax.lax.dynamic_slice_in_dim(per_token, start, count)
 
     def reduce(self, partial: Activations) -> Activations:
         """Sum the partial products of a row-parallel weight over the devices that split it."""
-        size = self.layout.tp if self.mode is Mode.BASE else self.layout.num_devices
-        return jax.lax.psum(partial, self.weight_axes) if size > 1 else partial
+        return jax.lax.psum(partial, WEIGHT_AXES) if self.layout.ways(self.mode) > 1 else partial
 
     def scatter_heads(
         self, q: AllHeads, k: AllKvHeads, v: AllKvHeads
     ) -> tuple[OwnHeads, OwnKvHeads, OwnKvHeads]:
         """Exchange tokens for heads: one fused all-to-all of q, k and v.
 
-        k and v come with the heads of `Layout.base_kv_heads`. In SHIFT this is the identity.
+        k and v come with the heads of `Layout.kv_heads_of_ranks`. In SHIFT this is the identity.
         """
         if not self.splits_tokens:
             return q, k, v
-        sp, m = self.layout.sp, self.layout.kv_heads_per_device
+        sp, m = self.mode.sp, self.layout.kv_heads_per_device
         k, v = self._replicate(k), self._replicate(v)
         parts = [x.reshape(x.shape[0], sp, -1, x.shape[-1]) for x in (q, k, v)]
         send = jnp.concatenate(parts, axis=2).swapaxes(0, 1)
-        got = jax.lax.all_to_all(send, "sp", split_axis=0, concat_axis=0)
+        got = jax.lax.all_to_all(send, TOKEN_AXIS, split_axis=0, concat_axis=0)
         got = got.reshape(-1, *got.shape[2:])
         h = self.layout.heads_per_device
         return got[:, :h], got[:, h : h + m], got[:, h + m :]
@@ -82,32 +76,32 @@ class Parallel:
         """Exchange heads for tokens; in SHIFT this is the identity."""
         if not self.splits_tokens:
             return out
-        send = out.reshape(self.layout.sp, -1, *out.shape[1:])
-        got = jax.lax.all_to_all(send, "sp", split_axis=0, concat_axis=0)
+        send = out.reshape(self.mode.sp, -1, *out.shape[1:])
+        got = jax.lax.all_to_all(send, TOKEN_AXIS, split_axis=0, concat_axis=0)
         return got.swapaxes(0, 1).reshape(got.shape[1], -1, got.shape[-1])
 
     def _replicate(self, heads: AllKvHeads) -> Float[Array, "tokens_sp sent_heads head_dim"]:
         """Lay out the KV heads in the order in which the devices of `sp` want them."""
-        order = self.layout.kv_send_order
+        order = self.layout.kv_send_order(self.mode)
         if order.shape[1] == heads.shape[1] and (order == np.arange(heads.shape[1])).all():
             return heads
         if (order == order[0]).all():
             return heads[:, order[0]]
-        return jnp.take(heads, jnp.asarray(order)[jax.lax.axis_index("tp")], axis=1)
+        return jnp.take(heads, jnp.asarray(order)[jax.lax.axis_index(WEIGHT_AXES)], axis=1)
 
     def take_rows(
         self, hidden: Activations, rows: Int[Array, " rows"]
     ) -> Float[Array, "rows hidden"]:
         """Return the hidden states of the sampled tokens on every device.
 
-        `rows` index the step's tokens. In BASE only these rows cross `sp`, not all tokens.
+        `rows` index the step's tokens. Where tokens are split, only these rows cross `sp`.
         """
         if not self.splits_tokens:
             return hidden[rows]
         count = hidden.shape[0]
         owner, local = rows // count, rows % count
-        mine = (owner == jax.lax.axis_index("sp"))[:, None]
-        return jax.lax.psum(jnp.where(mine, hidden[local], jnp.zeros((), hidden.dtype)), "sp")
+        mine = (owner == jax.lax.axis_index(TOKEN_AXIS))[:, None]
+        return jax.lax.psum(jnp.where(mine, hidden[local], jnp.zeros((), hidden.dtype)), TOKEN_AXIS)
 
     def rows_from_vocab(
         self, logits: Float[Array, "rows vocab_tp_sp"]
@@ -118,10 +112,10 @@ class Parallel:
         """
         if self.layout.num_devices == 1:
             return logits
-        return jax.lax.all_to_all(logits, KV_AXES, split_axis=0, concat_axis=1, tiled=True)
+        return jax.lax.all_to_all(logits, ALL_AXES, split_axis=0, concat_axis=1, tiled=True)
 
     def all_rows(self, per_row: jax.Array) -> jax.Array:
         """Gather what `rows_from_vocab` has split: `rows_tp_sp ...` to `rows ...` everywhere."""
         if self.layout.num_devices == 1:
             return per_row
-        return jax.lax.all_gather(per_row, KV_AXES, tiled=True)
+        return jax.lax.all_gather(per_row, ALL_AXES, tiled=True)

@@ -18,6 +18,7 @@ from shiftjax.models.attention import AttentionMetadata, LayerPool
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import apply_rope, project_in, project_out, rms_norm, rope_tables
+from shiftjax.parallel.grid import WEIGHT_AXES
 from shiftjax.parallel.layout import Layout
 
 
@@ -178,7 +179,7 @@ class Llama(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Look tokens up in a table whose rows are split over the weight axes."""
         table = self.embed[...]
-        local = token_ids - jax.lax.axis_index(parallel.weight_axes) * table.shape[0]
+        local = token_ids - jax.lax.axis_index(WEIGHT_AXES) * table.shape[0]
         mine = ((local >= 0) & (local < table.shape[0]))[:, None]
         found = table[jnp.clip(local, 0, table.shape[0] - 1)]
         return parallel.reduce(jnp.where(mine, found, jnp.zeros((), table.dtype)))

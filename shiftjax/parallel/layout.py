@@ -1,7 +1,7 @@
 """How the heads and widths of one model fall on a group of devices. No JAX.
 
-Counts only: where each head sits follows the order of `parallel/sharding.py`, flat device
-`j = t * SP + s` (tp-major).
+Devices of a group are counted by place `j = t * SP + s` (tp-major, see `parallel/grid.py`). In a
+mode that splits tokens `sp` ways, `sp` neighbours of that order hold the same weights: a rank.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Group, Mode
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:
@@ -40,7 +40,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the heads and widths of one model fall on SP x TP devices. Counts are padded ones."""
+    """A model on a group of `sp` units of `tp` devices each. Counts are padded ones."""
 
     model: ModelConfig
     sp: int
@@ -51,14 +51,24 @@ class Layout:
         """P, the devices of the group."""
         return self.sp * self.tp
 
-    @property
-    def modes(self) -> list[Mode]:
-        """The modes that differ: with SP = 1 both are one configuration, SHIFT."""
-        return list(Mode) if self.sp > 1 else [Mode.SHIFT]
+    @cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes of the group, from base to shift; with SP = 1 they are one."""
+        return Group(0, self.sp).modes
 
-    def splits_tokens(self, mode: Mode) -> bool:
-        """Whether activations are split over SP."""
-        return mode is Mode.BASE and self.sp > 1
+    @property
+    def base(self) -> Mode:
+        """The mode that splits tokens most: weights are stored as it uses them."""
+        return self.modes[0]
+
+    @property
+    def shift(self) -> Mode:
+        """The mode that splits no tokens: full tensor parallelism."""
+        return self.modes[-1]
+
+    def ways(self, mode: Mode) -> int:
+        """How many ways a step of this mode splits the weights."""
+        return self.num_devices // mode.sp
 
     @cached_property
     def _heads(self) -> tuple[int, int]:
@@ -118,38 +128,43 @@ class Layout:
         width = max(map(len, ranks))
         return [heads + heads[-1:] * (width - len(heads)) for heads in ranks]
 
-    @cached_property
-    def kv_send_order(self) -> np.ndarray:
-        """Local KV heads that each TP rank sends: int `[tp, sp * kv_heads_per_device]`.
+    def kv_heads_of_ranks(self, mode: Mode) -> list[list[int]]:
+        """Return the KV heads in the k and v shards of every rank of a mode.
 
-        Entry `[t, s * m + i]` is the place in rank t's shard of the i-th head of device (s, t).
-        A head that several devices replicate appears several times (arXiv 2509.16495, 3.2).
+        Each is a range of what its rank stores in BASE. All are equally long, so some hold a head
+        that none of their devices cache.
+        """
+        shards, ranks = [], range(0, self.num_devices, mode.sp)
+        needed = [{h for j in range(r, r + mode.sp) for h in self.kv_heads_of(j)} for r in ranks]
+        width = max(map(len, needed)) if mode != self.base else len(self.base_kv_heads[0])
+        for first, heads in zip(ranks, needed, strict=True):
+            stored = self.base_kv_heads[first // self.sp]
+            start = min(stored.index(min(heads)), len(stored) - width)
+            shards.append(stored[start : start + width])
+        return shards
+
+    def kv_send_order(self, mode: Mode) -> np.ndarray:
+        """Local KV heads that each rank sends: int `[ranks, sp * kv_heads_per_device]`.
+
+        Entry `[r, b * m + i]` is the place in rank r's shard of the i-th head of its device b. A
+        head that several devices replicate appears several times (arXiv 2509.16495, 3.2).
         """
         order = [
-            [
-                self.base_kv_heads[t].index(h)
-                for s in range(self.sp)
-                for h in self.kv_heads_of(j0 + s)
-            ]
-            for t, j0 in enumerate(range(0, self.num_devices, self.sp))
+            [shard.index(h) for b in range(mode.sp) for h in self.kv_heads_of(r * mode.sp + b)]
+            for r, shard in enumerate(self.kv_heads_of_ranks(mode))
         ]
         return np.array(order, np.int32)
 
-    def stored_kv_heads(self, mode: Mode) -> list[int]:
-        """Return the KV head in every stored place of a k or v weight, replicas included."""
-        if mode is Mode.BASE:
-            return [head for rank in self.base_kv_heads for head in rank]
-        return [head for j in range(self.num_devices) for head in self.kv_heads_of(j)]
+    def source_rows(self, axis: str, mode: Mode | None = None) -> np.ndarray:
+        """Return, per row of a sharded axis, the checkpoint's row, or -1 for padding.
 
-    def source_rows(self, axis: str, mode: Mode = Mode.BASE) -> np.ndarray:
-        """Return, per stored row of a sharded axis, the checkpoint's row, or -1 for padding.
-
-        Rows are heads for `heads` and `kv_heads`, single rows for the other axes.
+        Rows are heads for `heads` and `kv_heads`, single rows for the other axes; they are those
+        of `mode`, or as stored. Only KV heads differ: ranks hold replicas.
         """
         model = self.model
         if axis == "kv_heads":
-            stored = np.array(self.stored_kv_heads(mode))
-            return np.where(stored < model.num_kv_heads, stored, -1)
+            held = np.array(self.kv_heads_of_ranks(mode or self.base)).reshape(-1)
+            return np.where(held < model.num_kv_heads, held, -1)
         if axis == "heads":
             kv_head, offset = np.divmod(np.arange(self.num_heads), self.q_per_kv)
             q_per_kv = model.num_heads // model.num_kv_heads
@@ -163,12 +178,14 @@ class Layout:
         rows = np.arange(size)
         return np.where(rows < real_size, rows, -1)
 
-    def shift_offset(self, axis: str, s: int, t: int) -> int:
-        """Return the first row of device (s, t)'s shift shard inside its base shard."""
-        if axis == "kv_heads":
-            return int(self.kv_send_order[t, s * self.kv_heads_per_device])
-        return s * self.shift_rows(axis)
+    def shard_rows(self, axis: str, mode: Mode) -> int:
+        """Return the rows of this axis in a weight shard of a mode."""
+        return len(self.source_rows(axis, mode)) // self.ways(mode)
 
-    def shift_rows(self, axis: str) -> int:
-        """Return the rows of a shift shard of this axis."""
-        return len(self.source_rows(axis, Mode.SHIFT)) // self.num_devices
+    def shard_offset(self, axis: str, mode: Mode, device: int) -> int:
+        """Return where the shard of a mode begins in the base shard that the device stores."""
+        base_rank, rank = device // self.sp, device // mode.sp
+        if axis == "kv_heads":
+            heads = self.kv_heads_of_ranks(mode)[rank]
+            return self.base_kv_heads[base_rank].index(heads[0])
+        return (rank - base_rank * (self.sp // mode.sp)) * self.shard_rows(axis, mode)

@@ -5,14 +5,13 @@ from typing import Any
 
 from shiftjax.arch.shape import Formats, ModelShape
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, base_rule
-from shiftjax.control.policy import CostPolicy, FixedPolicy, Policy, ThresholdPolicy
+from shiftjax.control.policy import CostPolicy, Policy, make_policy
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import weight_bytes_per_device
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 
 
 @dataclass(frozen=True)
@@ -129,14 +128,10 @@ def least_tp(target: Target) -> int:
 
 
 def policy_of(deployment: Deployment, costs: CostModel, belief: CostModel) -> Policy:
-    """The policy of a replica. It decides by `belief`; an oracle knows the true `costs`."""
-    policies: dict[str, Policy] = {
-        "base": FixedPolicy(Mode.BASE),
-        "shift": FixedPolicy(Mode.SHIFT),
-        "threshold": ThresholdPolicy(deployment.threshold),
-        "cost": CostPolicy(belief),
-        "oracle": CostPolicy(costs, margin=0.0),
-    }
-    if deployment.policy not in policies:
-        raise ConfigError([f"policy {deployment.policy!r} is none of {', '.join(policies)}"])
-    return policies[deployment.policy]
+    """The policy of a deployment. It decides by `belief`; an oracle knows the true `costs`."""
+    if deployment.policy == "oracle":
+        return CostPolicy(costs, margin=0.0)
+    try:
+        return make_policy(deployment.policy, deployment.threshold, belief)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None

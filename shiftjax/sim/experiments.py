@@ -12,7 +12,6 @@ from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
-from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
@@ -109,12 +108,12 @@ def perturbed(target: Target, links: float, compute: float) -> Target:
 def breakdown_by_context(
     target: Target, deployment: Deployment, contexts: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """Seconds by kind of a prompt of each length, computed in one step, in both modes."""
+    """Seconds by kind of a prompt of each length, computed in one step, in every mode."""
     costs = cost_model(target, deployment)
     return [
-        {"context": context, "mode": mode.value} | costs.breakdown(mode, work)._asdict()
+        {"context": context, "mode": mode.label} | costs.breakdown(mode, work)._asdict()
         for context in contexts
-        for mode in Mode
+        for mode in costs.layout.modes
         for work in [Work.prefill(context)]
     ]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.step import CostModel, Work
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 # What a fit may change: product rate, memory rate, attention's two rates, kernels, collectives.
 PLAIN = (

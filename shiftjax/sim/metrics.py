@@ -1,11 +1,11 @@
 """What a replay amounts to: percentiles, throughput over time, steps by mode. No JAX."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from shiftjax.parallel.mode import Mode
 from shiftjax.sim.replay import Replay, RequestRecord
 
 PERCENTILES = (50, 90, 99)
@@ -37,26 +37,26 @@ def throughput(replay: Replay) -> float:
 
 
 def throughput_over_time(
-    replay: Replay, seconds: float, modes: Iterable[Mode] = tuple(Mode)
+    replay: Replay, seconds: float, labels: Iterable[str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(start of each window, tokens computed per second in it), of the steps of these modes.
+    """(start of each window, tokens computed per second in it), of steps of all or some modes.
 
     Tokens that the prefix cache had are not computed, so they do not count here.
     """
-    wanted = set(modes)
-    steps = [s for s in replay.steps if s.mode in wanted]
+    wanted = set(replay.labels if labels is None else labels)
+    steps = [s for s in replay.steps if s.mode.label in wanted]
     edges = np.arange(0.0, makespan(replay) + seconds, seconds)
     done, tokens = [s.done for s in steps], [s.num_tokens for s in steps]
     totals, _ = np.histogram(done, bins=edges, weights=tokens)
     return edges[:-1], totals / seconds
 
 
-def longest_mode(replay: Replay, seconds: float) -> tuple[list[float], list[Mode]]:
+def longest_mode(replay: Replay, seconds: float) -> tuple[list[float], list[str]]:
     """(start of each window with steps, mode that took most of the devices' time in it)."""
-    times: dict[int, dict[Mode, float]] = {}
+    times: dict[int, defaultdict[str, float]] = {}
     for step in replay.steps:
-        spent = times.setdefault(int(step.done / seconds), dict.fromkeys(Mode, 0.0))
-        spent[step.mode] += step.device_seconds
+        spent = times.setdefault(int(step.done / seconds), defaultdict(float))
+        spent[step.mode.label] += step.device_seconds
     windows = sorted(times)
     longest = [max(times[w], key=times[w].__getitem__) for w in windows]
     return [w * seconds for w in windows], longest
@@ -86,7 +86,9 @@ def summary(replay: Replay) -> dict[str, Any]:
         row |= {f"{metric}_p{p}_seconds": value for p, value in values}
     completions = [r.completion for r in replay.requests]
     row["completion_mean_seconds"] = float(np.mean(completions)) if completions else 0.0
-    row |= {f"steps_{m.value}": sum(s.mode is m for s in replay.steps) for m in Mode}
+    steps = Counter(step.mode.label for step in replay.steps)
+    row |= {"steps_base": steps.pop("base", 0), "steps_shift": steps.pop("shift", 0)}
+    row["steps_between"] = sum(steps.values())
     row["mode_switches"] = replay.mode_switches
     row["preemptions"] = replay.num_preemptions
     prompts = sum(r.num_prompt_tokens for r in replay.requests)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shiftjax.costs.step import CostModel, Work
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.deployment import (
     Deployment,
     Memory,
@@ -55,9 +55,10 @@ class Estimate:
 
 
 def modes_of(deployment: Deployment) -> tuple[Mode, ...]:
-    """The modes that a deployment may use."""
-    fixed = {"base": (Mode.BASE,), "shift": (Mode.SHIFT,)}
-    return fixed.get(deployment.policy, tuple(Mode))
+    """The modes that a deployment may use; a threshold knows base and shift only."""
+    modes = Group(0, deployment.sp).modes
+    fixed = {"base": modes[:1], "shift": modes[-1:], "threshold": (modes[0], modes[-1])}
+    return fixed.get(deployment.policy, modes)
 
 
 def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:
@@ -147,9 +148,11 @@ def shift_threshold(costs: CostModel, most: int = 1 << 16) -> int:
     same in both modes. 0 where SHIFT never wins, `most` where it always does.
     """
 
+    base, shift = costs.layout.base, costs.layout.shift
+
     def shift_wins(num_tokens: int) -> bool:
         work = Work.prefill(num_tokens)
-        return costs.device_seconds(Mode.SHIFT, work) < costs.device_seconds(Mode.BASE, work)
+        return costs.device_seconds(shift, work) < costs.device_seconds(base, work)
 
     low, high = 0, most
     while low < high:

@@ -1,18 +1,19 @@
 """Replays a trace through the production loop: the real engine, a `CostRunner`, a virtual clock.
 
-Each replica is an engine of its own with its own clock, as separate servers behind a router
-would be; a request goes to the replica with the least to do when it arrives. Within a replica
-everything that decides is the code that serves.
+One engine, as in a server: data-parallel replicas are its groups, its own queue gives them their
+requests, and they share the virtual clock. Everything that decides is the code that serves. The
+host prepares the steps of all groups, one after the other; an engine whose replicas step together
+(`replicas_in_step`) has a process for each, whose host works pass side by side.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from shiftjax.control.admission import RequestLimits
-from shiftjax.control.engine import Engine, Group
+from shiftjax.control.engine import Engine, Failure, Lane
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import (
     Event,
@@ -26,7 +27,7 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Deployment, Target, cost_model, memory_of, policy_of
 from shiftjax.sim.trace import TraceRequest
 
@@ -34,14 +35,31 @@ MAX_ROWS = 1 << 16
 
 
 class Clock:
-    """Virtual seconds."""
+    """Virtual seconds, and when the next request will come."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.next_arrival = float("inf")
+        self.seen_at = 0.0  # when the results that were fetched last were seen
 
     def __call__(self) -> float:
-        """The time, as an engine reads it."""
-        return self.now
+        """The time, as an engine reads it when it has fetched results."""
+        return self.seen_at
+
+    def wait_for_one(self, lanes: Sequence[Lane]) -> None:
+        """Until the first of these groups has a step ready, or a request comes."""
+        self.now = max(self.now, min(self.next_arrival, *map(_ready_at, lanes)))
+
+    def wait_for_all(self, lanes: Sequence[Lane]) -> None:
+        """Until all of them have."""
+        self.now = max(self.now, *map(_ready_at, lanes))
+
+
+def _ready_at(lane: Lane) -> float:
+    flight = lane.in_flight[0]
+    if isinstance(flight, Failure):
+        raise flight.error
+    return flight.handle[0]
 
 
 class StepRecord(NamedTuple):
@@ -70,9 +88,9 @@ class RequestRecord(NamedTuple):
 class CostRunner:
     """A `Runner` that computes nothing: a step takes its predicted seconds.
 
-    The host's time passes while a step is prepared; the devices work through what they were given
-    in order; `fetch` waits for them. Tokens are all 0. `step_seconds` replaces the predictions,
-    say by measured ones.
+    The host's time passes while a step is prepared: on the clock, or, with `own_host`, beside it.
+    The devices work through what they were given in order; `fetch` waits for them. Tokens are all
+    0. `step_seconds` replaces the predictions, say by measured ones.
     """
 
     def __init__(
@@ -80,9 +98,12 @@ class CostRunner:
         costs: CostModel,
         clock: Clock,
         step_seconds: Callable[[StepPlan, Mode], float] | None = None,
+        *,
+        own_host: bool = False,
     ):
         self.costs, self.clock = costs, clock
         self.steps: list[StepRecord] = []
+        self._own_host, self._prepared_at = own_host, 0.0
         self._step_seconds = step_seconds
         self._idle_at = 0.0  # when the devices have done all they were given
         self._last_mode: Mode | None = None
@@ -93,7 +114,9 @@ class CostRunner:
     ) -> tuple[float, int]:
         """Let the host's time pass and queue the step on the devices."""
         work = work_of(plan)
-        self.clock.now += self.costs.host_seconds(work)
+        self._prepared_at = max(self.clock.now, self._prepared_at) + self.costs.host_seconds(work)
+        if not self._own_host:
+            self.clock.now = self._prepared_at
         if self._step_seconds is not None:
             seconds = self._step_seconds(plan, mode)
         else:
@@ -101,67 +124,29 @@ class CostRunner:
         if self._last_mode not in (None, mode):
             seconds += self.costs.engine.switch_seconds
         self._last_mode = mode
-        self._idle_at = max(self.clock.now, self._idle_at) + seconds
+        self._idle_at = max(self._prepared_at, self._idle_at) + seconds
         record = StepRecord(self._idle_at, seconds, plan.num_tokens, plan.num_decodes, mode)
         self.steps.append(record)
         return self._idle_at, plan.num_rows
+
+    def is_ready(self, handle: tuple[float, int]) -> bool:
+        """Whether the step is done by now."""
+        return handle[0] <= self.clock.now
 
     def fetch(self, handle: tuple[float, int]) -> StepOutput:
         """Wait until the step is done."""
         done, num_rows = handle
         self.clock.now = max(self.clock.now, done)
+        self.clock.seen_at = done if self._own_host else self.clock.now
         return StepOutput(self._zeros[:num_rows], self._finite[:num_rows])
 
     def reset(self) -> None:
         """Nothing is held that could be lost."""
 
 
-@dataclass
-class Replica:
-    """One engine on its own clock, and what became of its requests."""
-
-    engine: Engine
-    runner: CostRunner
-    clock: Clock
-    finished: list[RequestRecord] = field(default_factory=list)
-    arrivals: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def load(self) -> int:
-        """Tokens that it holds or has waiting."""
-        scheduler = self.engine.groups[0].scheduler
-        queued = sum(len(request.prompt_token_ids) for *_, request in self.engine._queue)
-        used = scheduler.num_used_blocks * scheduler.config.block_size
-        return used + scheduler.num_waiting_tokens + queued
-
-    def step(self) -> None:
-        """One turn of the engine's loop."""
-        for event in self.engine.step(self.clock.now):
-            if event.metrics is not None:
-                self._finish(event)
-
-    def _finish(self, event: Event) -> None:
-        metrics, arrival = event.metrics, self.arrivals.pop(event.request_id)
-        if event.finish_reason != "length" or metrics is None:
-            raise RuntimeError(f"a request ended with {event.finish_reason}: {event.error}")
-        later = max(0, metrics.num_output_tokens - 1)
-        ttft = metrics.ttft_seconds or 0.0
-        record = RequestRecord(
-            arrival,
-            metrics.queue_seconds or 0.0,
-            ttft,
-            metrics.tpot_seconds,
-            ttft + later * (metrics.tpot_seconds or 0.0),
-            metrics.num_prompt_tokens,
-            metrics.num_output_tokens,
-            metrics.num_cached_tokens,
-        )
-        self.finished.append(record)
-
-
 @dataclass(frozen=True)
 class Replay:
-    """All that happened; steps and requests of all replicas in the order of their ends."""
+    """All that happened: requests by arrival, the steps of all replicas by their ends."""
 
     deployment: Deployment
     requests: list[RequestRecord]
@@ -170,32 +155,17 @@ class Replay:
     mode_switches: int
     num_preemptions: int
 
-
-def advance(replicas: Sequence[Replica], until: float, *, together: bool) -> None:
-    """Run steps until the clocks have reached `until` or nothing is left to do.
-
-    `together`: replicas meet before every step, so each waits for the slowest of them.
-    """
-    if not together:
-        for replica in replicas:
-            while replica.clock.now < until and replica.engine.has_work():
-                replica.step()
-        return
-    while busy := [replica for replica in replicas if replica.engine.has_work()]:
-        start = max(replica.clock.now for replica in busy)
-        if start >= until:
-            return
-        for replica in busy:
-            replica.clock.now = start
-            replica.step()
+    @property
+    def labels(self) -> list[str]:
+        """The modes of its steps, in the order of their names: base comes first."""
+        return sorted({step.mode.label for step in self.steps})
 
 
-def make_replica(
-    target: Target, deployment: Deployment, belief: CostModel | None = None
-) -> Replica:
-    """An engine on virtual devices. Raises ConfigError where the model does not fit."""
-    costs, clock = cost_model(target, deployment), Clock()
-    memory = memory_of(target, deployment)
+def make_engine(
+    target: Target, deployment: Deployment, clock: Clock, belief: CostModel | None = None
+) -> tuple[Engine, list[CostRunner]]:
+    """An engine on virtual devices, and these. Raises ConfigError where the model does not fit."""
+    costs, memory = cost_model(target, deployment), memory_of(target, deployment)
     num_blocks = memory.num_kv_tokens // deployment.block_size
     if num_blocks < 2:
         raise ConfigError(
@@ -215,11 +185,17 @@ def make_replica(
     limits = RequestLimits(
         config.vocab_size, config.max_position_embeddings, (num_blocks - 1) * deployment.block_size
     )
-    runner = CostRunner(costs, clock)
-    policy = policy_of(deployment, costs, belief or costs)
-    groups = [Group(Scheduler(budgets), runner)]
-    engine = Engine(groups, policy, limits, overlap=target.engine.overlaps, clock=clock)
-    return Replica(engine, runner, clock)
+    in_step = target.engine.replicas_in_step
+    runners = [CostRunner(costs, clock, own_host=in_step) for _ in range(deployment.dp)]
+    engine = Engine(
+        [Lane(Scheduler(budgets), runner, costs.layout.modes) for runner in runners],
+        policy_of(deployment, costs, belief or costs),
+        limits,
+        overlap=target.engine.overlaps,
+        clock=clock,
+        wait=clock.wait_for_all if in_step else clock.wait_for_one,
+    )
+    return engine, runners
 
 
 def replay(
@@ -229,38 +205,71 @@ def replay(
     belief: CostModel | None = None,
 ) -> Replay:
     """Serve a trace, sorted by arrival, to its end. `belief` is what a cost policy thinks."""
-    replicas = [make_replica(target, deployment, belief) for _ in range(deployment.dp)]
-    refused = sum(
-        not _submit(number, request, replicas, target) for number, request in enumerate(requests)
-    )
-    advance(replicas, float("inf"), together=target.engine.replicas_in_step)
-    stats = [replica.engine.stats() for replica in replicas]
+    clock = Clock()
+    engine, runners = make_engine(target, deployment, clock, belief)
+    vocab_size = target.shape.config.vocab_size
+    coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
+    records, num_refused = serve(engine, clock, coming)
+    stats = engine.stats()
+    steps = [step for runner in runners for step in runner.steps]
     return Replay(
         deployment,
-        sorted((r for replica in replicas for r in replica.finished), key=lambda r: r.arrival),
-        sorted((s for replica in replicas for s in replica.runner.steps), key=lambda s: s.done),
-        refused,
-        sum(sum(s.mode_switches.values()) for s in stats),
-        sum(sum(s.num_preemptions.values()) for s in stats),
+        sorted(records, key=lambda r: r.arrival),
+        sorted(steps, key=lambda s: s.done),
+        num_refused,
+        sum(stats.mode_switches.values()),
+        sum(stats.num_preemptions.values()),
     )
 
 
-def _submit(
-    number: int, request: TraceRequest, replicas: Sequence[Replica], target: Target
-) -> bool:
-    """Bring all replicas to the arrival and give the request to one; False if it can never fit."""
-    arrival = request.arrival_seconds
-    advance(replicas, arrival, together=target.engine.replicas_in_step)
-    replica = min(replicas, key=lambda replica: replica.load) if len(replicas) > 1 else replicas[0]
-    name = str(number)
+def serve(
+    engine: Engine, clock: Clock, requests: Iterable[Request]
+) -> tuple[list[RequestRecord], int]:
+    """Bring requests when they come, and step while there is work: (what ended, number refused).
+
+    A request that comes while the host waits for a step is seen after it, as by a server.
+    """
+    coming = iter(requests)
+    request, num_refused = next(coming, None), 0
+    arrivals: dict[str, float] = {}
+    records: list[RequestRecord] = []
+    while request is not None or engine.has_work():
+        while request and (request.arrival_seconds <= clock.now or not engine.has_work()):
+            clock.now = max(clock.now, request.arrival_seconds)
+            try:
+                engine.add_request(request)
+                arrivals[request.request_id] = request.arrival_seconds
+            except RequestError:
+                num_refused += 1
+            request = next(coming, None)
+        clock.next_arrival = request.arrival_seconds if request else float("inf")
+        for event in engine.step(clock.now):
+            if event.metrics is not None:
+                records.append(_record(event, arrivals.pop(event.request_id)))
+    return records, num_refused
+
+
+def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
     )
-    prompt = request.prompt(number, target.shape.config.vocab_size)
-    try:
-        replica.engine.add_request(Request(name, prompt, sampling, arrival))
-    except RequestError:
-        return False
-    replica.clock.now = max(replica.clock.now, arrival)
-    replica.arrivals[name] = arrival
-    return True
+    prompt = request.prompt(number, vocab_size)
+    return Request(str(number), prompt, sampling, request.arrival_seconds)
+
+
+def _record(event: Event, arrival: float) -> RequestRecord:
+    metrics = event.metrics
+    if event.finish_reason != "length" or metrics is None:
+        raise RuntimeError(f"a request ended with {event.finish_reason}: {event.error}")
+    later = max(0, metrics.num_output_tokens - 1)
+    ttft = metrics.ttft_seconds or 0.0
+    return RequestRecord(
+        arrival,
+        metrics.queue_seconds or 0.0,
+        ttft,
+        metrics.tpot_seconds,
+        ttft + later * (metrics.tpot_seconds or 0.0),
+        metrics.num_prompt_tokens,
+        metrics.num_output_tokens,
+        metrics.num_cached_tokens,
+    )

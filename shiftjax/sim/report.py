@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
-from shiftjax.parallel.mode import Mode
 from shiftjax.sim.metrics import longest_mode, throughput_over_time
 from shiftjax.sim.planning import Estimate
 from shiftjax.sim.replay import Replay
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {Mode.BASE: "tab:blue", Mode.SHIFT: "tab:orange"}
+COLOURS = {"base": "tab:blue", "shift": "tab:orange"}
+BETWEEN = "tab:purple"  # modes that split tokens less than base
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <style>body{{font-family:sans-serif;max-width:70em;margin:2em auto;overflow-wrap:anywhere}}
 div{{overflow-x:auto}}img{{max-width:100%}}
@@ -114,20 +114,13 @@ def time_lines(replays: Sequence[Replay], seconds: float = 5.0) -> "Figure":
     figure, panels = new_axes(len(replays))
     for axes, replay in zip(panels, replays, strict=True):
         bottom = 0.0
-        for mode in Mode:
-            at, rate = throughput_over_time(replay, seconds, [mode])
-            axes.bar(
-                at,
-                rate,
-                seconds,
-                bottom,
-                align="edge",
-                color=COLOURS[mode],
-                label=mode.value,
-            )
-            bottom = rate if mode is Mode.BASE else bottom
+        for label in replay.labels:
+            at, rate = throughput_over_time(replay, seconds, [label])
+            colour = COLOURS.get(label, BETWEEN)
+            axes.bar(at, rate, seconds, bottom, align="edge", color=colour, label=label)
+            bottom = bottom + rate
         at, longest = longest_mode(replay, seconds)
-        colours = [COLOURS[mode] for mode in longest]
+        colours = [COLOURS.get(label, BETWEEN) for label in longest]
         axes.bar(at, -0.06 * axes.get_ylim()[1], seconds, align="edge", color=colours)
         axes.set_title(replay.deployment.name)
         _finish(axes, "s", "tokens/s")
@@ -136,16 +129,17 @@ def time_lines(replays: Sequence[Replay], seconds: float = 5.0) -> "Figure":
 
 def breakdown_bars(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Seconds by kind against context length, a panel per mode."""
-    figure, panels = new_axes(len(Mode))
-    for axes, mode in zip(panels, Mode, strict=True):
-        points = [row for row in rows if row["mode"] == mode.value]
-        labels = [f"{point['context']:,}" for point in points]
+    labels = list(dict.fromkeys(row["mode"] for row in rows))
+    figure, panels = new_axes(len(labels))
+    for axes, label in zip(panels, labels, strict=True):
+        points = [row for row in rows if row["mode"] == label]
+        contexts = [f"{point['context']:,}" for point in points]
         bottom = [0.0] * len(points)
         for kind in StepCost._fields:
             share = [point[kind] / sum(point[k] for k in StepCost._fields) for point in points]
-            axes.bar(labels, share, bottom=bottom, label=kind)
+            axes.bar(contexts, share, bottom=bottom, label=kind)
             bottom = [a + b for a, b in zip(bottom, share, strict=True)]
-        axes.set_title(mode.value)
+        axes.set_title(label)
         _finish(axes, "tokens of context", "share of the step")
     return figure
 
@@ -165,20 +159,19 @@ def memory_bars(estimates: Sequence[Estimate]) -> "Figure":
 
 
 def roofline(costs: CostModel, counts: Sequence[int] = (1, 8, 64, 256, 1024, 8192)) -> "Figure":
-    """FLOP/s of the layers' products against tokens per FLOP byte, both modes, and the roof."""
+    """FLOP/s of the layers' products against tokens per FLOP byte, base and shift, and the roof."""
     figure, (axes,) = new_axes()
     machine, formats = costs.machine, costs.formats
     peak = machine.matmul_flops.get(formats.weights, machine.matmul_flops[formats.activations])
-    for mode in Mode:
-        split = costs.layout.sp if mode is Mode.BASE else 1
-        t = costs.layout.tp if mode is Mode.BASE else costs.layout.num_devices
+    for mode in dict.fromkeys((costs.layout.base, costs.layout.shift)):
+        t = costs.layout.ways(mode)
         intensity, reached = [], []
         for count in counts:
-            rows = -(-count // split)
+            rows = -(-count // mode.sp)
             flops = 2 * rows * costs.shape.layer_parameters / t
             intensity.append(2 * rows / formats.weight_bytes)
             reached.append(flops / costs.products_seconds(mode, count))
-        axes.plot(intensity, reached, "o-", color=COLOURS[mode], label=mode.value)
+        axes.plot(intensity, reached, "o-", color=COLOURS[mode.label], label=mode.label)
     roof = [1.0, peak / machine.memory_bytes_per_second, 1e5]
     heights = [min(peak, x * machine.memory_bytes_per_second) for x in roof]
     axes.plot(roof, heights, "k--", label=machine.name)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from shiftjax.arch.shape import FORMAT_BYTES
 from shiftjax.costs.step import CostModel, Work, pipeline_seconds
 from shiftjax.options import ConfigError
-from shiftjax.parallel.mode import Mode
 from shiftjax.sim.deployment import Deployment, Target, memory_of
 from shiftjax.sim.planning import Workload
 
@@ -104,4 +103,4 @@ def _interval(target: Target, stages: Stages, work: Work) -> float:
         way.latency_seconds + work.num_tokens * width / way.bytes_per_second
         for way in target.machine.point_to_point
     )
-    return pipeline_seconds(costs.seconds(Mode.SHIFT, work), send, stages.pp)[1]
+    return pipeline_seconds(costs.seconds(costs.layout.shift, work), send, stages.pp)[1]

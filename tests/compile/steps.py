@@ -25,13 +25,14 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import make_mesh
+from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define
 from shiftjax.device.pool import abstract_pools
 from shiftjax.device.programs import PoolOptions, abstract_inputs
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
+from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Device, Mode
 
 NUM_DEVICES = 8
 CHIP = "h200"
@@ -63,7 +64,7 @@ class Case(NamedTuple):
     @property
     def bucket(self) -> Bucket:
         """A prefill step in BASE, a decode step in SHIFT."""
-        return PREFILL if self.mode is Mode.BASE else DECODE
+        return PREFILL if self.mode.sp == self.sp > 1 else DECODE
 
     @property
     def kv_dtype(self) -> np.dtype:
@@ -86,8 +87,8 @@ class CompiledStep(NamedTuple):
 
 
 def modes_of(sp: int) -> list[Mode]:
-    """With SP = 1 the modes are one program."""
-    return list(Mode) if sp > 1 else [Mode.SHIFT]
+    """Base and shift; with SP = 1 they are one."""
+    return list(dict.fromkeys([Mode(sp, sp), Mode(sp, 1)]))
 
 
 def cases(size: str) -> list[Case]:
@@ -133,9 +134,9 @@ class Compiler:
 def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
     """Compile a step the way the engine does."""
     step, pool = define_step(case, devices)
-    params, pools = step.abstract_params(case.mode), pools_of(step, pool)
+    params, pools = step.weights.abstract(case.mode, step.mesh), pools_of(step, pool)
     packing, tables = abstract_inputs(step, pool, case.bucket)
-    compiled = step.compile(case.mode, params, pools, packing, tables)
+    compiled = step.compile(case.mode, pools, packing, tables)
     memory = compiled.memory_analysis()
     vectors = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (packing.size, step.max_rows)]
     return CompiledStep(
@@ -162,7 +163,8 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     )
     assert attention.name == case.attention
     model = define(layout.model, layout, jnp.bfloat16)
-    step = StepDef(model, layout, mesh, case.strategy, case.bucket.rows, attention)
+    weights = ModeWeights(model, layout, case.strategy)
+    step = StepDef(weights, mesh, case.bucket.rows, attention)
     return step, PoolOptions(NUM_BLOCKS, BLOCK_SIZE, BLOCKS_PER_SEQ, case.kv_dtype)
 
 
@@ -187,7 +189,7 @@ def resident_bytes(case: Case, devices: list[Device]) -> int:
     """
     step, _ = define_step(case._replace(num_layers=NUM_LAYERS), devices)
     stored = modes_of(case.sp) if case.strategy == "replicate" else modes_of(case.sp)[:1]
-    first, *others = (step.abstract_params(mode) for mode in stored)
+    first, *others = (step.weights.abstract(mode, step.mesh) for mode in stored)
     declared = step.model.declared
     copied = [  # what SHIFT splits differently
         [x for weight, x in zip(declared, other, strict=True) if weight.axes[0] in SPLIT_BY_MODE]
@@ -204,7 +206,7 @@ def table(compiler: Compiler) -> Iterator[str]:
     )
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     every = [case for size in ("bf16", "fp8") for case in cases(size)]
-    controls = [Case(4, 2, Mode.SHIFT, strategy=strategy) for strategy in ("slice", "replicate")]
+    controls = [Case(4, 2, Mode(4, 1), strategy=strategy) for strategy in ("slice", "replicate")]
     for case in (*every, *controls):
         compiler.want(case)
     for case in (*every, *controls):
@@ -216,7 +218,7 @@ def table(compiler: Compiler) -> Iterator[str]:
         weights = resident_bytes(case, compiler.devices) / 1e9
         name = case.size if case.strategy == "alias" else f"{case.size} {case.strategy}"
         yield (
-            f"| {name} | ({case.sp}, {case.tp}) | {case.mode.value} {case.bucket.tokens} "
+            f"| {name} | ({case.sp}, {case.tp}) | {case.mode.label} {case.bucket.tokens} "
             f"| {weights:.1f} | {one.temporary_bytes / 1e6:.1f} | {len(launches(one.text))} "
             f"| {one.text.count(KERNEL) // case.num_layers} | {', '.join(moved)} |"
         )

@@ -24,8 +24,8 @@ from hlo import (
 from shiftjax.config import base_rule
 from shiftjax.device.pool import block_bytes
 from shiftjax.device.sizing import num_blocks_for
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 
 aot.require()
 
@@ -52,16 +52,16 @@ LONGEST = 64 * 8192  # tokens of KV cache that a deployment should have room for
 BF16_BYTES = 2
 KERNELS = {"bf16": 3, "fp8": 4}  # of a layer: prefill, decode, its combination; fp8: the KV write
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
-MAX_LAUNCHES = {Mode.BASE: (22, 40), Mode.SHIFT: (17, 40)}
+MAX_LAUNCHES = {"base": (22, 40), "shift": (17, 40)}
 
 EVERY = [*cases("bf16"), *cases("fp8")]
-ALIAS = Case(4, 2, Mode.SHIFT)
+ALIAS = Case(4, 2, Mode(4, 1))
 SLICE, MORE_LAYERS = ALIAS._replace(strategy="slice"), ALIAS._replace(num_layers=4)
 XLA = ALIAS._replace(attention="xla", num_layers=1)
 
 
 def name_of(case: Case) -> str:
-    return f"{case.size}-{case.sp}x{case.tp}-{case.mode.value}"
+    return f"{case.size}-{case.sp}x{case.tp}-{case.mode.label}"
 
 
 every_case = pytest.mark.parametrize("case", EVERY, ids=name_of)
@@ -105,7 +105,7 @@ def test_collectives_are_the_papers_to_the_byte(case, compiled):
 def test_weights_are_read_where_they_are(case, compiled):
     one = compiled(case)
     assert weight_moves(one.text, matrices(one.step, one.params), "bf16") == []
-    if case.mode is Mode.SHIFT:  # few tokens: there is no room for one of three large matrices
+    if case.mode.sp == 1:  # few tokens: there is no room for one of three large matrices
         model = one.step.layout.model
         gate = model.intermediate_size * model.hidden_size * BF16_BYTES // NUM_DEVICES
         assert one.temporary_bytes < gate
@@ -127,14 +127,15 @@ def test_a_second_copy_of_the_weights_is_for_the_same_program(compiled):
         define_step(ALIAS._replace(strategy=strategy), compiled.devices)[0]
         for strategy in ("alias", "replicate")
     )
-    assert alias.abstract_params(Mode.SHIFT) == second.abstract_params(Mode.SHIFT)
+    shift = ALIAS.mode
+    assert alias.weights.abstract(shift, alias.mesh) == second.weights.abstract(shift, second.mesh)
 
 
 @every_case
 def test_every_layer_has_its_kernels_and_few_launches(case, compiled):
     one = compiled(case)
     assert one.text.count(KERNEL) == case.num_layers * KERNELS[case.size]
-    found, (each, beside) = launches(one.text), MAX_LAUNCHES[case.mode]
+    found, (each, beside) = launches(one.text), MAX_LAUNCHES[case.mode.label]
     each += KERNELS[case.size] - KERNELS["bf16"]
     assert len(found) <= case.num_layers * each + beside
     assert not [i for i in found if i.opcode == "while"]
@@ -165,7 +166,8 @@ def test_temporaries_hardly_grow_with_the_layers(compiled):
     layers = MORE_LAYERS.num_layers - ALIAS.num_layers
     assert 0 <= more.temporary_bytes - few.temporary_bytes < layers * (4 << 20) // NUM_LAYERS
     assert (
-        len(launches(more.text)) - len(launches(few.text)) <= layers * MAX_LAUNCHES[ALIAS.mode][0]
+        len(launches(more.text)) - len(launches(few.text))
+        <= layers * MAX_LAUNCHES[ALIAS.mode.label][0]
     )
 
 
@@ -183,7 +185,7 @@ def kv_tokens(case: Case, compiled: Compiler) -> int:
 def test_what_fits_an_h200(size, compiled):
     """Only bf16 weights whole on every device, 139 GB of 141, leave no room."""
     for sp, tp in MESHES:
-        case = Case(sp, tp, Mode.SHIFT, size)
+        case = Case(sp, tp, Mode(sp, 1), size)
         alias, second = (
             kv_tokens(case._replace(strategy=strategy), compiled)
             for strategy in ("alias", "replicate")
@@ -203,7 +205,7 @@ def test_the_rule_chooses_the_mesh_that_the_paper_does():
 
 def test_the_formula_of_the_weights(compiled):
     """w / TP for BASE, and w / P more for a second copy (arXiv 2509.16495, section 3.3.2)."""
-    case = Case(4, 2, Mode.SHIFT)
+    case = Case(4, 2, Mode(4, 1))
     weights = llama_70b(NUM_LAYERS).num_parameters * BF16_BYTES
     alias, second = (
         resident_bytes(case._replace(strategy=strategy), compiled.devices)

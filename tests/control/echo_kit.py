@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner, echo_token
-from shiftjax.control.engine import Engine, Group
+from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.control.request import Event, Request, SamplingParams, StepPlan, derive_seed
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Group, Mode
 
 VOCAB_SIZE = 13  # small, so that stop ids are hit often
 MAX_MODEL_LEN = 48
@@ -107,13 +107,14 @@ def make_engine(
         (num_blocks - 1) * block_size,
         eos_token_ids=config.eos_token_ids,
     )
-    groups = [Group(Scheduler(config), AuditedRunner(config)) for _ in range(dp)]
+    modes = Group(0, 2).modes
+    lanes = [Lane(Scheduler(config), AuditedRunner(config), modes) for _ in range(dp)]
     policy = policy or make_policy("threshold", 8)
-    return Engine(groups, policy, limits, overlap=overlap, seed=ENGINE_SEED)
+    return Engine(lanes, policy, limits, overlap=overlap, seed=ENGINE_SEED)
 
 
 def runner_of(engine: Engine, group: int = 0) -> AuditedRunner:
-    runner = engine.groups[group].runner
+    runner = engine.lanes[group].runner
     assert isinstance(runner, AuditedRunner)
     return runner
 
@@ -200,8 +201,8 @@ def assert_quiescent(engine: Engine) -> None:
     engine.check()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
-    for group in engine.groups:
-        assert group.in_flight is None and not group.scheduler.requests
+    for group in engine.lanes:
+        assert not group.in_flight and not group.scheduler.requests
         host = group.scheduler.tables.host
         assert host is None or host.num_free_blocks == host.num_usable_blocks
 

@@ -16,7 +16,11 @@ from echo_kit import (
 
 from shiftjax.control.policy import POLICIES, FixedPolicy, make_policy
 from shiftjax.control.request import DuplicateRequestError, StepPlan
-from shiftjax.parallel.mode import Mode
+from shiftjax.costs.buckets import Bucket
+from shiftjax.parallel.grid import Group, Mode
+
+MODES = Group(0, 4).modes  # a mode lies between base and shift
+BASE, SHIFT = Mode(4, 4), Mode(4, 1)
 
 
 @dataclass
@@ -25,29 +29,29 @@ class Alternating:
 
     num_steps: int = 0
 
-    def choose(self, plan: StepPlan, num_waiting: int, last_mode: Mode | None) -> Mode:
+    def choose(self, plan: StepPlan, modes, num_waiting: int, last_mode: Mode | None) -> Mode:
         self.num_steps += 1
-        return Mode.BASE if self.num_steps % 2 else Mode.SHIFT
+        return modes[0] if self.num_steps % 2 else modes[-1]
 
 
 def test_threshold_chooses_by_the_tokens_of_the_step():
     policy = make_policy("threshold", 8)
     plans = [StepPlan([], num_tokens, 0, 0, [], [], 0) for num_tokens in (8, 9)]
-    chosen = [policy.choose(plan, 0, None) for plan in plans]
-    assert chosen == [Mode.SHIFT, Mode.BASE]
+    chosen = [policy.choose(plan, MODES, 0, None) for plan in plans]
+    assert chosen == [SHIFT, BASE]
 
 
 def test_policies_know_which_modes_they_may_choose():
     policy = make_policy("threshold", 8)
-    assert policy.modes(1, 8) == {Mode.SHIFT}
-    assert policy.modes(9, 16) == {Mode.BASE}
-    assert policy.modes(8, 9) == {Mode.SHIFT, Mode.BASE}
-    assert make_policy("base", 0).modes(1, 8) == {Mode.BASE}
+    assert policy.wanted(MODES, 1, Bucket(8, 8)) == [SHIFT]
+    assert policy.wanted(MODES, 9, Bucket(16, 8)) == [BASE]
+    assert policy.wanted(MODES, 8, Bucket(9, 8)) == [BASE, SHIFT]
+    assert make_policy("base", 0).wanted(MODES, 1, Bucket(8, 8)) == [BASE]
 
 
 def test_policies_by_name():
-    assert make_policy("base", 0) == FixedPolicy(Mode.BASE)
-    assert make_policy("shift", 0) == FixedPolicy(Mode.SHIFT)
+    assert make_policy("base", 0) == FixedPolicy(0)
+    assert make_policy("shift", 0) == FixedPolicy(-1)
     with pytest.raises(ValueError, match=", ".join(POLICIES)):
         make_policy("cost-of-living", 0)
     with pytest.raises(ValueError, match="at least 0"):
@@ -57,7 +61,8 @@ def test_policies_by_name():
 def test_steps_and_switches_are_counted_by_mode():
     engine = make_engine(policy=Alternating())
     (outcome,) = generate(engine, make_request("a", [1], max_tokens=5)).values()
-    assert runner_of(engine).modes == [Mode.BASE, Mode.SHIFT] * 2 + [Mode.BASE]
+    labels = [mode.label for mode in runner_of(engine).modes]
+    assert labels == ["base", "shift"] * 2 + ["base"]
     assert engine.stats().steps_by_mode == {"base": 3, "shift": 2}
     assert engine.stats().mode_switches == {("base", "shift"): 2, ("shift", "base"): 2}
     assert outcome.last.metrics.steps_by_mode == {"base": 3, "shift": 2}
@@ -95,13 +100,13 @@ def test_a_full_group_leaves_requests_in_front_where_another_can_take_them():
     for number in range(6):
         engine.add_request(make_request(str(number), [1], float(number), max_tokens=4))
     engine.step(0.0)
-    assert [len(group.scheduler.requests) for group in engine.groups] == [2, 2]
+    assert [len(group.scheduler.requests) for group in engine.lanes] == [2, 2]
     assert (engine.stats().num_waiting, engine.stats().num_waiting_tokens) == (2, 2)
     engine.abort("0")
     engine.abort("2")
     engine.step(1.0)
-    assert [len(group.scheduler.requests) for group in engine.groups] == [2, 2]
-    assert "4" in engine.groups[0].scheduler.requests
+    assert [len(group.scheduler.requests) for group in engine.lanes] == [2, 2]
+    assert "4" in engine.lanes[0].scheduler.requests
 
 
 def test_an_urgent_request_passes_those_that_wait_for_room():
@@ -231,7 +236,7 @@ def test_what_only_the_step_on_top_has_starts_again():
     listener.hear(engine.step(0.0))
     engine.add_request(later := make_request("later", [2], 1.0, max_tokens=5))
     listener.hear(engine.step(1.0))
-    (sequence,) = engine.groups[0].scheduler.waiting
+    (sequence,) = engine.lanes[0].scheduler.waiting
     assert (sequence.num_computed_tokens, sequence.num_pending_tokens) == (0, 0)
     run_to_end(engine, listener)
     assert listener.outcomes["failed", 0].last.finish_reason == "error"
@@ -243,7 +248,7 @@ def test_a_fault_in_scheduling_ends_all_requests_and_the_engine_goes_on(monkeypa
     for number in range(3):
         engine.add_request(make_request(str(number), [1] * 9, float(number), max_tokens=9))
     listener.hear(engine.step(0.0))
-    scheduler = engine.groups[0].scheduler
+    scheduler = engine.lanes[0].scheduler
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, "_schedule_decodes", lambda draft: scheduler.running.pop().nothing)
         listener.hear(engine.step(1.0))
@@ -332,4 +337,4 @@ def test_an_abort_keeps_the_queue_in_order():
         engine.add_request(make_request(str(arrival), [1], float(arrival), max_tokens=9))
     engine.abort("0")
     engine.step(0.0)
-    assert list(engine.groups[0].scheduler.requests) == ["1"]
+    assert list(engine.lanes[0].scheduler.requests) == ["1"]

@@ -137,13 +137,13 @@ def _work(engine: Engine, client: Client) -> int:
     """Steps that a request can take at worst: one token at a time, again after each preemption."""
     request = client.request
     length = engine.limits.max_length(len(request.prompt_token_ids), request.sampling.max_tokens)
-    tries = 1 + engine.groups[0].scheduler.config.max_preemptions
+    tries = 1 + engine.lanes[0].scheduler.config.max_preemptions
     return request.sampling.n * (length + 2) * tries
 
 
 def check_tokens(engine: Engine, accepted: list[Client], listener: Listener, errors: set[str]):
     """Every continuation has the reference's tokens, or those before it was cut off."""
-    cap = engine.groups[0].scheduler.config.max_preemptions
+    cap = engine.lanes[0].scheduler.config.max_preemptions
     for number, client in enumerate(accepted):
         request = client.request
         for index in range(request.sampling.n):
@@ -188,7 +188,7 @@ def test_any_schedule_gives_the_reference_tokens(engine, clients):
     stats = engine.stats()
     event(f"preempted: {any(stats.num_preemptions.values())}")
     event(f"prefix hits: {stats.num_prefix_hit_tokens > 0}")
-    steps = sum(len(runner_of(engine, group).plans) for group in range(len(engine.groups)))
+    steps = sum(len(runner_of(engine, group).plans) for group in range(len(engine.lanes)))
     assert sum(stats.steps_by_mode.values()) == steps
     assert stats.num_failed_steps == 0
 
@@ -211,7 +211,7 @@ def test_crowds_in_a_small_pool_get_the_reference_tokens(engine, clients):
     st.sets(st.sampled_from(["r0", "r3"])),
 )
 def test_faults_end_their_requests_only(engine, clients, faults, poisoned):
-    runners = [runner_of(engine, group) for group in range(len(engine.groups))]
+    runners = [runner_of(engine, group) for group in range(len(engine.lanes))]
     for runner in runners:
         runner.faults, runner.poisoned = dict(faults), set(poisoned)
     lost = sum(client.request.sampling.n * (MAX_MODEL_LEN + 2) for client in clients)

@@ -9,52 +9,56 @@ from shiftjax.control.policy import CostPolicy, make_policy
 from shiftjax.control.request import SamplingParams, StepPlan
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine
 from shiftjax.options import ConfigError
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 PLAN = StepPlan([], 8, 0, 0, [], [], 0)
+BASE, SHIFT = Mode(2, 2), Mode(2, 1)
 ENGINE = load_engine("shiftjax")
 
 
 @dataclass
 class Costs:
-    """Stands for a cost model that predicts these seconds whatever the work."""
+    """Stands for a cost model that predicts these seconds whatever the size."""
 
     base: float
     shift: float
     engine: object = ENGINE
 
-    def device_seconds(self, mode, work):
-        return self.base if mode is Mode.BASE else self.shift
+    def size_of(self, work):
+        return work.num_tokens, work.num_rows
+
+    def mode_seconds(self, mode, size):
+        return self.base if mode == BASE else self.shift
 
 
 def choose(base, shift, last, num_waiting=0, **overhead):
     costs = Costs(base, shift, replace(ENGINE, **overhead))
-    return CostPolicy(costs, margin=0.1).choose(PLAN, num_waiting, last)  # pyright: ignore
+    return CostPolicy(costs, margin=0.1).choose(PLAN, (BASE, SHIFT), num_waiting, last)  # pyright: ignore
 
 
 def test_without_a_past_the_quicker_mode_wins():
-    assert choose(1.0, 1.01, None) is Mode.BASE
-    assert choose(1.01, 1.0, None) is Mode.SHIFT
+    assert choose(1.0, 1.01, None) == BASE
+    assert choose(1.01, 1.0, None) == SHIFT
 
 
-@pytest.mark.parametrize(("last", "other"), [(Mode.BASE, Mode.SHIFT), (Mode.SHIFT, Mode.BASE)])
+@pytest.mark.parametrize(("last", "other"), [(BASE, SHIFT), (SHIFT, BASE)])
 def test_a_switch_must_save_more_than_the_margin(last, other):
     def seconds(gain):
         pair = {last: 1.0 + gain, other: 1.0}
-        return pair[Mode.BASE], pair[Mode.SHIFT]
+        return pair[BASE], pair[SHIFT]
 
-    assert choose(*seconds(0.09), last) is last
-    assert choose(*seconds(0.11), last) is other
-    assert choose(*seconds(0.11), last, switch_seconds=0.02) is last
-    assert choose(*seconds(0.13), last, switch_seconds=0.02) is other
+    assert choose(*seconds(0.09), last) == last
+    assert choose(*seconds(0.11), last) == other
+    assert choose(*seconds(0.11), last, switch_seconds=0.02) == last
+    assert choose(*seconds(0.13), last, switch_seconds=0.02) == other
 
 
 def test_a_queue_makes_base_easy_to_enter_and_shift_hard():
-    assert choose(1.0, 1.01, Mode.SHIFT, num_waiting=0) is Mode.SHIFT
-    assert choose(1.0, 1.01, Mode.SHIFT, num_waiting=3) is Mode.BASE
-    assert choose(1.15, 1.0, Mode.BASE, num_waiting=0) is Mode.SHIFT
-    assert choose(1.15, 1.0, Mode.BASE, num_waiting=3) is Mode.BASE
-    assert choose(1.25, 1.0, Mode.BASE, num_waiting=3) is Mode.SHIFT
+    assert choose(1.0, 1.01, SHIFT, num_waiting=0) == SHIFT
+    assert choose(1.0, 1.01, SHIFT, num_waiting=3) == BASE
+    assert choose(1.15, 1.0, BASE, num_waiting=0) == SHIFT
+    assert choose(1.15, 1.0, BASE, num_waiting=3) == BASE
+    assert choose(1.25, 1.0, BASE, num_waiting=3) == SHIFT
 
 
 def test_the_cost_policy_needs_a_cost_model():
@@ -68,8 +72,8 @@ def test_an_engine_serves_with_it(tmp_path):
     way = replace(machine.all_reduce[-1], latency_seconds=1.0)
     tokens = {}
     # Where exchanges take forever only SHIFT pays, where reductions do only BASE.
-    for mode, kind in ((Mode.SHIFT, "all_to_all"), (Mode.BASE, "all_reduce")):
-        path = tmp_path / f"{mode.value}.yaml"
+    for mode, kind in ((SHIFT, "all_to_all"), (BASE, "all_reduce")):
+        path = tmp_path / f"{mode.label}.yaml"
         path.write_text(dump_machine(replace(machine, **{kind: (way,)}), "a test"))
         options = {"token_buckets": [32], "policy": "cost", "machine": str(path)}
         engine = make(directory, 2, 1, **options).engine
@@ -77,8 +81,8 @@ def test_an_engine_serves_with_it(tmp_path):
         events = run(engine, [[5, 6, 7] * 9, [9] * 4], [greedy] * 2)
         tokens[mode] = [[t for e in some for t in e.token_ids] for some in events.values()]
         steps = engine.stats().steps_by_mode
-        assert steps.pop(mode.value) >= 6 and not any(steps.values())
-    assert tokens[Mode.SHIFT] == tokens[Mode.BASE]
+        assert steps.pop(mode.label) >= 6 and not any(steps.values())
+    assert tokens[SHIFT] == tokens[BASE]
 
 
 def test_an_unknown_machine_is_refused():

@@ -145,14 +145,14 @@ def test_siblings_share_the_full_blocks_of_the_prompt(prefix_caching):
     listener = Listener()
     for step in range(2):
         listener.hear(engine.step(float(step)))
-    tables = [s.block_table for s in engine.groups[0].scheduler.running]
+    tables = [s.block_table for s in engine.lanes[0].scheduler.running]
     assert len(tables) == 3
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     assert shapes(engine)[0] == [("a", 0, 10, 1)]
     assert shapes(engine)[1] == [("a", 10, 1, 1), ("a", 8, 2, 1), ("a", 8, 2, 1)]
     run_to_end(engine, listener)
-    assert bool(engine.groups[0].scheduler.tables.device.num_cached_blocks) == prefix_caching
+    assert bool(engine.lanes[0].scheduler.tables.device.num_cached_blocks) == prefix_caching
     outputs = [listener.outcomes["a", index].token_ids for index in range(3)]
     assert outputs == [reference(engine, request, 0, index)[0] for index in range(3)]
     assert len({tuple(output) for output in outputs}) == 3
@@ -268,7 +268,7 @@ def test_aborting_a_swapped_request_frees_the_host():
         engine.add_request(make_request(name, [1] * 8, max_tokens=16))
     while not engine.stats().num_preemptions["swap"]:
         listener.hear(engine.step(0.0))
-    host = engine.groups[0].scheduler.tables.host
+    host = engine.lanes[0].scheduler.tables.host
     assert host.num_free_blocks < host.num_usable_blocks
     listener.hear(engine.abort("b"))
     assert host.num_free_blocks == host.num_usable_blocks

@@ -20,8 +20,8 @@ from shiftjax.costs.step import (
     pipeline_seconds,
     transfer_seconds,
 )
+from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 
 TINY = PRESETS["tiny"]  # hidden 64, intermediate 128, 2 layers, 8 query and 4 KV heads of 8
 WAY = (Transfer(1.0, 10.0),)
@@ -61,6 +61,7 @@ NO_OVERHEAD = EngineOverhead(
     copies_shift_weights=False,
     replicas_in_step=False,
 )
+ONE = Mode(1, 1)
 FLOAT32 = Formats("float32", "float32", "float32")
 
 
@@ -85,7 +86,7 @@ def test_a_memory_bound_step_is_its_bytes_over_the_rate():
     # One token on one device: every weight of the layers and the head is read once, and with them
     # activations; with infinite FLOP/s nothing else takes time.
     work = Work(1, 0, 1, 0, 0, 0)
-    breakdown = costs().breakdown(Mode.BASE, work)
+    breakdown = costs().breakdown(ONE, work)
     hidden, inner, heads, kv = 64, 128, 64, 32  # widths of d, I, h D, m D
     products = [(hidden, heads + 2 * kv), (heads, hidden), (hidden, 2 * inner), (inner, hidden)]
     numbers = sum(k * n + k + n for k, n in products)
@@ -113,18 +114,18 @@ def test_a_collective_takes_the_quickest_way():
 
 def test_tp_moves_the_same_whatever_its_size_and_ulysses_less_the_larger_it_is():
     model = PRESETS["llama-70b"]
-    reduced = {tp: layer_collectives(Layout(model, 1, tp), Mode.SHIFT, 4096, 2) for tp in (2, 4, 8)}
+    reduced = {tp: layer_collectives(Layout(model, 1, tp), ONE, 4096, 2) for tp in (2, 4, 8)}
     assert {sum(m.num_bytes * m.num_times for m in moves) for moves in reduced.values()} == {
         2 * 4096 * 8192 * 2
     }
     exchanged = [
-        sum(m.num_bytes for m in layer_collectives(Layout(model, sp, 1), Mode.BASE, 4096, 2))
+        sum(m.num_bytes for m in layer_collectives(Layout(model, sp, 1), Mode(sp, sp), 4096, 2))
         for sp in (2, 4, 8)
     ]
     assert exchanged[0] == 2 * exchanged[1] == 4 * exchanged[2]
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", Group(0, 4).modes)
 @pytest.mark.parametrize("work", [Work.decode(7, 100), Work.prefill(40, 3)])
 def test_the_breakdown_adds_up(mode, work):
     machine, engine = load_machine("h200x8"), load_engine("vllm")
@@ -140,9 +141,9 @@ def test_attention_reads_the_context_of_decodes_and_computes_the_pairs_of_chunks
     token = 2 * 2 * 4 * 8 * 4  # k and v, layers, KV heads, head_dim, bytes
     assert model.kv_token_bytes == token
     pair = 4 * 2 * 8 * 8 / 1000.0  # FLOP per pair of all layers and heads, over FLOP/s
-    base = model.breakdown(Mode.BASE, Work(1, 0, 1, 0, 0, 0)).attention
-    decode = model.breakdown(Mode.BASE, Work(1, 0, 1, 10, 0, 0)).attention
-    chunk = model.breakdown(Mode.BASE, Work(1, 0, 1, 0, 10, 100)).attention
+    base = model.breakdown(model.layout.base, Work(1, 0, 1, 0, 0, 0)).attention
+    decode = model.breakdown(model.layout.base, Work(1, 0, 1, 10, 0, 0)).attention
+    chunk = model.breakdown(model.layout.base, Work(1, 0, 1, 0, 10, 100)).attention
     assert base == 0.0
     assert decode == pytest.approx(10 * max(token / 1000.0, pair))
     assert chunk == pytest.approx(max(10 * token / 1000.0, 100 * pair))
@@ -152,7 +153,7 @@ def test_devices_that_share_a_processor_take_turns():
     shared = replace(PLAIN, shared_cores=2)
     alone, together = costs(2, 4), costs(2, 4, machine=shared)
     work = Work.decode(16, 50)
-    one, many = (c.breakdown(Mode.SHIFT, work) for c in (alone, together))
+    one, many = (c.breakdown(Mode(2, 1), work) for c in (alone, together))
     assert many.matmul == pytest.approx(8 / 2 * one.matmul)  # bound by reading: a core each
     assert many.attention == pytest.approx(8 / 2 * one.attention)
     assert many.collectives == pytest.approx(8 * one.collectives)  # of 8 devices, in turn
@@ -161,9 +162,9 @@ def test_devices_that_share_a_processor_take_turns():
 def test_computing_and_reading_overlap_as_far_as_the_machine_lets_them():
     slow = replace(PLAIN, matmul_flops={"float32": 1e4})
     work = Work(64, 0, 1, 0, 0, 0)
-    reading = costs().products_seconds(Mode.BASE, 64)
-    both = costs(machine=slow).products_seconds(Mode.BASE, 64)
-    apart = costs(machine=replace(slow, memory_overlap=0.0)).breakdown(Mode.BASE, work).matmul
+    reading = costs().products_seconds(ONE, 64)
+    both = costs(machine=slow).products_seconds(ONE, 64)
+    apart = costs(machine=replace(slow, memory_overlap=0.0)).breakdown(ONE, work).matmul
     assert both > reading
     assert apart == pytest.approx(both + reading)
 
@@ -173,8 +174,8 @@ def test_attention_in_rounds_costs_a_fixed_time_for_each():
         PLAIN, attention_round_seconds=2.0, attention_round_tokens=64, attention_lanes=4
     )
     work = Work(16, 16, 16, 16 * 100, 0, 0)
-    extra = costs(machine=rounds).breakdown(Mode.BASE, work).attention
-    extra -= costs().breakdown(Mode.BASE, work).attention
+    extra = costs(machine=rounds).breakdown(ONE, work).attention
+    extra -= costs().breakdown(ONE, work).attention
     assert extra == pytest.approx(2.0 * 2 * -(-1600 // (4 * 64)))  # layers, rounds
 
 
@@ -182,19 +183,15 @@ def test_a_step_costs_what_its_bucket_costs():
     buckets = [Bucket(8, 8), Bucket(64, 16)]
     padded, exact = costs(buckets=buckets), costs()
     small, large = Work(5, 1, 1, 0, 0, 0), Work(9, 1, 1, 0, 0, 0)
-    assert padded.device_seconds(Mode.BASE, small) == exact.device_seconds(
-        Mode.BASE, Work(8, 8, 1, 0, 0, 0)
-    )
-    assert padded.device_seconds(Mode.BASE, large) == exact.device_seconds(
-        Mode.BASE, Work(64, 16, 1, 0, 0, 0)
-    )
+    assert padded.device_seconds(ONE, small) == exact.device_seconds(ONE, Work(8, 8, 1, 0, 0, 0))
+    assert padded.device_seconds(ONE, large) == exact.device_seconds(ONE, Work(64, 16, 1, 0, 0, 0))
 
 
 def test_few_tokens_touch_few_experts_and_many_all():
     shape = ModelShape(TINY, Experts(num=64, per_token=1, intermediate_size=128))
-    dense = costs().breakdown(Mode.BASE, Work(1, 0, 1, 0, 0, 0)).matmul
-    one = costs(shape=shape).breakdown(Mode.BASE, Work(1, 0, 1, 0, 0, 0)).matmul
-    many = costs(shape=shape).breakdown(Mode.BASE, Work(4096, 0, 1, 0, 0, 0)).matmul
+    dense = costs().breakdown(ONE, Work(1, 0, 1, 0, 0, 0)).matmul
+    one = costs(shape=shape).breakdown(ONE, Work(1, 0, 1, 0, 0, 0)).matmul
+    many = costs(shape=shape).breakdown(ONE, Work(4096, 0, 1, 0, 0, 0)).matmul
     router = 2 * 4 * (64 * 64 + 64 + 64) / 1000
     assert one == pytest.approx(dense + router)  # one expert is read: the size of the MLP
     assert many > 60 * (dense / 2)
@@ -215,10 +212,10 @@ def test_weights_on_a_device():
 def test_the_host_is_added_or_hidden():
     slow = replace(NO_OVERHEAD, host_seconds=1e6, host_seconds_distributed=1e5)
     work = Work.decode(1, 1)
-    device = costs(1, 2).device_seconds(Mode.SHIFT, work)
-    assert costs(1, 2, engine=slow).seconds(Mode.SHIFT, work) == device + 1.1e6
+    device = costs(1, 2).device_seconds(ONE, work)
+    assert costs(1, 2, engine=slow).seconds(ONE, work) == device + 1.1e6
     hidden = replace(slow, overlaps=True)
-    assert costs(1, 2, engine=hidden).seconds(Mode.SHIFT, work) == 1.1e6
+    assert costs(1, 2, engine=hidden).seconds(ONE, work) == 1.1e6
 
 
 def test_stages_are_passed_one_after_the_other_and_left_every_interval():

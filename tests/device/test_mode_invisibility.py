@@ -10,7 +10,7 @@ from oracle import numpy_llama
 
 from shiftjax.control.policy import FixedPolicy
 from shiftjax.control.request import SamplingParams
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Group
 
 MESHES = [(2, 2), (4, 2), (3, 2), (2, 4)]
 OUTPUT_TOKENS = 12
@@ -76,7 +76,7 @@ def test_sampled_tokens_depend_on_seed_and_position_alone(crowded):
         )
         for i in range(len(prompts))
     ]
-    built.engine.policy = FixedPolicy(Mode.SHIFT)
+    built.engine.policy = FixedPolicy(-1)
     alone = {}
     for i, prompt in enumerate(prompts):
         events = run(built.engine, [prompt], [params[i]])
@@ -92,18 +92,19 @@ def test_sampled_tokens_depend_on_seed_and_position_alone(crowded):
 
 
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
-def test_both_modes_write_the_same_cache(sp, tp):
+def test_all_modes_write_the_same_cache(sp, tp):
     """KV invariance for arbitrary (SP, TP): the papers' claim, over the contents of the pool."""
     directory, _, _ = checkpoint()
     prompt = list(range(3, 40))
-    *_, base = forward(directory, prompt, sp, tp, Mode.BASE, "alias")
-    *_, shift = forward(directory, prompt, sp, tp, Mode.SHIFT, "alias")
+    modes = Group(0, sp).modes
+    base, *others = (forward(directory, prompt, sp, tp, mode, "alias")[-1] for mode in modes)
     blocks = slice(1, 1 + len(prompt) // 8)  # full blocks; block 0 takes the padding
-    for layer, pools in enumerate(zip(base, shift, strict=True)):
-        for in_base, in_shift in zip(*pools, strict=True):
-            a, b = np.asarray(in_base)[blocks], np.asarray(in_shift)[blocks]
-            assert np.abs(a).max() > 0.1
-            np.testing.assert_allclose(a, b, atol=2e-5, err_msg=f"layer {layer}")
+    for other in others:
+        for layer, pools in enumerate(zip(base, other, strict=True)):
+            for in_base, in_other in zip(*pools, strict=True):
+                a, b = np.asarray(in_base)[blocks], np.asarray(in_other)[blocks]
+                assert np.abs(a).max() > 0.1
+                np.testing.assert_allclose(a, b, atol=2e-5, err_msg=f"layer {layer}")
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -23,9 +23,10 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.control.policy import FixedPolicy
 from shiftjax.control.request import SamplingParams
 from shiftjax.device.mesh import make_mesh
-from shiftjax.device.place import define, load, shift_weights
+from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.place import define, load
+from shiftjax.parallel.grid import Group
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.mode import Mode
 from shiftjax.weights.random import RandomSource
 
 MESHES = [(4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3)]
@@ -56,11 +57,12 @@ def test_only_what_the_policy_may_choose_is_compiled(caplog):
     built = make(directory, 2, 1, **options)
     (runner,) = built.runners
     modes = [set(program.steps) for program in runner.programs]
-    assert modes == [{Mode.SHIFT}, {Mode.BASE}]
+    base, shift = runner.step.layout.modes
+    assert modes == [{shift}, {base}]
     # Another policy may want more, and gets it late.
-    built.engine.policy = FixedPolicy(Mode.BASE)
+    built.engine.policy = FixedPolicy(0)
     run(built.engine, [[5, 6, 7]], [SamplingParams(temperature=0, max_tokens=2)])
-    assert set(runner.programs[0].steps) == {Mode.SHIFT, Mode.BASE}
+    assert set(runner.programs[0].steps) == {shift, base}
     assert "a base step of 8 tokens is compiled late" in caplog.text
 
 
@@ -69,29 +71,31 @@ def test_switching_keeps_the_pool_where_it_is():
     built = make(directory, 2, 2, num_blocks=42)  # as in test_mode_invisibility: compiled there
     (runner,) = built.runners
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    before = buffers(runner.pools)
-    for mode in (Mode.BASE, Mode.SHIFT, Mode.BASE):
-        built.engine.policy = FixedPolicy(mode)
+    before = buffers(runner.memory.pools)
+    for place in (0, -1, 0):
+        built.engine.policy = FixedPolicy(place)
         run(built.engine, [[5, 6, 7]], [sampling])
-        assert buffers(runner.pools) == before
+        assert buffers(runner.memory.pools) == before
     assert built.engine.stats().mode_switches == {("base", "shift"): 1, ("shift", "base"): 1}
 
 
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
-def test_every_shift_weight_lies_inside_its_base_shard(sp, tp):
+def test_the_weights_of_every_mode_lie_inside_their_base_shards(sp, tp):
     runner = runner_of(sp, tp)
-    base, shift = runner.params[Mode.BASE], runner.params[Mode.SHIFT]
-    num_views = 0
-    for weight, whole, part in zip(runner.step.model.declared, base, shift, strict=True):
-        shards = {shard.device: shard.data for shard in whole.addressable_shards}
-        for shard in part.addressable_shards:
-            owner = shards[shard.device]
-            offset = shard.data.unsafe_buffer_pointer() - owner.unsafe_buffer_pointer()
-            assert 0 <= offset <= owner.nbytes - shard.data.nbytes, weight.name
-            num_views += shard.data.nbytes < owner.nbytes
+    base, *modes = runner.step.layout.modes
+    stored = runner.memory.params(base)
     # q, o, gate, up and down at least; k and v shards are no smaller where heads are replicated.
     views_per_device = 5 * runner.step.layout.model.num_layers
-    assert num_views >= (sp * tp * views_per_device if sp > 1 else 0)
+    for mode in modes:
+        num_views, used = 0, runner.memory.params(mode)
+        for weight, whole, part in zip(runner.step.model.declared, stored, used, strict=True):
+            shards = {shard.device: shard.data for shard in whole.addressable_shards}
+            for shard in part.addressable_shards:
+                owner = shards[shard.device]
+                offset = shard.data.unsafe_buffer_pointer() - owner.unsafe_buffer_pointer()
+                assert 0 <= offset <= owner.nbytes - shard.data.nbytes, weight.name
+                num_views += shard.data.nbytes < owner.nbytes
+        assert num_views >= sp * tp * views_per_device
 
 
 def resident_bytes() -> int:
@@ -117,7 +121,7 @@ def test_aliased_shift_weights_take_no_memory_and_copies_do():
     layout = Layout(config, 4, 2)
     mesh = make_mesh(jax.devices()[:8], 4, 2)
     model = define(config, layout, np.dtype(np.float32))
-    base = load(model, layout, mesh, RandomSource(config, 0), "alias", silent)
+    base = load(model, layout, mesh, RandomSource(config, 0), silent)
     copy_bytes = sum(
         w.dtype.itemsize * int(np.prod(w.shape))
         for w in model.declared
@@ -126,7 +130,7 @@ def test_aliased_shift_weights_take_no_memory_and_copies_do():
     grown, kept = {}, []
     for strategy in ("alias", "replicate"):
         start = resident_bytes()
-        kept.append(shift_weights(model, base, layout, strategy))
+        kept.append(ModeWeights(model, layout, strategy).of(layout.shift, base))
         grown[strategy] = resident_bytes() - start
     assert grown["alias"] < 0.05 * copy_bytes
     assert grown["replicate"] > 0.7 * copy_bytes  # the measure can see a copy
@@ -146,25 +150,29 @@ def test_collectives_are_the_papers_to_the_byte(sp, tp):
         ), (sp, tp, mode)
 
 
+def in_shift(runner):
+    """The compiled SHIFT step."""
+    return runner.compiled(runner.programs[-1], runner.step.layout.shift)
+
+
 def moves_in_shift(runner, weights: set[tuple[int, int]]) -> list[Instruction]:
     """Slices, copies and transposes of weights in the SHIFT step."""
-    return weight_moves(runner.compiled(runner.programs[-1], Mode.SHIFT).as_text(), weights, "f32")
+    return weight_moves(in_shift(runner).as_text(), weights, "f32")
 
 
 def test_the_shift_step_reads_its_weights_in_place():
     aliased, sliced = runner_of(4, 2), runner_of(4, 2, weights="slice")
-    weights = matrices(aliased.step, aliased.params[Mode.SHIFT])
+    weights = matrices(aliased.step, aliased.memory.params(aliased.step.layout.shift))
     assert moves_in_shift(aliased, weights) == []
     # The control: slicing in the step shows, in its text and in its temporary memory.
     assert len(moves_in_shift(sliced, weights)) >= aliased.step.layout.model.num_layers
     temporaries = [
-        runner.compiled(runner.programs[-1], Mode.SHIFT).memory_analysis().temp_size_in_bytes
-        for runner in (aliased, sliced)
+        in_shift(runner).memory_analysis().temp_size_in_bytes for runner in (aliased, sliced)
     ]
     assert temporaries[0] < temporaries[1]
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", Group(0, 4).modes)
 def test_temporaries_do_not_grow_with_the_pool(mode):
     temporaries = [
         runner.compiled(runner.programs[-1], mode).memory_analysis().temp_size_in_bytes

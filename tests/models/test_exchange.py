@@ -7,49 +7,48 @@ import pytest
 from harness import FACTORISATIONS, layout
 from jax.sharding import PartitionSpec as P
 
-from shiftjax.device.mesh import make_mesh
+from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.models.exchange import Parallel
-from shiftjax.parallel.mode import KV_AXES, Mode
+from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXIS, WEIGHT_AXES, Group
 
 TOKENS, HEAD_DIM = 72, 8  # 72 tokens split evenly over every SP from 1 to 9
 
 
-def run(it, function, in_specs, out_specs, *args):
-    mesh = make_mesh(jax.devices()[: it.num_devices], it.sp, it.tp)
+ALL_MODES = [  # with SP = 4, 6, 8 and 9 there are modes between base and shift
+    (sp, tp, mode) for sp, tp in FACTORISATIONS for mode in Group(0, sp).modes
+]
+
+
+def run(it, mode, function, in_specs, out_specs, *args):
+    mesh = mesh_of(make_mesh(jax.devices()[: it.num_devices], it.sp, it.tp), mode)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
     return jax.jit(mapped)(*args)
 
 
-def stored_kv(it, kv):
-    """Lay KV heads out as BASE stores them: `tokens tp*width head_dim`."""
-    return kv[:, it.source_rows("kv_heads", Mode.BASE)]
-
-
-@pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
+@pytest.mark.parametrize(("sp", "tp", "mode"), ALL_MODES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (9, 3), (12, 6)])
-def test_scatter_gives_each_device_its_heads_of_all_tokens(sp, tp, heads, kv_heads):
+def test_scatter_gives_each_device_its_heads_of_all_tokens(sp, tp, mode, heads, kv_heads):
     it = layout(sp, tp, heads, kv_heads)
-    parallel = Parallel(it, Mode.BASE)
+    parallel = Parallel(it, mode)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((TOKENS, it.num_heads, HEAD_DIM), np.float32)
     kv = rng.standard_normal((2, TOKENS, it.num_kv_heads, HEAD_DIM), np.float32)
     kv[:, :, it.model.num_kv_heads :] = 0  # padded heads hold zeros
     # -1 rows (padding) index the last head, which is zero whenever there is padding.
-    k, v = stored_kv(it, kv[0]), stored_kv(it, kv[1])
-    token_split, head_split = P("sp", "tp"), P(None, KV_AXES)
-    got = run(it, parallel.scatter_heads, (token_split,) * 3, (head_split,) * 3, q, k, v)
-    cached = it.stored_kv_heads(Mode.SHIFT)
+    k, v = kv[:, :, it.source_rows("kv_heads", mode)]
+    token_split, head_split = P(TOKEN_AXIS, WEIGHT_AXES), P(None, ALL_AXES)
+    got = run(it, mode, parallel.scatter_heads, (token_split,) * 3, (head_split,) * 3, q, k, v)
+    cached = [head for j in range(it.num_devices) for head in it.kv_heads_of(j)]
     np.testing.assert_array_equal(got[0], q)
     np.testing.assert_array_equal(got[1], kv[0][:, cached])
     np.testing.assert_array_equal(got[2], kv[1][:, cached])
-    back = run(it, parallel.gather_heads, (head_split,), token_split, q)
+    back = run(it, mode, parallel.gather_heads, (head_split,), token_split, q)
     np.testing.assert_array_equal(back, q)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
+@pytest.mark.parametrize(("sp", "tp", "mode"), ALL_MODES)
 def test_sampled_rows_and_logits_end_on_their_devices(sp, tp, mode):
     it = layout(sp, tp, 9, 3)
     parallel = Parallel(it, mode)
@@ -57,20 +56,20 @@ def test_sampled_rows_and_logits_end_on_their_devices(sp, tp, mode):
     hidden = rng.standard_normal((TOKENS, 4), np.float32)
     rows = rng.integers(0, TOKENS, TOKENS).astype(np.int32)
     vocab = rng.standard_normal((TOKENS, it.num_devices * 5), np.float32)
-    split = P("sp") if parallel.splits_tokens else P()
-    taken = run(it, parallel.take_rows, (split, P()), P(), hidden, rows)
+    split = P(TOKEN_AXIS)
+    taken = run(it, mode, parallel.take_rows, (split, P()), P(), hidden, rows)
     np.testing.assert_array_equal(taken, hidden[rows])
-    by_rows = run(it, parallel.rows_from_vocab, (P(None, KV_AXES),), P(KV_AXES), vocab)
+    by_rows = run(it, mode, parallel.rows_from_vocab, (P(None, ALL_AXES),), P(ALL_AXES), vocab)
     np.testing.assert_array_equal(by_rows, vocab)
-    everywhere = run(it, parallel.all_rows, (P(KV_AXES),), P(), vocab)
+    everywhere = run(it, mode, parallel.all_rows, (P(ALL_AXES),), P(), vocab)
     np.testing.assert_array_equal(everywhere, vocab)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", Group(0, 4).modes)
 def test_reduce_sums_over_the_devices_that_split_the_weights(mode):
     it = layout(4, 2, 8, 8)
     parallel = Parallel(it, mode)
-    split = P("sp") if mode is Mode.BASE else P()
+    split = P(TOKEN_AXIS)
     x = np.arange(TOKENS * 4, dtype=np.float32).reshape(TOKENS, 4)
-    total = run(it, parallel.reduce, (split,), split, jnp.asarray(x))
-    np.testing.assert_array_equal(total, x * (2 if mode is Mode.BASE else 8))
+    total = run(it, mode, parallel.reduce, (split,), split, jnp.asarray(x))
+    np.testing.assert_array_equal(total, x * (8 // mode.sp))

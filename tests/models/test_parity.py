@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import forward
 
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 
 DATA = Path(__file__).parent.parent / "data" / "parity"
 MODELS = sorted(path.name for path in DATA.iterdir() if path.is_dir())
@@ -19,9 +19,14 @@ def assert_close(got: np.ndarray, expected: np.ndarray, what: str) -> None:
     assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
 
 
-EVERYWHERE = [(1, 1, Mode.SHIFT, "alias"), (2, 2, Mode.BASE, "alias")]
+EVERYWHERE = [(1, 1, Mode(1, 1), "alias"), (2, 2, Mode(2, 2), "alias")]
 # Biases, norms per head and replicated heads are what a split could get wrong.
-SPLITS = [(2, 2, Mode.SHIFT, "alias"), (3, 2, Mode.SHIFT, "slice"), (3, 2, Mode.BASE, "slice")]
+SPLITS = [
+    (2, 2, Mode(2, 1), "alias"),
+    (4, 2, Mode(4, 2), "alias"),
+    (3, 2, Mode(3, 1), "slice"),
+    (3, 2, Mode(3, 3), "slice"),
+]
 CASES = [(name, *mesh) for name in MODELS for mesh in EVERYWHERE] + [
     (name, *mesh) for name in ("llama_bias", "qwen3") for mesh in SPLITS
 ]

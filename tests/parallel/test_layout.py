@@ -5,7 +5,6 @@ import pytest
 from harness import FACTORISATIONS, layout
 
 from shiftjax.parallel.layout import pad_heads
-from shiftjax.parallel.mode import Mode
 
 
 @pytest.mark.parametrize(
@@ -47,22 +46,25 @@ def test_every_device_gets_the_kv_head_of_its_query_heads(sp, tp, heads, kv_head
             wanted = sorted({q // it.q_per_kv for q in queries})
             assert it.kv_heads_of(j) == wanted
             m = it.kv_heads_per_device
-            sent = [it.base_kv_heads[t][i] for i in it.kv_send_order[t, s * m : (s + 1) * m]]
-            assert sent == wanted
+            for mode in it.modes:
+                rank, b = divmod(j, mode.sp)
+                order = it.kv_send_order(mode)[rank, b * m : (b + 1) * m]
+                assert [it.kv_heads_of_ranks(mode)[rank][i] for i in order] == wanted
 
 
 @pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
 @pytest.mark.parametrize("axis", ["heads", "kv_heads", "intermediate", "vocab"])
-def test_shift_shard_lies_inside_the_base_shard(sp, tp, axis):
+def test_the_shards_of_every_mode_lie_inside_the_base_shards(sp, tp, axis):
     """The claim behind `weights="alias"`, over checkpoint rows instead of memory."""
     it = layout(sp, tp, 9, 3)
-    base = it.source_rows(axis, Mode.BASE).reshape(tp, -1)
-    shift = it.source_rows(axis, Mode.SHIFT).reshape(it.num_devices, -1)
-    for t in range(tp):
-        for s in range(sp):
-            start, rows = it.shift_offset(axis, s, t), it.shift_rows(axis)
-            assert start + rows <= base.shape[1]
-            assert (base[t, start : start + rows] == shift[t * sp + s]).all()
+    base = it.source_rows(axis).reshape(tp, -1)
+    for mode in it.modes:
+        shards = it.source_rows(axis, mode).reshape(it.ways(mode), -1)
+        rows = it.shard_rows(axis, mode)
+        for j in range(it.num_devices):
+            start = it.shard_offset(axis, mode, j)
+            assert 0 <= start <= base.shape[1] - rows
+            assert (base[j // sp, start : start + rows] == shards[j // mode.sp]).all()
 
 
 @pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)

@@ -22,10 +22,11 @@ from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine, Group
+from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.parallel.grid import Group
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.tokenizer import Tokenizer
 
@@ -109,8 +110,8 @@ def make_engine(
     )
     runner = GatedRunner(config)
     runner.check = check
-    group = Group(Scheduler(config), runner)
-    return Engine([group], make_policy("threshold", 32), limits, seed=5, clock=time.monotonic)
+    lane = Lane(Scheduler(config), runner, Group(0, 2).modes)
+    return Engine([lane], make_policy("threshold", 32), limits, seed=5, clock=time.monotonic)
 
 
 @dataclass
@@ -199,7 +200,7 @@ def running_server(
         model = ServedModel(("echo", "echo-alias"), tokenizer, template, num_compiles=num_compiles)
         service.open(model, async_engine)
         await server.start()
-        runner, loop = engine.groups[0].runner, asyncio.get_running_loop()
+        runner, loop = engine.lanes[0].runner, asyncio.get_running_loop()
         running.append(Running(service, server, async_engine, runner, loop, server.http_address))
         started.set()
         await stop.wait()

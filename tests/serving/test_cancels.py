@@ -30,7 +30,7 @@ def public_ids(server) -> list[str]:
 
 def sequences_of_victim(server):
     """What the engine knows of it; nothing before it has heard of the request."""
-    requests = dict(server.engine._engine.groups[0].scheduler.requests)
+    requests = dict(server.engine._engine.lanes[0].scheduler.requests)
     return next((each for name, each in requests.items() if name.endswith(":victim")), [])
 
 

@@ -121,7 +121,7 @@ def test_a_pool_for_one_serves_many(server, client):
     recent = server.service.timeline.snapshot()["requests"][-32:]
     counts = [row["preemptions"] for row in recent]
     assert sum(counts) > 0
-    assert max(counts) <= server.engine._engine.groups[0].scheduler.config.max_preemptions
+    assert max(counts) <= server.engine._engine.lanes[0].scheduler.config.max_preemptions
     server.assert_quiescent()
 
 

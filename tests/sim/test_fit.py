@@ -7,7 +7,7 @@ from shiftjax.arch.shape import Formats
 from shiftjax.control.policy import work_of
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.sim.fit import Point, errors, fit_machine, scaled
 from shiftjax.sim.models import find_model
 
@@ -25,7 +25,7 @@ def measured(machine):
         (case, Point(sp, tp, mode, work, costs_of(machine, sp, tp).serial_seconds(mode, work)))
         for case in cases()
         for work in [work_of(plan_of(case))]
-        for sp, tp, mode in ((1, 1, Mode.SHIFT), (4, 2, Mode.BASE), (4, 2, Mode.SHIFT))
+        for sp, tp, mode in ((1, 1, Mode(1, 1)), (4, 2, Mode(4, 4)), (4, 2, Mode(4, 1)))
     ]
 
 

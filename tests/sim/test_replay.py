@@ -9,7 +9,7 @@ from shiftjax.arch.shape import Formats
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
-from shiftjax.parallel.mode import Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import (
     Target,
     cost_model,
@@ -45,8 +45,8 @@ def test_one_request_takes_its_steps_one_after_the_other():
     deployment = DEPLOYMENTS["tp"]
     result = replay([TraceRequest(2.0, 100, 4)], VLLM, deployment)
     costs = cost_model(VLLM, deployment)
-    prefill = costs.seconds(Mode.BASE, Work.prefill(100))
-    decodes = [costs.seconds(Mode.BASE, Work.decode(1, 101 + n)) for n in range(3)]
+    prefill = costs.seconds(costs.layout.base, Work.prefill(100))
+    decodes = [costs.seconds(costs.layout.base, Work.decode(1, 101 + n)) for n in range(3)]
     (request,) = result.requests
     assert request.queue == 0.0
     assert request.ttft == pytest.approx(prefill)
@@ -61,7 +61,7 @@ def test_a_host_that_overlaps_is_hidden_behind_the_devices():
     request = [TraceRequest(0.0, 100, 50)]
     costs = cost_model(hidden, deployment)
     work = Work.decode(1, 125)
-    step = max(costs.device_seconds(Mode.BASE, work), costs.host_seconds(work))
+    step = max(costs.device_seconds(costs.layout.base, work), costs.host_seconds(work))
     (one,) = replay(request, hidden, deployment).requests
     assert one.tpot == pytest.approx(step, rel=0.02)
     assert one.tpot < replay(request, VLLM, deployment).requests[0].tpot
@@ -75,8 +75,8 @@ def test_every_request_ends_and_every_token_is_counted(name):
     computed = sum(step.num_tokens for step in result.steps)
     # The last token of a request is never computed.
     assert computed == len(trace) * (600 + 39)
-    assert sum(s.num_tokens for s in result.steps if s.mode is Mode.BASE) + sum(
-        s.num_tokens for s in result.steps if s.mode is Mode.SHIFT
+    assert sum(s.num_tokens for s in result.steps if s.mode.sp > 1) + sum(
+        s.num_tokens for s in result.steps if s.mode.sp == 1
     ) == pytest.approx(computed)
     for request in result.requests:
         assert 0 <= request.queue <= request.ttft <= request.completion
@@ -111,7 +111,7 @@ def test_replicas_in_step_wait_for_the_slowest(together):
         DEPLOYMENTS["dp"],
     )
     short, long = result.requests
-    alone = cost_model(VLLM, DEPLOYMENTS["dp"]).seconds(Mode.BASE, Work.prefill(100))
+    alone = cost_model(VLLM, DEPLOYMENTS["dp"]).seconds(Mode(1, 1), Work.prefill(100))
     assert short.ttft == pytest.approx(alone)  # nobody waits for a result that is there
     # Its second step starts where the other's first has ended.
     assert (short.completion > long.ttft) is together
@@ -145,10 +145,10 @@ def test_metrics_are_those_of_the_records():
 
 
 def test_the_longest_mode_counts_seconds_not_steps():
-    quick, slow = StepRecord(0.1, 0.1, 1, 1, Mode.SHIFT), StepRecord(0.9, 0.7, 99, 0, Mode.BASE)
-    later = StepRecord(5.5, 0.1, 1, 1, Mode.SHIFT)
+    quick, slow = StepRecord(0.1, 0.1, 1, 1, Mode(8, 1)), StepRecord(0.9, 0.7, 99, 0, Mode(8, 8))
+    later = StepRecord(5.5, 0.1, 1, 1, Mode(8, 1))
     run = Replay(DEPLOYMENTS["shift"], [], [quick, quick, slow, later], 0, 2, 0)
-    assert longest_mode(run, 1.0) == ([0.0, 5.0], [Mode.BASE, Mode.SHIFT])
+    assert longest_mode(run, 1.0) == ([0.0, 5.0], ["base", "shift"])
     assert peak_throughput(run) == 101 / 5
 
 

@@ -1,0 +1,120 @@
+"""The weights of a mode out of the stored ones, by one of three strategies.
+
+    alias       views of the stored shards: no memory (biases, a few kilobytes that need not be
+                aligned, are copied)
+    slice       the stored shards themselves, sliced inside the step; a control
+    replicate   a separate copy, w / ways more per device: the published way (arXiv 2509.16495,
+                section 3.3.2) and a control
+
+The LM head is split over all devices in every mode; a tied one is the embedding in that split.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shiftjax.device.mesh import mesh_of, named, weight_spec
+from shiftjax.device.place import Declared, ModelDef
+from shiftjax.device.views import array_in_mode
+from shiftjax.parallel.grid import ALL_AXES, STORED_AXES, WEIGHT_AXES, Mode
+from shiftjax.parallel.layout import Layout
+
+Weights = tuple[jax.Array, ...]
+
+
+class ModeWeights(NamedTuple):
+    """How the steps of one model on one layout come by the weights of their mode."""
+
+    model: ModelDef
+    layout: Layout
+    strategy: str  # alias, slice, replicate
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes to choose from: copies are kept for SHIFT alone, as published."""
+        modes = self.layout.modes
+        return (
+            modes if self.strategy != "replicate" else tuple(dict.fromkeys((modes[0], modes[-1])))
+        )
+
+    def with_head(self, stored: Sequence[jax.Array | None]) -> Weights:
+        """Return the stored weights with a tied LM head in the place of None."""
+        names = [weight.name for weight in self.model.declared]
+        return tuple(
+            self._head(stored[names.index("embed")]) if array is None else array for array in stored
+        )
+
+    def of(self, mode: Mode, stored: Weights) -> Weights:
+        """Return the arrays that a step of this mode is called with.
+
+        Raises:
+            ConfigError: a shard cannot be viewed in place.
+        """
+        weights = zip(self.model.declared, stored, strict=True)
+        return tuple(self._array(weight, mode, array) for weight, array in weights)
+
+    def specs(self) -> tuple[Any, ...]:
+        """Return the spec with which each weight enters a step, of any mode."""
+        split = STORED_AXES if self.strategy == "slice" else WEIGHT_AXES
+        return tuple(
+            weight_spec(("vocab", None) if self._is_sliced_head(weight) else weight.axes, split)
+            for weight in self.model.declared
+        )
+
+    def abstract(self, mode: Mode, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return `of` as shapes: what compiling needs where there are no weights."""
+        mesh, params = mesh_of(mesh, mode), []
+        for weight, spec in zip(self.model.declared, self.specs(), strict=True):
+            shape, axis = weight.shape, weight.axes[0]
+            if self._is_viewed(weight, mode) and axis:
+                rows = self.layout.shard_rows(axis, mode) * self.layout.ways(mode)
+                shape = (rows, *shape[1:])
+            sharding = named(mesh, spec)
+            params.append(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding))
+        return tuple(params)
+
+    def local(self, mode: Mode, params: Sequence[jax.Array]) -> Weights:
+        """Return, inside a step, this device's shards in this mode: slices, if they are to be."""
+        if self.strategy != "slice":
+            return tuple(params)
+        weights = zip(self.model.declared, params, strict=True)
+        return tuple(self._slice(weight, mode, array) for weight, array in weights)
+
+    def _head(self, embedding: Any) -> Any:
+        if self.strategy == "slice" or self.layout.sp == 1:
+            return embedding
+        copy, shift = self.strategy == "replicate", self.layout.shift
+        return array_in_mode(embedding, "vocab", self.layout, shift, "lm_head", copy=copy)
+
+    def _array(self, weight: Declared, mode: Mode, stored: jax.Array) -> jax.Array:
+        if not self._is_viewed(weight, mode):
+            return stored
+        copy = self.strategy == "replicate" or weight.source.endswith(".bias")
+        axis = weight.axes[0]
+        assert axis is not None
+        return array_in_mode(stored, axis, self.layout, mode, weight.name, copy=copy)
+
+    def _is_viewed(self, weight: Declared, mode: Mode) -> bool:
+        """Whether a mode has an array of its own of this weight."""
+        is_split_anew = weight.axes[0] not in (None, "lm_vocab") and mode != self.layout.base
+        return is_split_anew and self.strategy != "slice"
+
+    def _is_sliced_head(self, weight: Declared) -> bool:
+        tied = self.layout.model.tie_word_embeddings
+        return self.strategy == "slice" and tied and weight.axes[0] == "lm_vocab"
+
+    def _slice(self, weight: Declared, mode: Mode, stored: jax.Array) -> jax.Array:
+        axis = weight.axes[0]
+        if axis == "lm_vocab":
+            mode = self.layout.shift if self._is_sliced_head(weight) else self.layout.base
+        if axis is None or mode == self.layout.base:
+            return stored
+        places = range(self.layout.num_devices)
+        starts = [self.layout.shard_offset(axis, mode, place) for place in places]
+        start = jnp.asarray(np.array(starts, np.int32))[jax.lax.axis_index(ALL_AXES)]
+        rows = self.layout.shard_rows(axis, mode)
+        return jax.lax.dynamic_slice_in_dim(stored, start, rows)

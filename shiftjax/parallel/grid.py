@@ -1,0 +1,79 @@
+"""Devices as a grid, a group of them, and the mode in which a step uses a group. No JAX.
+
+Weights are stored once, `tp` ways, on a grid of `tp` rows and `units` columns; a unit holds the
+whole model (its stage of it, with pipeline stages), and units hold the same. Nothing is moved:
+
+    grid (tp=2, units=4)     u0   u1   u2   u3
+                      t=0    d0   d2   d4   d6      device = unit * tp + t
+                      t=1    d1   d3   d5   d7
+
+    a group      `width` neighbouring units: 1 group of 4, 2 of 2 (data parallel), 4 of 1
+    a mode       how many ways, sp, a step splits its tokens over the units of its group:
+                 (width 4): sp=4 is base, sp=1 is shift, sp=2 lies between
+
+In a group, place `j = t * width + u` holds head block j of queries, keys and values in every mode:
+sp divides width, so a mode only says how many neighbours in that order share a step's tokens, and
+`tp * width / sp` is how many ways a step splits the weights. Modes of one width share the KV
+layout and may alternate at every step (Shift Parallelism, arXiv 2509.16495, section 3.3).
+"""
+
+from typing import Any, NamedTuple
+
+Device = Any  # a jax.Device: jaxlib ships no stubs, so a type checker cannot know it
+
+# Axes of a group's mesh in a mode, major first: (tp, width / sp, sp).
+STORED_AXES = ("tp",)  # split the weights as they are stored
+WEIGHT_AXES = ("tp", "shift")  # split the weights as a step uses them
+TOKEN_AXIS = "sp"
+ALL_AXES = ("tp", "shift", "sp")  # split heads, KV cache, LM head and sampling
+
+
+class Mode(NamedTuple):
+    """How a step uses a group of `width` units: its tokens are split `sp` ways."""
+
+    width: int
+    sp: int
+
+    @property
+    def label(self) -> str:
+        """The name in metrics: `shift` splits no tokens, `base` most, `sp2` lies between."""
+        if self.sp == 1:
+            return "shift"
+        return "base" if self.sp == self.width else f"sp{self.sp}"
+
+
+class Group(NamedTuple):
+    """The units `[first, first + width)` of a grid, whose devices step together."""
+
+    first: int
+    width: int
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes of its KV layout, base first and shift last; of one unit they are the same."""
+        splits = (sp for sp in range(self.width, 0, -1) if self.width % sp == 0)
+        return tuple(Mode(self.width, sp) for sp in splits)
+
+
+class Grid(NamedTuple):
+    """Where weights are stored: `tp` ways in each of `units` units, of each of `pp` stages."""
+
+    tp: int
+    units: int
+    pp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.pp * self.units * self.tp
+
+    def groups(self, width: int) -> list[Group]:
+        """Cut the units into groups of `width`: data parallel replicas. Raises ValueError."""
+        if self.units % width:
+            raise ValueError(f"{self.units} units cannot be cut into groups of {width}.")
+        return [Group(first, width) for first in range(0, self.units, width)]
+
+    def devices_of(self, group: Group, stage: int = 0) -> list[int]:
+        """The devices of a stage of a group by place `j = t * width + u`."""
+        first = (stage * self.units + group.first) * self.tp
+        return [first + u * self.tp + t for t in range(self.tp) for u in range(group.width)]
