@@ -25,7 +25,7 @@ from shiftjax.device.mesh import grid_mesh, group_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define, load
 from shiftjax.device.pool import block_bytes
-from shiftjax.device.programs import PoolOptions, compile_programs, load_programs
+from shiftjax.device.programs import PoolOptions, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import device_memory, num_blocks_for
 from shiftjax.device.step import StepDef
@@ -178,17 +178,13 @@ def _compile(
     missing = {bucket: wanted[bucket] for bucket in wanted if bucket != last}
     programs = compile_programs(first.step, pool, missing, progress) + largest
     swaps, seed = config.cache.preemption == "swap", config.model.seed
-    return [
-        DeviceRunner(
-            group.step,
-            group.memory,
-            pool,
-            programs if group is first else load_programs(programs, first.step, group.step, pool),
-            swaps=swaps,
-            seed=seed,
-        )
-        for group in groups
+    runners = [
+        DeviceRunner(group.step, group.memory, pool, (), swaps=swaps, seed=seed) for group in groups
     ]
+    runners[0].programs = programs
+    for runner in runners[1:]:
+        runner.load_programs(runners[0])
+    return runners
 
 
 def _pool_options(

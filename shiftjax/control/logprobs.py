@@ -16,9 +16,15 @@ def check_output(plan: StepPlan, output: StepOutput) -> None:
             f"tokens and {len(output.is_finite)} flags."
         )
     if output.logprobs is None or output.top_ids is None or output.top_logprobs is None:
-        most = max(map(num_top, plan.scheduled), default=-1)
+        asking = (item for item in plan.scheduled if _asks(item))  # few; this runs every step
+        most = max(map(num_top, asking), default=-1)
         if most > 0 or (most == 0 and output.logprobs is None):
             raise ValueError("The runner returned no log-probabilities, the plan asks for them.")
+
+
+def _asks(item: ScheduledSequence) -> bool:
+    sampling = item.sequence.request.sampling
+    return sampling.logprobs is not None or sampling.prompt_logprobs is not None
 
 
 def num_top(item: ScheduledSequence) -> int:

@@ -6,7 +6,7 @@ from shiftjax.control.request import ScheduledSequence, Sequence, StepPlan
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """What has been scheduled so far, and what the budgets of the step still allow.
 
     Decodes come first in the plan and have one row each, so the row of a decode is its place in

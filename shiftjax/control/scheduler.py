@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from shiftjax.control.block_tables import BlockTables
 from shiftjax.control.logprobs import check_output, collect_prompt_logprobs, token_logprobs
-from shiftjax.control.plan_builder import Draft
+from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import (
     Event,
     FinishReason,
@@ -112,13 +112,13 @@ class Scheduler:
 
         At most one plan may be uncommitted, and it must have been given to the device.
         """
-        draft = Draft(self._tokens_per_step(), self._max_num_seqs)
-        self._schedule_decodes(draft)
-        for sequence in draft.unfinished_prompts:
-            draft.add(sequence)
-        if not draft.num_preempted:
-            self._admit_waiting(draft, now)
-        plan = draft.finish(self._num_steps)
+        builder = PlanBuilder(self._tokens_per_step(), self._max_num_seqs)
+        self._schedule_decodes(builder)
+        for sequence in builder.unfinished_prompts:
+            builder.add(sequence)
+        if not builder.num_preempted:
+            self._admit_waiting(builder, now)
+        plan = builder.finish(self._num_steps)
         self._num_steps += plan is not None
         return plan
 
@@ -143,46 +143,48 @@ class Scheduler:
     def _max_num_seqs(self) -> int:
         return min(self.config.max_num_seqs, self._budget)
 
-    def _schedule_decodes(self, draft: Draft) -> None:
+    def _schedule_decodes(self, builder: PlanBuilder) -> None:
         """One token of every running sequence that lacks just one. The loop that must be fast."""
-        block_size, decodes = self.config.block_size, draft.decodes
+        block_size, decodes = self.config.block_size, builder.decodes
         for sequence in self.running:  # preemption shortens it from the far end
             start = sequence.num_computed_tokens
             pending = sequence.num_pending_tokens
             length = len(sequence.token_ids) + pending
             if length - start != 1:
-                draft.unfinished_prompts.append(sequence)
+                builder.unfinished_prompts.append(sequence)
                 continue
             if pending and (length >= sequence.max_length or sequence.constraint is not None):
                 continue  # the step in flight samples its last token, or decides what may follow
-            if start == len(sequence.block_table) * block_size and not self._grow(sequence, draft):
+            if start == len(sequence.block_table) * block_size and not self._grow(
+                sequence, builder
+            ):
                 break  # it was the youngest and has preempted itself
             previous_row = sequence.pending_row if pending else -1
             sequence.num_computed_tokens = length
             sequence.num_pending_tokens = pending + 1
             sequence.pending_row = len(decodes)
             decodes.append(ScheduledSequence(sequence, start, 1, 1, previous_row))
-        draft.tokens_left -= len(decodes)
-        draft.rows_left -= len(decodes)
+        builder.tokens_left -= len(decodes)
+        builder.rows_left -= len(decodes)
 
-    def _grow(self, sequence: Sequence, draft: Draft) -> bool:
+    def _grow(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """One more block, at the expense of the youngest; False if that is the sequence itself."""
         while not self.tables.grow(sequence):
             victim = self.running.pop()
-            self._preempt(victim, draft)
+            self._preempt(victim, builder)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+    def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Back to waiting, by swap where the host tier has room and else by recompute."""
         pairs = self.tables.swap_out(sequence) if self.config.preemption == "swap" else None
         if pairs is None:
             self.tables.forget(sequence)
         else:
-            draft.offloads += pairs
+            builder.offloads += pairs
         self.num_preemptions["recompute" if pairs is None else "swap"] += 1
-        draft.num_preempted += 1
+        builder.num_preempted += 1
         sequence.num_preemptions += 1
         self._wait(sequence)
 
@@ -191,13 +193,13 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_order)
         self.num_waiting_tokens += sequence.num_prompt_tokens
 
-    def _admit_waiting(self, draft: Draft, now: float) -> None:
+    def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
         """Admit in order until a budget or the blocks run out."""
         position = 0
         while (
             position < len(self.waiting)
             and len(self.running) < self._max_num_seqs
-            and min(draft.tokens_left, draft.rows_left) > 0
+            and min(builder.tokens_left, builder.rows_left) > 0
         ):
             sequence = self.waiting[position]
             if _waits_for_prompt(sequence):
@@ -214,8 +216,8 @@ class Scheduler:
             self.num_waiting_tokens -= sequence.num_prompt_tokens
             bisect.insort(self.running, sequence, key=_order)
             sequence.status = Status.RUNNING
-            draft.restores += restores
-            draft.add(sequence)
+            builder.restores += restores
+            builder.add(sequence)
 
     def _reserve(self, sequence: Sequence) -> int:
         """Blocks that the admission of this sequence must leave free.

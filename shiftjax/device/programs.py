@@ -1,7 +1,7 @@
 """Compiling every (bucket, mode) ahead of traffic, and what a compiled bucket consists of."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -82,26 +82,27 @@ def add_mode(step: StepDef, pool: PoolOptions, program: Program, mode: Mode) -> 
     program.steps[mode] = step.compile(mode, pools, program.packing, program.tables)
 
 
-def load_programs(
-    programs: Sequence[Program], compiled_for: StepDef, step: StepDef, pool: PoolOptions
-) -> list[Program]:
-    """Return the programs of a group for another one of the same layout.
-
-    They are loaded, in a tenth of a second each, or compiled where that fails.
-    """
-    return [_load_program(program, compiled_for, step, pool) for program in programs]
-
-
-def _load_program(
-    program: Program, compiled_for: StepDef, step: StepDef, pool: PoolOptions
+def load_program(
+    program: Program,
+    compiled_for: StepDef,
+    step: StepDef,
+    pool: PoolOptions,
+    try_out: Callable[[Program, Mode], None],
 ) -> Program:
+    """Return a program of one group for another one of the same layout.
+
+    Its steps are loaded, in a tenth of a second each, and tried out, or compiled where that
+    fails: on a CPU a program that came out of the compilation cache can be written once more,
+    and read, but not run.
+    """
     loaded = _empty_program(step, pool, program.bucket)
     devices, others = (list(one.mesh.devices.flat) for one in (compiled_for, step))
     for mode, compiled in program.steps.items():
         try:
             loaded.steps[mode] = load_on(compiled, devices, others)
+            try_out(loaded, mode)
         except Exception as error:
-            logger.warning("a step cannot be loaded on other devices, it is compiled: %s", error)
+            logger.info("a step is compiled for other devices, not loaded: %s", error)
             add_mode(step, pool, loaded, mode)
     return loaded
 

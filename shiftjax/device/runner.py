@@ -5,6 +5,7 @@ order, so a step may read what an earlier one in flight will have written.
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, replicated_spec, rows_spec
-from shiftjax.device.programs import PoolOptions, Program, add_mode, step_inputs
+from shiftjax.device.programs import PoolOptions, Program, add_mode, load_program, step_inputs
 from shiftjax.device.sampling_inputs import RowTables, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.parallel.grid import Mode
@@ -46,12 +47,13 @@ class DeviceRunner:
         step: StepDef,
         memory: GroupMemory,
         pool: PoolOptions,
-        programs: list[Program],
+        programs: Iterable[Program],
         *,
         swaps: bool = False,
         seed: int = 0,
     ):
-        self.step, self.memory, self.pool, self.programs = step, memory, pool, programs
+        self.step, self.memory, self.pool = step, memory, pool
+        self.programs = list(programs)
         self._swaps = swaps
         self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
         self._replicated = named(step.mesh, replicated_spec())
@@ -59,6 +61,26 @@ class DeviceRunner:
         self._no_tokens = jax.device_put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
         memory.allocate(pool, swaps=swaps)
+
+    def load_programs(self, other: "DeviceRunner") -> None:
+        """Take over the programs of the runner of another group, which has the same layout."""
+        for program in other.programs:
+            loaded = load_program(program, other.step, self.step, self.pool, self._try_out)
+            self.programs.append(loaded)
+
+    def _try_out(self, program: Program, mode: Mode) -> None:
+        """Run an empty step, which writes to the null block only. Raises what makes it fail."""
+        memory, empty = self.memory, np.zeros(program.packing.size, np.int32)
+        flat = jax.device_put(empty, self._replicated)
+        step, params = program.steps[mode], memory.params(mode)
+        try:
+            memory.pools, *result = step(
+                params, memory.pools, self._no_tokens, flat, program.tables
+            )
+            jax.block_until_ready(result)
+        except Exception:
+            self.reset()
+            raise
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
         """Dispatch one step; nothing is awaited."""

@@ -214,7 +214,7 @@ def replay(
     steps = [step for runner in runners for step in runner.steps]
     return Replay(
         deployment,
-        sorted(records, key=lambda r: r.arrival),
+        records,
         sorted(steps, key=lambda s: s.done),
         num_refused,
         sum(stats.mode_switches.values()),
@@ -225,14 +225,16 @@ def replay(
 def serve(
     engine: Engine, clock: Clock, requests: Iterable[Request]
 ) -> tuple[list[RequestRecord], int]:
-    """Bring requests when they come, and step while there is work: (what ended, number refused).
+    """Bring requests when they come, and step while there is work.
+
+    Returns what became of them, in their order, and how many were refused.
 
     A request that comes while the host waits for a step is seen after it, as by a server.
     """
     coming = iter(requests)
     request, num_refused = next(coming, None), 0
     arrivals: dict[str, float] = {}
-    records: list[RequestRecord] = []
+    ended: dict[str, RequestRecord] = {}
     while request is not None or engine.has_work():
         while request and (request.arrival_seconds <= clock.now or not engine.has_work()):
             clock.now = max(clock.now, request.arrival_seconds)
@@ -245,8 +247,8 @@ def serve(
         clock.next_arrival = request.arrival_seconds if request else float("inf")
         for event in engine.step(clock.now):
             if event.metrics is not None:
-                records.append(_record(event, arrivals.pop(event.request_id)))
-    return records, num_refused
+                ended[event.request_id] = _record(event, arrivals[event.request_id])
+    return [ended[name] for name in arrivals], num_refused
 
 
 def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:

@@ -69,7 +69,12 @@ def record(engine: Engine, runners, clock: Clock, seconds=None):
     ]
     options = {"overlap": True, "clock": clock, "wait": clock.wait_for_one}
     requests = [
-        Request(str(n), prompt, SamplingParams(0.0, max_tokens=output, ignore_eos=True), arrival)
+        Request(
+            str(n),
+            prompt,
+            SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True),
+            arrival,
+        )
         for n, (arrival, prompt, output) in enumerate(zip(ARRIVALS, PROMPTS, OUTPUTS, strict=True))
     ]
     serve(Engine(lanes, ThresholdPolicy(8), engine.limits, **options), clock, requests)
