@@ -1,6 +1,8 @@
 """Host time of a decode step, verb by verb: what the device waits for if nothing overlaps.
 
     python scripts/bench_host.py [--steps 300] [--sequences 1,64,256]
+    python scripts/bench_host.py --device 8        # with the real runner on 8 virtual devices
+    python scripts/bench_host.py --groups 5,50     # groups of 5 and 50 ms steps beside each other
 
 A step's host work is Python and NumPy over the running sequences, so it grows with their number
 and not with the model; EchoRunner makes up the tokens, in no time that is counted:
@@ -13,6 +15,14 @@ and not with the model; EchoRunner makes up the tokens, in no time that is count
 A step of SmolLM2-135M takes two CPU cores 10 ms or more, and a GPU a few: the sum has to stay well
 below where nothing overlaps, and below one step where the loop does. Prints a table of medians
 (and the 95th percentile of the sum), then one line of JSON.
+
+With `--device`, `pack` is followed by `dispatch`: the vector goes to the devices and the compiled
+step of a SmolLM2-135M with random weights is called, in shift mode; what it computes is waited
+for, and not counted. The devices have the host's cores, so this is an upper bound for a GPU.
+
+With `--groups`, the steps of echo runners take the given milliseconds on a clock of their own,
+and the last line has the steps per second of the first group `alone` and `beside` the others. A
+group that steps on its own does as many beside them as alone.
 """
 
 import argparse
@@ -26,16 +36,23 @@ from typing import Any
 import numpy as np
 from bench_machine import describe_machine
 
+from shiftjax.config import EngineConfig
+from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
+from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import ThresholdPolicy
-from shiftjax.control.request import Request, SamplingParams, Sequence, StepPlan
+from shiftjax.control.request import Request, SamplingParams, Sequence, StepOutput, StepPlan
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.programs import PoolOptions, step_inputs
+from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling_inputs import RowParams, build_rows, refresh_params
 from shiftjax.device.step import Packing
 from shiftjax.models.attention_backend import xla_attention
+from shiftjax.parallel.grid import Group, Mode
+from shiftjax.settings import make_virtual_devices
+from shiftjax.weights.resolve import open_source, resolve_model
 
 VOCAB_SIZE = 49_152
 BLOCK_SIZE = 16
@@ -45,6 +62,7 @@ VERBS = ("schedule", "choose", "pack", "commit")
 WARM_UP_STEPS = 20
 LEAST_TOKENS = 8  # the smallest bucket
 KEY = np.zeros(2, np.uint32)
+MODES = Group(0, 2).modes
 
 
 def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
@@ -103,11 +121,11 @@ def one_step(
     """The loop without overlap, once; seconds by verb."""
     seconds: dict[str, float] = {}
     plan = timed(seconds, "schedule", scheduler.schedule, 0.0)
-    plan.mode = timed(seconds, "choose", policy.choose, plan, 0, None)
+    mode = timed(seconds, "choose", policy.choose, plan, MODES, 0, None)
     if packer is not None:
         timed(seconds, "pack", packer, plan)
-    output = runner.fetch(runner.run(plan, plan.mode, None))
-    timed(seconds, "commit", scheduler.commit, plan, output, 0.0)
+    output = runner.fetch(runner.run(plan, mode, None))
+    timed(seconds, "commit", scheduler.commit, plan, mode, output, 0.0)
     return seconds
 
 
@@ -127,32 +145,132 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, float]:
     return {name: round(seconds * 1e6, 1) for name, seconds in medians.items()}
 
 
+def start_runner(num_devices: int, most: int) -> DeviceRunner:
+    """A SmolLM2-135M with random weights, steps of up to `most` sequences compiled."""
+    config = EngineConfig.from_options(
+        model="random:smollm2-135m",
+        devices=num_devices,
+        sp=1,
+        tp=num_devices,
+        max_num_seqs=most,
+        max_num_batched_tokens=most,
+        token_buckets=sorted({LEAST_TOKENS, 64, most}),
+        max_model_len=512,
+        num_blocks=most * 32 + 1,
+    )
+    make_virtual_devices(config)
+    from shiftjax.build import build
+
+    source = open_source(resolve_model(config.model.model), seed=0)
+    (runner,) = build(config, source, lambda *_: None).runners
+    return runner
+
+
+def measure_device(runner: DeviceRunner, num_sequences: int, num_steps: int) -> dict[str, float]:
+    """Median microseconds of packing and of dispatching a decode step; the device is idle."""
+    scheduler = make_scheduler(num_sequences, num_steps)
+    packer, mode = Packer(scheduler.config), runner.step.layout.shift
+    packer.pool, packer.attention = runner.pool, runner.step.attention
+    echo = EchoRunner(VOCAB_SIZE)
+    one_step(scheduler, echo, ThresholdPolicy(256), None)
+    rows = []
+    for number in range(WARM_UP_STEPS + num_steps):
+        seconds: dict[str, float] = {}
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        packer.bucket = runner.program_for(plan).bucket
+        timed(seconds, "pack", packer, plan)
+        handle = timed(seconds, "run", runner.run, plan, mode, None)
+        runner.fetch(handle)
+        seconds["dispatch"] = seconds.pop("run") - seconds["pack"]
+        scheduler.commit(plan, mode, echo.fetch(echo.run(plan, mode, None)), 0.0)
+        if number >= WARM_UP_STEPS:
+            rows.append(seconds)
+    medians = {verb: statistics.median(row[verb] for row in rows) for verb in rows[0]}
+    return {name: round(seconds * 1e6, 1) for name, seconds in medians.items()}
+
+
+class SleepingRunner(EchoRunner):
+    """Steps that take so many seconds on devices which do one after the other."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(VOCAB_SIZE)
+        self.seconds, self.idle_at, self.num_ended = seconds, 0.0, 0
+
+    def run(self, plan: StepPlan, mode: Mode, previous_handle: Any) -> Any:
+        """Queue it."""
+        self.idle_at = max(time.monotonic(), self.idle_at) + self.seconds
+        return self.idle_at, super().run(plan, mode, previous_handle and previous_handle[1])
+
+    def is_ready(self, handle: Any) -> bool:
+        """Whether its time has passed."""
+        return handle[0] <= time.monotonic()
+
+    def fetch(self, handle: Any) -> StepOutput:
+        """Sleep until it has."""
+        time.sleep(max(0.0, handle[0] - time.monotonic()))
+        self.num_ended += 1
+        return handle[1]
+
+
+def steps_per_second(milliseconds: list[float], seconds: float) -> float:
+    """Of the first of these groups, each with one long request."""
+    runners = [SleepingRunner(each / 1000) for each in milliseconds]
+    num_tokens = int(2 * seconds / min(runner.seconds for runner in runners))
+    config = SchedulerConfig(num_tokens, BLOCK_SIZE, 8, PROMPT_TOKENS)
+    lanes = [Lane(Scheduler(config), runner, MODES) for runner in runners]
+    limits = RequestLimits(VOCAB_SIZE, num_tokens + 1, num_tokens * (BLOCK_SIZE - 1))
+    engine = Engine(lanes, ThresholdPolicy(256), limits, clock=time.monotonic)
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    for number in range(len(lanes)):
+        engine.add_request(Request(str(number), [1], sampling))
+    start = time.monotonic()
+    while time.monotonic() < start + seconds:
+        engine.step(time.monotonic())
+    return runners[0].num_ended / (time.monotonic() - start)
+
+
+def measure_groups(milliseconds: list[float], seconds: float = 1.5) -> dict[str, float]:
+    """The first group alone and beside the others, in turn, three times: medians."""
+    rounds = [
+        (steps_per_second(milliseconds[:1], seconds), steps_per_second(milliseconds, seconds))
+        for _ in range(3)
+    ]
+    alone, beside = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return {"alone": round(alone, 1), "beside": round(beside, 1)}
+
+
 def main() -> None:
-    """Measure each number of sequences and report."""
+    """Measure what is asked for and report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=300, help="decode steps to time")
     parser.add_argument("--sequences", default="1,64,256", help="running sequences, by commas")
+    parser.add_argument("--device", type=int, help="virtual devices to dispatch a real step to")
+    parser.add_argument("--groups", help="milliseconds of a step of each group, by commas")
     args = parser.parse_args()
+    if args.groups and args.device:
+        parser.error("--groups has echo runners: leave out --device")
+    machine = describe_machine() | {"load": round(os.getloadavg()[0], 2)}
+    if args.groups:
+        milliseconds = [float(each) for each in args.groups.split(",")]
+        row = {"benchmark": "groups", "milliseconds": milliseconds, "machine": machine}
+        print(json.dumps(row | measure_groups(milliseconds)))
+        return
     sizes = [int(size) for size in args.sequences.split(",")]
-    results = {size: measure(size, args.steps) for size in sizes}
+    if args.device:
+        runner = start_runner(args.device, max(sizes))
+        results = {size: measure_device(runner, size, args.steps) for size in sizes}
+    else:
+        results = {size: measure(size, args.steps) for size in sizes}
     columns = list(results[sizes[0]])
     print("sequences" + "".join(f"{name:>11s}" for name in columns) + "   microseconds per step")
     for size, medians in results.items():
         print(f"{size:9d}" + "".join(f"{medians[name]:11.1f}" for name in columns))
-    machine = describe_machine() | {"load": round(os.getloadavg()[0], 2)}
-    print(
-        json.dumps(
-            {
-                "benchmark": "host",
-                "unit": "microseconds per step",
-                "steps": args.steps,
-                "machine": machine,
-                "sequences": results,
-            }
-        )
-    )
+    row = {"benchmark": "host", "unit": "microseconds per step", "steps": args.steps}
+    row |= {"devices": args.device or 0, "machine": machine, "sequences": results}
+    print(json.dumps(row))
 
 
 if __name__ == "__main__":
