@@ -60,10 +60,10 @@ $(VENV)/.gpu: $(VENV)/.dev
 	@touch $@
 
 # A second implementation of gRPC, for a test that is skipped without it.
-$(VENV)/.node: tests/serving/node/package.json | $(VENV)/.dev
+$(VENV)/.node: tests/serving/clients/node/package.json | $(VENV)/.dev
 	@if ! command -v npm >/dev/null; then \
 	    echo "npm not found: the test with Node's gRPC client will be skipped"; \
-	elif ! npm install --prefix tests/serving/node --silent --no-audit --no-fund --no-package-lock; then \
+	elif ! npm install --prefix tests/serving/clients/node --silent --no-audit --no-fund --no-package-lock; then \
 	    echo "npm install failed: the test with Node's gRPC client will be skipped"; fi
 	@touch $@
 
@@ -77,5 +77,5 @@ $(VENV)/.prometheus: | $(VENV)/.dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) tests/serving/node/node_modules build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) tests/serving/clients/node/node_modules build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ import pytest
 from kit import running_server
 
 HERE = Path(__file__).parent / "node"
-PROTO = Path(__file__).parents[2] / "serving/proto/shiftjax.proto"
+PROTO = Path(__file__).parents[3] / "serving/proto/shiftjax.proto"
 NODE = shutil.which("node")
 
 
@@ -25,7 +25,7 @@ def run_node(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(NODE is None, reason="needs node")
 def test_a_stream_and_a_result():
     if run_node("-e", "require.resolve('@grpc/grpc-js')").returncode:
-        pytest.skip("needs: npm install in tests/serving/node")
+        pytest.skip("needs: npm install in tests/serving/clients/node")
     with running_server() as server, server.client() as client:
         run = run_node("client.js", server.server.grpc.address, str(PROTO), "é日本")
         assert run.returncode == 0, run.stderr

@@ -19,7 +19,7 @@ from shiftjax.settings import dump_yaml, resolve
 from shiftjax.text.errors import TokenizerError
 from shiftjax.weights.source import CheckpointError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from kit import running_server
 from serving.bench.client import Sample, Target, complete, get, parse_url
 from serving.cli.main import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 TINY = ("--model=random:tiny", "--sp=1", "--tp=1", "--num-blocks=80", "--max-model-len=64")
 TINY += ("--token-buckets=32", "--max-num-batched-tokens=32", "--max-num-seqs=8")
