@@ -12,11 +12,19 @@ from kit import running_server
 from oracle import numpy_llama
 
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from shiftjax.config import SETTINGS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from background import Background
 from served import NUM_TOKENS, PROMPT
+
+
+@pytest.fixture(autouse=True)
+def no_settings_around(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(f"SHIFTJAX_{name.upper()}", raising=False)
+
 
 # ---------------------------------------------------------------- a server over an echo engine
 

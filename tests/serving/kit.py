@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from serving.cli.main import main
 from serving.run.listeners import Server
 from serving.server.accounts import EngineLimits
 from serving.server.async_engine import AsyncEngine
@@ -56,6 +58,13 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
     return Tokenizer(backend, bos_token_id=BOS, eos_token_ids=[EOS], chat_template=TEMPLATE)
+
+
+def run_command(capsys, *argv: str) -> tuple[int, str, list[str]]:
+    """(exit code, stdout, lines of stderr) of one command."""
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err.splitlines()
 
 
 class GatedRunner(EchoRunner):
@@ -249,6 +258,17 @@ def serving(engine: Engine) -> Iterator[Running]:
             yield running
     finally:
         compiles.stop()
+
+
+def all_at_once(server: Running, body: dict, count: int) -> list[httpx.Response]:
+    """What as many clients get for the same request."""
+
+    def send(_: int) -> httpx.Response:
+        with server.client() as own:
+            return own.post(COMPLETION, json=body)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(send, range(count)))
 
 
 def is_error(response: httpx.Response, status: int, param: str | None = None) -> None:

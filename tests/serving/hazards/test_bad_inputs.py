@@ -191,39 +191,6 @@ def test_bad_tokenizing(client, fields, param):
 
 
 @pytest.mark.parametrize(
-    "constraint",
-    [
-        {"regex": "("},
-        {"regex": "(?<=a)b"},
-        {"regex": "(a{1000}){1000}{1000}"},
-        {"regex": "a" * 100_000},
-        {"regex": "[^\\u0000-\\U0010ffff]"},
-        {"grammar": "start: nothing"},
-        {"grammar": "no grammar at all"},
-        {"choice": []},
-        {"choice": [""] * 3},
-        {"json": "{"},
-        {"json": "[]"},
-        {"json": False},
-        {"json": {"type": "number", "minimum": 5, "maximum": 1}},
-        {"json": {"$ref": "http://example.org/schema"}},
-        {"json": {"$ref": "#/nowhere"}},
-        {"json": {"const": "x" * 1_000_000}},
-        {"json": {"type": "whatever"}},
-        {"json": {"unknownKeyword": 5, "not": {"type": "string"}}},
-    ],
-    ids=lambda value: repr(value)[:40],
-)
-def test_constraints_of_no_use(client, constraint):
-    body = {"prompt": "x", "structured_outputs": constraint}
-    response = client.post(COMPLETION, json=body)
-    if constraint == {"choice": ["", "", ""]}:  # only the empty text: that can be served
-        assert response.json()["choices"][0]["text"] == ""
-        return
-    is_error(response, 400)
-
-
-@pytest.mark.parametrize(
     "body",
     [
         {"prompt": [1, 10**4000]},

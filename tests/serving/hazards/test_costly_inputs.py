@@ -6,7 +6,6 @@ import pytest
 from kit import CHAT, COMPLETION, is_error
 
 from serving.server import service
-from serving.server.grammar_trial import Trial
 from serving.server.responses import Writer
 
 
@@ -57,41 +56,6 @@ def test_texts_deep_inside_messages_are_counted(client):
     body = {"messages": [{"role": "user", "content": "x", "tool_calls": inner}]}
     response = client.post(CHAT, json=body)
     assert response.json()["error"]["code"] == "context_length_exceeded"
-
-
-NEVER_ENDING = [
-    {"json": {"type": "integer", "multipleOf": 9999991}},
-    {"json": {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(300)]}},
-    {"grammar": 'start: %json {"type": "integer", "multipleOf": 9999991}'},
-]
-
-
-def test_grammars_that_never_end(client):
-    """They are given up, and take no thread away from those that come later."""
-    for constraint in NEVER_ENDING:
-        body = {"prompt": "x", "structured_outputs": constraint}
-        response = client.post(COMPLETION, json=body)
-        is_error(response, 400, "structured_outputs")
-        assert response.json()["error"]["code"] == "grammar_invalid"
-    for number in range(4):
-        schema = {"type": "string", "maxLength": 20 + number}
-        body = {"prompt": "x", "structured_outputs": {"json": schema}}
-        assert client.post(COMPLETION, json=body).status_code == 200
-
-
-def test_a_trial_is_made_again_after_its_process_has_died():
-    trial = Trial()
-    try:
-        assert trial.survives("not even a grammar")
-        process = trial._process
-        assert process is not None
-        process.kill()
-        process.wait()
-        assert trial.survives("not even a grammar")
-        assert trial._process is not process
-    finally:
-        trial.close()
-    assert trial._process is None
 
 
 def test_big_answers_are_written_in_a_thread(client, monkeypatch):

@@ -1,12 +1,8 @@
 """Failing steps, engines that hang or give up, full queues: neighbours must not notice."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import grpc
-import httpx
 import pytest
-from kit import COMPLETION, VOCAB_SIZE, Running, make_engine, running_server
+from kit import COMPLETION, VOCAB_SIZE, all_at_once, make_engine, running_server
 from served import in_background
 
 from serving.proto import shiftjax_pb2 as pb
@@ -124,34 +120,6 @@ def test_an_engine_that_fails_for_good_is_not_ready(monkeypatch):
         assert client.get("/health/ready").status_code == 503
         assert client.get("/health/live").status_code == 200
         assert client.post(COMPLETION, json=LONG).status_code == 503
-
-
-def all_at_once(server: Running, body: dict, count: int) -> list[httpx.Response]:
-    """What as many clients get for the same request."""
-
-    def send(_: int) -> httpx.Response:
-        with server.client() as own:
-            return own.post(COMPLETION, json=body)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(send, range(count)))
-
-
-def test_grammars_that_take_too_long_do_not_blame_those_that_wait():
-    with running_server(grammar_timeout=0.3) as server:
-        gate, prepare = threading.Event(), server.service.grammars.prepare
-
-        def held(source, num):
-            gate.wait()
-            return prepare(source, num)
-
-        server.service.grammars.prepare = held
-        body = {"prompt": "x", "structured_outputs": {"choice": ["a"]}}
-        answers = all_at_once(server, body, 5)
-        codes = [answer.json()["error"]["code"] for answer in answers]
-        assert sorted(codes) == ["grammar_invalid"] * 2 + ["queue_full"] * 3
-        gate.set()
-        server.assert_quiescent()
 
 
 def test_a_full_queue_refuses_at_once():

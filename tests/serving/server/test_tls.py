@@ -13,7 +13,7 @@ from kit import running_server
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from serving.server.options import ServerOptions, server_problems
+from serving.server.options import ServerOptions
 from serving.server.tls import Certificates
 from shiftjax.options import ConfigError
 
@@ -182,19 +182,3 @@ def test_strangers_stay_outside(certificates):
             with pytest.raises(grpc.RpcError) as caught:
                 stub.GenerateOnce(pb.GenerateRequest(text="x"), timeout=5)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"ssl_certfile": "a"}, "ssl_keyfile"),
-        ({"ssl_keyfile": "a"}, "ssl_certfile"),
-        ({"ssl_ca_certs": "a"}, "ssl_certfile"),
-        ({"admin_port": 1}, "admin_token_file"),
-        ({"admin_token_file": "a"}, "admin_port"),
-        ({"port": 50051}, "grpc_port"),
-    ],
-)
-def test_options_that_go_together(options, words):
-    (problem,) = server_problems(ServerOptions(**options))
-    assert words in problem

@@ -1,0 +1,100 @@
+"""Structured output: what grammars give, refuse, and how long they may take."""
+
+import threading
+
+import pytest
+from kit import COMPLETION, all_at_once, is_error, running_server
+
+from serving.server.grammar_trial import Trial
+
+
+@pytest.mark.parametrize("text", ["a|b", '"\\\n\t', "\x00\x7f", "é日本<b>", "(.*)[&~#-]{2}^$", " "])
+def test_choices_are_taken_literally(client, text):
+    body = {"prompt": "x", "structured_outputs": {"choice": [text]}, "max_tokens": 60}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "("},
+        {"regex": "(?<=a)b"},
+        {"regex": "(a{1000}){1000}{1000}"},
+        {"regex": "a" * 100_000},
+        {"regex": "[^\\u0000-\\U0010ffff]"},
+        {"grammar": "start: nothing"},
+        {"grammar": "no grammar at all"},
+        {"choice": []},
+        {"choice": [""] * 3},
+        {"json": "{"},
+        {"json": "[]"},
+        {"json": False},
+        {"json": {"type": "number", "minimum": 5, "maximum": 1}},
+        {"json": {"$ref": "http://example.org/schema"}},
+        {"json": {"$ref": "#/nowhere"}},
+        {"json": {"const": "x" * 1_000_000}},
+        {"json": {"type": "whatever"}},
+        {"json": {"unknownKeyword": 5, "not": {"type": "string"}}},
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_constraints_of_no_use(client, constraint):
+    body = {"prompt": "x", "structured_outputs": constraint}
+    response = client.post(COMPLETION, json=body)
+    if constraint == {"choice": ["", "", ""]}:  # only the empty text: that can be served
+        assert response.json()["choices"][0]["text"] == ""
+        return
+    is_error(response, 400)
+
+
+NEVER_ENDING = [
+    {"json": {"type": "integer", "multipleOf": 9999991}},
+    {"json": {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(300)]}},
+    {"grammar": 'start: %json {"type": "integer", "multipleOf": 9999991}'},
+]
+
+
+def test_grammars_that_never_end(client):
+    """They are given up, and take no thread away from those that come later."""
+    for constraint in NEVER_ENDING:
+        body = {"prompt": "x", "structured_outputs": constraint}
+        response = client.post(COMPLETION, json=body)
+        is_error(response, 400, "structured_outputs")
+        assert response.json()["error"]["code"] == "grammar_invalid"
+    for number in range(4):
+        schema = {"type": "string", "maxLength": 20 + number}
+        body = {"prompt": "x", "structured_outputs": {"json": schema}}
+        assert client.post(COMPLETION, json=body).status_code == 200
+
+
+def test_a_trial_is_made_again_after_its_process_has_died():
+    trial = Trial()
+    try:
+        assert trial.survives("not even a grammar")
+        process = trial._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert trial.survives("not even a grammar")
+        assert trial._process is not process
+    finally:
+        trial.close()
+    assert trial._process is None
+
+
+def test_grammars_that_take_too_long_do_not_blame_those_that_wait():
+    with running_server(grammar_timeout=0.3) as server:
+        gate, prepare = threading.Event(), server.service.grammars.prepare
+
+        def held(source, num):
+            gate.wait()
+            return prepare(source, num)
+
+        server.service.grammars.prepare = held
+        body = {"prompt": "x", "structured_outputs": {"choice": ["a"]}}
+        answers = all_at_once(server, body, 5)
+        codes = [answer.json()["error"]["code"] for answer in answers]
+        assert sorted(codes) == ["grammar_invalid"] * 2 + ["queue_full"] * 3
+        gate.set()
+        server.assert_quiescent()
