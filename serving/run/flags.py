@@ -1,14 +1,13 @@
 """Command line flags, made from the fields of the config and of SamplingParams. No JAX."""
 
 import argparse
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from serving.server.options import ServerOptions, server_problems
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
-from shiftjax.control.request import SamplingParams
+from shiftjax.control.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
 from shiftjax.settings import read_config_file, resolve_with
 
@@ -162,9 +161,9 @@ def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
     known = {name: value for name, value in values.items() if name in SAMPLING_SETTINGS}
     try:
         sampling = SamplingParams(**known)
-    except ValueError as error:  # one sentence per field, joined by semicolons
-        names = "|".join(SAMPLING_SETTINGS)
-        raise ConfigError([*problems, *re.split(rf"; (?=(?:{names})\b)", str(error))]) from None
+    except SamplingError as error:
+        lines = [f"{name} {words}" for name, words in error.problems]
+        raise ConfigError([*problems, *lines]) from None
     if problems:
         raise ConfigError(problems)
     return sampling

@@ -321,16 +321,7 @@ def _validate(request: Request, engine: Engine) -> None:
     try:
         validate_request(request, engine.limits)
     except RequestError as error:
-        raise refusal(str(error)) from None
-
-
-def refusal(message: str) -> ServeError:
-    """The error for a sentence of the engine's admission; its first word may be the field."""
-    code = "context_length_exceeded" if "exceed the context" in message else None
-    code = "kv_capacity" if "KV pool" in message else code
-    field = message.partition(" ")[0].strip(":")
-    is_field = field.islower() and field.replace("_", "").isalpha()
-    return ServeError("invalid", message, code=code, param=field if is_field else "prompt")
+        raise ServeError("invalid", str(error), code=error.code, param=error.field) from None
 
 
 def _add(request: Request, engine: Engine) -> list[Event]:

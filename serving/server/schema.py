@@ -21,7 +21,12 @@ from serving.server.fields import (
     ResponseFormat,
     StructuredOutputs,
 )
-from shiftjax.control.sampling_params import INT32_MAX, MAX_LOGIT_BIAS, SamplingParams
+from shiftjax.control.sampling_params import (
+    INT32_MAX,
+    MAX_LOGIT_BIAS,
+    SamplingError,
+    SamplingParams,
+)
 
 MAX_PROMPTS = 256  # in one request
 MAX_TEXT_CHARACTERS = 256  # of ids, salts and users
@@ -204,19 +209,14 @@ def _wish(
     _check_common(fields)
     try:
         sampling = SamplingParams(**given)
-    except ValueError as error:
-        raise _sampling_error(str(error), fields) from None
+    except SamplingError as error:
+        raise _sampling_error(error, fields) from None
     return Wish(fields, sampling, _grammar_source(fields), unknown)
 
 
-def _sampling_error(message: str, fields: GenerationFields) -> ServeError:
+def _sampling_error(error: SamplingError, fields: GenerationFields) -> ServeError:
     """One error of all problems; a field goes by the name under which it came."""
-    names = "|".join(sorted(_SAMPLING_NAMES, key=len, reverse=True))
-    parts = re.split(rf"; (?=(?:{names})\b)", message)
-    violations = []
-    for part in parts:
-        field, _, description = part.partition(" ")
-        violations.append(Violation(_given_name(field, fields), description))
+    violations = [Violation(_given_name(name, fields), words) for name, words in error.problems]
     text = "; ".join(f"{field} {description}" for field, description in violations)
     return ServeError("invalid", text, violations=violations)
 

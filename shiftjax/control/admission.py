@@ -47,34 +47,36 @@ def validate_request(request: Request, limits: RequestLimits) -> None:
 
 def _check_identity(request: Request, limits: RequestLimits) -> None:
     if not isinstance(request.sampling, SamplingParams):
-        raise RequestError("sampling must be a SamplingParams.")
+        raise RequestError("sampling must be a SamplingParams.", "sampling")
     for name in ("request_id", "cache_salt"):
         text = getattr(request, name)
         if text is None and name == "cache_salt":
             continue
         if not (isinstance(text, str) and 0 < len(text) <= MAX_ID_CHARACTERS):
-            raise RequestError(f"{name} must be a string of 1 to {MAX_ID_CHARACTERS} characters.")
+            words = f"must be a string of 1 to {MAX_ID_CHARACTERS} characters"
+            raise RequestError(f"{name} {words}.", name)
         if not text.isprintable():
-            raise RequestError(f"{name} must not contain control characters.")
+            raise RequestError(f"{name} must not contain control characters.", name)
     if type(request.priority) is not int or abs(request.priority) > INT32_MAX:
-        raise RequestError(f"priority must be an integer between -{INT32_MAX} and {INT32_MAX}.")
+        words = f"must be an integer between -{INT32_MAX} and {INT32_MAX}"
+        raise RequestError(f"priority {words}.", "priority")
     if type(request.arrival_seconds) not in (int, float) or not math.isfinite(
         request.arrival_seconds
     ):
-        raise RequestError("arrival_seconds must be a finite number.")
+        raise RequestError("arrival_seconds must be a finite number.", "arrival_seconds")
     if request.adapter is not None and request.adapter not in limits.adapters:
-        raise RequestError("The adapter of this request is not loaded.")
+        raise RequestError("The adapter of this request is not loaded.", "adapter")
 
 
 def _check_prompt(token_ids: Any, limits: RequestLimits) -> None:
     if not isinstance(token_ids, (list, tuple)):
-        raise RequestError("The prompt must be a list of token ids.")
+        raise RequestError("The prompt must be a list of token ids.", "prompt")
     if not token_ids:
-        raise RequestError("The prompt is empty: it needs at least one token.")
+        raise RequestError("The prompt is empty: it needs at least one token.", "prompt")
     if set(map(type, token_ids)) != {int}:
-        raise RequestError("The prompt's token ids must all be integers.")
+        raise RequestError("The prompt's token ids must all be integers.", "prompt")
     for token in (min(token_ids), max(token_ids)):
-        _check_in_vocabulary("The prompt's token id", token, limits)
+        _check_in_vocabulary("The prompt's", token, "prompt", limits)
 
 
 def _check_length(num_prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:
@@ -83,25 +85,29 @@ def _check_length(num_prompt: int, max_tokens: int | None, limits: RequestLimits
     asked = f"{num_prompt} prompt tokens and {num_output} output tokens"
     if num_prompt + num_output > context:
         raise RequestError(
-            f"{asked} exceed the context of {context} tokens: shorten the prompt or max_tokens."
+            f"{asked} exceed the context of {context} tokens: shorten the prompt or max_tokens.",
+            "prompt",
+            "context_length_exceeded",
         )
     if max(num_prompt, num_prompt + num_output - 1) > pool:  # the last token needs no KV
-        raise RequestError(f"{asked} can never fit the KV pool, which holds {pool} tokens.")
+        message = f"{asked} can never fit the KV pool, which holds {pool} tokens."
+        raise RequestError(message, "prompt", "kv_capacity")
 
 
 def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(sampling, name) or 0) > limits.max_logprobs:
-            raise RequestError(f"{name} must be at most {limits.max_logprobs} on this server.")
+            raise RequestError(
+                f"{name} must be at most {limits.max_logprobs} on this server.", name
+            )
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         for token in getattr(sampling, name) or ():
-            _check_in_vocabulary(f"{name}: token id", token, limits)
+            _check_in_vocabulary(f"{name}:", token, name, limits)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else limits.eos_token_ids)}
     allowed = sampling.allowed_token_ids
     if sampling.min_tokens and allowed and stops.issuperset(allowed):
-        raise RequestError(
-            "min_tokens forbids every one of allowed_token_ids: they are all stop ids."
-        )
+        message = "min_tokens forbids every one of allowed_token_ids: they are all stop ids."
+        raise RequestError(message, "min_tokens")
 
 
 def _check_constraints(request: Request) -> None:
@@ -110,12 +116,14 @@ def _check_constraints(request: Request) -> None:
     if not num:
         return
     if num != sampling.n:
-        raise RequestError(f"There are {num} constraints for {sampling.n} continuations.")
+        message = f"There are {num} constraints for {sampling.n} continuations."
+        raise RequestError(message, "constraints")
     for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
         if getattr(sampling, name):
-            raise RequestError(f"{name} cannot be combined with structured output.")
+            raise RequestError(f"{name} cannot be combined with structured output.", name)
 
 
-def _check_in_vocabulary(what: str, token: int, limits: RequestLimits) -> None:
+def _check_in_vocabulary(whose: str, token: int, field: str, limits: RequestLimits) -> None:
     if not 0 <= token < limits.vocab_size:
-        raise RequestError(f"{what} {token} is outside the vocabulary of {limits.vocab_size}.")
+        words = f"token id {token} is outside the vocabulary of {limits.vocab_size}"
+        raise RequestError(f"{whose} {words}.", field)

@@ -1,6 +1,6 @@
 """How the tokens of a request are chosen and when it ends. Complete validation, no JAX."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -15,12 +15,20 @@ MAX_STOP_CHARACTERS = 1024
 MIN_TEMPERATURE = 1e-8  # below it logits / temperature leaves float32
 
 
+class SamplingError(ValueError):
+    """Sampling fields that are wrong: `problems` has (field, what is wrong with it) of them all."""
+
+    def __init__(self, problems: Iterable[tuple[str, str]]):
+        self.problems = tuple(problems)
+        super().__init__("; ".join(f"{field} {words}" for field, words in self.problems))
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """What a user may ask of sampling; names and meanings are vLLM's.
 
     Construction normalises numbers to plain `int` and `float`, lists to tuples, and raises one
-    `ValueError` that lists every problem. What depends on the model (vocabulary, context) is
+    `SamplingError` that lists every problem. What depends on the model (vocabulary, context) is
     checked by `validate_request`.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 is off. `max_tokens` None means as many as the
@@ -49,15 +57,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
-        problems: list[str] = []
+        problems: list[tuple[str, str]] = []
         for name, check in _FIELD_CHECKS.items():
             try:
                 object.__setattr__(self, name, check(getattr(self, name)))
             except ValueError as problem:
-                problems.append(f"{name} {problem}")
+                problems.append((name, str(problem)))
         problems = problems or _combination_problems(self)
         if problems:
-            raise ValueError("; ".join(problems))
+            raise SamplingError(problems)
 
     @property
     def is_greedy(self) -> bool:
@@ -188,15 +196,15 @@ _FIELD_CHECKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _combination_problems(params: SamplingParams) -> list[str]:
+def _combination_problems(params: SamplingParams) -> list[tuple[str, str]]:
     """Problems of fields that are each fine by themselves."""
     problems = []
+    nothing = "0 generates nothing"
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        problems.append(
-            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})"
-        )
+        words = f"({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})"
+        problems.append(("min_tokens", words))
     if params.max_tokens == 0 and params.prompt_logprobs is None:
-        problems.append("max_tokens 0 generates nothing and is allowed with prompt_logprobs only")
+        problems.append(("max_tokens", f"{nothing} and is allowed with prompt_logprobs only"))
     if params.max_tokens == 0 and params.n > 1:
-        problems.append(f"max_tokens 0 generates nothing, so n must be 1, not {params.n}")
+        problems.append(("max_tokens", f"{nothing}, so n must be 1, not {params.n}"))
     return problems

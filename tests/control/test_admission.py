@@ -6,6 +6,7 @@ import pytest
 
 from shiftjax.control.admission import RequestLimits, validate_request
 from shiftjax.control.request import Request, RequestError, SamplingParams, derive_seed
+from shiftjax.control.sampling_params import SamplingError
 
 LIMITS = RequestLimits(
     vocab_size=100, max_model_len=32, num_kv_tokens=24, max_logprobs=5, eos_token_ids=(2, 3)
@@ -44,8 +45,9 @@ def test_bad_fields_are_refused_by_name(field, values):
 
 
 def test_all_problems_come_in_one_error():
-    with pytest.raises(ValueError, match=r"n must.*top_p must.*stop entries"):
+    with pytest.raises(SamplingError, match=r"n must.*top_p must.*stop entries") as caught:
         SamplingParams(n=0, top_p=0, stop=[""])
+    assert [field for field, _ in caught.value.problems] == ["n", "top_p", "stop"]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +59,9 @@ def test_all_problems_come_in_one_error():
     ],
 )
 def test_fields_that_contradict_each_other(fields, problem):
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(SamplingError, match=problem) as caught:
         SamplingParams(**fields)
+    assert {field for field, _ in caught.value.problems} <= set(fields)
 
 
 def test_edges_that_are_allowed_and_normalised():
@@ -115,6 +118,32 @@ def test_bad_requests_get_one_sentence(bad, problem):
     with pytest.raises(RequestError, match=problem) as caught:
         validate_request(bad, LIMITS)
     assert str(caught.value).endswith(".") and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("bad", "field", "code"),
+    [
+        (request([]), "prompt", None),
+        (request([100]), "prompt", None),
+        (request([1] * 33), "prompt", "context_length_exceeded"),
+        (request([1] * 20, max_tokens=6), "prompt", "kv_capacity"),
+        (request(stop_token_ids=[100]), "stop_token_ids", None),
+        (request(prompt_logprobs=6), "prompt_logprobs", None),
+        (request(min_tokens=1, allowed_token_ids=[2, 3]), "min_tokens", None),
+        (Request("r", [1], SamplingParams(ignore_eos=True), constraints=(1,)), "ignore_eos", None),
+        (Request("r", [1], constraints=(1, 2)), "constraints", None),
+        (request(name=""), "request_id", None),
+        (request(salt="\n"), "cache_salt", None),
+        (request(priority=2**40), "priority", None),
+        (request(arrival=math.nan), "arrival_seconds", None),
+        (request(adapter="french"), "adapter", None),
+        (Request("r", [1], {"n": 1}), "sampling", None),
+    ],
+)
+def test_refusals_say_of_which_field_and_kind_they_are(bad, field, code):
+    with pytest.raises(RequestError) as caught:
+        validate_request(bad, LIMITS)
+    assert (caught.value.field, caught.value.code) == (field, code)
 
 
 @pytest.mark.parametrize(
