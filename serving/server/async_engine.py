@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from serving.server.accounts import Counts, EngineLimits, Observer
 from serving.server.engine_thread import EngineThread, Turn
@@ -82,7 +81,7 @@ class AsyncEngine:
     def refuse(self, error: ServeError) -> None:
         """Count a request that was refused."""
         self.counts.rejected += 1
-        self._tell("rejected", error)
+        self._tell(lambda observer: observer.rejected(error))
 
     def submit(
         self,
@@ -153,7 +152,8 @@ class AsyncEngine:
             is_cancel = error.kind_name in ("cancelled", "aborted", "slow_reader", "deadline")
             self.counts.cancelled += is_cancel
             self.counts.failed += not is_cancel
-        self._tell("ended", handle, time.monotonic())
+        now = time.monotonic()
+        self._tell(lambda observer: observer.ended(handle, now))
         reason = "finished" if error is None else error.code
         num_prompt, num_output = len(handle.request.prompt_token_ids), handle.num_output_tokens
         logger.info(
@@ -190,7 +190,7 @@ class AsyncEngine:
             handle = self.handles.get(event.request_id)
             if handle is not None:
                 self._apply(handle, event, turn.at)
-        self._tell("stepped", turn)
+        self._tell(lambda observer: observer.stepped(turn))
         if turn.failure is not None:
             self._fail(turn.failure)
 
@@ -203,17 +203,17 @@ class AsyncEngine:
             handle.fail(internal_error())
             return
         if num_tokens:
-            self._tell("tokens", handle, event.index, num_tokens, now)
+            self._tell(lambda observer: observer.tokens(handle, event.index, num_tokens, now))
 
     def make_text(self, handle: RequestHandle, event: Event) -> int:
         """Enter an event into its request; returns how many tokens it brought."""
         return handle.apply(event)
 
-    def _tell(self, what: str, *arguments: Any) -> None:
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
         """Tell the observers; what goes wrong there is no request's fault."""
         for observer in self._observers:
             try:
-                getattr(observer, what)(*arguments)
+                tell(observer)
             except Exception:
                 logger.exception("Counting failed.")
 
