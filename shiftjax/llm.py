@@ -188,7 +188,7 @@ class LLM:
         places, assemblers = {}, {}
         try:
             for index, (request, text) in enumerate(requests):
-                self.engine.add_request(request)
+                self.engine.admit(request)
                 places[request.request_id] = index
                 assemblers[request.request_id] = OutputAssembler(
                     request, text, self.tokenizer, self._stopper(request.request_id)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from serving.server.accounts import Counts, EngineLimits, Observer
-from serving.server.engine_thread import EngineThread, Turn
+from serving.server.engine_thread import Command, EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
 from shiftjax.control.admission import MAX_ID_CHARACTERS, validate_request
@@ -110,7 +110,7 @@ class AsyncEngine:
         for request, prompt, size in zip(requests, prompts, sizes, strict=True):
             handle = self._accept(request, prompt, streams)
             self._submitted[self._thread.num_posted + 1] = size
-            self._thread.post(partial(_add, handle.request))
+            self._post(partial(Engine.admit, request=handle.request))
             if timeout is not None:
                 handle.expire_at(self._loop, self._loop.time() + timeout)
             handles.append(handle)
@@ -137,7 +137,7 @@ class AsyncEngine:
         self.counts.accepted += 1
         return handle
 
-    def _post(self, command: Callable[[Engine], list[Event]]) -> None:
+    def _post(self, command: Command) -> None:
         self._thread.post(command)
 
     # ------------------------------------------------------------------ ends
@@ -257,16 +257,15 @@ class AsyncEngine:
         """Run a function on the engine's thread, between steps, and return what it returns."""
         future: Future[T] = Future()
 
-        def command(engine: Engine) -> list[Event]:
+        def command(engine: Engine) -> None:
             if not future.set_running_or_notify_cancel():
-                return []  # who asked has gone, and does not want it any more
+                return  # who asked has gone, and does not want it any more
             try:
                 future.set_result(function(engine))
             except Exception as error:
                 future.set_exception(error)
-            return []
 
-        self._thread.post(command)
+        self._post(command)
         return await asyncio.wrap_future(future)
 
     def stop_accepting(self) -> None:
@@ -322,16 +321,3 @@ def _validate(request: Request, engine: Engine) -> None:
         validate_request(request, engine.limits)
     except RequestError as error:
         raise ServeError("invalid", str(error), code=error.code, param=error.field) from None
-
-
-def _add(request: Request, engine: Engine) -> list[Event]:
-    """Give a request to the engine; one that it refuses after all ends with an error event."""
-    try:
-        engine.add_request(request)
-    except RequestError as error:
-        name, last = request.request_id, request.sampling.n - 1
-        return [
-            Event(name, i, finish_reason="error", error=str(error), is_last=i == last)
-            for i in range(last + 1)
-        ]
-    return []

@@ -14,7 +14,7 @@ from shiftjax.control.request import Event
 
 logger = logging.getLogger(__name__)
 
-Command = Callable[[Engine], list[Event]]
+Command = Callable[[Engine], list[Event] | None]
 MAX_UNDELIVERED = 32  # turns; then the engine waits for the event loop
 
 
@@ -104,7 +104,7 @@ class EngineThread:
             if command is not None:
                 self._num_obeyed += 1
                 try:
-                    events += command(self.engine)
+                    events += command(self.engine) or ()
                 except Exception as error:
                     logger.exception("A command to the engine failed.")
                     events += self.engine.mend(error)

@@ -217,6 +217,10 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Accept a request, which then gets exactly one terminal event, or raise `RequestError`."""
         validate_request(request, self.limits)
+        self.admit(request)
+
+    def admit(self, request: Request) -> None:
+        """Accept what `validate_request` has let pass. Raises `DuplicateRequestError`."""
         name = request.request_id
         if name in self._queued or self._lane_of(name) is not None:
             raise DuplicateRequestError(f"There is an unfinished request with the id {name!r}.")
