@@ -1,6 +1,7 @@
-"""The flags of `shiftjax bench serve`, `latency`, `throughput` and `startup`. No JAX."""
+"""The flags of all kinds of `shiftjax bench`. No JAX."""
 
 import argparse
+from pathlib import Path
 
 MADE_UP = {"prompt_tokens": 128, "output_tokens": 64}
 # What shapes each kind of load, with defaults; a flag of another kind is refused.
@@ -56,3 +57,20 @@ def add_offline_flags(parser: argparse.ArgumentParser, kind: str) -> None:
         group.add_argument(f"--{name}", type=int, default=default, help=f"{text}; {default}")
     group.add_argument("--json", metavar="FILE", help="write the numbers; - is stdout")
     parser.set_defaults(kind=kind)
+
+
+def add_steps_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench steps`."""
+    parser.add_argument("--model", default="smollm2-135m", help="model to measure with")
+    parser.add_argument("--meshes", default="1x1,4x2", help="SPxTP, ...; default 1x1,4x2")
+    parser.add_argument("--repeats", type=int, default=5, help="runs per point, default 5")
+    parser.add_argument("--out", type=Path, default=Path("machine.yaml"), help="file to write")
+
+
+def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench kernels`."""
+    parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), default=128)
+    parser.add_argument("--block-size", type=int, default=16, help="tokens, default 16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    machine = "write a machine file with the measured efficiencies, for --machine"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=machine)

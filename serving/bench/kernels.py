@@ -32,17 +32,6 @@ WRITE_TOKENS = (64, 8192)
 COLUMNS = ("kernel", "shape", "time, µs", "rate", "", "% of ceiling")
 
 
-def add_command(subparsers: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Register the command; `add` makes a subparser the way the rest of the command line does."""
-    text = "time the attention kernels of this GPU against its ceilings and the alternatives"
-    parser = add(subparsers, "kernels", bench_kernels, text)
-    parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), default=128)
-    parser.add_argument("--block-size", type=int, default=16, help="tokens, default 16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    machine = "write a machine file with the measured efficiencies, for --machine"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=machine)
-
-
 def bench_kernels(
     arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
 ) -> int:

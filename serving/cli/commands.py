@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +21,6 @@ from shiftjax.settings import make_virtual_devices
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
     from shiftjax.outputs import RequestOutput
-
-Command = Callable[[argparse.Namespace, EngineConfig, SamplingParams], int]
 
 
 def generate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
@@ -135,6 +133,24 @@ def bench_offline(
     except ModuleNotFoundError as error:
         raise _needs_serving(error) from None
     return run(arguments, config)
+
+
+def bench_steps(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
+    """Measure steps on this machine and write a machine file."""
+    from serving.bench.steps import run_bench
+    from serving.cli.simulate import mesh_of
+
+    meshes = [mesh_of(text, "--meshes") for text in arguments.meshes.split(",")]
+    return run_bench(arguments.model, meshes, arguments.repeats, arguments.out)
+
+
+def mesh_run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Run a file of experiments."""
+    from serving.cli.mesh_run import run_file
+
+    return run_file(arguments.file, arguments.out)
 
 
 def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:

@@ -1,6 +1,10 @@
-"""The command `shiftjax`: generate, chat, serve, convert ... JAX is imported when needed."""
+"""The command `shiftjax`: generate, chat, serve, convert ...
+
+A command is imported when it runs: --help costs argparse and the settings, no NumPy and no JAX.
+"""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -9,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import shiftjax
-from serving.bench import kernels as bench_kernels
-from serving.bench.flags import OFFLINE, add_flags, add_offline_flags
-from serving.cli import commands, simulate
+from serving.bench.flags import (
+    OFFLINE,
+    add_flags,
+    add_kernels_flags,
+    add_offline_flags,
+    add_steps_flags,
+)
+from serving.cli import mesh_flags
 from serving.run.flags import (
     EXIT_CODES,
     UsageParser,
@@ -22,11 +31,11 @@ from serving.run.flags import (
     settle,
 )
 from serving.run.start import StartError
-from shiftjax.control.request import RequestError
+from shiftjax.config import SETTINGS
+from shiftjax.control.errors import RequestError
 from shiftjax.options import ConfigError
-from shiftjax.settings import dump_part, dump_yaml
 from shiftjax.text.errors import ChatTemplateError, TokenizerError
-from shiftjax.weights.source import DTYPES, CheckpointError
+from shiftjax.weights.errors import CheckpointError
 
 UNSHOWN = ("logprobs", "prompt_logprobs")  # plain text has no place for them
 OK, FAILED, USAGE, NO_MODEL, INTERRUPTED = 0, 1, 2, 3, 130
@@ -73,11 +82,15 @@ def _run(argv: list[str]) -> int:
     arguments = parse_args(make_parser(), argv)
     config, sampling = settle(arguments)
     if arguments.configured and arguments.print_config:
+        from shiftjax.settings import dump_part, dump_yaml
+
         sys.stdout.write(dump_yaml(config))
         if arguments.serves:
             sys.stdout.write("\n" + dump_part("server", asdict(arguments.server)))
         return OK
-    return arguments.run(arguments, config, sampling)
+    module, _, name = arguments.run.rpartition(".")
+    command = getattr(importlib.import_module(f"serving.{module}"), name)
+    return command(arguments, config, sampling)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,17 +100,18 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(subparsers)
     _add_chat(subparsers)
-    serve = _add(subparsers, "serve", commands.serve, "answer requests over HTTP and gRPC")
+    serve = _add(subparsers, "serve", "cli.commands.serve", "answer requests over HTTP and gRPC")
     add_config_flags(serve)
     add_server_flags(serve)
     serve.set_defaults(serves=True)
     _add_batch(subparsers)
     _add_bench(subparsers)
     _add_convert(subparsers)
-    check = _add(subparsers, "check", commands.check, "check settings and model, print the plan")
+    text = "check settings and model, print the plan"
+    check = _add(subparsers, "check", "cli.commands.check", text)
     add_config_flags(check)
-    simulate.add_commands(subparsers, _add)
-    _add(subparsers, "version", commands.version, "print the versions that matter")
+    mesh_flags.add_commands(subparsers, _add)
+    _add(subparsers, "version", "cli.commands.version", "print the versions that matter")
     return parser
 
 
@@ -108,16 +122,15 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def _add(
-    subparsers: Any, name: str, run: commands.Command | None, text: str
-) -> argparse.ArgumentParser:
+def _add(subparsers: Any, name: str, run: str | None, text: str) -> argparse.ArgumentParser:
+    """Add a command, or a group of them; `run` says where in `serving` its function is."""
     parser = subparsers.add_parser(name, help=text, description=text, **_STYLE)
     parser.set_defaults(run=run, parser=parser, configured=False, serves=False)
     return parser
 
 
 def _add_generate(subparsers: Any) -> None:
-    parser = _add(subparsers, "generate", commands.generate, "continue prompts")
+    parser = _add(subparsers, "generate", "cli.commands.generate", "continue prompts")
     parser.add_argument("prompt", nargs="*", help="one streams; several print a block each")
     parser.add_argument("--prompts", metavar="FILE", help="more prompts, one a line; - is stdin")
     parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
@@ -126,7 +139,7 @@ def _add_generate(subparsers: Any) -> None:
 
 
 def _add_chat(subparsers: Any) -> None:
-    parser = _add(subparsers, "chat", commands.chat, "talk to a model")
+    parser = _add(subparsers, "chat", "cli.commands.chat", "talk to a model")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
     # an answer ends by itself, or where the context does
@@ -135,7 +148,7 @@ def _add_chat(subparsers: Any) -> None:
 
 
 def _add_batch(subparsers: Any) -> None:
-    parser = _add(subparsers, "batch", commands.batch, "run a file of requests")
+    parser = _add(subparsers, "batch", "cli.commands.batch", "run a file of requests")
     parser.add_argument("input", type=Path, help="JSON lines: OpenAI's batch format, or plain")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--resume", action="store_true", help="do what the output file lacks")
@@ -146,21 +159,24 @@ def _add_bench(subparsers: Any) -> None:
     parser = _add(subparsers, "bench", None, "measure")
     kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
     text = "put load on any OpenAI-compatible server"
-    add_flags(_add(kinds, "serve", commands.bench_serve, text))
+    add_flags(_add(kinds, "serve", "cli.commands.bench_serve", text))
     for kind, (text, _) in OFFLINE.items():
-        parser = _add(kinds, kind, commands.bench_offline, text)
+        parser = _add(kinds, kind, "cli.commands.bench_offline", text)
         add_offline_flags(parser, kind)
         add_config_flags(parser)
-    simulate.add_bench_steps(kinds, _add)
-    bench_kernels.add_command(kinds, _add)
+    text = "time steps of a model and fit a machine file"
+    add_steps_flags(_add(kinds, "steps", "cli.commands.bench_steps", text))
+    text = "time the attention kernels of this GPU against its ceilings and the alternatives"
+    add_kernels_flags(_add(kinds, "kernels", "bench.kernels.bench_kernels", text))
 
 
 def _add_convert(subparsers: Any) -> None:
-    parser = _add(subparsers, "convert", commands.convert, "write a model in another format")
+    dtypes = SETTINGS["dtype"].choices[1:]  # the first is "auto"
+    parser = _add(subparsers, "convert", "cli.commands.convert", "write a model in another format")
     parser.add_argument("model", help="the model to read, as for --model of the other commands")
     parser.add_argument("output", type=Path, help="the directory to write, new or empty")
     parser.add_argument("--to", choices=("huggingface", "orbax"), required=True, help="format")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="number format; default: as stored")
+    parser.add_argument("--dtype", choices=dtypes, help="number format; default: as stored")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""The commands `plan`, `mesh simulate`, `mesh run` and `bench steps`. JAX only where they run."""
+"""The commands `plan` and `mesh simulate`."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shiftjax.arch.shape import FORMAT_BYTES
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.costs.machine_files import engine_names, machine_names
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, cost_model, standard_deployments
 from shiftjax.sim.experiments import (
@@ -34,71 +31,9 @@ from shiftjax.sim.report import (
 )
 from shiftjax.sim.trace import TraceRequest
 
-Add = Callable[[Any, str, Any, str], argparse.ArgumentParser]
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 WINDOW = "0:900"
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-
-
-def add_commands(subparsers: Any, add: Add) -> None:
-    """Register the commands; `add` makes a subparser the way the rest of the command line does."""
-    parser = add(subparsers, "plan", plan, "say how to deploy a model on a machine")
-    _add_target(parser)
-    parser.add_argument("--input", type=int, default=4096, help="prompt tokens, default 4096")
-    parser.add_argument("--output", type=int, default=250, help="output tokens, default 250")
-    parser.add_argument(
-        "--compile", nargs="?", const="", metavar="SPxTP,...", help="compile the steps, see docs"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
-    mesh = add(subparsers, "mesh", None, "compare mesh configurations")
-    commands = mesh.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_simulate(commands, add)
-    run = add(commands, "run", mesh_run, "run the experiments of a file, measured and modelled")
-    run.add_argument("file", type=Path, help="YAML file of experiments, see docs/simulator.md")
-    run.add_argument("--out", type=Path, default=Path("mesh-results"), metavar="DIR")
-
-
-def add_bench_steps(kinds: Any, add: Add) -> None:
-    """Register `bench steps`."""
-    steps = add(kinds, "steps", bench_steps, "time steps of a model and fit a machine file")
-    steps.add_argument("--model", default="smollm2-135m", help="model to measure with")
-    steps.add_argument("--meshes", default="1x1,4x2", help="SPxTP, ...; default 1x1,4x2")
-    steps.add_argument("--repeats", type=int, default=5, help="runs per point, default 5")
-    steps.add_argument("--out", type=Path, default=Path("machine.yaml"), help="file to write")
-
-
-def _add_simulate(commands: Any, add: Add) -> None:
-    parser = add(commands, "simulate", simulate, "replay a trace on a modelled machine")
-    _add_target(parser)
-    parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
-    parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
-    parser.add_argument("--compare", default="dp,tp,sp,shift", help="deployments, comma-separated")
-    parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
-    parser.add_argument(
-        "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"
-    )
-    parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=X", help=_SET)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
-
-
-_SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat for more"
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    machines, engines = ", ".join(machine_names()), ", ".join(engine_names())
-    parser.add_argument("--model", default="llama-70b", help="preset, default llama-70b")
-    parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
-    parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
-    parser.add_argument(
-        "--dtype", default="bfloat16", help="of weights: " + ", ".join(FORMAT_BYTES)
-    )
-    parser.add_argument("--kv-cache-dtype", help="default: that of the weights")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="of a replica, default 256")
-    parser.add_argument("--block-size", type=int, default=16, help="of the KV cache, default 16")
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=8192, help="of a replica, default 8192"
-    )
 
 
 def _budgets(arguments: argparse.Namespace) -> dict[str, int]:
@@ -146,7 +81,7 @@ def _compile(
 
     fitting = {(e.deployment.sp, e.deployment.tp): e.deployment for e in estimates if e.fits}
     if arguments.compile:
-        meshes = [_mesh(text, "--compile") for text in arguments.compile.split(",")]
+        meshes = [mesh_of(text, "--compile") for text in arguments.compile.split(",")]
     else:
         meshes = [mesh for mesh, deployment in fitting.items() if deployment.dp == 1]
     wrong = [f"--compile: {sp}x{tp} does not fit" for sp, tp in meshes if (sp, tp) not in fitting]
@@ -246,27 +181,8 @@ def _number(text: str, where: str) -> float | int:
         raise ConfigError([f"{where}: {text!r} is no number"]) from None
 
 
-# ------------------------------------------------------------------ on devices
-
-
-def mesh_run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
-    """Run a file of experiments."""
-    from serving.cli.mesh_run import run_file
-
-    return run_file(arguments.file, arguments.out)
-
-
-def bench_steps(
-    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
-) -> int:
-    """Measure steps on this machine and write a machine file."""
-    from serving.bench.steps import run_bench
-
-    meshes = [_mesh(text, "--meshes") for text in arguments.meshes.split(",")]
-    return run_bench(arguments.model, meshes, arguments.repeats, arguments.out)
-
-
-def _mesh(text: str, where: str) -> tuple[int, int]:
+def mesh_of(text: str, where: str) -> tuple[int, int]:
+    """(SP, TP) of a text like 4x2. Raises ConfigError."""
     sp, _, tp = text.partition("x")
     if not (sp.isdigit() and tp.isdigit() and int(sp) and int(tp)):
         raise ConfigError([f"{where}: {text!r} is not SPxTP, say 4x2"])

@@ -9,7 +9,6 @@ from serving.server.options import ServerOptions, server_problems
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
 from shiftjax.control.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
-from shiftjax.settings import read_config_file, resolve_with
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 SERVER_SETTINGS = settings_of(ServerOptions)
@@ -133,6 +132,8 @@ def _config_from(arguments: argparse.Namespace) -> EngineConfig:
 
     Every command reads both, so that one file and one environment do for all.
     """
+    from shiftjax.settings import read_config_file, resolve_with
+
     given = {name: getattr(arguments, name, None) for name in (*SETTINGS, *SERVER_SETTINGS)}
     flags = {name: str(value) for name, value in given.items() if value is not None}
     text = read_config_file(arguments.config) if arguments.config else ""

@@ -3,11 +3,8 @@
 import resource
 from typing import TYPE_CHECKING
 
-from serving.run.progress import progress_bars
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import is_out_of_memory
 from shiftjax.options import ConfigError
-from shiftjax.settings import make_virtual_devices
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
@@ -21,6 +18,10 @@ class StartError(Exception):
 
 def open_llm(config: EngineConfig) -> "LLM":
     """Load and compile, with bars on a terminal. Raises StartError for want of memory."""
+    from serving.run.progress import progress_bars
+    from shiftjax.control.engine import is_out_of_memory
+    from shiftjax.settings import make_virtual_devices
+
     _check_address_space()
     make_virtual_devices(config)
     try:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from shiftjax.control.errors import DuplicateRequestError, RequestError
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
 from shiftjax.parallel.grid import Mode
 
@@ -39,22 +40,6 @@ class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class RequestError(ValueError):
-    """A request that is refused at the door; the message is written for its sender.
-
-    `field` is what is wrong, by its name in `Request` or `SamplingParams` (`prompt` for the token
-    ids), and `code` the kind of it, where programs tell one from others.
-    """
-
-    def __init__(self, message: str, field: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.field, self.code = field, code
-
-
-class DuplicateRequestError(RequestError):
-    """A request whose id belongs to another one that has not finished."""
 
 
 class TokenConstraint(Protocol):

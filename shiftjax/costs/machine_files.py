@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.options import ConfigError, shown, unknown_name
 
@@ -93,6 +91,8 @@ def _read(name: str, folder: str, what: str) -> dict[str, Any]:
         known = _names(folder)
         problem = unknown_name(name, known, what)
         raise ConfigError([f"{problem}; there are {', '.join(known)}, or name a .yaml file"])
+    import yaml  # here, because the names of machines are asked for every --help
+
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -139,6 +139,8 @@ def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
 
 def renewed(name: str, values: Mapping[str, float], source: str) -> str:
     """The file of the machine `name` with some of its constants (without a unit) measured anew."""
+    import yaml
+
     data = yaml.safe_load((_HERE / "machines" / f"{name}.yaml").read_text(encoding="utf-8"))
     for constant, value in values.items():
         data[constant] = {"value": round(value, 3), "unit": "1", "source": source}
@@ -147,6 +149,7 @@ def renewed(name: str, values: Mapping[str, float], source: str) -> str:
 
 def dump_machine(machine: Machine, source: str) -> str:
     """A machine file whose constants all have one source, say a measurement."""
+    import yaml
 
     def plain(value: Any, name: str) -> Any:
         if isinstance(value, Transfer):

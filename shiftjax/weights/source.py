@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.weights.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -19,14 +20,6 @@ DTYPES: dict[str, np.dtype] = {
 # Buffers that old versions of transformers saved although they follow from the configuration.
 _IGNORED = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
 _CHUNK_BYTES = 64 << 20
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: one line per problem, each naming the file."""
-
-    def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 class TensorInfo(NamedTuple):

@@ -1,15 +1,19 @@
-"""The command line: generated flags, all problems on lines of their own, exit codes."""
+"""The command line: commands, exit codes, what --help costs."""
 
+import argparse
+import importlib
+import inspect
 import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kit import TEMPLATE, byte_tokenizer, run_command
 
-from serving.cli.main import guarded
+from serving.cli.main import guarded, make_parser
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import RequestError
 from shiftjax.settings import dump_yaml, resolve
@@ -123,18 +127,39 @@ def test_text_that_is_not_unicode_is_refused_in_words(capsys, monkeypatch, tmp_p
         assert words in lines[0]
 
 
-def test_help_needs_no_jax_and_names_the_exit_codes():
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"]])
+def test_help_imports_little_and_names_the_exit_codes(argv):
+    heavy = {"jax", "numpy", "ml_dtypes", "rich", "yaml", "shiftjax.sim", "serving.cli.commands"}
     code = (
         "import sys\nfrom serving.cli.main import main\n"
-        "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
-        "sys.exit('jax' in sys.modules)"
+        f"try: main({argv})\nexcept SystemExit: pass\n"
+        f"sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert run.returncode == 0
+    assert (run.returncode, run.stderr) == (0, "")
     assert "exit codes:" in run.stdout
     assert "3  the model cannot be found or read" in run.stdout
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Where the functions of a parser's commands are."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from filter(None, (each.get_default("run"), *commands_of(each)))
+
+
+def test_every_command_is_where_the_parser_says():
+    places = set(commands_of(make_parser()))
+    assert len(places) > 10
+    for place in places:
+        module, _, name = place.rpartition(".")
+        parameters = inspect.signature(
+            getattr(importlib.import_module(f"serving.{module}"), name)
+        ).parameters
+        assert [*parameters] == ["arguments", "config", "sampling"]
 
 
 def test_version(capsys):

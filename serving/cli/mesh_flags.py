@@ -1,0 +1,72 @@
+"""The flags of `plan`, `mesh simulate` and `mesh run`: all that --help has to import of them."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shiftjax.config import SETTINGS
+from shiftjax.costs.machine_files import engine_names, machine_names
+
+Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
+
+
+def add_commands(subparsers: Any, add: Add) -> None:
+    """Register the commands; `add` makes a subparser the way the rest of the command line does."""
+    parser = add(subparsers, "plan", "cli.simulate.plan", "say how to deploy a model on a machine")
+    _add_target(parser)
+    parser.add_argument("--input", type=int, default=4096, help="prompt tokens, default 4096")
+    parser.add_argument("--output", type=int, default=250, help="output tokens, default 250")
+    parser.add_argument(
+        "--compile", nargs="?", const="", metavar="SPxTP,...", help="compile the steps, see docs"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
+    mesh = add(subparsers, "mesh", None, "compare mesh configurations")
+    commands = mesh.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_simulate(commands, add)
+    run = add(
+        commands,
+        "run",
+        "cli.commands.mesh_run",
+        "run the experiments of a file, measured and modelled",
+    )
+    run.add_argument("file", type=Path, help="YAML file of experiments, see docs/simulator.md")
+    run.add_argument("--out", type=Path, default=Path("mesh-results"), metavar="DIR")
+
+
+def _add_simulate(commands: Any, add: Add) -> None:
+    parser = add(
+        commands,
+        "simulate",
+        "cli.simulate.simulate",
+        "replay a trace on a modelled machine",
+    )
+    _add_target(parser)
+    parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
+    parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
+    parser.add_argument("--compare", default="dp,tp,sp,shift", help="deployments, comma-separated")
+    parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
+    parser.add_argument(
+        "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"
+    )
+    parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=X", help=_SET)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
+
+
+_SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat for more"
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    machines, engines = ", ".join(machine_names()), ", ".join(engine_names())
+    parser.add_argument("--model", default="llama-70b", help="preset, default llama-70b")
+    parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
+    parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
+    dtypes = ", ".join((*SETTINGS["dtype"].choices[1:], "fp8"))  # the first is "auto"
+    parser.add_argument("--dtype", default="bfloat16", help=f"of weights: {dtypes}")
+    parser.add_argument("--kv-cache-dtype", help="default: that of the weights")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="of a replica, default 256")
+    parser.add_argument("--block-size", type=int, default=16, help="of the KV cache, default 16")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="of a replica, default 8192"
+    )

@@ -1,0 +1,17 @@
+"""How the engine refuses a request. No JAX, and nothing else: the command line knows it too."""
+
+
+class RequestError(ValueError):
+    """A request that is refused at the door; the message is written for its sender.
+
+    `field` is what is wrong, by its name in `Request` or `SamplingParams` (`prompt` for the token
+    ids), and `code` the kind of it, where programs tell one from others.
+    """
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.field, self.code = field, code
+
+
+class DuplicateRequestError(RequestError):
+    """A request whose id belongs to another one that has not finished."""
