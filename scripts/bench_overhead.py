@@ -35,7 +35,6 @@ from serving.bench.client import Sample, complete, parse_url
 from serving.run.listeners import Server
 from serving.run.progress import print_table
 from serving.run.serve import GIL_SECONDS
-from serving.server.accounts import EngineLimits
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
@@ -100,8 +99,7 @@ def serve(pipe: Connection, streams: int, step_seconds: float) -> None:
         service = Service(ServerOptions(port=0, grpc_port=0, max_num_queued_reqs=4096))
         runner = TimedRunner(VOCAB_SIZE, step_seconds)
         core = make_engine(runner, streams)
-        limits = EngineLimits(max_num_queued_reqs=4096)
-        engine = AsyncEngine(core, tokenizer, service.observers, limits)
+        engine = AsyncEngine(core, tokenizer, service.observers, service.options)
         runner.is_open = lambda: engine.counts.accepted % streams == 0
         service.open(ServedModel(("echo",), tokenizer, None), engine)
         server = Server(service)

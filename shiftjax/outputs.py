@@ -79,6 +79,7 @@ class OutputAssembler:
         tokenizer: Tokenizer | None,
         stop_sequence: Callable[[int], None],
     ):
+        self.request = request
         sampling = request.sampling
         wants_logprobs = sampling.logprobs is not None
         self.output = RequestOutput(

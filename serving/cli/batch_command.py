@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from serving.cli.batch_run import Line, open_output, read_lines, run_lines
 from serving.run.progress import print_table, progress_bars, throughput
 from serving.run.serve import served_model
 from serving.run.start import open_llm
-from serving.server.accounts import EngineLimits
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from serving.server.service import Service
@@ -73,8 +72,8 @@ async def _run(
     llm: "LLM", options: ServerOptions, lines: list[Line], output: Path, summary: Summary
 ) -> None:
     service = Service(options)
-    limits = EngineLimits(max_num_queued_reqs=QUEUE, max_num_queued_tokens=1 << 40)
-    engine = AsyncEngine(llm.engine, llm.tokenizer, service.observers, limits)
+    unbounded = replace(options, max_num_queued_reqs=QUEUE, max_num_queued_tokens=1 << 40)
+    engine = AsyncEngine(llm.engine, llm.tokenizer, service.observers, unbounded)
     service.open(served_model(llm, options), engine)
     num_at_once = 2 * llm.config.scheduler.max_num_seqs
     try:

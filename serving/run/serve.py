@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
 from serving.run.listeners import Server, read_keys
 from serving.run.start import StartError, open_llm
-from serving.server.accounts import EngineLimits
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
@@ -129,12 +128,7 @@ class Process:
         for fault in self._faults:
             load = faulty(fault, load) if fault.point == LOADING else load
         self._llm = llm = await asyncio.to_thread(load, self._config)
-        limits = EngineLimits(
-            max_num_queued_reqs=options.max_num_queued_reqs,
-            max_num_queued_tokens=options.max_num_queued_tokens,
-            stall_seconds=options.stall_timeout,
-        )
-        engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, limits)
+        engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, options)
         # On the thread of all later steps: its first one opens files, for which there may be no
         # room when clients have come.
         await engine.call(lambda _: prove(llm))

@@ -5,16 +5,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
-from serving.server.accounts import Counts, EngineLimits, Observer
 from serving.server.engine_thread import Command, EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
+from serving.server.options import ServerOptions
 from shiftjax.control.admission import MAX_ID_CHARACTERS, validate_request
 from shiftjax.control.engine import Engine, EngineStats
 from shiftjax.control.request import Event, Request, RequestError
+from shiftjax.outputs import OutputAssembler
 from shiftjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -22,10 +24,42 @@ logger = logging.getLogger(__name__)
 NUM_RECENT = 1024  # ended requests whose ids are remembered
 
 
+@dataclass
+class Counts:
+    """What became of requests since the start; `accepted` is the sum of the ends and the open."""
+
+    accepted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+
+
+class Observer(Protocol):
+    """What metrics and the page want to hear of."""
+
+    def rejected(self, error: ServeError) -> None:
+        """A request was refused at the door."""
+        ...
+
+    def tokens(self, handle: RequestHandle, index: int, num: int, now: float) -> None:
+        """One step brought `num` tokens of a continuation."""
+        ...
+
+    def ended(self, handle: RequestHandle, now: float) -> None:
+        """A request has ended; `handle.error` says how."""
+        ...
+
+    def stepped(self, turn: Turn) -> None:
+        """The engine has finished a turn."""
+        ...
+
+
 class AsyncEngine:
     """Requests go in through `submit` on the event loop; each comes out of its handle.
 
-    `submit` raises `ServeError` for what is refused. All methods are for the loop's thread.
+    `submit` raises `ServeError` for what is refused; `options` say how much may wait. All methods
+    are for the loop's thread.
     """
 
     def __init__(
@@ -33,9 +67,9 @@ class AsyncEngine:
         engine: Engine,
         tokenizer: Tokenizer | None,
         observers: Sequence[Observer] = (),
-        limits: EngineLimits | None = None,
+        options: ServerOptions | None = None,
     ):
-        self.limits = limits or EngineLimits()
+        self._options = options or ServerOptions()
         self.request_limits = engine.limits
         self.counts = Counts()
         self.stats: EngineStats = engine.stats()
@@ -68,14 +102,14 @@ class AsyncEngine:
         on_the_way = self._submitted.values()
         num_queued = self.stats.num_waiting + sum(n for n, _ in on_the_way)
         queued_tokens = self.stats.num_waiting_tokens + sum(tokens for _, tokens in on_the_way)
-        most, most_tokens = self.limits.max_num_queued_reqs, self.limits.max_num_queued_tokens
+        most = self._options.max_num_queued_reqs
         if num_sequences > most:
             raise ServeError(
                 "invalid", f"{num_sequences} sequences in one request exceed the queue of {most}."
             )
         if num_queued + num_sequences > most:
             raise ServeError("queue_full", f"The queue is full: {num_queued} sequences wait.")
-        if queued_tokens + num_tokens > most_tokens and queued_tokens:
+        if queued_tokens and queued_tokens + num_tokens > self._options.max_num_queued_tokens:
             raise ServeError("queue_full", f"The queue is full: {queued_tokens} tokens wait.")
 
     def refuse(self, error: ServeError) -> None:
@@ -120,17 +154,13 @@ class AsyncEngine:
         # The engine's name is new every time: events of an ended request find nobody.
         public = request.request_id
         name = f"{self.counts.accepted}:{public}"[:MAX_ID_CHARACTERS]
-        handle = RequestHandle(
+        assembler = OutputAssembler(
             replace(request, request_id=name),
             prompt,
             self._tokenizer,
-            streams=streams,
-            max_buffered_tokens=self.limits.max_buffered_tokens,
-            stop_sequence=lambda index: self._post(lambda e: e.finish(name, index, "stop")),
-            on_end=self._ended,
-            on_close=lambda handle: self._released(name, public),
-            public_id=public,
+            lambda index: self._post(lambda engine: engine.finish(name, index, "stop")),
         )
+        handle = RequestHandle(assembler, public, self._ended, self._released, streams=streams)
         self.handles[name] = handle
         self._names[public] = handle
         self._quiet.clear()
@@ -161,8 +191,9 @@ class AsyncEngine:
             *(handle.public_id, reason, num_prompt, num_output),
         )
 
-    def _released(self, name: str, public: str) -> None:
-        del self.handles[name], self._names[public]
+    def _released(self, handle: RequestHandle) -> None:
+        public = handle.public_id
+        del self.handles[handle.request.request_id], self._names[public]
         self._recent[public] = None
         if len(self._recent) > NUM_RECENT:
             del self._recent[next(iter(self._recent))]
@@ -244,7 +275,7 @@ class AsyncEngine:
     @property
     def makes_progress(self) -> bool:
         """Whether steps finish, if there is work."""
-        return self.stalled_seconds() < self.limits.stall_seconds
+        return self.stalled_seconds() < self._options.stall_timeout
 
     @property
     def last_step_age(self) -> float:
@@ -296,23 +327,6 @@ class AsyncEngine:
         self.stop_accepting()
         self.end_all()
         return await self._loop.run_in_executor(None, self._thread.stop)
-
-    async def assert_quiescent(self) -> None:
-        """Check, for tests, that nothing is held: no request, block, queue entry or open count."""
-        assert not self.handles, f"open handles: {list(self.handles)}"
-        counts = self.counts
-        ended = counts.finished + counts.cancelled + counts.failed
-        assert counts.accepted == ended, counts
-        async with asyncio.timeout(10):
-            while await self.call(lambda engine: engine.has_work()):
-                await asyncio.sleep(0.005)
-        await self.call(lambda engine: engine.check())
-        stats = await self.call(lambda engine: engine.stats())
-        held = stats.num_running, stats.num_waiting, stats.num_waiting_tokens, stats.kv_usage
-        assert held == (0, 0, 0, 0.0), f"held at idle: {held}"
-        async with asyncio.timeout(10):  # the turn that carried the calls is on its way
-            while self._submitted or self.stats != stats:
-                await asyncio.sleep(0.005)
 
 
 def _validate(request: Request, engine: Engine) -> None:

@@ -5,12 +5,13 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from serving.server.errors import ServeError, internal_error
-from shiftjax.control.request import Event, Request, TokenLogprobs
+from shiftjax.control.request import Event, TokenLogprobs
 from shiftjax.outputs import OutputAssembler, RequestOutput
-from shiftjax.text.tokenizer import Tokenizer
 
 # Codes of engine errors that are not "internal" outside.
 ERROR_KINDS = {"constraint_failed": "constraint", "device_oom": "device_memory"}
+
+MAX_BUFFERED_TOKENS = 1 << 14  # generated, and not read by a stream's client
 
 
 @dataclass(slots=True)
@@ -31,29 +32,25 @@ class RequestHandle:
     Leaving the context releases everything, whatever happened before: an unfinished request is
     aborted. A handle ends exactly once, in `error` None or not; nothing that comes later counts.
     Iterating gives lists of deltas, one per continuation that has news: what comes while nobody
-    reads is merged, up to `max_buffered_tokens`, beyond which the reader is too slow.
+    reads is merged, up to `MAX_BUFFERED_TOKENS`, beyond which the reader is too slow.
     """
 
     def __init__(
         self,
-        request: Request,
-        prompt: str | None,
-        tokenizer: Tokenizer | None,
-        *,
-        streams: bool,
-        max_buffered_tokens: int,
-        stop_sequence: Callable[[int], None],
+        assembler: OutputAssembler,
+        public_id: str,
         on_end: Callable[["RequestHandle"], None],
         on_close: Callable[["RequestHandle"], None],
-        public_id: str = "",
+        *,
+        streams: bool,
     ):
-        self.request, self.public_id = request, public_id  # the id that the client knows
+        self.request = assembler.request
+        self.public_id = public_id  # the id that the client knows
         self.error: ServeError | None = None
         self.is_ended = False
         self.last_token_at: dict[int, float] = {}  # by continuation, for metrics
-        self._assembler = OutputAssembler(request, prompt, tokenizer, stop_sequence)
+        self._assembler = assembler
         self._streams = streams
-        self._max_buffered_tokens = max_buffered_tokens
         self._deltas: dict[int, Delta] = {}
         self._num_buffered_tokens = 0
         self._news = asyncio.Event()
@@ -107,7 +104,7 @@ class RequestHandle:
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         self._num_buffered_tokens += len(new_ids)
         self._news.set()
-        if self._num_buffered_tokens > self._max_buffered_tokens:
+        if self._num_buffered_tokens > MAX_BUFFERED_TOKENS:
             self.fail(ServeError("slow_reader", "The client reads too slowly; the stream ended."))
 
     # ------------------------------------------------------------------ ends

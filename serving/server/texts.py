@@ -3,15 +3,16 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from serving.server.errors import ServeError, invalid
-from serving.server.messages import num_characters, with_content
 from shiftjax.text.chat import ChatTemplate, encode_chat
 from shiftjax.text.errors import ChatRequestError, ChatTemplateError
 from shiftjax.text.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 1024  # texts up to this are tokenized on the event loop
 MAX_TEXTS = 1024  # in the threads, or waiting for one
+MAX_CHAT_VALUES = 1 << 16  # in the messages and template variables of one request
 LONGEST_TOKEN = 256  # characters, for a tokenizer that does not say
 
 
@@ -50,8 +51,8 @@ class Texts:
     ) -> list[int]:
         """Token ids of a conversation. Raises `ServeError`, also for what the template refuses."""
         tokenizer = self.tokenizer_for("messages")
-        self._check_length(num_characters([messages, variables]), "messages")
-        plain = [with_content(message) for message in messages]
+        self._check_length(_num_characters([messages, variables]), "messages")
+        plain = [_with_content(message) for message in messages]
 
         def work() -> list[int]:
             return encode_chat(tokenizer, plain, template=self._template, **variables)
@@ -83,3 +84,24 @@ class Texts:
             message = f"{field} has {num_characters} characters; the context has room for {most}."
             code = "context_length_exceeded"
             raise ServeError("invalid", message, param=field, code=code)
+
+
+def _num_characters(value: Any) -> int:
+    """Characters in the texts of plain values. Raises `ServeError` for too many values."""
+    total, num_values, pending = 0, 0, [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Mapping | list):
+            num_values += len(item)
+            if num_values > MAX_CHAT_VALUES:
+                raise invalid("messages", f"must have at most {MAX_CHAT_VALUES} values in all")
+            pending += (*item.keys(), *item.values()) if isinstance(item, Mapping) else item
+    return total
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """The message; what an assistant says is empty where clients send null."""
+    is_empty = message.get("role") == "assistant" and message.get("content", "") is None
+    return message | {"content": ""} if is_empty else message

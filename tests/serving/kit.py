@@ -18,7 +18,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from serving.cli.main import main
 from serving.run.listeners import Server
-from serving.server.accounts import EngineLimits
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
@@ -35,7 +34,7 @@ from shiftjax.text.tokenizer import Tokenizer
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
 MAX_MODEL_LEN = 256
-MODEL_LIMITS = EngineLimits(max_num_queued_reqs=64)
+MODEL_QUEUE = 64  # sequences that may wait for a compiled engine
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 SECRETS = (
@@ -161,9 +160,25 @@ class Running:
                 if not self.engine.handles:
                     break
                 await asyncio.sleep(0.005)
-            await self.engine.assert_quiescent()
+            await self._check_counts()
 
         self.on_loop(check())
+
+    async def _check_counts(self) -> None:
+        """No request, block, queue entry or open count is held."""
+        engine, counts = self.engine, self.engine.counts
+        assert not engine.handles, f"open handles: {list(engine.handles)}"
+        assert counts.accepted == counts.finished + counts.cancelled + counts.failed, counts
+        async with asyncio.timeout(10):
+            while await engine.call(lambda engine: engine.has_work()):
+                await asyncio.sleep(0.005)
+        await engine.call(lambda engine: engine.check())
+        stats = await engine.call(lambda engine: engine.stats())
+        held = stats.num_running, stats.num_waiting, stats.num_waiting_tokens, stats.kv_usage
+        assert held == (0, 0, 0, 0.0), f"held at idle: {held}"
+        async with asyncio.timeout(10):  # the turn that carried the calls is on its way
+            while engine._submitted or engine.stats != stats:
+                await asyncio.sleep(0.005)
 
     def wait_until(self, condition) -> None:
         """Poll; the test fails if it does not come true."""
@@ -188,7 +203,6 @@ def running_server(
     *,
     tokenizer: Tokenizer | None = None,
     keys: tuple[str, ...] = (),
-    limits: EngineLimits | None = None,
     drain_seconds: float = 5.0,
     num_compiles: Callable[[], int] = lambda: 0,
     **options,
@@ -204,7 +218,7 @@ def running_server(
     failures: list[BaseException] = []
 
     async def main() -> None:
-        async_engine = AsyncEngine(engine, tokenizer, service.observers, limits)
+        async_engine = AsyncEngine(engine, tokenizer, service.observers, service.options)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
         model = ServedModel(("echo", "echo-alias"), tokenizer, template, num_compiles=num_compiles)
         service.open(model, async_engine)
@@ -252,7 +266,7 @@ def serving(engine: Engine) -> Iterator[Running]:
         with running_server(
             engine,
             tokenizer=byte_tokenizer(),
-            limits=MODEL_LIMITS,
+            max_num_queued_reqs=MODEL_QUEUE,
             num_compiles=lambda: compiles.count,
         ) as running:
             yield running

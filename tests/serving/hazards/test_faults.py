@@ -7,7 +7,6 @@ from served import in_background
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from serving.server.accounts import EngineLimits
 
 NEIGHBOUR = {"prompt": "neighbour", "max_tokens": 40, "seed": 7, "ignore_eos": True}
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
@@ -89,7 +88,7 @@ def test_a_device_without_memory_is_its_own_error(server, client, stub):
 
 
 def test_a_stuck_step_shows_as_no_progress():
-    with running_server(limits=EngineLimits(stall_seconds=0.1)) as server:
+    with running_server(stall_timeout=0.1) as server:
         server.runner.gate.clear()
         with server.client() as client:
             headers = {"x-request-timeout": "0.5"}
@@ -123,9 +122,8 @@ def test_an_engine_that_fails_for_good_is_not_ready(monkeypatch):
 
 
 def test_a_full_queue_refuses_at_once():
-    limits = EngineLimits(max_num_queued_reqs=4)
     engine = make_engine(max_num_seqs=2)
-    with running_server(engine, limits=limits) as server:
+    with running_server(engine, max_num_queued_reqs=4) as server:
         server.runner.step_seconds = 0.01
         answers = all_at_once(server, LONG | {"max_tokens": 30}, 20)
         refused = [answer for answer in answers if answer.status_code == 429]

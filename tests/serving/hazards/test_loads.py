@@ -6,14 +6,13 @@ import random
 import pytest
 from background import with_clients
 from engines import checkpoint, make
-from kit import EOS, MODEL_LIMITS, VOCAB_SIZE, make_engine, running_server, serving
+from kit import EOS, MODEL_QUEUE, VOCAB_SIZE, make_engine, running_server, serving
 from load_kit import REFUSED, mixed_body
 from loads import LOADS, Known, Loads
 
 from serving.bench.client import complete, parse_url
 from serving.bench.load import Outcome, closed_loop
 from serving.bench.report import queue_times, summary
-from serving.server.accounts import EngineLimits
 from shiftjax.sim.trace import TraceRequest
 
 SECONDS = 60.0  # of the steady load and the overload
@@ -48,7 +47,7 @@ def test_a_load(server, known, name):
     ends = row["ends"]
     assert set(ends) <= {"finished", REFUSED}
     assert row["greedy_differ"] == row["sampled_differ"] == row["refused_without_hint"] == 0
-    assert row["longest_queue"] <= MODEL_LIMITS.max_num_queued_reqs
+    assert row["longest_queue"] <= MODEL_QUEUE
     server.assert_quiescent()
     after = counts.accepted, counts.finished, counts.rejected
     gained = [new - old for old, new in zip(before, after, strict=True)]
@@ -89,8 +88,8 @@ def test_failures_are_counted_not_raised():
 def test_random_cancels_leave_nothing():
     """A minute's soak in seconds: clients that stay, that go early, and that ask nonsense."""
     rng = random.Random(4)
-    engine, limits = make_engine(max_num_seqs=4), EngineLimits(max_num_queued_reqs=24)
-    with running_server(engine, limits=limits, grpc=False) as server:
+    engine = make_engine(max_num_seqs=4)
+    with running_server(engine, max_num_queued_reqs=24, grpc=False) as server:
         server.runner.step_seconds = 0.0005
         target = parse_url(server.url)
 

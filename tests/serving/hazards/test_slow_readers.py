@@ -10,7 +10,7 @@ from kit import CHAT, COMPLETION, USER, Running, read_all, running_server
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from serving.server.accounts import EngineLimits
+from serving.server import handle
 
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
 
@@ -60,9 +60,9 @@ def test_a_slow_reader_over_grpc_is_dropped():
         server.assert_quiescent()
 
 
-def test_a_reader_who_never_comes_is_bounded():
-    limits = EngineLimits(max_buffered_tokens=50)
-    with running_server(limits=limits) as server:
+def test_a_reader_who_never_comes_is_bounded(monkeypatch):
+    monkeypatch.setattr(handle, "MAX_BUFFERED_TOKENS", 50)
+    with running_server() as server:
 
         async def run() -> str:
             generation = await server.service.complete(LONG | {"stream": True})
