@@ -6,6 +6,7 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 from served import in_background, serve
 
@@ -86,9 +87,13 @@ def test_memory_that_runs_out_while_serving(model, cache_dir, expected):
         for thread, _ in pairs:
             thread.join(60)
             assert not thread.is_alive()
-        if served.process.poll() is None:
+        try:
             resource.prlimit(pid, resource.RLIMIT_AS, (free, free))
-            assert served.tokens() == expected
+            tokens = served.tokens()
+        except (httpx.TransportError, ProcessLookupError):
+            tokens = None
+        if tokens is not None:
+            assert tokens == expected
             served.end_well()
         else:  # a library that takes a failed allocation for memory
             code, _, err = served.end()
