@@ -3,13 +3,12 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shiftjax
-from serving.cli.batch import in_order
 from serving.cli.chat import run_chat
 from serving.run.progress import print_table, throughput
 from serving.run.start import open_llm
@@ -71,6 +70,17 @@ def _blocks(llm: "LLM", prompts: list[str], sampling: SamplingParams) -> Iterato
             yield output
 
 
+def in_order[T](pairs: Iterable[tuple[int, T]]) -> Iterator[T]:
+    """The values of (place, value) pairs by place from 0, each as soon as those before it."""
+    waiting: dict[int, T] = {}
+    place = 0
+    for key, value in pairs:
+        waiting[key] = value
+        while place in waiting:
+            yield waiting.pop(place)
+            place += 1
+
+
 def _block(index: int, prompt: str, output: "RequestOutput") -> str:
     short = prompt if len(prompt) <= 60 else prompt[:57] + "..."
     many = len(output.outputs) > 1
@@ -107,7 +117,7 @@ def serve(arguments: argparse.Namespace, config: EngineConfig, sampling: Samplin
 def batch(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Run a file of requests through the engine."""
     try:
-        from serving.cli.batch_command import run_batch
+        from serving.cli.batch import run_batch
     except ModuleNotFoundError as error:
         raise _needs_serving(error) from None
     return run_batch(arguments, config)

@@ -152,6 +152,9 @@ def _add_batch(subparsers: Any) -> None:
     parser.add_argument("input", type=Path, help="JSON lines: OpenAI's batch format, or plain")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--resume", action="store_true", help="do what the output file lacks")
+    text = "of records; plain: texts and token ids, and sampling flags are defaults of the lines"
+    parser.add_argument("--format", choices=("openai", "plain"), default="openai", help=text)
+    add_sampling_flags(parser)
     add_config_flags(parser)
 
 

@@ -160,21 +160,22 @@ class Service:
         self, values: Any, request_id: str | None = None, timeout: float | None = None
     ) -> Generation:
         """Start what the body of a completion asks for. The caller closes it."""
-        return await self._start(read_completion, values, request_id, timeout)
+        return await self.start(read_completion, values, request_id, timeout)
 
     async def chat(
         self, values: Any, request_id: str | None = None, timeout: float | None = None
     ) -> Generation:
         """Start what the body of a chat asks for. The caller closes it."""
-        return await self._start(read_chat, values, request_id, timeout)
+        return await self.start(read_chat, values, request_id, timeout)
 
-    async def _start(
+    async def start(
         self,
         read_fields: Callable[[Any], Wish],
         values: Any,
-        request_id: str | None,
-        timeout: float | None,
+        request_id: str | None = None,
+        timeout: float | None = None,
     ) -> Generation:
+        """Start what a reader finds in a body. The caller closes it."""
         try:
             _, engine = self.running()
             wish = read_fields(values)

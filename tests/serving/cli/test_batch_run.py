@@ -1,18 +1,37 @@
-"""`shiftjax batch`: both formats, order, bad lines, and resuming what broke off."""
+"""`shiftjax batch` and its script: both formats, order, bad lines, resuming what broke off."""
 
 import asyncio
+import importlib.util
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
 from engines import checkpoint
-from kit import running_server
+from kit import CHAT as CHATS
+from kit import COMPLETION, running_server
 
-from serving.cli.batch_run import Line, open_output, read_lines, run_lines
+from serving.cli.batch_lines import Line, read_lines
+from serving.cli.batch_run import (
+    OPENAI,
+    PLAIN,
+    Format,
+    open_output,
+    plain_record,
+    repair,
+    run_lines,
+    to_text,
+)
+from serving.cli.commands import in_order
 from serving.cli.main import main
+from serving.server.fields import ChatFields, CompletionFields
 from serving.server.responses import Writer
+from serving.server.schema import Wish
+from shiftjax.control.request import SamplingParams, TokenLogprobs
 from shiftjax.options import ConfigError
+from shiftjax.outputs import CompletionOutput, RequestOutput
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1}
 LINES = [
@@ -28,19 +47,25 @@ LINES = [
 
 
 def encoded(*lines: object) -> list[bytes]:
-    return [json.dumps(line).encode() + b"\n" for line in lines]
+    return [
+        line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines
+    ]
 
 
-def run(server, lines: list[Line]) -> list[dict]:
+def parse_plain(*lines: object, **defaults: object) -> list[Line]:
+    return read_lines(encoded(*lines), defaults)
+
+
+def run(server, lines: list[Line], form: Format = OPENAI) -> list[dict]:
     async def collect() -> list[dict]:
-        return [record async for record in run_lines(server.service, lines, 2)]
+        return [record async for record in run_lines(server.service, lines, 2, form)]
 
     return server.on_loop(collect())
 
 
 def test_records_keep_the_order_and_bad_lines_their_place():
     with running_server() as server:
-        lines = read_lines([*encoded(*LINES), b"\n", b"{", b"\xff\n"])
+        lines = read_lines([*encoded(*LINES), b"\n", b"{", b'{"prompt": "\xff"}\n'])
         records = run(server, lines)
         server.assert_quiescent()
     assert [record["custom_id"] for record in records] == [
@@ -68,21 +93,21 @@ def test_results_are_those_of_the_server():
 def test_a_broken_run_is_continued_without_repeats(tmp_path):
     lines = read_lines(encoded(*({"id": str(i), "prompt": "x"} for i in range(4))))
     output = tmp_path / "out.jsonl"
-    assert open_output(output, lines, False) == lines
+    assert open_output(output, lines, False, OPENAI) == lines
     records = [{"id": f"batch_req_{n}", "custom_id": str(n - 1)} for n in (1, 2)]
     whole = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
     output.write_bytes(whole + b'{"id":"batch_req_3","cus')
     with pytest.raises(ConfigError, match="--resume"):
-        open_output(output, lines, False)
-    assert open_output(output, lines, True) == lines[2:]
+        open_output(output, lines, False, OPENAI)
+    assert open_output(output, lines, True, OPENAI) == lines[2:]
     assert output.read_bytes() == whole
     output.write_bytes(b"not a record\n" + whole)
     with pytest.raises(ConfigError, match="line 1"):
-        open_output(output, lines, True)
+        open_output(output, lines, True, OPENAI)
     others = read_lines(encoded(*({"id": f"other-{i}", "prompt": "x"} for i in range(4))))
     output.write_bytes(whole)
     with pytest.raises(ConfigError, match="another input"):
-        open_output(output, others, True)
+        open_output(output, others, True, OPENAI)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +118,7 @@ def test_a_file_that_holds_no_record_is_not_touched(tmp_path, text):
     output = tmp_path / "out.jsonl"
     output.write_bytes(text)
     with pytest.raises(ConfigError, match="line 1: no record"):
-        open_output(output, lines, True)
+        open_output(output, lines, True, OPENAI)
     assert output.read_bytes() == text
 
 
@@ -155,3 +180,209 @@ def test_the_command(tmp_path: Path, capsys):
     again = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["custom_id"] for record in again] == ["line-1", "line-2", "line-3"]
     asyncio.run(asyncio.sleep(0))  # no loop was left behind
+
+
+# ---------------------------------------------------------------- the plain format
+
+
+def test_a_line_is_a_prompt_or_messages_with_sampling_fields():
+    messages = [{"role": "user", "content": "Hi"}]
+    plain, chat = parse_plain(
+        {"prompt": "Hello", "temperature": 0, "max_tokens": 3},
+        {"id": "b", "messages": messages},
+        max_tokens=7,
+    )
+    fields, sampling = CompletionFields(prompt="Hello"), SamplingParams(temperature=0, max_tokens=3)
+    assert plain == Line(1, "line-1", COMPLETION, Wish(fields, sampling, None, ()))
+    wish = Wish(ChatFields(messages=messages), SamplingParams(max_tokens=7), None, ())
+    assert chat == Line(2, "b", CHATS, wish)
+
+
+@pytest.mark.parametrize(
+    ("line", "fragment"),
+    [
+        (b"{", "not JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8 text (byte 12)"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "not JSON"),
+        (["x"], "must be a JSON object"),
+        ("x", "must be a JSON object"),
+        ({}, "either prompt or messages"),
+        ({"prompt": "x", "messages": []}, "either prompt or messages"),
+        ({"prompt": 3}, "prompt must be text, got 3"),
+        ({"messages": "x"}, "messages must be a list, got 'x'"),
+        ({"messages": ["x"]}, "messages must hold objects"),
+        ({"prompt": "x", "id": 3}, "id must be text"),
+        ({"prompt": "x", "id": ""}, "id must be text"),
+        ({"prompt": "x", "max_token": 3}, "unknown option 'max_token'; did you mean max_tokens?"),
+        ({"prompt": "x", "temperature": -1}, "temperature must be between"),
+        ({"prompt": 3, "top_p": 2, "n": 0}, "prompt must be text, got 3; n must be between"),
+    ],
+)
+def test_a_bad_line_is_refused_in_its_place(line, fragment):
+    good, bad = parse_plain({"prompt": "x"}, line)
+    assert good.problem is None
+    assert bad.problem is not None
+    assert fragment in bad.problem
+    assert "\n" not in bad.problem
+    assert PLAIN.refusal(bad) == {"id": "line-2", "line": 2, "error": bad.problem}
+
+
+def test_blank_lines_count_but_give_no_record():
+    lines = parse_plain({"prompt": "a"}, b"  \n", b"", {"prompt": "b"})
+    assert [line.number for line in lines] == [1, 4]
+
+
+def test_an_id_that_is_taken_is_refused():
+    first, second = parse_plain({"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"})
+    assert first.problem is None
+    assert (second.number, second.name) == (2, "x")
+    assert second.problem == "id 'x' is also that of line 1"
+
+
+def test_values_come_in_order_and_no_later_than_they_must():
+    taken = []
+
+    def pairs():
+        for place in (1, 0, 3, 2):
+            taken.append(place)
+            yield place, f"v{place}"
+
+    seen = [(value, list(taken)) for value in in_order(pairs())]
+    assert seen == [
+        ("v0", [1, 0]),
+        ("v1", [1, 0]),
+        ("v2", [1, 0, 3, 2]),
+        ("v3", [1, 0, 3, 2]),
+    ]
+
+
+def test_a_plain_record_has_all_that_was_asked_for():
+    top = TokenLogprobs(5, -0.5, [5], [-0.5])
+    one = CompletionOutput(0, "tëxt", [5], [top], "length")
+    output = RequestOutput("r", "p", [1, 2], [one], prompt_logprobs=[None, top])
+    text = to_text(plain_record(Line(3, "a", COMPLETION, None), output))
+    logprob = {"token_id": 5, "logprob": -0.5, "top_ids": [5], "top_logprobs": [-0.5]}
+    assert json.loads(text) == {
+        "id": "a",
+        "line": 3,
+        "outputs": [
+            {
+                "index": 0,
+                "text": "tëxt",
+                "token_ids": [5],
+                "finish_reason": "length",
+                "stop_reason": None,
+                "logprobs": [logprob],
+            }
+        ],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 1},
+        "prompt_logprobs": [None, logprob],
+    }
+    assert text.endswith(b"\n")
+    assert text.count(b"\n") == 1
+
+
+def test_a_failed_line_says_so():
+    failed = CompletionOutput(0, finish_reason="error", error="non-finite logits")
+    output = RequestOutput("r", "p", [1], [failed])
+    assert plain_record(Line(1, "a", COMPLETION, None), output)["error"] == "non-finite logits"
+
+
+def test_plain_records_of_an_engine():
+    lines = parse_plain(
+        {"prompt": "hello", "seed": 1, "n": 2, "logprobs": 1, "prompt_logprobs": 0},
+        {"prompt": "", "id": "empty"},
+        {"prompt": "\x07", "id": "poisoned"},
+        {"messages": CHAT["messages"], "id": "chat"},
+        max_tokens=3,
+        ignore_eos=True,
+    )
+    with running_server() as server:
+        server.runner.poisoned.add(server.service.model.tokenizer.encode("\x07")[0])
+        good, empty, failed, chat = run(server, lines, PLAIN)
+        server.assert_quiescent()
+    assert [len(one["token_ids"]) for one in good["outputs"]] == [3, 3]
+    assert len(good["prompt_logprobs"]) == good["usage"]["prompt_tokens"] == 5
+    assert len(good["outputs"][0]["logprobs"]) == 3
+    assert chat["usage"]["completion_tokens"] == 3
+    assert empty.keys() == {"id", "line", "error"}
+    assert "finite" in failed["error"]
+    assert failed["outputs"][0]["finish_reason"] == "error"
+
+
+RECORDS = b'{"id": "a", "line": 1, "outputs": []}\n{"id": "b", "line": 2, "error": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b'{"id": "c", "li', b'{"id": "c", "line": 3}', b"\0\0\0", b"\n", b"{}\n"]
+)
+def test_a_record_that_was_cut_off_is_removed(tmp_path, tail):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(RECORDS + tail)
+    assert repair(path, PLAIN) == {1: "a", 2: "b"}
+    assert path.read_bytes() == RECORDS
+
+
+def test_a_file_that_is_no_batch_output_is_left_alone(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"precious\n" + RECORDS)
+    with pytest.raises(ConfigError, match="line 1: no record of a batch"):
+        repair(path, PLAIN)
+    assert path.read_bytes() == b"precious\n" + RECORDS
+
+
+def test_a_batch_is_continued_in_its_own_format(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(RECORDS)
+    with pytest.raises(ConfigError, match="line 1: no record of a batch"):
+        open_output(path, [], True, OPENAI)
+
+
+def test_resuming_leaves_out_what_is_done(tmp_path):
+    lines = parse_plain({"prompt": "p", "id": "a"}, {"id": "b"}, b"", {"prompt": "p", "id": "c"})
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(RECORDS)
+    assert open_output(path, lines, True, PLAIN) == lines[2:]
+    for other in (b'{"id": "z", "line": 1}\n', b'{"id": "a", "line": 3}\n'):
+        path.write_bytes(other)
+        with pytest.raises(ConfigError, match="of another input"):
+            open_output(path, lines, True, PLAIN)
+
+
+# ---------------------------------------------------------------- the script
+
+
+@pytest.fixture
+def script():
+    spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        ((), "the following arguments are required: --prompts, --output"),
+        (("--prompts", "{dir}/absent", "--output", "{dir}/o"), "absent: No such file"),
+        (("--prompts", "{dir}/in", "--output", "{dir}/in"), "exists; --resume continues it"),
+        (("--prompts", "{dir}/in", "--output", "{dir}"), "is a directory"),
+        (("--prompts", "{dir}/in", "--output", "{dir}/o", "--tp", "0"), "must be at least 1"),
+    ],
+)
+def test_the_script_refuses_what_it_cannot_use(script, capsys, tmp_path, argv, fragment):
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    assert script.main([word.format(dir=tmp_path) for word in argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert fragment in line
+    assert (tmp_path / "in").read_text() == '{"prompt": "x"}\n'
+
+
+def test_defaults_of_lines_are_of_the_plain_format_alone(capsys, tmp_path):
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    argv = ["batch", f"{tmp_path}/in", f"--output={tmp_path}/out", "--max-tokens=3"]
+    assert main(argv) == 2
+    assert "max_tokens: only lines of --format plain" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
