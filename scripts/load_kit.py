@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +25,13 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.bench.client import Sample, Target, complete, get
+from serving.bench.load import TOKEN_IDS, closed_loop, numbers_for
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
-TOKEN_IDS = 200  # of prompts; every vocabulary has that many
+LONGEST_PROMPT, MOST_TOKENS = 128, 48  # of the scripts
+NUM_CLIENTS = 8  # that find the capacity
+HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")  # while idle: 0
 OVER_GRPC, STREAMED = 0.5, 0.5  # shares of requests
 SCHEMA = '{"type":"object","properties":{"ok":{"type":"boolean"}},"required":["ok"]}'
 REFUSED = "refused"
@@ -148,45 +151,9 @@ async def metrics_of(target: Target) -> dict[str, float]:
     return sums
 
 
-# ---------------------------------------------------------------- loads
-
-Send = Callable[[int], Any]  # of the request with a number; gives an awaitable
-
-
-async def closed_loop(send: Send, num_clients: int, seconds: float) -> float:
-    """Requests per second that a fixed number of clients get answered."""
-    loop = asyncio.get_running_loop()
-    end, count = loop.time() + seconds, 0
-
-    async def client() -> None:
-        nonlocal count
-        while loop.time() < end:
-            await send(count)
-            count += 1
-
-    await asyncio.gather(*(client() for _ in range(num_clients)))
-    return count / seconds
-
-
-async def open_loop(send: Send, arrivals: Sequence[float]) -> list[Any]:
-    """What `send` gives for requests that come at these seconds, whatever became of others."""
-    start = asyncio.get_running_loop().time()
-
-    async def one(number: int, at: float) -> Any:
-        await asyncio.sleep(start + at - asyncio.get_running_loop().time())
-        return await send(number)
-
-    return await asyncio.gather(*(one(number, at) for number, at in enumerate(arrivals)))
-
-
-def poisson(rate: float, seconds: float, rng: random.Random) -> list[float]:
-    """Times of arrivals at `rate` a second."""
-    times: list[float] = []
-    now = rng.expovariate(rate)
-    while now < seconds:
-        times.append(now)
-        now += rng.expovariate(rate)
-    return times
+async def capacity(send: Callable[[int], Awaitable[Any]], seconds: float) -> float:
+    """Requests per second that a few clients in a closed loop get answered."""
+    return len(await closed_loop(send, NUM_CLIENTS, numbers_for(seconds))) / seconds
 
 
 # ---------------------------------------------------------------- a server process

@@ -25,29 +25,30 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from load_kit import (
+    HELD,
+    LONGEST_PROMPT,
+    MOST_TOKENS,
     REFUSED,
     Answer,
     Clients,
     ServerProcess,
+    capacity,
     clients,
-    closed_loop,
     metrics_of,
     mixed_body,
-    open_loop,
-    poisson,
 )
 
+from serving.bench.load import open_loop
 from serving.run.progress import print_table
+from shiftjax.sim.columns import latencies, percentiles
+from shiftjax.sim.trace import arrival_times
 
 NUM_BODIES = 60  # different requests; the load repeats them
-LONGEST_PROMPT, MOST_TOKENS = 128, 48
 SECONDS = 60.0
-NUM_CLIENTS, CAPACITY_SECONDS = 8, 10.0
+CAPACITY_SECONDS = 10.0
 BURST_REQUESTS, BURST_SECONDS, NUM_BURSTS = 500, 0.1, 10
 POLL_SECONDS = 0.25
-HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Loads:
         ends = {answer.end for answer in alone}
         if ends != {"finished"}:
             raise SystemExit(f"alone, not every request finishes: {ends}")
-        return Known(alone, await closed_loop(self.send, NUM_CLIENTS, CAPACITY_SECONDS))
+        return Known(alone, await capacity(self.send, CAPACITY_SECONDS))
 
     async def arrivals(self, known: Known, times: Sequence[float]) -> dict[str, Any]:
         """Send requests at these times; a row of what became of them."""
@@ -108,28 +109,24 @@ def row_of(known: Known, answers: Sequence[Answer]) -> dict[str, Any]:
     refused = [answer for answer in answers if answer.end == REFUSED]
     done = [(number % len(known.alone), a) for number, a in enumerate(answers) if a.outcome]
     differ = [number for number, a in done if a.outcome != known.alone[number].outcome]
-    times = [1000 * (a.sample.ended_at - a.sample.sent_at) for a in refused]
-    first = [1000 * ttft for _, a in done if (ttft := a.sample.ttft) is not None]
-    gaps = [1000 * gap for _, answer in done for gap in answer.sample.gaps]
     row: dict[str, Any] = {"ends": dict(Counter(answer.end for answer in answers))}
     row["refused_without_hint"] = sum(not answer.says_when for answer in refused)
     row["greedy_differ"] = sum(number % 2 == 0 for number in differ)
     row["sampled_differ"] = sum(number % 2 for number in differ)
-    for name, values in (("refusal", times), ("ttft", first), ("gap", gaps)):
-        for p in (50, 99):
-            point = float(np.percentile(values, p)) if values else None
-            row[f"{name}_p{p}_milliseconds"] = point
-    return row
+    finished = [answer.sample for _, answer in done]
+    gaps = [gap for sample in finished for gap in sample.gaps]
+    row |= percentiles("refusal", [answer.sample.completion for answer in refused])
+    return row | percentiles("ttft", latencies(finished, "ttft")) | percentiles("itl", gaps)
 
 
 async def steady(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
     """Poisson arrivals at 70 % of the capacity."""
-    return await loads.arrivals(known, poisson(0.7 * known.capacity, seconds, random.Random(2)))
+    return await loads.arrivals(known, arrival_times(0.7 * known.capacity, seconds, seed=2))
 
 
 async def overload(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
     """Poisson arrivals at twice the capacity."""
-    return await loads.arrivals(known, poisson(2.0 * known.capacity, seconds, random.Random(3)))
+    return await loads.arrivals(known, arrival_times(2.0 * known.capacity, seconds, seed=3))
 
 
 async def bursts(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
@@ -146,7 +143,7 @@ async def bursts(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
     worst = {
         name: max((row[name] for row in rows if row[name] is not None), default=None)
         for name in rows[0]
-        if name.endswith("milliseconds") or name == "longest_queue"
+        if name.endswith("seconds") or name == "longest_queue"
     }
     return {"ends": dict(ends), **sums, **worst, "held": held}
 

@@ -22,7 +22,7 @@ from shiftjax.arch.shape import ModelShape
 from shiftjax.costs.step import Work
 from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
 from shiftjax.sim.experiments import saturation_rate, target_from
-from shiftjax.sim.metrics import makespan, peak_throughput, percentiles
+from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.planning import Workload
 from shiftjax.sim.replay import replay
 from shiftjax.sim.stages import best_offline
@@ -78,9 +78,10 @@ def bursts() -> Iterator[Figure]:
     llama = target("llama-70b", "h200x8")
     deployments = standard_deployments(llama)
     runs = {name: replay(BURSTS, llama, deployments[name]) for name in NAMES}
-    ttft = {name: 1e3 * percentiles(run, "ttft")[0] for name, run in runs.items()}
-    tpot = {name: 1e3 * percentiles(run, "tpot")[0] for name, run in runs.items()}
-    peak = {name: peak_throughput(run) for name, run in runs.items()}
+    rows = {name: summary(run) for name, run in runs.items()}
+    ttft = {name: 1e3 * row["ttft_p50_seconds"] for name, row in rows.items()}
+    tpot = {name: 1e3 * row["tpot_p50_seconds"] for name, row in rows.items()}
+    peak = {name: row["peak_tokens_per_second"] for name, row in rows.items()}
     published = {
         "peak tokens/s": (peak, (75_535, 51_162, 69_147)),
         "median TTFT, ms": (ttft, (1355, 3930, 148)),

@@ -19,17 +19,26 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from load_kit import ServerProcess, clients, closed_loop, metrics_of, mixed_body, open_loop, poisson
+from load_kit import (
+    HELD,
+    LONGEST_PROMPT,
+    MOST_TOKENS,
+    ServerProcess,
+    capacity,
+    clients,
+    metrics_of,
+    mixed_body,
+)
 
+from serving.bench.load import open_loop
 from serving.run.progress import print_table
+from shiftjax.sim.trace import arrival_times
 
-MEASURE_SECONDS, CLIENTS = 20.0, 8  # of the closed loop that finds the capacity
+CAPACITY_SECONDS = 20.0
 WARM_UP_SHARE = 0.25  # of the run, not counted in slopes
 SAMPLE_SECONDS = 10.0
 CANCELLED = 0.2  # share of requests
-LONGEST_PROMPT, MOST_TOKENS = 128, 48
 WATCHED = ("anonymous_mib", "descriptors", "threads")
-IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class Soak:
@@ -54,9 +63,9 @@ class Soak:
         """The whole soak; returns the rate of the load in requests per second."""
         await self.server.wait_until_ready()
         async with clients(self.server.target, self.server.grpc_address) as self.senders:
-            rate = 0.5 * await closed_loop(self._send, CLIENTS, MEASURE_SECONDS)
+            rate = 0.5 * await capacity(self._send, CAPACITY_SECONDS)
             watcher = asyncio.create_task(self._watch())
-            await open_loop(self._send, poisson(rate, seconds, self.rng))
+            await open_loop(self._send, arrival_times(rate, seconds))
             watcher.cancel()
         return rate
 
@@ -86,7 +95,7 @@ async def soak(run: Soak, minutes: float) -> dict[str, Any]:
     rate = await run.run(60 * minutes)
     await asyncio.sleep(5)  # connections close
     idle, metrics = run.server.look(), await metrics_of(run.server.target)
-    held = {name: metrics[name] for name in IDLE_METRICS}
+    held = {name: metrics[name] for name in HELD}
     rest = run.after_warm_up
     slopes = {name: slope_per_10_minutes(rest, name) for name in WATCHED}
     row = {"minutes": minutes, "requests_per_second": rate, "ends": dict(run.ends), "idle": idle}

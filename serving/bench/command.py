@@ -7,7 +7,7 @@ from typing import Any
 
 from serving.bench.client import FAILURES, Target, get, parse_url
 from serving.bench.flags import LOADS, MADE_UP
-from serving.bench.load import Outcome, closed_loop, replay
+from serving.bench.load import Outcome, run_load
 from serving.bench.report import errors, open_results, plot, queue_times, summary, write_json
 from serving.run.progress import print_table
 from shiftjax.options import ConfigError
@@ -103,11 +103,7 @@ async def _measure(
         words = getattr(error, "strerror", None) or error
         problem = f"{arguments.url}: no server answers ({words})"
         raise ConfigError([problem]) from None
-    if arguments.clients:
-        model = arguments.served_model
-        outcome = await closed_loop(target, requests, arguments.clients, model)
-    else:
-        outcome = await replay(target, requests, arguments.served_model)
+    outcome = await run_load(target, requests, arguments.served_model, arguments.clients)
     try:
         _, after = await get(target, "/metrics")
     except FAILURES:  # it has gone, as the samples say

@@ -12,17 +12,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from serving.bench.flags import OFFLINE
-from serving.bench.report import open_results, percentiles, write_json
+from serving.bench.load import TOKEN_IDS
+from serving.bench.report import open_results, write_json
 from serving.run.progress import print_table
 from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError
+from shiftjax.sim.columns import percentiles, rates
+from shiftjax.sim.trace import TraceRequest
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
-
-TOKEN_IDS = 200  # of prompts; every vocabulary has that many
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
@@ -53,15 +54,11 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
 def _answer(llm: "LLM", first: int, num: int, num_prompt: int, num_output: int) -> float:
     """Seconds for answering `num` prompts that begin differently, so that no prefix is shared."""
     sampling = SamplingParams(max_tokens=num_output, temperature=0, ignore_eos=True)
-    prompts = [_prompt(first + index, num_prompt) for index in range(num)]
+    request = TraceRequest(0.0, num_prompt, num_output)
+    prompts = [request.prompt(first + index, TOKEN_IDS) for index in range(num)]
     start = time.perf_counter()
     llm.generate(prompts, sampling)
     return time.perf_counter() - start
-
-
-def _prompt(number: int, length: int) -> list[int]:
-    digits = [number // TOKEN_IDS**place % TOKEN_IDS for place in range(3)]
-    return (digits * length)[:length]
 
 
 def latency(llm: "LLM", batch: int, num_prompt: int, num_output: int, rounds: int) -> dict:
@@ -78,14 +75,8 @@ def throughput(llm: "LLM", num: int, num_prompt: int, num_output: int) -> dict:
     """Requests and tokens per second."""
     _answer(llm, num, 1, num_prompt, 1)  # warms up
     seconds = _answer(llm, 0, num, num_prompt, num_output)
-    return {
-        "requests": num,
-        "seconds": seconds,
-        "requests_per_second": num / seconds,
-        "prompt_tokens_per_second": num * num_prompt / seconds,
-        "output_tokens_per_second": num * num_output / seconds,
-        "tokens_per_second": num * (num_prompt + num_output) / seconds,
-    }
+    row = {"requests": num, "seconds": seconds}
+    return row | rates(num, num * num_prompt, num * num_output, seconds)
 
 
 def startup(config: EngineConfig, starts: int) -> dict:

@@ -1,9 +1,9 @@
-"""What a run amounts to: percentiles, throughput, goodput; as rows, JSON and plots. No JAX."""
+"""What a run amounts to: a row, queue times, errors; as JSON and plots. No JAX."""
 
 import importlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +12,23 @@ import numpy as np
 from serving.bench.client import Sample
 from serving.bench.load import Outcome
 from shiftjax.options import ConfigError
+from shiftjax.sim.columns import LATENCIES, PERCENTILES, Row, latencies, percentiles, row_of_run
 
-PERCENTILES = (50, 90, 99)
 _BUCKET = re.compile(rb'\w+:request_queue_time_seconds_bucket\{[^}]*le="([^"]+)"[^}]*\} (\S+)')
-
-Values = Callable[[Sample], list[float]]
-METRICS: dict[str, Values] = {
-    "ttft": lambda sample: [] if sample.ttft is None else [sample.ttft],
-    "tpot": lambda sample: [] if sample.tpot is None else [sample.tpot],
-    "itl": lambda sample: sample.gaps,
-    "completion": lambda sample: [sample.completion],
-}
 
 
 def summary(
     outcome: Outcome, ttft_limit: float | None = None, tpot_limit: float | None = None
-) -> dict[str, Any]:
-    """One flat row: counts, tokens per second, seconds. Goodput counts requests within limits."""
-    good = [sample for sample in outcome.samples if sample.error is None]
-    within = [sample for sample in good if _is_within(sample, ttft_limit, tpot_limit)]
-    prompt = sum(sample.num_prompt_tokens for sample in good)
-    output = sum(sample.num_output_tokens for sample in good)
-    row: dict[str, Any] = {
-        "requests": len(outcome.samples),
-        "failed": len(outcome.samples) - len(good),
-        "seconds": outcome.seconds,
-        "requests_per_second": len(good) / outcome.seconds,
-        "prompt_tokens_per_second": prompt / outcome.seconds,
-        "output_tokens_per_second": output / outcome.seconds,
-        "tokens_per_second": (prompt + output) / outcome.seconds,
-        "goodput_requests_per_second": len(within) / outcome.seconds,
-    }
-    for name, values_of in METRICS.items():
-        values = [value for sample in good for value in values_of(sample)]
-        row |= percentiles(name, values)
-    return row
+) -> Row:
+    """One flat row: the columns of any run, and the gaps between events with tokens."""
+    good = outcome.answered
+    num_failed = len(outcome.samples) - len(good)
+    row = row_of_run(good, num_failed, outcome.seconds, ttft_limit, tpot_limit)
+    return row | percentiles("itl", _gaps(good))
 
 
-def _is_within(sample: Sample, ttft_limit: float | None, tpot_limit: float | None) -> bool:
-    ttft, tpot = sample.ttft or 0.0, sample.tpot or 0.0
-    return ttft <= (ttft_limit or np.inf) and tpot <= (tpot_limit or np.inf)
-
-
-def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Columns of p50, p90 and p99; None for nothing."""
-    points = np.percentile(values, PERCENTILES) if len(values) else [None] * len(PERCENTILES)
-    return {
-        f"{name}_p{p}_seconds": None if point is None else float(point)
-        for p, point in zip(PERCENTILES, points, strict=True)
-    }
+def _gaps(samples: Sequence[Sample]) -> list[float]:
+    return [gap for sample in samples for gap in sample.gaps]
 
 
 def queue_times(before: bytes, after: bytes) -> dict[str, float | None]:
@@ -118,13 +86,12 @@ def plot(outcome: Outcome, directory: Path) -> list[Path]:
     """Distributions of every metric, and output tokens per second over time, as SVG files."""
     from matplotlib.figure import Figure
 
-    good = [sample for sample in outcome.samples if sample.error is None]
-    made = []
-    for name, values_of in METRICS.items():
-        values = sorted(value for sample in good for value in values_of(sample))
+    good, made = outcome.answered, []
+    columns = {name: latencies(good, name) for name in LATENCIES} | {"itl": _gaps(good)}
+    for name, values in columns.items():
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
-        axes.plot(values, np.linspace(0, 1, len(values)))
+        axes.plot(sorted(values), np.linspace(0, 1, len(values)))
         axes.set(xlabel=f"{name} (s)", ylabel="share of values", title=name)
         made.append(directory / f"{name}.svg")
         figure.savefig(made[-1])

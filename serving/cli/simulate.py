@@ -7,6 +7,7 @@ from typing import Any
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError
+from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import Target, cost_model, standard_deployments
 from shiftjax.sim.experiments import (
     SYNTHETIC,
@@ -18,7 +19,6 @@ from shiftjax.sim.experiments import (
     trace_from,
     write_rows,
 )
-from shiftjax.sim.metrics import METRICS, PERCENTILES
 from shiftjax.sim.planning import Estimate, Workload, all_deployments, estimate, recommend
 from shiftjax.sim.report import (
     Report,
@@ -33,6 +33,7 @@ from shiftjax.sim.trace import TraceRequest
 
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 WINDOW = "0:900"
+METRICS = ("queue", *LATENCIES)
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
@@ -132,7 +133,7 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         report.table("deployments", rows)
         if len(factors) > 1:
             report.plot("latency and throughput", frontier(rows))
-            for metric in ("queue", "ttft", "tpot", "completion"):
+            for metric in METRICS:
                 report.plot(f"{metric} by rate", percentiles_by_rate(rows, metric))
         replays = [point.replay for point in points[-len(deployments) :]]
         report.plot("throughput over time, at the last rate", time_lines(replays))
@@ -149,11 +150,11 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         "peak": row["peak_tokens_per_second"],
     }
     for metric in METRICS:
-        values = [f"{row[f'{metric}_p{p}_seconds']:.3g}" for p in PERCENTILES]
-        shown[f"{metric} p50/90/99 s"] = "/".join(values)
+        values = [row[column] for column in percentiles(metric, ())]
+        shown[f"{metric} p50/90/99 s"] = "/".join("-" if v is None else f"{v:.3g}" for v in values)
     shown["mean s"] = row["completion_mean_seconds"]
     shown["steps base/shift"] = f"{row['steps_base']}/{row['steps_shift']}"
-    return shown | {"switches": row["mode_switches"], "refused": row["refused"]}
+    return shown | {"switches": row["mode_switches"], "failed": row["failed"]}
 
 
 def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:

@@ -217,13 +217,19 @@ def gamma_bursty(
     Raises:
         ValueError: an argument is not above 0.
     """
-    _above_zero(rate=rate, cv=cv, seconds=seconds)
     _above_zero(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    times = arrival_times(rate, seconds, cv, seed)
+    return [TraceRequest(at, prompt_tokens, output_tokens) for at in times]
+
+
+def arrival_times(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[float]:
+    """The moments of `gamma_bursty`. Raises ValueError."""
+    _above_zero(rate=rate, cv=cv, seconds=seconds)
     rng, shape, at = random.Random(seed), 1 / cv**2, 0.0
-    requests = []
+    times = []
     while (at := at + rng.gammavariate(shape, 1 / (rate * shape))) < seconds:
-        requests.append(TraceRequest(at, prompt_tokens, output_tokens))
-    return requests
+        times.append(at)
+    return times
 
 
 def on_off(

@@ -21,9 +21,7 @@ from shiftjax.sim.experiments import perturbed, saturation_rate
 from shiftjax.sim.metrics import (
     longest_mode,
     peak_throughput,
-    percentiles,
     summary,
-    throughput,
     throughput_over_time,
 )
 from shiftjax.sim.models import find_model
@@ -130,6 +128,8 @@ def test_what_can_never_fit_is_refused_and_counted():
         [TraceRequest(0.0, 200_000, 1), TraceRequest(0.0, 10, 1)], VLLM, DEPLOYMENTS["tp"]
     )
     assert (result.num_refused, len(result.requests)) == (1, 1)
+    row = summary(result)
+    assert (row["requests"], row["failed"]) == (2, 1)
     with pytest.raises(ConfigError, match="do not fit"):
         least_tp(replace(target(machine="l4x8", model="llama-17b-16e"), formats=Formats()))
 
@@ -137,11 +137,13 @@ def test_what_can_never_fit_is_refused_and_counted():
 def test_metrics_are_those_of_the_records():
     result = replay(poisson(2.0, 30.0, 600, 20), VLLM, DEPLOYMENTS["shift"])
     ttft = [r.ttft for r in result.requests]
-    assert percentiles(result, "ttft") == pytest.approx(list(np.percentile(ttft, [50, 90, 99])))
+    row = summary(result)
+    columns = [row[f"ttft_p{p}_seconds"] for p in (50, 90, 99)]
+    assert columns == pytest.approx(list(np.percentile(ttft, [50, 90, 99])))
     _, rate = throughput_over_time(result, 1.0)
     assert rate.sum() == pytest.approx(sum(step.num_tokens for step in result.steps))
     assert peak_throughput(result) <= max(rate)
-    assert throughput(result) == pytest.approx(len(ttft) * 620 / result.steps[-1].done)
+    assert row["tokens_per_second"] == pytest.approx(len(ttft) * 620 / result.steps[-1].done)
 
 
 def test_the_longest_mode_counts_seconds_not_steps():

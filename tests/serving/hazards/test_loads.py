@@ -10,9 +10,13 @@ from kit import EOS, MODEL_QUEUE, VOCAB_SIZE, make_engine, running_server, servi
 from load_kit import REFUSED, mixed_body
 from loads import LOADS, Known, Loads
 
-from serving.bench.client import complete, parse_url
-from serving.bench.load import Outcome, closed_loop
+from serving.bench.client import Sample, complete, parse_url
+from serving.bench.load import Outcome, closed_loop, numbers_for, open_loop, run_load
 from serving.bench.report import queue_times, summary
+from shiftjax.parallel.grid import Mode
+from shiftjax.sim.deployment import Deployment
+from shiftjax.sim.metrics import summary as simulated_summary
+from shiftjax.sim.replay import Replay, RequestRecord, StepRecord
 from shiftjax.sim.trace import TraceRequest
 
 SECONDS = 60.0  # of the steady load and the overload
@@ -61,7 +65,7 @@ def test_a_closed_loop_and_its_numbers():
         target = parse_url(server.url + "/v1")
         before = client.get("/metrics").content
         requests = [TraceRequest(0.0, 10, 7)] * 30
-        outcome = asyncio.run(closed_loop(target, requests, 5, "echo"))
+        outcome = asyncio.run(run_load(target, requests, "echo", 5))
         queue = queue_times(before, client.get("/metrics").content)
         row = summary(outcome, ttft_limit=1e-9)
         assert (row["requests"], row["failed"]) == (30, 0)
@@ -71,6 +75,51 @@ def test_a_closed_loop_and_its_numbers():
         assert row["completion_p50_seconds"] >= row["ttft_p50_seconds"]
         assert queue["queue_p50_at_most_seconds"] == 0.3  # the least bucket
         server.assert_quiescent()
+
+
+def test_clients_share_the_numbers_of_a_closed_loop():
+    async def send(number: int) -> int:
+        await asyncio.sleep(0.001)
+        return number
+
+    assert sorted(asyncio.run(closed_loop(send, 3, range(10)))) == list(range(10))
+    some = asyncio.run(closed_loop(send, 3, numbers_for(0.05)))
+    assert sorted(some) == list(range(len(some)))
+    assert 3 <= len(some) <= 153
+
+
+def test_an_open_loop_waits_for_nobody():
+    running = most = 0
+
+    async def send(number: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return number
+
+    assert asyncio.run(open_loop(send, [0.02, 0.0, 0.01])) == [0, 1, 2]
+    assert most == 3
+
+
+def test_a_served_and_a_simulated_run_have_the_same_columns():
+    """What 2 requests of 3 + 5 tokens come to in 4 seconds, whoever answered them."""
+    samples = [Sample(t, 3, 5, [t + 0.5, t + 2.5], ended_at=t + 3.0) for t in (0.0, 1.0)]
+    served = summary(Outcome([*samples, Sample(0.0, error="gone")], 4.0))
+    records = [RequestRecord(t, 0.1, 0.5, 0.5, 3.0, 3, 5, 0) for t in (0.0, 1.0)]
+    steps = [StepRecord(4.0, 1.0, 16, 0, Mode(1, 1))]
+    deployment = Deployment("tp", 1, 1, 8, "base")
+    simulated = simulated_summary(Replay(deployment, records, steps, 1, 0, 0))
+    only_served = {f"itl_p{p}_seconds" for p in (50, 90, 99)}
+    assert set(served) - set(simulated) == only_served
+    assert {name: simulated[name] for name in served if name not in only_served} == {
+        name: value for name, value in served.items() if name not in only_served
+    }
+    assert (served["requests"], served["failed"]) == (3, 1)
+    assert served["tokens_per_second"] == 4.0
+    assert served["tpot_p50_seconds"] == 0.5
+    assert served["completion_mean_seconds"] == 3.0
 
 
 def test_failures_are_counted_not_raised():

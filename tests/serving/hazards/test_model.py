@@ -11,10 +11,11 @@ import pytest
 from background import with_clients
 from engines import RandomPolicy, checkpoint, make
 from kit import EOS, VOCAB_SIZE, events, metric_total, metric_values, serving
-from load_kit import Clients, mixed_body, open_loop
+from load_kit import Clients, mixed_body
 from oracle import numpy_llama
 
 from serving.bench.client import Sample, complete, parse_url
+from serving.bench.load import open_loop
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
