@@ -52,6 +52,7 @@ from shiftjax.device.step import Packing
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.settings import make_virtual_devices
+from shiftjax.sim.experiments import as_text
 from shiftjax.weights.resolve import open_source, resolve_model
 
 VOCAB_SIZE = 49_152
@@ -264,10 +265,8 @@ def main() -> None:
         results = {size: measure_device(runner, size, args.steps) for size in sizes}
     else:
         results = {size: measure(size, args.steps) for size in sizes}
-    columns = list(results[sizes[0]])
-    print("sequences" + "".join(f"{name:>11s}" for name in columns) + "   microseconds per step")
-    for size, medians in results.items():
-        print(f"{size:9d}" + "".join(f"{medians[name]:11.1f}" for name in columns))
+    print("microseconds per step")
+    print(as_text([{"sequences": size} | medians for size, medians in results.items()]))
     row = {"benchmark": "host", "unit": "microseconds per step", "steps": args.steps}
     row |= {"devices": args.device or 0, "machine": machine, "sequences": results}
     print(json.dumps(row))

@@ -20,8 +20,9 @@ import sys
 import time
 from typing import Any
 
+from serving.bench.offline import answer_seconds
 from serving.run.progress import print_table
-from shiftjax import LLM, SamplingParams
+from shiftjax import LLM
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 48
 
@@ -79,12 +80,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         cache_dir=arguments.cache_dir,
     )
     startup = time.perf_counter() - start
-    prompts = [
-        {"prompt_token_ids": [(7 * i + 13 * j) % 40_000 + 5 for j in range(PROMPT_TOKENS)]}
-        for i in range(batch)
-    ]
-    whole = [_seconds(llm, prompts, OUTPUT_TOKENS) for _ in range(4)][1:]
-    prefill = [_seconds(llm, prompts, 1) for _ in range(3)]
+    whole = [answer_seconds(llm, 0, batch, PROMPT_TOKENS, OUTPUT_TOKENS) for _ in range(4)][1:]
+    prefill = [answer_seconds(llm, 0, batch, PROMPT_TOKENS, 1) for _ in range(3)]
     decode = statistics.median(whole) - statistics.median(prefill)
     weights, temporaries = device_bytes(llm)
     return {
@@ -98,13 +95,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "prefill_tokens_per_second": round(batch * PROMPT_TOKENS / statistics.median(prefill), 1),
         "steps": llm.stats()["steps_by_mode"],
     }
-
-
-def _seconds(llm: LLM, prompts: list[Any], max_tokens: int) -> float:
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    start = time.perf_counter()
-    llm.generate(prompts, sampling)
-    return time.perf_counter() - start
 
 
 def main() -> int:

@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from serving.bench.client import Sample, complete, parse_url
+from serving.bench.client import Sample, parse_url
+from serving.bench.load import run_load
 from serving.run.listeners import Server
 from serving.run.progress import print_table
 from serving.run.serve import GIL_SECONDS
@@ -46,6 +47,7 @@ from shiftjax.control.request import Request, SamplingParams, StepOutput
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
+from shiftjax.sim.trace import TraceRequest
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.resolve import resolve_model
 
@@ -118,14 +120,8 @@ def serve(pipe: Connection, streams: int, step_seconds: float) -> None:
 
 async def over_http(url: str, streams: int, tokens: int) -> list[Sample]:
     """All streams at once over HTTP."""
-    target = parse_url(url)
-    bodies = [_body(number, tokens) for number in range(streams)]
-    return await asyncio.gather(*(complete(target, body) for body in bodies))
-
-
-def _body(number: int, tokens: int) -> dict[str, Any]:
-    prompt = [number % 200] * PROMPT_TOKENS
-    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    requests = [TraceRequest(0.0, PROMPT_TOKENS, tokens)] * streams
+    return (await run_load(parse_url(url), requests, None, None)).samples
 
 
 async def over_grpc(address: str, streams: int, tokens: int) -> list[Sample]:
@@ -136,14 +132,14 @@ async def over_grpc(address: str, streams: int, tokens: int) -> list[Sample]:
     from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
     async def one(number: int) -> Sample:
-        sample = Sample(time.perf_counter())
+        sample = Sample.begin()
         sampling = pb.Sampling(max_tokens=tokens, temperature=0, ignore_eos=True)
         ids = pb.TokenIds(ids=[number % 200] * PROMPT_TOKENS)
         async for event in stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=sampling)):
             if event.HasField("delta"):
                 sample.token_times.append(time.perf_counter())
                 sample.num_output_tokens += len(event.delta.token_ids)
-        sample.ended_at = time.perf_counter()
+        sample.end()
         return sample
 
     async with grpc.aio.insecure_channel(address) as channel:

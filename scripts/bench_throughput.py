@@ -51,6 +51,8 @@ from bench_machine import (
 from bench_workers import OURS, Worker, commands
 from peers.prepare import default_work_dir, prepare
 
+from shiftjax.sim.experiments import as_text
+
 # ---------------------------------------------------------------------- measuring
 
 
@@ -207,19 +209,20 @@ HEADINGS = {
 }
 
 
-def print_table(summary: dict, engines: list[str], ceilings: Ceilings) -> None:
+def print_summary(summary: dict, engines: list[str], ceilings: Ceilings) -> None:
     """The summary for people."""
     print(
         f"ceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
         f"{ceilings.flops_per_second / 1e9:.0f} GFLOP/s (bfloat16 GEMM); "
         f"ratio: {engines[0]} over the engine, median of ratios per round"
     )
-    print(f"{'case':10s} {'engine':13s}" + "".join(f"{head:>12s}" for head in HEADINGS.values()))
-    for name, by_engine in summary.items():
-        for engine, numbers in by_engine.items():
-            cells = "".join(f"{numbers[key]:12.5g}" for key in HEADINGS)
-            print(f"{name:10s} {engine:13s}{cells}")
-    busiest = max(n["other_cores"] for by_engine in summary.values() for n in by_engine.values())
+    rows = [
+        {"case": name, "engine": engine} | {head: numbers[key] for key, head in HEADINGS.items()}
+        for name, by_engine in summary.items()
+        for engine, numbers in by_engine.items()
+    ]
+    print(as_text(rows))
+    busiest = max(row["other cores"] for row in rows)
     if busiest > BUSY_CORES:
         print(
             f"not a fair comparison: other processes used up to {busiest} cores meanwhile, and "
@@ -275,7 +278,7 @@ def main() -> None:
     ceilings = Ceilings(*map(max, zip(astuple(ceilings), astuple(again), strict=True)))
     cost = Cost.of(json.loads((directory / "config.json").read_text()))
     summary = summarise(records, args.cases, args.engines, cost, ceilings)
-    print_table(summary, args.engines, ceilings)
+    print_summary(summary, args.engines, ceilings)
     result = {
         "benchmark": "throughput",
         "model": directory.name,

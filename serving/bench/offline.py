@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
     return 0
 
 
-def _answer(llm: "LLM", first: int, num: int, num_prompt: int, num_output: int) -> float:
+def answer_seconds(llm: "LLM", first: int, num: int, num_prompt: int, num_output: int) -> float:
     """Seconds for answering `num` prompts that begin differently, so that no prefix is shared."""
     sampling = SamplingParams(max_tokens=num_output, temperature=0, ignore_eos=True)
     request = TraceRequest(0.0, num_prompt, num_output)
@@ -63,9 +63,8 @@ def _answer(llm: "LLM", first: int, num: int, num_prompt: int, num_output: int) 
 
 def latency(llm: "LLM", batch: int, num_prompt: int, num_output: int, rounds: int) -> dict:
     """Seconds of a batch from its first prompt to its last token."""
-    times = [
-        _answer(llm, batch * index, batch, num_prompt, num_output) for index in range(rounds + 1)
-    ][1:]
+    firsts = range(0, batch * (rounds + 1), batch)  # of which the first warms up
+    times = [answer_seconds(llm, first, batch, num_prompt, num_output) for first in firsts][1:]
     mean = sum(times) / rounds
     row = {"batch": batch, "rounds": rounds, "mean_seconds": mean, **percentiles("batch", times)}
     return row | {"seconds_per_output_token": mean / num_output}
@@ -73,8 +72,8 @@ def latency(llm: "LLM", batch: int, num_prompt: int, num_output: int, rounds: in
 
 def throughput(llm: "LLM", num: int, num_prompt: int, num_output: int) -> dict:
     """Requests and tokens per second."""
-    _answer(llm, num, 1, num_prompt, 1)  # warms up
-    seconds = _answer(llm, 0, num, num_prompt, num_output)
+    answer_seconds(llm, num, 1, num_prompt, 1)  # warms up
+    seconds = answer_seconds(llm, 0, num, num_prompt, num_output)
     row = {"requests": num, "seconds": seconds}
     return row | rates(num, num * num_prompt, num * num_output, seconds)
 

@@ -50,7 +50,7 @@ from shiftjax.sim.experiments import (
     trace_from,
     write_rows,
 )
-from shiftjax.sim.report import Report, frontier, percentiles_by_rate, time_lines
+from shiftjax.sim.report import Report
 
 if TYPE_CHECKING:
     from shiftjax.build import Built
@@ -152,17 +152,10 @@ def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Repor
     target = target_from(experiment)
     budgets = {name: experiment[name] for name in BUDGETS if name in experiment}
     deployments = choose_deployments(target, experiment["compare"], **budgets)
-    factors = experiment["rates"]
-    points = sweep(trace_from(experiment["trace"]), target, deployments, factors)
-    rows = [point.row() for point in points]
-    write_rows(out, name, rows)
+    points = sweep(trace_from(experiment["trace"]), target, deployments, experiment["rates"])
+    write_rows(out, name, [point.row() for point in points])
     heading = f"{target.shape.config.name} on {target.machine.name}, {target.engine.name}"
-    report.table(heading, rows)
-    if len(factors) > 1:
-        report.plot(f"{heading}: latency and throughput", frontier(rows))
-        report.plot(f"{heading}: TTFT", percentiles_by_rate(rows, "ttft"))
-    replays = [point.replay for point in points[-len(deployments) :]]
-    report.plot(f"{heading}: throughput over time", time_lines(replays))
+    report.sweep(heading, points, ("ttft",))
 
 
 # ------------------------------------------------------------------ measured

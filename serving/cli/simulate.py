@@ -23,11 +23,8 @@ from shiftjax.sim.planning import Estimate, Workload, all_deployments, estimate,
 from shiftjax.sim.report import (
     Report,
     breakdown_bars,
-    frontier,
     memory_bars,
-    percentiles_by_rate,
     roofline,
-    time_lines,
 )
 from shiftjax.sim.trace import TraceRequest
 
@@ -130,13 +127,7 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     if arguments.out:
         write_rows(arguments.out, "simulate", rows)
         report = Report(f"{arguments.trace}: {arguments.model} on {target.machine.name}")
-        report.table("deployments", rows)
-        if len(factors) > 1:
-            report.plot("latency and throughput", frontier(rows))
-            for metric in METRICS:
-                report.plot(f"{metric} by rate", percentiles_by_rate(rows, metric))
-        replays = [point.replay for point in points[-len(deployments) :]]
-        report.plot("throughput over time, at the last rate", time_lines(replays))
+        report.sweep("deployments", points, METRICS)
         report.save(arguments.out / "report.html")
     return 0
 

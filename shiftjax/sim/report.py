@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
+from shiftjax.sim.experiments import SweepPoint
 from shiftjax.sim.metrics import longest_mode, throughput_over_time
 from shiftjax.sim.planning import Estimate
 from shiftjax.sim.replay import Replay
@@ -56,6 +57,17 @@ class Report:
         data = base64.b64encode(buffer.getvalue()).decode()
         image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(heading)}">'
         self._parts.append(f"<h2>{html.escape(heading)}</h2>{image}")
+
+    def sweep(self, heading: str, points: Sequence[SweepPoint], metrics: Sequence[str]) -> None:
+        """Add the rows of a sweep, its metrics by rate, and its last rate over time."""
+        rows = [point.row() for point in points]
+        last = [point.replay for point in points if point.rate == points[-1].rate]
+        self.table(heading, rows)
+        if len(last) < len(points):
+            self.plot(f"{heading}: latency and throughput", frontier(rows))
+            for metric in metrics:
+                self.plot(f"{heading}: {metric} by rate", percentiles_by_rate(rows, metric))
+        self.plot(f"{heading}: throughput over time, at the last rate", time_lines(last))
 
     def save(self, path: Path) -> None:
         """Write the page."""
