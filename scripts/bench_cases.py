@@ -4,9 +4,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from bench_machine import Ceilings
+
+if TYPE_CHECKING:
+    from pallas_kernels.measure import Ceilings
 
 TEXT = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
@@ -121,7 +124,7 @@ class Cost:
         return num_steps * weights + self.kv_bytes * sum(contexts)
 
 
-def least_seconds(metric: str, work: Workload, cost: Cost, ceilings: Ceilings) -> float:
+def least_seconds(metric: str, work: Workload, cost: Cost, ceilings: "Ceilings") -> float:
     """The time that a case would take if one ceiling were all that held it back."""
     flops = stream = 0
     if metric in ("prefill", "total"):

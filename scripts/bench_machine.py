@@ -9,20 +9,15 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from pallas_kernels.measure import Ceilings
+
 STREAM_BYTES = 512 << 20  # far beyond any cache
 GEMM_SHAPES = ((128, 2048, 2048), (512, 2048, 2048), (512, 576, 1536))
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The best rates seen on this machine; no engine should beat them."""
-
-    bytes_per_second: float
-    flops_per_second: float
 
 
 def best_seconds(action: Callable[[], object], repeats: int) -> float:
@@ -63,8 +58,10 @@ def measure_gemm(repeats: int = 20) -> float:
     return best
 
 
-def measure_ceilings() -> Ceilings:
-    """Both ceilings, in a few seconds."""
+def measure_ceilings() -> "Ceilings":
+    """The best rates seen on this machine, in a few seconds; no engine should beat them."""
+    from pallas_kernels.measure import Ceilings
+
     return Ceilings(measure_bandwidth(), measure_gemm())
 
 

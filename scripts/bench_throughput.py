@@ -30,8 +30,8 @@ import json
 import os
 import statistics
 import sys
-from dataclasses import asdict, astuple
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench_cases import (
     CASES,
@@ -42,16 +42,14 @@ from bench_cases import (
     make_workload,
     timed_tokens,
 )
-from bench_machine import (
-    Ceilings,
-    describe_machine,
-    measure_ceilings,
-    wait_until_idle,
-)
+from bench_machine import describe_machine, measure_ceilings, wait_until_idle
 from bench_workers import OURS, Worker, commands
 from peers.prepare import default_work_dir, prepare
 
 from shiftjax.sim.experiments import as_text
+
+if TYPE_CHECKING:
+    from pallas_kernels.measure import Ceilings
 
 # ---------------------------------------------------------------------- measuring
 
@@ -173,7 +171,7 @@ def agreement(records: list[dict], num_requests: int, engine: str, reference: st
 
 
 def summarise(
-    records: list[dict], names: list[str], engines: list[str], cost: Cost, ceilings: Ceilings
+    records: list[dict], names: list[str], engines: list[str], cost: Cost, ceilings: "Ceilings"
 ) -> dict:
     """Medians and ratios: `{case: {engine: {...}}}`; ratios are the first engine over this one."""
     summary: dict = {}
@@ -209,7 +207,7 @@ HEADINGS = {
 }
 
 
-def print_summary(summary: dict, engines: list[str], ceilings: Ceilings) -> None:
+def print_summary(summary: dict, engines: list[str], ceilings: "Ceilings") -> None:
     """The summary for people."""
     print(
         f"ceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
@@ -275,7 +273,7 @@ def main() -> None:
     for worker in workers:
         worker.close()
     again = measure_ceilings()  # at both ends: what else runs then only lowers a ceiling
-    ceilings = Ceilings(*map(max, zip(astuple(ceilings), astuple(again), strict=True)))
+    ceilings = ceilings._make(map(max, zip(ceilings, again, strict=True)))
     cost = Cost.of(json.loads((directory / "config.json").read_text()))
     summary = summarise(records, args.cases, args.engines, cost, ceilings)
     print_summary(summary, args.engines, ceilings)
@@ -284,7 +282,7 @@ def main() -> None:
         "model": directory.name,
         "machine": describe_machine(),
         "engines": {worker.name: worker.description for worker in workers},
-        "ceilings": asdict(ceilings),
+        "ceilings": ceilings._asdict(),
         "waited_seconds": round(budget.waited, 1),
         "cases": summary,
     }
