@@ -1,10 +1,10 @@
 """`shiftjax batch` and its script: both formats, order, bad lines, resuming what broke off."""
 
 import asyncio
-import importlib.util
 import json
 from pathlib import Path
 
+import generate as script
 import msgspec
 import pytest
 from engines import checkpoint
@@ -30,8 +30,6 @@ from serving.server.schema import Wish
 from shiftjax.control.request import SamplingParams, TokenLogprobs
 from shiftjax.options import ConfigError
 from shiftjax.outputs import CompletionOutput, RequestOutput
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1}
 LINES = [
@@ -353,15 +351,6 @@ def test_resuming_leaves_out_what_is_done(tmp_path):
 # ---------------------------------------------------------------- the script
 
 
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
@@ -372,7 +361,7 @@ def script():
         (("--prompts", "{dir}/in", "--output", "{dir}/o", "--tp", "0"), "must be at least 1"),
     ],
 )
-def test_the_script_refuses_what_it_cannot_use(script, capsys, tmp_path, argv, fragment):
+def test_the_script_refuses_what_it_cannot_use(capsys, tmp_path, argv, fragment):
     (tmp_path / "in").write_text('{"prompt": "x"}\n')
     assert script.main([word.format(dir=tmp_path) for word in argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
