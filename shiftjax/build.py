@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.arch.formats import dtype_of, formats_of
+from shiftjax.arch.shape import ModelShape
 from shiftjax.arch.weights import expected_tensors
 from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
 from shiftjax.control.admission import RequestLimits
@@ -37,8 +37,6 @@ from shiftjax.weights.source import TensorSource, check_complete
 
 Progress = Callable[[str, int, int], None]
 LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are compiled and known
-# dtype="auto": measured on each backend (docs/log.md)
-AUTO_DTYPES = {"cpu": jnp.bfloat16, "gpu": jnp.bfloat16, "tpu": jnp.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
     if problems:
         raise ConfigError(problems)
     check_complete(source, expected_tensors(model))
-    dtype = compute_dtype(config.model.dtype, devices[0].platform)
+    dtype = dtype_of(config.model.dtype)
     layout = _choose_layout(config, model, devices, dtype)
     placed, load_seconds = _timed(lambda: _place(config, layout, dtype, devices, source, progress))
     policy = _make_policy(config, placed[0])
@@ -87,15 +85,9 @@ class Placed:
     memory: GroupMemory
 
 
-def compute_dtype(option: str, platform: str) -> np.dtype:
-    """Return the number format of weights and activations."""
-    return np.dtype(AUTO_DTYPES[platform] if option == "auto" else getattr(jnp, option))
-
-
 def kv_dtype(config: EngineConfig, dtype: np.dtype) -> np.dtype:
     """Return the number format of the KV pool; `dtype` is that of the weights."""
-    option = config.cache.kv_cache_dtype
-    return dtype if option == "auto" else np.dtype(option)
+    return dtype_of(config.cache.kv_cache_dtype, dtype)
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -257,7 +249,7 @@ def _costs(config: EngineConfig, group: Placed) -> CostModel:
     layout, device = group.step.layout, group.step.mesh.devices.flat[0]
     machine = load_machine(config.scheduler.machine or machine_of(device.device_kind))
     weights = group.step.model.declared[0].dtype
-    formats = Formats(str(weights), str(kv_dtype(config, weights)), str(weights))
+    formats = formats_of(str(weights), str(kv_dtype(config, weights)))
     buckets, engine = _buckets(config, layout), load_engine("shiftjax")
     shape = ModelShape(layout.model)
     return CostModel(shape, layout.sp, layout.tp, machine, engine, formats, buckets)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.bench.compiled import collective_bytes
-from shiftjax.arch.shape import FORMAT_BYTES
 from shiftjax.costs.buckets import make_buckets
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.options import ConfigError
@@ -162,7 +161,7 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
-    moves = step_collectives(layout, mode, *bucket, FORMAT_BYTES[target.formats.activations])
+    moves = step_collectives(layout, mode, *bucket, target.formats.activation_bytes)
     return Compiled(
         memory.argument_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,

@@ -17,7 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.arch.formats import formats_of
+from shiftjax.arch.shape import ModelShape
 from shiftjax.config import EngineConfig
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, StepPlan
@@ -174,7 +175,7 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
     for sp, tp in meshes:
         runner = start_runner(model, sp, tp)
         dtype, kind = str(runner.step.model.declared[0].dtype), device_kind(runner)
-        shape, formats = ModelShape(runner.step.layout.model), Formats(dtype, dtype, dtype)
+        shape, formats = ModelShape(runner.step.layout.model), formats_of(dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]
         measured += measure_mesh(runner, sp, tp, repeats)
         if sp > 1:

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 
+from shiftjax.arch.formats import dtype_of
 from shiftjax.arch.weights import expected_tensors
-from shiftjax.build import compute_dtype, max_model_len
+from shiftjax.build import kv_dtype, max_model_len
 from shiftjax.config import EngineConfig, check_model, choose_degrees
 from shiftjax.device.pool import block_bytes
 from shiftjax.device.sizing import device_memory, num_blocks_for
@@ -31,7 +32,7 @@ def make_plan(config: EngineConfig) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     total, _ = device_memory(devices[0], len(devices))
-    dtype = compute_dtype(config.model.dtype, devices[0].platform)
+    dtype = dtype_of(config.model.dtype)
     weight_bytes = source.config.num_parameters * dtype.itemsize
     degrees = choose_degrees(config.parallel, source.config, len(devices), weight_bytes, total)
     layout = Layout(source.config, *degrees)
@@ -74,9 +75,7 @@ def _memory_rows(
     weights = weight_bytes // layout.tp
     if config.parallel.weights == "replicate":
         weights += weight_bytes // layout.num_devices
-    dtype = compute_dtype(cache.kv_cache_dtype, jax.default_backend())
-    if cache.kv_cache_dtype == "auto":
-        dtype = compute_dtype(config.model.dtype, jax.default_backend())
+    dtype = kv_dtype(config, dtype_of(config.model.dtype))
     each = block_bytes(layout, cache.block_size, dtype)
     fits = num_blocks_for(free - weights, total, cache.memory_fraction, 0, each)
     longest = -(-max_model_len(config, layout.model) // cache.block_size)

@@ -31,7 +31,8 @@ from serving.bench.steps import (
     measure,
     plan_of,
 )
-from shiftjax.arch.shape import FORMAT_BYTES, Formats, ModelShape
+from shiftjax.arch.formats import formats_of
+from shiftjax.arch.shape import ModelShape
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.policy import FixedPolicy, work_of
@@ -208,9 +209,8 @@ def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     weights = str(runner.step.model.declared[0].dtype)
     step = runner.compiled(program, mode)
     compiled = collective_bytes(step.as_text() or "")
-    width = FORMAT_BYTES[weights]
-    moves = step_collectives(layout, mode, *program.bucket, width)
-    formats = Formats(weights, str(runner.pool.dtype), weights)
+    formats = formats_of(weights, str(runner.pool.dtype))
+    moves = step_collectives(layout, mode, *program.bucket, formats.activation_bytes)
     buckets = [one.bucket for one in runner.programs]
     shape, machine = ModelShape(layout.model), load_machine(machine_of(device_kind(runner)))
     costs = CostModel(shape, sp, tp, machine, load_engine("shiftjax"), formats, buckets)

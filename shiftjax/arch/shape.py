@@ -1,34 +1,8 @@
-"""What the cost model needs to know of a model: its config, its experts, its formats. No JAX."""
+"""What the cost model needs to know of a model: its config and its experts. No JAX."""
 
 from dataclasses import dataclass
 
 from shiftjax.arch.config import ModelConfig
-
-FORMAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Number formats; `products` is the one that matrix products are computed in."""
-
-    weights: str = "bfloat16"
-    kv: str = "bfloat16"
-    activations: str = "bfloat16"
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight of the layers."""
-        return FORMAT_BYTES[self.weights]
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of a cached number."""
-        return FORMAT_BYTES[self.kv]
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes of an activation, and of an embedding or LM head weight."""
-        return FORMAT_BYTES[self.activations]
 
 
 @dataclass(frozen=True)

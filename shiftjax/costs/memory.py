@@ -1,6 +1,7 @@
 """What fits on a device: bytes of weights. No JAX."""
 
-from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.shape import ModelShape
 from shiftjax.parallel.layout import Layout
 
 

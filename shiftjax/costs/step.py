@@ -31,7 +31,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.shape import ModelShape
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import (
     LOGIT_BYTES,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.shape import ModelShape
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, base_rule
 from shiftjax.control.policy import CostPolicy, Policy, make_policy
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.arch.shape import FORMAT_BYTES, Formats
+from shiftjax.arch.formats import FORMATS, formats_of
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
@@ -30,15 +30,14 @@ def target_from(options: Mapping[str, Any]) -> Target:
     """A target from names: model, machine, engine, dtype, kv_cache_dtype. Raises ConfigError."""
     dtype = options.get("dtype") or "bfloat16"
     kv = options.get("kv_cache_dtype") or dtype
-    wrong = [name for name in (dtype, kv) if name not in FORMAT_BYTES]
+    wrong = [name for name in (dtype, kv) if name not in FORMATS]
     if wrong:
-        raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMAT_BYTES)}"])
-    activations = dtype if dtype != "fp8" else "bfloat16"
+        raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMATS)}"])
     return Target(
         find_model(options["model"]),
         load_machine(options["machine"]),
         load_engine(options.get("engine") or "shiftjax"),
-        Formats(dtype, kv, activations),
+        formats_of(dtype, kv),
     )
 
 

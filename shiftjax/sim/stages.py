@@ -9,7 +9,6 @@ the host's memory and behind the computation; what it cannot hide is not modelle
 
 from dataclasses import dataclass, replace
 
-from shiftjax.arch.shape import FORMAT_BYTES
 from shiftjax.costs.step import CostModel, Work, pipeline_seconds
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Deployment, Target, memory_of
@@ -98,7 +97,7 @@ def _interval(target: Target, stages: Stages, work: Work) -> float:
     """Seconds between micro-batches: the slowest stage and the sending of its activations."""
     stage = _one_stage(target, stages)
     costs = CostModel(stage.shape, 1, stages.tp, target.machine, target.engine, target.formats)
-    width = target.shape.config.hidden_size * FORMAT_BYTES[target.formats.activations]
+    width = target.shape.config.hidden_size * target.formats.activation_bytes
     send = min(
         way.latency_seconds + work.num_tokens * width / way.bytes_per_second
         for way in target.machine.point_to_point

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from shiftjax.arch.formats import DTYPES
 from shiftjax.arch.weights import expected_tensors
 from shiftjax.weights.checksums import write_checksums
 from shiftjax.weights.huggingface import save_huggingface
 from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
-from shiftjax.weights.source import DTYPES, CheckpointError, TensorSource, check_complete
+from shiftjax.weights.source import CheckpointError, TensorSource, check_complete
 
 Format = Literal["huggingface", "orbax"]
 _COPIED = (

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
+from shiftjax.arch.formats import DTYPES
 from shiftjax.gguf_header import GgufError, GgufTensor, read_header
 from shiftjax.weights.gguf_config import ROPE_FACTORS, read_config, rope_scaling
 from shiftjax.weights.source import CheckpointError, TensorInfo, bounds
 
 _PLAIN = {  # stored as they are returned
-    Kind.F32: np.dtype(np.float32),
-    Kind.F16: np.dtype(np.float16),
-    Kind.BF16: np.dtype(ml_dtypes.bfloat16),
+    Kind.F32: DTYPES["float32"],
+    Kind.F16: DTYPES["float16"],
+    Kind.BF16: DTYPES["bfloat16"],
 }
 _QUANTISED = frozenset(
     (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -70,7 +70,7 @@ class GgufSource:
             values = self._expand(factors, (slice(0, factors.shape[0]),))
             self.config = rope_scaling(path, self.config, values)
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tensor.shape, _PLAIN.get(tensor.kind, np.dtype(np.float32)), str(path))
+            name: TensorInfo(tensor.shape, _PLAIN.get(tensor.kind, DTYPES["float32"]), str(path))
             for name, tensor in self._stored.items()
         }
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.hf_config import read_config, read_json, to_json
 from shiftjax.weights.safetensors_file import StoredTensor, read_header, read_range, write_file
 from shiftjax.weights.source import (
-    DTYPES,
     CheckpointError,
     TensorInfo,
     TensorSource,

@@ -14,10 +14,11 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore as ts
 
+from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import read_config, to_json
 from shiftjax.weights.huggingface import cast_chunks, cast_info
-from shiftjax.weights.source import DTYPES, CheckpointError, TensorInfo, TensorSource, bounds
+from shiftjax.weights.source import CheckpointError, TensorInfo, TensorSource, bounds
 
 CHECKPOINT = "orbax"
 _STATE = "state"  # where Orbax keeps a checkpoint's arrays

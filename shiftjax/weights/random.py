@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import DTYPES
 from shiftjax.arch.weights import expected_tensors
-from shiftjax.weights.source import DTYPES, TensorInfo, bounds
+from shiftjax.weights.source import TensorInfo, bounds
 
 _LOCATION = "random"
 _PER_COUNTER = 16  # one Philox counter gives 4 x 64 bits: 16 values of 16 bits

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import ml_dtypes
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig
@@ -12,11 +11,6 @@ from shiftjax.weights.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-DTYPES: dict[str, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
 # Buffers that old versions of transformers saved although they follow from the configuration.
 _IGNORED = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
 _CHUNK_BYTES = 64 << 20

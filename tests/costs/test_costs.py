@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.arch.shape import Experts, Formats, ModelShape
+from shiftjax.arch.shape import Experts, ModelShape
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket

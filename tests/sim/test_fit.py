@@ -3,7 +3,7 @@
 import pytest
 
 from serving.bench.steps import cases, fit_every_other, plan_of
-from shiftjax.arch.shape import Formats
+from shiftjax.arch.formats import Formats
 from shiftjax.control.policy import work_of
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from engines import checkpoint, make
 
-from shiftjax.arch.shape import Formats, ModelShape
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.shape import ModelShape
 from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import ThresholdPolicy
 from shiftjax.control.request import Request, SamplingParams

@@ -7,10 +7,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import DTYPES
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import expected_tensors
 from shiftjax.weights.hf_config import to_json
-from shiftjax.weights.source import DTYPES, TensorSource
+from shiftjax.weights.source import TensorSource
 
 TINY = PRESETS["tiny"]
 

@@ -1,0 +1,43 @@
+"""The number formats, and the options that name them."""
+
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+
+from shiftjax.arch.formats import AUTO, DTYPES, FORMATS, Formats, dtype_of, formats_of
+from shiftjax.config import CacheOptions, ModelOptions
+
+
+def test_the_options_offer_what_can_be_loaded():
+    choices = {"auto", *DTYPES}
+    assert set(get_args(get_type_hints(ModelOptions)["dtype"])) == choices
+    assert set(get_args(get_type_hints(CacheOptions)["kv_cache_dtype"])) == choices
+
+
+def test_formats_have_their_bytes_and_their_numpy_types():
+    assert {name: each.num_bytes for name, each in FORMATS.items()} == {
+        "float32": 4,
+        "bfloat16": 2,
+        "float16": 2,
+        "fp8": 1,
+    }
+    assert all(np.dtype(dtype).name == name for name, dtype in DTYPES.items())
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "expected"),
+    [
+        ("float32", None, Formats("float32", "float32", "float32")),
+        ("bfloat16", "float16", Formats("bfloat16", "float16", "bfloat16")),
+        ("fp8", None, Formats("fp8", "fp8", AUTO)),
+    ],
+)
+def test_scaled_weights_are_computed_with_in_another_format(weights, kv, expected):
+    assert formats_of(weights, kv) == expected
+
+
+def test_auto_is_what_the_caller_says():
+    assert dtype_of("auto") == DTYPES[AUTO]
+    assert dtype_of("auto", DTYPES["float16"]) == DTYPES["float16"]
+    assert dtype_of("float32", DTYPES["float16"]) == DTYPES["float32"]
