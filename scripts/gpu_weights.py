@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shiftjax.arch.weights import Weight
 from shiftjax.device.mesh import named, weight_spec
-from shiftjax.device.place import Declared
 from shiftjax.device.step import StepDef
 from shiftjax.parallel.grid import STORED_AXES
 
@@ -39,14 +39,16 @@ def exponent(columns: int) -> int:
 def hashed_weights(step: StepDef) -> tuple[jax.Array, ...]:
     """Return every weight as it is stored; the memory beside them is about one of them."""
     return tuple(
-        make_weight(weight, named(step.mesh, weight_spec(weight.axes, STORED_AXES)))
+        make_weight(
+            weight, step.model.dtype, named(step.mesh, weight_spec(weight.axes, STORED_AXES))
+        )
         for weight in step.model.declared
     )
 
 
-def make_weight(weight: Declared, sharding: jax.sharding.Sharding) -> jax.Array:
+def make_weight(weight: Weight, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
     """Return one weight as the engine stores it; heads that are padded or repeated are random."""
-    make = partial(_fill, weight.shape, weight.dtype, weight.transposed)
+    make = partial(_fill, weight.shape, dtype, weight.transposed)
     start = np.uint32(zlib.crc32(weight.source.encode()))
     return jax.jit(make, out_shardings=sharding)(start)
 

@@ -10,7 +10,7 @@ import numpy as np
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import dtype_of, formats_of
 from shiftjax.arch.shape import ModelShape
-from shiftjax.arch.weights import expected_tensors
+from shiftjax.arch.weights import num_parameters
 from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.engine import Engine, Lane
@@ -64,7 +64,7 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
     problems = check_model(config, model, len(devices))
     if problems:
         raise ConfigError(problems)
-    check_complete(source, expected_tensors(model))
+    check_complete(source)
     dtype = dtype_of(config.model.dtype)
     layout = _choose_layout(config, model, devices, dtype)
     placed, load_seconds = _timed(lambda: _place(config, layout, dtype, devices, source, progress))
@@ -98,7 +98,7 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _choose_layout(
     config: EngineConfig, model: ModelConfig, devices: list[Device], dtype: np.dtype
 ) -> Layout:
-    weight_bytes = model.num_parameters * dtype.itemsize
+    weight_bytes = num_parameters(model) * dtype.itemsize
     total, _ = device_memory(devices[0], len(devices))
     sp, tp = choose_degrees(config.parallel, model, len(devices), weight_bytes, total)
     return Layout(model, sp, tp)
@@ -186,7 +186,7 @@ def _pool_options(
     cache, layout = config.cache, group.step.layout
     longest = max_model_len(config, layout.model)
     blocks_per_seq = -(-longest // cache.block_size)
-    dtype = kv_dtype(config, group.step.model.declared[0].dtype)
+    dtype = kv_dtype(config, group.step.model.dtype)
     num_blocks = cache.num_blocks
     if num_blocks is None:
         device = group.step.mesh.devices.flat[0]
@@ -248,7 +248,7 @@ def _make_policy(config: EngineConfig, group: Placed) -> Policy:
 def _costs(config: EngineConfig, group: Placed) -> CostModel:
     layout, device = group.step.layout, group.step.mesh.devices.flat[0]
     machine = load_machine(config.scheduler.machine or machine_of(device.device_kind))
-    weights = group.step.model.declared[0].dtype
+    weights = group.step.model.dtype
     formats = formats_of(str(weights), str(kv_dtype(config, weights)))
     buckets, engine = _buckets(config, layout), load_engine("shiftjax")
     shape = ModelShape(layout.model)

@@ -26,8 +26,8 @@ from pallas_kernels.measure import Ceilings, DecodeShape, decode_row  # noqa: E4
 from pallas_kernels.tuned import from_row, read_table  # noqa: E402
 from serving.bench import kernels as bench_kernels  # noqa: E402
 from serving.cli.main import main  # noqa: E402
+from shiftjax.arch.weights import Weight  # noqa: E402
 from shiftjax.costs.machine_files import load_machine  # noqa: E402
-from shiftjax.device.place import Declared  # noqa: E402
 
 ENGINE = {"decode step", "prefill step", "greedy", "serve", "switch"}
 PREDICTED = {"decode step", "prefill step", "serve", "kernels"}
@@ -58,8 +58,10 @@ def test_the_weights_are_what_their_description_says(transposed):
     """Another program makes the same ones from the same words."""
     shape, name = (12, 64), "model.layers.0.mlp.down_proj.weight"
     axes = ("intermediate", None)
-    weight = Declared("down", shape, np.dtype(jnp.bfloat16), axes, name, transposed)
-    stored = make_weight(weight, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    weight = Weight("down", shape, axes, name, transposed=transposed)
+    stored = make_weight(
+        weight, np.dtype(jnp.bfloat16), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     got = np.asarray(stored, np.float64)
     got = got.T if transposed else got
     start, columns = zlib.crc32(name.encode()), got.shape[1]

@@ -174,7 +174,7 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
     shape = formats = kind = None
     for sp, tp in meshes:
         runner = start_runner(model, sp, tp)
-        dtype, kind = str(runner.step.model.declared[0].dtype), device_kind(runner)
+        dtype, kind = str(runner.step.model.dtype), device_kind(runner)
         shape, formats = ModelShape(runner.step.layout.model), formats_of(dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]
         measured += measure_mesh(runner, sp, tp, repeats)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from shiftjax.arch.formats import dtype_of
-from shiftjax.arch.weights import expected_tensors
+from shiftjax.arch.weights import num_parameters
 from shiftjax.build import kv_dtype, max_model_len
 from shiftjax.config import EngineConfig, check_model, choose_degrees
 from shiftjax.device.pool import block_bytes
@@ -24,7 +24,7 @@ def make_plan(config: EngineConfig) -> dict[str, Any]:
     """
     location = resolve_model(config.model.model)
     source = open_source(location, seed=config.model.seed)
-    check_complete(source, expected_tensors(source.config))
+    check_complete(source)
     tokenizer = config.model.tokenizer or location.path
     vocab_size = load_tokenizer(tokenizer).vocab_size if tokenizer else None
     devices = jax.devices()[: config.parallel.devices]
@@ -33,7 +33,7 @@ def make_plan(config: EngineConfig) -> dict[str, Any]:
         raise ConfigError(problems)
     total, _ = device_memory(devices[0], len(devices))
     dtype = dtype_of(config.model.dtype)
-    weight_bytes = source.config.num_parameters * dtype.itemsize
+    weight_bytes = num_parameters(source.config) * dtype.itemsize
     degrees = choose_degrees(config.parallel, source.config, len(devices), weight_bytes, total)
     layout = Layout(source.config, *degrees)
     kind = f"{len(devices)} x {devices[0].device_kind}"
@@ -50,7 +50,7 @@ def _model_rows(source: TensorSource, config: EngineConfig, dtype: str) -> dict[
     return {
         "model": f"{model.name} ({model.architecture})",
         "from": source.location,
-        "parameters": f"{model.num_parameters / 1e6:,.1f} million in {model.num_layers} layers",
+        "parameters": f"{num_parameters(model) / 1e6:,.1f} million in {model.num_layers} layers",
         "computed in": dtype,
         "longest sequence": f"{max_model_len(config, model)} tokens",
     }

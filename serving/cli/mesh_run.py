@@ -206,7 +206,7 @@ def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[tuple[int, ..
 def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     (runner,) = built.runners
     layout, program = runner.step.layout, runner.programs[-1]
-    weights = str(runner.step.model.declared[0].dtype)
+    weights = str(runner.step.model.dtype)
     step = runner.compiled(program, mode)
     compiled = collective_bytes(step.as_text() or "")
     formats = formats_of(weights, str(runner.pool.dtype))

@@ -48,11 +48,3 @@ class ModelConfig:
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the unpadded model, tied embeddings counted once."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size + 2)
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size
-        return self.num_layers * layer + (embeddings + 1) * self.hidden_size

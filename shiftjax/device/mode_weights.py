@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from shiftjax.arch.weights import Weight
 from shiftjax.device.mesh import mesh_of, named, weight_spec
-from shiftjax.device.place import Declared, ModelDef
+from shiftjax.device.place import ModelDef
 from shiftjax.device.views import array_in_mode
 from shiftjax.parallel.grid import ALL_AXES, STORED_AXES, WEIGHT_AXES, Mode
 from shiftjax.parallel.layout import Layout
@@ -43,9 +44,11 @@ class ModeWeights(NamedTuple):
 
     def with_head(self, stored: Sequence[jax.Array | None]) -> Weights:
         """Return the stored weights with a tied LM head in the place of None."""
-        names = [weight.name for weight in self.model.declared]
+        weights = list(zip(self.model.declared, stored, strict=True))
+        by_name = {weight.name: array for weight, array in weights}
         return tuple(
-            self._head(stored[names.index("embed")]) if array is None else array for array in stored
+            array if weight.tied_to is None else self._head(by_name[weight.tied_to])
+            for weight, array in weights
         )
 
     def of(self, mode: Mode, stored: Weights) -> Weights:
@@ -74,7 +77,7 @@ class ModeWeights(NamedTuple):
                 rows = self.layout.shard_rows(axis, mode) * self.layout.ways(mode)
                 shape = (rows, *shape[1:])
             sharding = named(mesh, spec)
-            params.append(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=sharding))
+            params.append(jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=sharding))
         return tuple(params)
 
     def local(self, mode: Mode, params: Sequence[jax.Array]) -> Weights:
@@ -90,24 +93,23 @@ class ModeWeights(NamedTuple):
         copy, shift = self.strategy == "replicate", self.layout.shift
         return array_in_mode(embedding, "vocab", self.layout, shift, "lm_head", copy=copy)
 
-    def _array(self, weight: Declared, mode: Mode, stored: jax.Array) -> jax.Array:
+    def _array(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
         if not self._is_viewed(weight, mode):
             return stored
-        copy = self.strategy == "replicate" or weight.source.endswith(".bias")
+        copy = self.strategy == "replicate" or weight.kind == "bias"
         axis = weight.axes[0]
         assert axis is not None
         return array_in_mode(stored, axis, self.layout, mode, weight.name, copy=copy)
 
-    def _is_viewed(self, weight: Declared, mode: Mode) -> bool:
+    def _is_viewed(self, weight: Weight, mode: Mode) -> bool:
         """Whether a mode has an array of its own of this weight."""
         is_split_anew = weight.axes[0] not in (None, "lm_vocab") and mode != self.layout.base
         return is_split_anew and self.strategy != "slice"
 
-    def _is_sliced_head(self, weight: Declared) -> bool:
-        tied = self.layout.model.tie_word_embeddings
-        return self.strategy == "slice" and tied and weight.axes[0] == "lm_vocab"
+    def _is_sliced_head(self, weight: Weight) -> bool:
+        return self.strategy == "slice" and weight.tied_to is not None
 
-    def _slice(self, weight: Declared, mode: Mode, stored: jax.Array) -> jax.Array:
+    def _slice(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
         axis = weight.axes[0]
         if axis == "lm_vocab":
             mode = self.layout.shift if self._is_sliced_head(weight) else self.layout.base

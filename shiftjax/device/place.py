@@ -11,12 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.weights import Weight, family_of, weights_of
 from shiftjax.device.mesh import named, weight_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
+from shiftjax.models.families import FORWARD
 from shiftjax.models.llama import Llama
 from shiftjax.parallel.grid import STORED_AXES
 from shiftjax.parallel.layout import Layout
@@ -26,24 +29,13 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Declared:
-    """One weight as its module declares it (`models.llama.weight`)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    axes: tuple[str | None, ...]
-    source: str
-    transposed: bool
-
-
-@dataclass(frozen=True)
 class ModelDef:
     """A model split into its static part and the flat list of its weights."""
 
     graphdef: nnx.GraphDef
     treedef: Any  # jax.tree_util.PyTreeDef, for which jaxlib ships no stub
-    declared: tuple[Declared, ...]
+    declared: tuple[Weight, ...]  # in their stored shapes
+    dtype: np.dtype
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Llama:
         """Return the model over these weights; call it inside the step."""
@@ -52,21 +44,16 @@ class ModelDef:
 
 def define(config: ModelConfig, layout: Layout, dtype: DTypeLike) -> ModelDef:
     """Define the model without allocating anything."""
-    graphdef, state = nnx.split(Llama(config, layout, dtype))
-    declared = []
-    for path, variable in nnx.to_flat_state(state):
-        struct, meta = variable.get_value(), variable.get_metadata()
-        declared.append(
-            Declared(
-                name=".".join(map(str, path)),
-                shape=struct.shape,
-                dtype=np.dtype(struct.dtype),
-                axes=meta["axes"],
-                source=meta["source"],
-                transposed=meta["transposed"],
-            )
-        )
-    return ModelDef(graphdef, jax.tree.structure(state), tuple(declared))
+    stored = {weight.name: layout.stored(weight) for weight in weights_of(config)}
+    params = {
+        tuple(name.split(".")): nnx.Param(jax.ShapeDtypeStruct(weight.shape, dtype))
+        for name, weight in stored.items()
+    }
+    model = FORWARD[family_of(config).name](config, unflatten_mapping(params))
+    graphdef, state = nnx.split(model)
+    names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
+    declared = tuple(stored[name] for name in names)
+    return ModelDef(graphdef, jax.tree.structure(state), declared, np.dtype(dtype))
 
 
 def load(
@@ -82,13 +69,15 @@ def load(
     arrays: list[jax.Array | None] = []
     for done, weight in enumerate(model.declared):
         progress("weights", done, len(model.declared))
-        tied = weight.axes[0] == "lm_vocab" and layout.model.tie_word_embeddings
-        arrays.append(None if tied else _load_one(weight, layout, mesh, source))
+        is_tied = weight.tied_to is not None
+        arrays.append(None if is_tied else _load_one(weight, model.dtype, layout, mesh, source))
     progress("weights", len(model.declared), len(model.declared))
     return tuple(arrays)
 
 
-def _load_one(weight: Declared, layout: Layout, mesh: Mesh, source: TensorSource) -> jax.Array:
+def _load_one(
+    weight: Weight, dtype: np.dtype, layout: Layout, mesh: Mesh, source: TensorSource
+) -> jax.Array:
     """Read what this process stores of one weight and put each device's shard on it."""
     sharding = named(mesh, weight_spec(weight.axes, STORED_AXES))
     places = sharding.addressable_devices_indices_map(weight.shape)
@@ -96,14 +85,18 @@ def _load_one(weight: Declared, layout: Layout, mesh: Mesh, source: TensorSource
         device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])
         for device, index in places.items()
     }
-    shards = _read_shards(weight, layout, source, sorted(set(ranges.values())))
+    shards = _read_shards(weight, dtype, layout, source, sorted(set(ranges.values())))
     # Where the device is the host, devices that hold the same shard share its memory.
     arrays = [jax.device_put(shards[rows], device) for device, rows in ranges.items()]
     return jax.make_array_from_single_device_arrays(weight.shape, sharding, arrays)
 
 
 def _read_shards(
-    weight: Declared, layout: Layout, source: TensorSource, ranges: list[tuple[int, int]]
+    weight: Weight,
+    dtype: np.dtype,
+    layout: Layout,
+    source: TensorSource,
+    ranges: list[tuple[int, int]],
 ) -> dict[tuple[int, int], np.ndarray]:
     """Return the rows `[start, stop)` of a stored weight for each range, padding as zeros."""
     axis = weight.axes[0]
@@ -120,7 +113,7 @@ def _read_shards(
     block = (block.T if weight.transposed else block).reshape(last - first, *tail)
     shards = {}
     for start, stop in ranges:
-        shard = aligned_zeros((stop - start, *tail), weight.dtype)
+        shard = aligned_zeros((stop - start, *tail), dtype)
         real = rows[start:stop] >= 0
         if real.all() and (np.diff(rows[start:stop]) == 1).all():
             shard[:] = block[rows[start] - first : rows[stop - 1] + 1 - first]

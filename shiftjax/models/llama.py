@@ -1,16 +1,14 @@
 """The decoder of the Llama family: Llama, Mistral, SmolLM2, Qwen2, Qwen3, by flags of the config.
 
-Every weight is declared once, by `weight(...)`: stored shape, logical axes, the checkpoint's
-name and orientation. Loading, sharding and random initialisation derive from that. The forward
+`arch/weights.py` says which weights there are; a module is given its own, by name. The forward
 pass is written for one device's shard, inside `shard_map`; `Parallel` talks to the others.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig
@@ -19,7 +17,8 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import apply_rope, project_in, project_out, rms_norm, rope_tables
 from shiftjax.parallel.grid import WEIGHT_AXES
-from shiftjax.parallel.layout import Layout
+
+Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
 
 
 class Rope(NamedTuple):
@@ -29,45 +28,28 @@ class Rope(NamedTuple):
     sin: Float[Array, "tokens half"]
 
 
-def weight(
-    shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
-    source: str,
-    dtype: DTypeLike,
-    *,
-    transposed: bool = False,
-) -> nnx.Param:
-    """Declare a weight: stored global BASE shape, logical axes and checkpoint tensor.
+class Part(nnx.Module):
+    """A part of a model, with the weights that the table has under its name."""
 
-    `transposed` marks row-parallel weights: checkpoints hold `[out, in]`, the engine `[in, out]`,
-    so that the dimension that is split comes first and a shard is contiguous.
-    """
-    struct = jax.ShapeDtypeStruct(shape, dtype)
-    return nnx.Param(struct, axes=axes, source=source, transposed=transposed)
+    def __init__(self, config: ModelConfig, params: Params):
+        self.config = config
+        for name, param in params.items():
+            setattr(self, name, param)
 
 
-class Attention(nnx.Module):
+class Attention(Part):
     """Grouped-query attention with rotary positions over the paged KV pool."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike, prefix: str):
-        hidden, head_dim = config.hidden_size, config.head_dim
-        heads, kv_heads = layout.num_heads, sum(map(len, layout.base_kv_heads))
-        shape, axes = (heads, head_dim, hidden), ("heads", None, None)
-        kv_shape, kv_axes = (kv_heads, head_dim, hidden), ("kv_heads", None, None)
-        self.config = config
-        self.q = weight(shape, axes, f"{prefix}.q_proj.weight", dtype)
-        self.k = weight(kv_shape, kv_axes, f"{prefix}.k_proj.weight", dtype)
-        self.v = weight(kv_shape, kv_axes, f"{prefix}.v_proj.weight", dtype)
-        self.o = weight(shape, axes, f"{prefix}.o_proj.weight", dtype, transposed=True)
-        if config.attention_bias:
-            self.q_bias = weight(shape[:2], axes[:2], f"{prefix}.q_proj.bias", dtype)
-            self.k_bias = weight(kv_shape[:2], kv_axes[:2], f"{prefix}.k_proj.bias", dtype)
-            self.v_bias = weight(kv_shape[:2], kv_axes[:2], f"{prefix}.v_proj.bias", dtype)
-        if config.output_bias:
-            self.o_bias = weight((hidden,), (None,), f"{prefix}.o_proj.bias", dtype)
-        if config.qk_norm:
-            self.q_norm = weight((head_dim,), (None,), f"{prefix}.q_norm.weight", dtype)
-            self.k_norm = weight((head_dim,), (None,), f"{prefix}.k_norm.weight", dtype)
+    q: nnx.Param
+    k: nnx.Param
+    v: nnx.Param
+    o: nnx.Param
+    q_bias: nnx.Param  # with attention_bias
+    k_bias: nnx.Param
+    v_bias: nnx.Param
+    o_bias: nnx.Param  # with output_bias
+    q_norm: nnx.Param  # with qk_norm
+    k_norm: nnx.Param
 
     def __call__(
         self,
@@ -105,20 +87,15 @@ def _project_heads(
     return project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:2])
 
 
-class MLP(nnx.Module):
+class MLP(Part):
     """The gated feed-forward part: down(silu(gate x) * up x)."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike, prefix: str):
-        hidden, width = config.hidden_size, layout.intermediate_size
-        shape, axes = (width, hidden), ("intermediate", None)
-        self.config = config
-        self.gate = weight(shape, axes, f"{prefix}.gate_proj.weight", dtype)
-        self.up = weight(shape, axes, f"{prefix}.up_proj.weight", dtype)
-        self.down = weight(shape, axes, f"{prefix}.down_proj.weight", dtype, transposed=True)
-        if config.mlp_bias:
-            self.gate_bias = weight((width,), axes[:1], f"{prefix}.gate_proj.bias", dtype)
-            self.up_bias = weight((width,), axes[:1], f"{prefix}.up_proj.bias", dtype)
-            self.down_bias = weight((hidden,), (None,), f"{prefix}.down_proj.bias", dtype)
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+    gate_bias: nnx.Param  # with mlp_bias
+    up_bias: nnx.Param
+    down_bias: nnx.Param
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], parallel: Parallel
@@ -134,14 +111,11 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike, index: int):
-        prefix = f"model.layers.{index}"
-        shape, axes = (config.hidden_size,), (None,)
+    def __init__(self, config: ModelConfig, params: Params):
         self.eps = config.rms_norm_eps
-        self.input_norm = weight(shape, axes, f"{prefix}.input_layernorm.weight", dtype)
-        self.attention = Attention(config, layout, dtype, f"{prefix}.self_attn")
-        self.mlp_norm = weight(shape, axes, f"{prefix}.post_attention_layernorm.weight", dtype)
-        self.mlp = MLP(config, layout, dtype, f"{prefix}.mlp")
+        self.input_norm, self.mlp_norm = params["input_norm"], params["mlp_norm"]
+        self.attention = Attention(config, params["attention"])
+        self.mlp = MLP(config, params["mlp"])
 
     def __call__(
         self,
@@ -162,17 +136,13 @@ class DecoderLayer(nnx.Module):
 class Llama(nnx.Module):
     """A decoder-only language model; `nnx.split` it once and merge it inside the step."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, dtype: DTypeLike):
-        vocab, hidden = layout.vocab_size, config.hidden_size
-        embed = "model.embed_tokens.weight"
-        head = embed if config.tie_word_embeddings else "lm_head.weight"
+    def __init__(self, config: ModelConfig, params: Params):
+        layers = params["layers"]
         self.config = config
-        self.embed = weight((vocab, hidden), ("vocab", None), embed, dtype)
+        self.embed, self.norm, self.lm_head = (params[n] for n in ("embed", "norm", "lm_head"))
         self.layers = nnx.List(
-            [DecoderLayer(config, layout, dtype, index) for index in range(config.num_layers)]
+            [DecoderLayer(config, layers[str(index)]) for index in range(config.num_layers)]
         )
-        self.norm = weight((hidden,), (None,), "model.norm.weight", dtype)
-        self.lm_head = weight((vocab, hidden), ("lm_vocab", None), head, dtype)
 
     def embed_tokens(
         self, token_ids: Int[Array, " tokens"], parallel: Parallel

@@ -10,7 +10,10 @@ from functools import cached_property
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Group, Mode
+
+_PADDED_AXES = ("vocab", "lm_vocab", "intermediate")  # to a multiple of P
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:
@@ -154,6 +157,18 @@ class Layout:
             for r, shard in enumerate(self.kv_heads_of_ranks(mode))
         ]
         return np.array(order, np.int32)
+
+    def stored(self, weight: Weight) -> Weight:
+        """Return the weight as it is stored: padded, its KV heads replicated."""
+        sizes = zip(weight.axes, weight.shape, strict=True)
+        return weight._replace(shape=tuple(self._stored_size(*each) for each in sizes))
+
+    def _stored_size(self, axis: str | None, size: int) -> int:
+        if axis == "heads":
+            return self.num_heads
+        if axis == "kv_heads":
+            return sum(map(len, self.base_kv_heads))
+        return round_up(size, self.num_devices) if axis in _PADDED_AXES else size
 
     def source_rows(self, axis: str, mode: Mode | None = None) -> np.ndarray:
         """Return, per row of a sharded axis, the checkpoint's row, or -1 for padding.

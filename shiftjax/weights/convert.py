@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from shiftjax.arch.formats import DTYPES
-from shiftjax.arch.weights import expected_tensors
 from shiftjax.weights.checksums import write_checksums
 from shiftjax.weights.huggingface import save_huggingface
 from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
@@ -42,7 +41,7 @@ def convert(
         raise CheckpointError(f"{destination}: exists and is not an empty directory")
     location = resolve_model(source)
     tensors = open_source(location)
-    check_complete(tensors, expected_tensors(tensors.config))
+    check_complete(tensors)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with _atomic_directory(destination) as work:

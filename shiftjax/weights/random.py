@@ -7,7 +7,7 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import DTYPES
-from shiftjax.arch.weights import expected_tensors
+from shiftjax.arch.weights import weights_of
 from shiftjax.weights.source import TensorInfo, bounds
 
 _LOCATION = "random"
@@ -30,22 +30,23 @@ class RandomSource:
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
         self.config = config
+        self._weights = {each.source: each for each in weights_of(config) if not each.tied_to}
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(shape, DTYPES[dtype], _LOCATION)
-            for name, shape in expected_tensors(config).items()
+            name: TensorInfo(weight.checkpoint_shape, DTYPES[dtype], _LOCATION)
+            for name, weight in self._weights.items()
         }
         self._seed = seed
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
-        info = self.tensors[name]
+        info, kind = self.tensors[name], self._weights[name].kind
         rows, *columns = bounds(info, index)
         shape = (rows.stop - rows.start, *info.shape[1:])
-        if name.endswith("norm.weight"):
+        if kind == "norm":
             return np.ones(shape, info.dtype)
         fan_in = int(np.prod(info.shape[1:], dtype=np.int64))
         values = _uniform(self._seed, name, rows.start * fan_in, rows.stop * fan_in)
-        half_width = np.float32(np.sqrt(3.0) * (fan_in**-0.5 if len(info.shape) > 1 else _BIAS_STD))
+        half_width = np.float32(np.sqrt(3.0) * (_BIAS_STD if kind == "bias" else fan_in**-0.5))
         block = (values * half_width).reshape(shape)[(slice(None), *columns)]
         return np.ascontiguousarray(block.astype(info.dtype, copy=False))
 

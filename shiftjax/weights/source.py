@@ -7,10 +7,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.weights import EMBEDDING, LM_HEAD, expected_tensors
 from shiftjax.weights.errors import CheckpointError
 
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 # Buffers that old versions of transformers saved although they follow from the configuration.
 _IGNORED = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
 _CHUNK_BYTES = 64 << 20
@@ -81,20 +80,21 @@ def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tu
         yield (slice(start, min(rows, start + step)),)
 
 
-def check_complete(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the source holds exactly the expected tensors.
+def check_complete(source: TensorSource) -> None:
+    """Raise CheckpointError unless the source holds exactly the tensors of its model.
 
     Two kinds of extra tensors are accepted. Rotary `inv_freq` buffers are recomputed. An
     `lm_head.weight` beside tied embeddings is not used, and must therefore equal the embedding
     element by element (read here in pieces of 64 MiB).
     """
+    expected = expected_tensors(source.config)
     tied_head = source.config.tie_word_embeddings and LM_HEAD in source.tensors
     if tied_head:
         expected = {**expected, LM_HEAD: expected[EMBEDDING]}
     problems = [*_missing(source, expected), *_unexpected(source, expected)]
     for name, shape in expected.items():
         info = source.tensors.get(name)
-        if info is not None and info.shape != tuple(shape):
+        if info is not None and info.shape != shape:
             problems.append(
                 f"{info.file}: tensor {name}: expected shape {_show(shape)}, "
                 f"found {_show(info.shape)}"

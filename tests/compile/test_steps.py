@@ -21,6 +21,7 @@ from hlo import (
     weight_moves,
 )
 
+from shiftjax.arch.weights import num_parameters
 from shiftjax.config import base_rule
 from shiftjax.device.pool import block_bytes
 from shiftjax.device.sizing import num_blocks_for
@@ -198,7 +199,7 @@ def test_what_fits_an_h200(size, compiled):
 
 
 def test_the_rule_chooses_the_mesh_that_the_paper_does():
-    weight_bytes = llama_70b(NUM_LAYERS).num_parameters * BF16_BYTES
+    weight_bytes = num_parameters(llama_70b(NUM_LAYERS)) * BF16_BYTES
     assert base_rule(weight_bytes, int(H200_BYTES), NUM_DEVICES) == (4, 2)
     assert base_rule(weight_bytes // 2, int(H200_BYTES), NUM_DEVICES) == (8, 1)
 
@@ -206,7 +207,7 @@ def test_the_rule_chooses_the_mesh_that_the_paper_does():
 def test_the_formula_of_the_weights(compiled):
     """w / TP for BASE, and w / P more for a second copy (arXiv 2509.16495, section 3.3.2)."""
     case = Case(4, 2, Mode(4, 1))
-    weights = llama_70b(NUM_LAYERS).num_parameters * BF16_BYTES
+    weights = num_parameters(llama_70b(NUM_LAYERS)) * BF16_BYTES
     alias, second = (
         resident_bytes(case._replace(strategy=strategy), compiled.devices)
         for strategy in ("alias", "replicate")

@@ -123,7 +123,7 @@ def test_aliased_shift_weights_take_no_memory_and_copies_do():
     model = define(config, layout, np.dtype(np.float32))
     base = load(model, layout, mesh, RandomSource(config, 0), silent)
     copy_bytes = sum(
-        w.dtype.itemsize * int(np.prod(w.shape))
+        model.dtype.itemsize * int(np.prod(w.shape))
         for w in model.declared
         if w.axes[0] not in (None, "lm_vocab")
     )

@@ -1,0 +1,6 @@
+"""The forward pass of every family of architectures: the device's side of `arch.weights`."""
+
+from shiftjax.models.llama import Llama
+
+FORWARD = {"llama": Llama}
+"""Module classes by `Family.name`; each is made of a config and the weights by their names."""
