@@ -23,7 +23,7 @@ from gpu_weights import hashed_weights, prompt
 from pallas_kernels.measure import Ceilings, PrefillShape
 from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.shape import ModelShape
+from shiftjax.arch.weights import layer_parameters
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import make_policy
@@ -195,7 +195,7 @@ def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str
 
 def matrix_elements(model: ModelConfig) -> tuple[int, int]:
     """(elements of all matrices of the layers, of the LM head)."""
-    return ModelShape(model).layer_parameters, model.vocab_size * model.hidden_size
+    return layer_parameters(model), model.vocab_size * model.hidden_size
 
 
 def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:

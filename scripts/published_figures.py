@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from shiftjax.arch.shape import ModelShape
 from shiftjax.costs.step import Work
 from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
 from shiftjax.sim.experiments import saturation_rate, target_from
@@ -100,8 +99,8 @@ def seesaw() -> Iterator[Figure]:
     """Stages of their own for prompts and decodes, over the best static ones."""
     qwen = target("qwen-32b", "a10x8", dtype="bfloat16")
     sizes = {"num_layers": 48, "hidden_size": 8192, "intermediate_size": 22_016}
-    config = replace(qwen.shape.config, name="codellama-34b", vocab_size=32_000, **sizes)
-    llama = replace(qwen, shape=ModelShape(config))
+    config = replace(qwen.model, name="codellama-34b", vocab_size=32_000, **sizes)
+    llama = replace(qwen, model=config)
     gains = []
     for lengths in ((3000, 200), (250, 320)):  # summaries of articles; ShareGPT
         best = [best_offline(llama, Workload(*lengths), resharding=r) for r in (True, False)]
@@ -124,8 +123,8 @@ def tensorrt_llm() -> Iterator[Figure]:
 def mooncake(path: Path) -> Iterator[Figure]:
     """Minutes that the first 15 minutes of the trace take."""
     qwen = target("qwen-32b", "h200x8")
-    config = replace(qwen.shape.config, max_position_embeddings=131_072)  # by YaRN
-    qwen = replace(qwen, shape=replace(qwen.shape, config=config))
+    config = replace(qwen.model, max_position_embeddings=131_072)  # by YaRN
+    qwen = replace(qwen, model=config)
     budgets = {"max_num_batched_tokens": 131_072, "block_size": 128, "prefix_caching": False}
     deployments = standard_deployments(qwen, threshold=512, **budgets)
     requests = window(load_trace(path), 0, 900)

@@ -9,7 +9,6 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import dtype_of, formats_of
-from shiftjax.arch.shape import ModelShape
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
 from shiftjax.control.admission import RequestLimits
@@ -251,8 +250,7 @@ def _costs(config: EngineConfig, group: Placed) -> CostModel:
     weights = group.step.model.dtype
     formats = formats_of(str(weights), str(kv_dtype(config, weights)))
     buckets, engine = _buckets(config, layout), load_engine("shiftjax")
-    shape = ModelShape(layout.model)
-    return CostModel(shape, layout.sp, layout.tp, machine, engine, formats, buckets)
+    return CostModel(layout.model, layout.sp, layout.tp, machine, engine, formats, buckets)
 
 
 def _use_compile_cache(config: EngineConfig) -> None:

@@ -4,11 +4,11 @@ import os
 import stat
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import Experts, ModelConfig
 from shiftjax.config import (
     RULES,
     SETTINGS,
@@ -237,6 +237,12 @@ def test_what_the_model_and_the_machine_refuse(options, num_devices, fragments):
     assert len(problems) == len(fragments)
     for problem, fragment in zip(problems, fragments, strict=True):
         assert fragment in problem
+
+
+def test_a_model_with_experts_is_refused_with_its_name():
+    config = EngineConfig.from_options(model="m")
+    problems = check_model(config, replace(MODEL, experts=Experts(4, 1, 64)), 8)
+    assert problems == [f"{MODEL.name} has experts: it can be planned for, but not loaded"]
 
 
 GIB = 2**30

@@ -52,8 +52,8 @@ def check_target(target: Target) -> None:
     if not (TARGETS / f"{_chip(target)}.txtpb").is_file():
         known = ", ".join(sorted(f"{path.stem}x8" for path in TARGETS.glob("*.txtpb")))
         wrong.append(f"--compile knows no description of {machine}; there are {known}")
-    if target.shape.experts is not None:
-        wrong.append(f"--compile: the engine has no experts, so no {target.shape.config.name} yet")
+    if target.model.experts is not None:
+        wrong.append(f"--compile: the engine has no experts, so no {target.model.name} yet")
     if "fp8" in (target.formats.weights, target.formats.kv):
         wrong.append("--compile: the engine has no fp8 yet; use --dtype bfloat16")
     jaxlib = importlib.metadata.version("jaxlib")
@@ -80,7 +80,7 @@ def _chip(target: Target) -> str:
 
 def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
     """SHIFT's weights are views of those of BASE, so those of BASE are all there are."""
-    layout = Layout(target.shape.config, deployment.sp, deployment.tp)
+    layout = Layout(target.model, deployment.sp, deployment.tp)
     steps = {mode: _whole(target, deployment, mode) for mode in layout.modes}
     held, memory = steps[layout.modes[0]].weight_bytes, memory_of(target, deployment)
     temporary = max(step.temporary_bytes for step in steps.values())
@@ -105,7 +105,7 @@ def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
 
 def _whole(target: Target, deployment: Deployment, mode: Mode) -> Compiled:
     """The step of the whole model, on the line through two shallow ones."""
-    layers = target.shape.config.num_layers
+    layers = target.model.num_layers
     many = _compile(target, deployment, mode, min(layers, MANY))
     if layers <= MANY:
         return many
@@ -142,7 +142,7 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     from shiftjax.device.step import StepDef
     from shiftjax.models.attention_backend import choose_attention
 
-    config = replace(target.shape.config, num_layers=num_layers)
+    config = replace(target.model, num_layers=num_layers)
     layout = Layout(config, deployment.sp, deployment.tp)
     devices = _devices(_chip(target), layout.num_devices)
     dtype, kv = np.dtype(target.formats.weights), np.dtype(target.formats.kv)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shiftjax.arch.formats import formats_of
-from shiftjax.arch.shape import ModelShape
 from shiftjax.config import EngineConfig
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, StepPlan
@@ -171,11 +170,11 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
     measured: list[tuple[Case, Point]] = []
     switches: dict[str, dict[str, float]] = {}
     layouts: dict[tuple[int, int], Any] = {}
-    shape = formats = kind = None
+    config = formats = kind = None
     for sp, tp in meshes:
         runner = start_runner(model, sp, tp)
         dtype, kind = str(runner.step.model.dtype), device_kind(runner)
-        shape, formats = ModelShape(runner.step.layout.model), formats_of(dtype)
+        config, formats = runner.step.layout.model, formats_of(dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]
         measured += measure_mesh(runner, sp, tp, repeats)
         if sp > 1:
@@ -183,11 +182,11 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
             switches[f"{sp}x{tp}"] = measure_switch(runner, plan, repeats)
         print(f"measured {sp}x{tp}: {len(measured)} points so far", flush=True)
         del runner
-    assert shape is not None and formats is not None and kind is not None
+    assert config is not None and formats is not None and kind is not None
     engine = load_engine("shiftjax")
 
     def costs_of(machine: Machine, sp: int, tp: int) -> CostModel:
-        return CostModel(shape, sp, tp, machine, engine, formats, layouts[sp, tp])
+        return CostModel(config, sp, tp, machine, engine, formats, layouts[sp, tp])
 
     _save_points(out.with_suffix(".jsonl"), measured, switches)
     start = replace(load_machine(machine_of(kind)), num_devices=devices)

@@ -32,7 +32,6 @@ from serving.bench.steps import (
     plan_of,
 )
 from shiftjax.arch.formats import formats_of
-from shiftjax.arch.shape import ModelShape
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.policy import FixedPolicy, work_of
@@ -155,7 +154,7 @@ def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Repor
     deployments = choose_deployments(target, experiment["compare"], **budgets)
     points = sweep(trace_from(experiment["trace"]), target, deployments, experiment["rates"])
     write_rows(out, name, [point.row() for point in points])
-    heading = f"{target.shape.config.name} on {target.machine.name}, {target.engine.name}"
+    heading = f"{target.model.name} on {target.machine.name}, {target.engine.name}"
     report.sweep(heading, points, ("ttft",))
 
 
@@ -212,8 +211,8 @@ def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     formats = formats_of(weights, str(runner.pool.dtype))
     moves = step_collectives(layout, mode, *program.bucket, formats.activation_bytes)
     buckets = [one.bucket for one in runner.programs]
-    shape, machine = ModelShape(layout.model), load_machine(machine_of(device_kind(runner)))
-    costs = CostModel(shape, sp, tp, machine, load_engine("shiftjax"), formats, buckets)
+    machine = load_machine(machine_of(device_kind(runner)))
+    costs = CostModel(layout.model, sp, tp, machine, load_engine("shiftjax"), formats, buckets)
     row = {"sp": sp, "tp": tp, "mode": mode.label, "bytes": sum(compiled.values())}
     row |= {"predicted_bytes": sum(m.num_bytes * m.num_times for m in moves)}
     memory = step.memory_analysis()

@@ -94,7 +94,7 @@ def _compile(
 
 def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
     machine, deployment = target.machine, standard_deployments(target)["shift"]
-    report = Report(f"{target.shape.config.name} on {machine.name}")
+    report = Report(f"{target.model.name} on {machine.name}")
     report.table("deployments", [one.row() for one in estimates])
     report.plot("memory", memory_bars(estimates))
     rows = breakdown_by_context(target, deployment, CONTEXTS)

@@ -20,6 +20,16 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts of every layer's feed-forward part; a token uses `per_token` and the shared one."""
+
+    num: int
+    per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0  # of an expert that every token uses; 0: there is none
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder of the Llama family; variants are flags here, not files elsewhere.
 
@@ -45,6 +55,7 @@ class ModelConfig:
     output_bias: bool = False  # bias on o (Llama's attention_bias sets this too)
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k before rope (Qwen3)
+    experts: Experts | None = None  # in place of the MLP: can be planned for, not loaded
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -11,11 +11,12 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import Experts, ModelConfig
 from shiftjax.options import ConfigError
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a tensor for each
 
 
 class Weight(NamedTuple):
@@ -39,12 +40,18 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def checkpoint_shape(self) -> tuple[int, ...]:
-        """The shape of its tensor in a checkpoint: heads are not told from what is in them."""
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of what a checkpoint has of it, where heads are not told from widths."""
+        if self.tied_to is not None:
+            return {}
         if self.kind in ("norm", "bias"):
-            return (self.num_elements,)
+            return {self.source: (self.num_elements,)}
+        if self.axes[0] == "experts":
+            one = self._replace(shape=self.shape[1:], axes=self.axes[1:])
+            names = (self.source.replace(EACH, str(expert)) for expert in range(self.shape[0]))
+            return {name: shape for name in names for shape in one.tensors.values()}
         shape = (math.prod(self.shape[:-1]), self.shape[-1])
-        return shape[::-1] if self.transposed else shape
+        return {self.source: shape[::-1] if self.transposed else shape}
 
 
 class Family(NamedTuple):
@@ -69,30 +76,51 @@ def _llama(config: ModelConfig) -> Iterator[Weight]:
 
 
 def _llama_layer(config: ModelConfig) -> Iterator[Weight]:
-    heads = (config.num_heads, config.head_dim)
-    kv_heads, width = (config.num_kv_heads, config.head_dim), (config.intermediate_size,)
-    qkv_bias, mlp_bias = config.attention_bias, config.mlp_bias
-    projections = (  # name, source, rows, what they count, has a bias, is transposed
-        ("attention.q", "self_attn.q_proj", heads, "heads", qkv_bias, False),
-        ("attention.k", "self_attn.k_proj", kv_heads, "kv_heads", qkv_bias, False),
-        ("attention.v", "self_attn.v_proj", kv_heads, "kv_heads", qkv_bias, False),
-        ("attention.o", "self_attn.o_proj", heads, "heads", config.output_bias, True),
-        ("mlp.gate", "mlp.gate_proj", width, "intermediate", mlp_bias, False),
-        ("mlp.up", "mlp.up_proj", width, "intermediate", mlp_bias, False),
-        ("mlp.down", "mlp.down_proj", width, "intermediate", mlp_bias, True),
-    )
-    yield _norm("input_norm", config.hidden_size, "input_layernorm")
-    yield _norm("mlp_norm", config.hidden_size, "post_attention_layernorm")
-    for name, source, rows, axis, has_bias, transposed in projections:
-        shape = (*rows, config.hidden_size)
-        axes = (axis, *(None for _ in shape[1:]))
-        yield Weight(name, shape, axes, f"{source}.weight", transposed=transposed)
-        if has_bias:  # one number for each output; those of a transposed matrix are not split
-            outputs = slice(-1, None) if transposed else slice(-1)
-            yield Weight(f"{name}_bias", shape[outputs], axes[outputs], f"{source}.bias", "bias")
+    hidden, head_dim = config.hidden_size, config.head_dim
+    yield _norm("input_norm", hidden, "input_layernorm")
+    yield _norm("mlp_norm", hidden, "post_attention_layernorm")
+    axes = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "o": "heads"}
+    for name, axis in axes.items():
+        num_heads = config.num_heads if axis == "heads" else config.num_kv_heads
+        shape, source = (num_heads, head_dim, hidden), f"self_attn.{name}_proj"
+        matrix = Weight(f"attention.{name}", shape, (axis, None, None), source)
+        has_bias = config.output_bias if name == "o" else config.attention_bias
+        yield from _projection(matrix._replace(transposed=name == "o"), has_bias)
+    if config.experts is None:
+        yield from _mlp("mlp", (config.intermediate_size, hidden), "mlp", config.mlp_bias)
+    else:
+        yield from _moe(config.experts, hidden)
     if config.qk_norm:
-        yield _norm("attention.q_norm", config.head_dim, "self_attn.q_norm")
-        yield _norm("attention.k_norm", config.head_dim, "self_attn.k_norm")
+        yield _norm("attention.q_norm", head_dim, "self_attn.q_norm")
+        yield _norm("attention.k_norm", head_dim, "self_attn.k_norm")
+
+
+def _moe(experts: Experts, hidden: int) -> Iterator[Weight]:
+    """The experts of a layer, by Qwen's names."""
+    yield Weight("mlp.router", (experts.num, hidden), (None, None), "mlp.gate.weight")
+    each = (experts.num, experts.intermediate_size, hidden)
+    yield from _mlp("mlp.experts", each, f"mlp.experts.{EACH}")
+    if experts.shared_intermediate_size:
+        shared = (experts.shared_intermediate_size, hidden)
+        yield from _mlp("mlp.shared", shared, "mlp.shared_expert")
+
+
+def _mlp(
+    name: str, shape: tuple[int, ...], source: str, has_bias: bool = False
+) -> Iterator[Weight]:
+    axes = ("experts", "intermediate", None)[-len(shape) :]
+    for part in ("gate", "up", "down"):
+        matrix = Weight(f"{name}.{part}", shape, axes, f"{source}.{part}_proj")
+        yield from _projection(matrix._replace(transposed=part == "down"), has_bias)
+
+
+def _projection(matrix: Weight, has_bias: bool) -> Iterator[Weight]:
+    """A matrix and its bias, whose outputs are not split where the inputs are."""
+    yield matrix._replace(source=f"{matrix.source}.weight")
+    if has_bias:
+        outputs = slice(-1, None) if matrix.transposed else slice(-1)
+        shape, axes = matrix.shape[outputs], matrix.axes[outputs]
+        yield Weight(f"{matrix.name}_bias", shape, axes, f"{matrix.source}.bias", "bias")
 
 
 def _norm(name: str, width: int, source: str) -> Weight:
@@ -124,11 +152,7 @@ def weights_of(config: ModelConfig) -> tuple[Weight, ...]:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a checkpoint; what is tied is no tensor of its own."""
-    return {
-        weight.source: weight.checkpoint_shape
-        for weight in weights_of(config)
-        if weight.tied_to is None
-    }
+    return {name: shape for weight in weights_of(config) for name, shape in weight.tensors.items()}
 
 
 def num_parameters(config: ModelConfig) -> int:

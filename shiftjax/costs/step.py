@@ -31,8 +31,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
-from shiftjax.arch.shape import ModelShape
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import (
     LOGIT_BYTES,
@@ -118,7 +118,7 @@ class CostModel:
 
     def __init__(
         self,
-        shape: ModelShape,
+        model: ModelConfig,
         sp: int,
         tp: int,
         machine: Machine,
@@ -127,16 +127,15 @@ class CostModel:
         buckets: Sequence[Bucket] = (),
     ):
         self.buckets = sorted(buckets)
-        self.shape, self.machine, self.engine, self.formats = shape, machine, engine, formats
-        self.layout = Layout(shape.config, sp, tp)
+        self.model, self.machine, self.engine, self.formats = model, machine, engine, formats
+        self.layout = Layout(model, sp, tp)
         self._by_tokens: dict[tuple[Mode, int], StepCost] = {}
         self._by_rows: dict[tuple[Mode, int], StepCost] = {}
         self._contention = sp * tp if machine.shared_cores else 1
         self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
         is_native = formats.weights in machine.matmul_flops  # else products widen the weights
         self._product_format = formats.weights if is_native else formats.activations
-        config = shape.config
-        heads = config.num_layers * self.layout.heads_per_device * config.head_dim
+        heads = model.num_layers * self.layout.heads_per_device * model.head_dim
         rate = machine.matmul_flops[formats.activations] * machine.attention_efficiency
         bandwidth = machine.memory_bytes_per_second * machine.kv_efficiency
         self._pair_seconds = 4 * heads * self._queueing / rate
@@ -145,7 +144,7 @@ class CostModel:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of KV cache per token on one device, replicas included."""
-        config, heads = self.shape.config, self.layout.kv_heads_per_device
+        config, heads = self.model, self.layout.kv_heads_per_device
         return 2 * config.num_layers * heads * config.head_dim * self.formats.kv_bytes
 
     def seconds(self, mode: Mode, work: Work) -> float:
@@ -212,14 +211,14 @@ class CostModel:
         if machine.attention_round_seconds and work.context_tokens:
             lanes = max(1, min(num_rows, machine.attention_lanes))
             rounds = math.ceil(work.context_tokens / (lanes * machine.attention_round_tokens))
-            layers = self.shape.config.num_layers * self._queueing
+            layers = self.model.num_layers * self._queueing
             decodes += rounds * layers * machine.attention_round_seconds
         chunks = max(work.attention_pairs * pair, work.chunk_context_tokens * read)
         return StepCost(attention=decodes + chunks)
 
     def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
         """All layers and the embedding, but for attention over the context."""
-        layout, config, width = self.layout, self.shape.config, self.formats.activation_bytes
+        layout, config, width = self.layout, self.model, self.formats.activation_bytes
         padded = round_up(num_tokens, mode.sp)
         local = padded // mode.sp
         products, num_products = self._layer_products(mode, local)
@@ -241,7 +240,7 @@ class CostModel:
 
     def _layer_products(self, mode: Mode, rows: int) -> tuple[float, int]:
         """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device."""
-        layout, config, experts = self.layout, self.shape.config, self.shape.experts
+        layout, config, experts = self.layout, self.model, self.model.experts
         t = layout.ways(mode)
         hidden, heads = config.hidden_size, layout.num_heads // t * config.head_dim
         kv = len(layout.kv_heads_of_ranks(mode)[0])
@@ -258,7 +257,7 @@ class CostModel:
         return seconds + self._mlp(rows, -(-experts.shared_intermediate_size // t)), 7
 
     def _mlp(self, rows: float, intermediate: int, count: float = 1.0) -> float:
-        hidden = self.shape.config.hidden_size
+        hidden = self.model.hidden_size
         up = self._product(rows, hidden, 2 * intermediate, count)
         return up + self._product(rows, intermediate, hidden, count)
 
@@ -279,7 +278,7 @@ class CostModel:
 
     def _elementwise_seconds(self, mode: Mode, num_tokens: int, local: int) -> float:
         """Two norms with their residuals, rotary and cache write, activation; read and written."""
-        layout, config, experts = self.layout, self.shape.config, self.shape.experts
+        layout, config, experts = self.layout, self.model, self.model.experts
         t = layout.ways(mode)
         width = layout.intermediate_size
         if experts is not None:
@@ -298,7 +297,7 @@ class CostModel:
         if not num_rows:
             return StepCost()
         machine, formats, layout = self.machine, self.formats, self.layout
-        rows, hidden = round_up(num_rows, layout.num_devices), self.shape.config.hidden_size
+        rows, hidden = round_up(num_rows, layout.num_devices), self.model.hidden_size
         columns = layout.vocab_size // layout.num_devices
         compute = matmul_seconds(machine, rows, hidden, columns, formats.activations)
         rate = machine.memory_bytes_per_second * machine.memory_efficiency

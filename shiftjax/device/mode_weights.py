@@ -44,11 +44,12 @@ class ModeWeights(NamedTuple):
 
     def with_head(self, stored: Sequence[jax.Array | None]) -> Weights:
         """Return the stored weights with a tied LM head in the place of None."""
-        weights = list(zip(self.model.declared, stored, strict=True))
-        by_name = {weight.name: array for weight, array in weights}
+        arrays: dict[str, Any] = {
+            weight.name: array for weight, array in zip(self.model.declared, stored, strict=True)
+        }
         return tuple(
-            array if weight.tied_to is None else self._head(by_name[weight.tied_to])
-            for weight, array in weights
+            arrays[weight.name] if weight.tied_to is None else self._head(arrays[weight.tied_to])
+            for weight in self.model.declared
         )
 
     def of(self, mode: Mode, stored: Weights) -> Weights:

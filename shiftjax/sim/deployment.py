@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
-from shiftjax.arch.shape import ModelShape
+from shiftjax.arch.weights import layer_parameters, num_parameters
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, base_rule
 from shiftjax.control.policy import CostPolicy, Policy, make_policy
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
@@ -19,7 +20,7 @@ from shiftjax.parallel.layout import Layout
 class Target:
     """What is deployed, and on what."""
 
-    shape: ModelShape
+    model: ModelConfig
     machine: Machine
     engine: EngineOverhead
     formats: Formats
@@ -59,22 +60,22 @@ class Memory:
 
 def cost_model(target: Target, deployment: Deployment) -> CostModel:
     """The costs of one replica."""
-    shape, sp, tp, engine = target.shape, deployment.sp, deployment.tp, target.engine
+    model, sp, tp, engine = target.model, deployment.sp, deployment.tp, target.engine
     buckets: list[Bucket] = []
     if engine.pads_to_buckets:
         sizes = doubling(deployment.max_num_batched_tokens)
-        buckets = make_buckets(sizes, deployment.max_num_seqs, Layout(shape.config, sp, tp))
-    return CostModel(shape, sp, tp, target.machine, engine, target.formats, buckets)
+        buckets = make_buckets(sizes, deployment.max_num_seqs, Layout(model, sp, tp))
+    return CostModel(model, sp, tp, target.machine, engine, target.formats, buckets)
 
 
 def memory_of(target: Target, deployment: Deployment) -> Memory:
     """What a device holds. `num_kv_tokens` is 0 or less where the weights leave no room."""
     costs = cost_model(target, deployment)
-    layout, shape, formats = costs.layout, target.shape, target.formats
-    weights = weight_bytes_per_device(shape, layout, formats)
+    layout, model, formats = costs.layout, target.model, target.formats
+    weights = weight_bytes_per_device(model, layout, formats)
     shifts = deployment.sp > 1 and deployment.policy != "base"
     copies = shifts and target.engine.copies_shift_weights
-    copy = shape.layer_parameters * formats.weight_bytes // layout.num_devices if copies else 0
+    copy = layer_parameters(model) * formats.weight_bytes // layout.num_devices if copies else 0
     activations = _activation_bytes(target, deployment, layout)
     logits = 3 * deployment.max_num_seqs * layout.vocab_size * 4 // layout.num_devices
     workspace = int(target.engine.reserved_bytes) + activations + logits
@@ -89,7 +90,7 @@ def _activation_bytes(target: Target, deployment: Deployment, layout: Layout) ->
     An engine that compiles every size in both modes keeps room for SHIFT's largest step, too;
     another needs only what a threshold lets through.
     """
-    hidden, inner = target.shape.config.hidden_size, layout.intermediate_size
+    hidden, inner = target.model.hidden_size, layout.intermediate_size
     tokens = deployment.max_num_batched_tokens
     numbers = -(-tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
     if layout.sp > 1 and deployment.policy != "base":
@@ -121,9 +122,10 @@ def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment
 
 def least_tp(target: Target) -> int:
     """TP of the base configuration, by the engine's own rule. Raises ConfigError if none fits."""
-    shape, machine = target.shape, target.machine
-    weights = shape.layer_parameters * target.formats.weight_bytes
-    weights += shape.embedding_parameters * target.formats.activation_bytes
+    model, machine = target.model, target.machine
+    layers = layer_parameters(model)
+    weights = layers * target.formats.weight_bytes
+    weights += (num_parameters(model) - layers) * target.formats.activation_bytes
     _, tp = base_rule(weights, int(machine.memory_bytes), machine.num_devices)
     return tp
 

@@ -125,7 +125,7 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     """Every (dp, sp, tp) of the machine with powers of two; those with SP shift."""
     devices = target.machine.num_devices
     sizes = [size for size in (2**k for k in range(devices.bit_length())) if devices % size == 0]
-    most = target.shape.config.num_heads
+    most = target.model.num_heads
     return [
         Deployment(
             f"dp{devices // (sp * tp)} sp{sp} tp{tp}",

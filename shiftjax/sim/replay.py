@@ -181,7 +181,7 @@ def make_engine(
         deployment.max_num_batched_tokens,
         prefix_caching=deployment.prefix_caching,
     )
-    config = target.shape.config
+    config = target.model
     limits = RequestLimits(
         config.vocab_size, config.max_position_embeddings, (num_blocks - 1) * deployment.block_size
     )
@@ -207,7 +207,7 @@ def replay(
     """Serve a trace, sorted by arrival, to its end. `belief` is what a cost policy thinks."""
     clock = Clock()
     engine, runners = make_engine(target, deployment, clock, belief)
-    vocab_size = target.shape.config.vocab_size
+    vocab_size = target.model.vocab_size
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
     records, num_refused = serve(engine, clock, coming)
     stats = engine.stats()

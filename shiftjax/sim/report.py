@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shiftjax.arch.weights import layer_parameters
 from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
 from shiftjax.sim.experiments import SweepPoint
@@ -180,7 +181,7 @@ def roofline(costs: CostModel, counts: Sequence[int] = (1, 8, 64, 256, 1024, 819
         intensity, reached = [], []
         for count in counts:
             rows = -(-count // mode.sp)
-            flops = 2 * rows * costs.shape.layer_parameters / t
+            flops = 2 * rows * layer_parameters(costs.model) / t
             intensity.append(2 * rows / formats.weight_bytes)
             reached.append(flops / costs.products_seconds(mode, count))
         axes.plot(intensity, reached, "o-", color=COLOURS[mode.label], label=mode.label)

@@ -26,7 +26,7 @@ class Stages:
 
 def all_stages(target: Target) -> list[Stages]:
     """Every (dp, tp, pp) of the machine with powers of two whose layers divide into stages."""
-    devices, layers = target.machine.num_devices, target.shape.config.num_layers
+    devices, layers = target.machine.num_devices, target.model.num_layers
     sizes = [size for size in (2**k for k in range(devices.bit_length())) if devices % size == 0]
     return [
         Stages(devices // (tp * pp), tp, pp)
@@ -77,27 +77,27 @@ def best_offline(target: Target, workload: Workload, *, resharding: bool) -> flo
     pairs = [(a, b) for a in stages for b in stages if a == b or (resharding and a.dp == b.dp)]
     best = max(offline_requests_per_second(target, a, b, workload) for a, b in pairs)
     if best == 0.0:
-        name, machine = target.shape.config.name, target.machine.name
+        name, machine = target.model.name, target.machine.name
         raise ConfigError([f"{name} does not fit {machine} in any number of stages"])
     return best
 
 
 def _one_stage(target: Target, stages: Stages) -> Target:
     """The fullest stage: its layers, with the embedding or the LM head."""
-    config = target.shape.config
+    config = target.model
     config = replace(
         config,
         num_layers=config.num_layers // stages.pp,
         tie_word_embeddings=config.tie_word_embeddings or stages.pp > 1,
     )
-    return replace(target, shape=replace(target.shape, config=config))
+    return replace(target, model=config)
 
 
 def _interval(target: Target, stages: Stages, work: Work) -> float:
     """Seconds between micro-batches: the slowest stage and the sending of its activations."""
     stage = _one_stage(target, stages)
-    costs = CostModel(stage.shape, 1, stages.tp, target.machine, target.engine, target.formats)
-    width = target.shape.config.hidden_size * target.formats.activation_bytes
+    costs = CostModel(stage.model, 1, stages.tp, target.machine, target.engine, target.formats)
+    width = target.model.hidden_size * target.formats.activation_bytes
     send = min(
         way.latency_seconds + work.num_tokens * width / way.bytes_per_second
         for way in target.machine.point_to_point

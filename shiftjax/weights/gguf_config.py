@@ -78,7 +78,7 @@ def _as_written(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _attention_shape(fields: Fields) -> dict[str, int]:
+def _attention_shape(fields: Fields) -> dict[str, Any]:
     hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
     kv_heads = fields.count("attention.head_count_kv", heads)
     head_dim = fields.count("attention.key_length", max(1, hidden // heads))

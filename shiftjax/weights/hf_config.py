@@ -85,7 +85,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         fields.problem("partial_rotary_factor must be 1")
 
 
-def _attention_shape(fields: Fields, architecture: str) -> dict[str, int]:
+def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     # A null means one KV head per query head; the default of an absent field differs by model.
     all_heads = architecture == "llama" or "num_key_value_heads" in fields.data

@@ -7,7 +7,7 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import DTYPES
-from shiftjax.arch.weights import weights_of
+from shiftjax.arch.weights import expected_tensors, weights_of
 from shiftjax.weights.source import TensorInfo, bounds
 
 _LOCATION = "random"
@@ -30,16 +30,16 @@ class RandomSource:
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
         self.config = config
-        self._weights = {each.source: each for each in weights_of(config) if not each.tied_to}
+        self._kinds = {name: each.kind for each in weights_of(config) for name in each.tensors}
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(weight.checkpoint_shape, DTYPES[dtype], _LOCATION)
-            for name, weight in self._weights.items()
+            name: TensorInfo(shape, DTYPES[dtype], _LOCATION)
+            for name, shape in expected_tensors(config).items()
         }
         self._seed = seed
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
-        info, kind = self.tensors[name], self._weights[name].kind
+        info, kind = self.tensors[name], self._kinds[name]
         rows, *columns = bounds(info, index)
         shape = (rows.stop - rows.start, *info.shape[1:])
         if kind == "norm":

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.arch.shape import Experts, ModelShape
+from shiftjax.arch.weights import layer_parameters, num_parameters
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
@@ -66,8 +67,8 @@ ONE = Mode(1, 1)
 FLOAT32 = Formats("float32", "float32", "float32")
 
 
-def costs(sp=1, tp=1, machine=PLAIN, engine=NO_OVERHEAD, shape=None, buckets=()):
-    return CostModel(shape or ModelShape(TINY), sp, tp, machine, engine, FLOAT32, buckets)
+def costs(sp=1, tp=1, machine=PLAIN, engine=NO_OVERHEAD, model=None, buckets=()):
+    return CostModel(model or TINY, sp, tp, machine, engine, FLOAT32, buckets)
 
 
 def sequence(length: int) -> Sequence:
@@ -130,7 +131,7 @@ def test_tp_moves_the_same_whatever_its_size_and_ulysses_less_the_larger_it_is()
 @pytest.mark.parametrize("work", [Work.decode(7, 100), Work.prefill(40, 3)])
 def test_the_breakdown_adds_up(mode, work):
     machine, engine = load_machine("h200x8"), load_engine("vllm")
-    model = CostModel(ModelShape(PRESETS["llama-70b"]), 4, 2, machine, engine, Formats("fp8"))
+    model = CostModel(PRESETS["llama-70b"], 4, 2, machine, engine, Formats("fp8"))
     breakdown = model.breakdown(mode, work)
     assert breakdown.device == pytest.approx(model.device_seconds(mode, work))
     assert breakdown.device + breakdown.host == pytest.approx(model.seconds(mode, work))
@@ -189,25 +190,26 @@ def test_a_step_costs_what_its_bucket_costs():
 
 
 def test_few_tokens_touch_few_experts_and_many_all():
-    shape = ModelShape(TINY, Experts(num=64, per_token=1, intermediate_size=128))
+    model = replace(TINY, experts=Experts(num=64, per_token=1, intermediate_size=128))
     dense = costs().breakdown(ONE, Work(1, 0, 1, 0, 0, 0)).matmul
-    one = costs(shape=shape).breakdown(ONE, Work(1, 0, 1, 0, 0, 0)).matmul
-    many = costs(shape=shape).breakdown(ONE, Work(4096, 0, 1, 0, 0, 0)).matmul
+    one = costs(model=model).breakdown(ONE, Work(1, 0, 1, 0, 0, 0)).matmul
+    many = costs(model=model).breakdown(ONE, Work(4096, 0, 1, 0, 0, 0)).matmul
     router = 2 * 4 * (64 * 64 + 64 + 64) / 1000
     assert one == pytest.approx(dense + router)  # one expert is read: the size of the MLP
     assert many > 60 * (dense / 2)
 
 
 def test_weights_on_a_device():
-    shape, formats = ModelShape(PRESETS["llama-70b"]), Formats("fp8")
-    alone = weight_bytes_per_device(shape, Layout(shape.config, 1, 1), formats)
-    split = weight_bytes_per_device(shape, Layout(shape.config, 1, 8), formats)
-    wide = weight_bytes_per_device(shape, Layout(shape.config, 8, 1), formats)
-    assert alone == shape.layer_parameters + 2 * shape.embedding_parameters
+    model, formats = PRESETS["llama-70b"], Formats("fp8")
+    alone = weight_bytes_per_device(model, Layout(model, 1, 1), formats)
+    split = weight_bytes_per_device(model, Layout(model, 1, 8), formats)
+    wide = weight_bytes_per_device(model, Layout(model, 8, 1), formats)
+    tables = 2 * model.vocab_size * model.hidden_size
+    assert alone == layer_parameters(model) + 2 * tables
     assert split == alone // 8
-    head = shape.embedding_parameters  # half of both, in 2 bytes: split over all devices
+    head = tables  # half of both, in 2 bytes: split over all devices
     assert wide == alone - head + head // 8
-    assert shape.num_parameters == pytest.approx(70.55e9, rel=1e-3)
+    assert num_parameters(model) == pytest.approx(70.55e9, rel=1e-3)
 
 
 def test_the_host_is_added_or_hidden():

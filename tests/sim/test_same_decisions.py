@@ -11,7 +11,6 @@ import pytest
 from engines import checkpoint, make
 
 from shiftjax.arch.formats import Formats
-from shiftjax.arch.shape import ModelShape
 from shiftjax.control.engine import Engine, Lane
 from shiftjax.control.policy import ThresholdPolicy
 from shiftjax.control.request import Request, SamplingParams
@@ -87,10 +86,9 @@ def test_the_simulator_makes_the_plans_of_the_device_engine(dp):
     directory, _, _ = checkpoint()
     built = make(directory, 2, 2, dp=dp, num_blocks=24, max_model_len=64, token_buckets=[32])
     on_devices = record(built.engine, built.runners, Clock(), step_seconds)
-    shape = ModelShape(built.layout.model)
     no_host = {"host_seconds": 0.0, "host_seconds_per_sequence": 0.0}
     engine = replace(load_engine("shiftjax"), **no_host)  # the step times are all there is
-    target = Target(shape, load_machine("cpu"), engine, Formats())
+    target = Target(built.layout.model, load_machine("cpu"), engine, Formats())
     costs = cost_model(target, Deployment("", dp, 2, 2, "threshold", max_num_seqs=6))
     clock = Clock()
     simulated = record(

@@ -1,0 +1,43 @@
+"""The table of weights: what checkpoints have of it, and how much it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from shiftjax.arch.config import Experts
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import expected_tensors, layer_parameters, num_parameters, weights_of
+from shiftjax.sim.models import find_model
+
+TINY = PRESETS["tiny"]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-3.3-70b", 70.55), ("qwen-30b-a3b", 30.53)])
+def test_parameters_are_those_that_were_published(name, billions):
+    config = find_model(name)
+    tables = 2 * config.vocab_size * config.hidden_size
+    assert num_parameters(config) == pytest.approx(1e9 * billions, rel=1e-3)
+    assert layer_parameters(config) == pytest.approx(num_parameters(config) - tables, rel=0.02)
+
+
+def test_a_tied_head_is_no_tensor_and_no_parameter_of_its_own():
+    tied = replace(TINY, tie_word_embeddings=True)
+    assert [w.tied_to for w in weights_of(tied) if w.name == "lm_head"] == ["embed"]
+    assert set(expected_tensors(TINY)) - set(expected_tensors(tied)) == {"lm_head.weight"}
+    assert num_parameters(TINY) - num_parameters(tied) == TINY.vocab_size * TINY.hidden_size
+
+
+def test_every_expert_is_a_tensor_and_the_shared_one_too():
+    experts = Experts(num=3, per_token=1, intermediate_size=24, shared_intermediate_size=40)
+    config = replace(TINY, experts=experts)
+    shapes, dense = expected_tensors(config), expected_tensors(TINY)
+    assert sum(".experts." in name for name in shapes) == config.num_layers * 3 * 3
+    mlp = "model.layers.1.mlp"
+    assert shapes[f"{mlp}.experts.2.down_proj.weight"] == (64, 24)
+    assert shapes[f"{mlp}.experts.0.up_proj.weight"] == (24, 64)
+    assert shapes[f"{mlp}.shared_expert.gate_proj.weight"] == (40, 64)
+    assert shapes[f"{mlp}.gate.weight"] == (3, 64)
+    assert not any(name.startswith(f"{mlp}.up_proj") for name in shapes)
+    more = 3 * 64 * (3 * 24 + 40) + 3 * 64 - 3 * 64 * TINY.intermediate_size
+    assert num_parameters(config) - num_parameters(TINY) == config.num_layers * more
+    assert {name for name in dense if ".mlp." not in name} < set(shapes)
