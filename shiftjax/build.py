@@ -9,7 +9,6 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import dtype_of, formats_of
-from shiftjax.arch.weights import num_parameters
 from shiftjax.config import ConfigError, EngineConfig, check_model, choose_degrees
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.engine import Engine, Lane
@@ -18,6 +17,7 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
+from shiftjax.costs.memory import weight_bytes
 from shiftjax.costs.step import CostModel
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import grid_mesh, group_mesh
@@ -97,9 +97,9 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _choose_layout(
     config: EngineConfig, model: ModelConfig, devices: list[Device], dtype: np.dtype
 ) -> Layout:
-    weight_bytes = num_parameters(model) * dtype.itemsize
+    weights = weight_bytes(Layout(model, 1, 1), formats_of(str(dtype)))
     total, _ = device_memory(devices[0], len(devices))
-    sp, tp = choose_degrees(config.parallel, model, len(devices), weight_bytes, total)
+    sp, tp = choose_degrees(config.parallel, model, len(devices), weights, total)
     return Layout(model, sp, tp)
 
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 
-from shiftjax.arch.formats import dtype_of
+from shiftjax.arch.formats import Formats, dtype_of, formats_of
 from shiftjax.arch.weights import num_parameters
 from shiftjax.build import kv_dtype, max_model_len
 from shiftjax.config import EngineConfig, check_model, choose_degrees
+from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
 from shiftjax.device.pool import block_bytes
 from shiftjax.device.sizing import device_memory, num_blocks_for
 from shiftjax.options import ConfigError
@@ -33,15 +34,16 @@ def make_plan(config: EngineConfig) -> dict[str, Any]:
         raise ConfigError(problems)
     total, _ = device_memory(devices[0], len(devices))
     dtype = dtype_of(config.model.dtype)
-    weight_bytes = num_parameters(source.config) * dtype.itemsize
-    degrees = choose_degrees(config.parallel, source.config, len(devices), weight_bytes, total)
+    formats = formats_of(str(dtype), str(kv_dtype(config, dtype)))
+    whole = weight_bytes(Layout(source.config, 1, 1), formats)
+    degrees = choose_degrees(config.parallel, source.config, len(devices), whole, total)
     layout = Layout(source.config, *degrees)
     kind = f"{len(devices)} x {devices[0].device_kind}"
     return (
         _model_rows(source, config, str(dtype))
         | {"tokenizer": f"{vocab_size} tokens" if vocab_size else "none"}
         | _mesh_rows(layout, config, kind)
-        | _memory_rows(layout, config, weight_bytes, *device_memory(devices[0], len(devices)))
+        | _memory_rows(layout, config, formats, *device_memory(devices[0], len(devices)))
     )
 
 
@@ -69,14 +71,12 @@ def _mesh_rows(layout: Layout, config: EngineConfig, kind: str) -> dict[str, Any
 
 
 def _memory_rows(
-    layout: Layout, config: EngineConfig, weight_bytes: int, total: int, free: int
+    layout: Layout, config: EngineConfig, formats: Formats, total: int, free: int
 ) -> dict[str, Any]:
     cache = config.cache
-    weights = weight_bytes // layout.tp
-    if config.parallel.weights == "replicate":
-        weights += weight_bytes // layout.num_devices
-    dtype = kv_dtype(config, dtype_of(config.model.dtype))
-    each = block_bytes(layout, cache.block_size, dtype)
+    weights = weight_bytes(layout, formats)
+    weights += shift_copy_bytes(layout, formats, config.parallel.weights)
+    each = block_bytes(layout, cache.block_size, formats.kv)
     fits = num_blocks_for(free - weights, total, cache.memory_fraction, 0, each)
     longest = -(-max_model_len(config, layout.model) // cache.block_size)
     num_blocks = cache.num_blocks or min(fits, 1 + config.scheduler.max_num_seqs * longest)

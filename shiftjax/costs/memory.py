@@ -1,18 +1,47 @@
-"""What fits on a device: bytes of weights. No JAX."""
+"""What a device holds of the weights, to the byte. No JAX."""
 
-from shiftjax.arch.config import ModelConfig
+import math
+
 from shiftjax.arch.formats import Formats
-from shiftjax.arch.weights import layer_parameters
+from shiftjax.arch.weights import Weight, weights_of
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
 
-def weight_bytes_per_device(config: ModelConfig, layout: Layout, formats: Formats) -> int:
-    """BASE weights on one device: layers and embedding over TP, an untied LM head over P."""
-    tp = layout.tp
-    vocab = layout.vocab_size * config.hidden_size * formats.activation_bytes
-    head = 0 if config.tie_word_embeddings else vocab // layout.num_devices
-    layers = layer_parameters(config) * formats.weight_bytes // tp
-    replicas = len(layout.base_kv_heads[0]) * tp / config.num_kv_heads  # > 1: stored repeatedly
-    kv = 2 * config.num_layers * config.hidden_size * config.num_kv_heads * config.head_dim
-    extra = int(kv * max(0.0, replicas - 1) * formats.weight_bytes) // tp
-    return layers + extra + vocab // tp + head
+def weight_bytes(layout: Layout, formats: Formats) -> int:
+    """Bytes of BASE's weights on a device; a tied head is the memory of the embedding."""
+    held = (weight for weight in weights_of(layout.model) if weight.tied_to is None)
+    return sum(_shard_bytes(weight, layout, formats, layout.base) for weight in held)
+
+
+def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
+    """Bytes that SHIFT's weights take beside those of BASE, by `weights` of the options.
+
+    `replicate` is a copy of all that the modes split differently, a tied head included; of
+    `alias`, whose views take nothing, biases are copied; `slice` has none.
+    """
+    if layout.sp == 1 or strategy == "slice":
+        return 0
+    copied = (
+        weight
+        for weight in weights_of(layout.model)
+        if weight.axes[0] is not None and (weight.axes[0] != "lm_vocab" or weight.tied_to)
+        if strategy == "replicate" or weight.kind == "bias"
+    )
+    return sum(_shard_bytes(weight, layout, formats, layout.shift) for weight in copied)
+
+
+def _shard_bytes(weight: Weight, layout: Layout, formats: Formats, mode: Mode) -> int:
+    """Bytes of the part of one weight that a device has in a mode."""
+    sizes = zip(weight.axes, layout.stored(weight).shape, strict=True)
+    width = formats.weight_bytes if weight.kind == "matrix" else formats.activation_bytes
+    return width * math.prod(_local_size(axis, size, layout, mode) for axis, size in sizes)
+
+
+def _local_size(axis: str | None, size: int, layout: Layout, mode: Mode) -> int:
+    """The part of a stored dimension that a device has in a mode."""
+    if axis == "kv_heads" and mode != layout.base:
+        return len(layout.kv_heads_of_ranks(mode)[0])
+    if axis == "lm_vocab":
+        return size // layout.num_devices
+    return size if axis in (None, "experts") else size // layout.ways(mode)

@@ -5,12 +5,11 @@ from typing import Any
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
-from shiftjax.arch.weights import layer_parameters, num_parameters
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, base_rule
 from shiftjax.control.policy import CostPolicy, Policy, make_policy
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.costs.memory import weight_bytes_per_device
+from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
@@ -71,11 +70,11 @@ def cost_model(target: Target, deployment: Deployment) -> CostModel:
 def memory_of(target: Target, deployment: Deployment) -> Memory:
     """What a device holds. `num_kv_tokens` is 0 or less where the weights leave no room."""
     costs = cost_model(target, deployment)
-    layout, model, formats = costs.layout, target.model, target.formats
-    weights = weight_bytes_per_device(model, layout, formats)
+    layout, formats = costs.layout, target.formats
+    weights = weight_bytes(layout, formats)
     shifts = deployment.sp > 1 and deployment.policy != "base"
-    copies = shifts and target.engine.copies_shift_weights
-    copy = layer_parameters(model) * formats.weight_bytes // layout.num_devices if copies else 0
+    strategy = "replicate" if target.engine.copies_shift_weights else "alias"
+    copy = shift_copy_bytes(layout, formats, strategy) if shifts else 0
     activations = _activation_bytes(target, deployment, layout)
     logits = 3 * deployment.max_num_seqs * layout.vocab_size * 4 // layout.num_devices
     workspace = int(target.engine.reserved_bytes) + activations + logits
@@ -123,9 +122,7 @@ def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment
 def least_tp(target: Target) -> int:
     """TP of the base configuration, by the engine's own rule. Raises ConfigError if none fits."""
     model, machine = target.model, target.machine
-    layers = layer_parameters(model)
-    weights = layers * target.formats.weight_bytes
-    weights += (num_parameters(model) - layers) * target.formats.activation_bytes
+    weights = weight_bytes(Layout(model, 1, 1), target.formats)
     _, tp = base_rule(weights, int(machine.memory_bytes), machine.num_devices)
     return tp
 

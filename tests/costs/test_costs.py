@@ -14,7 +14,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.memory import weight_bytes_per_device
+from shiftjax.costs.memory import weight_bytes
 from shiftjax.costs.step import (
     CostModel,
     Work,
@@ -201,13 +201,13 @@ def test_few_tokens_touch_few_experts_and_many_all():
 
 def test_weights_on_a_device():
     model, formats = PRESETS["llama-70b"], Formats("fp8")
-    alone = weight_bytes_per_device(model, Layout(model, 1, 1), formats)
-    split = weight_bytes_per_device(model, Layout(model, 1, 8), formats)
-    wide = weight_bytes_per_device(model, Layout(model, 8, 1), formats)
-    tables = 2 * model.vocab_size * model.hidden_size
-    assert alone == layer_parameters(model) + 2 * tables
-    assert split == alone // 8
-    head = tables  # half of both, in 2 bytes: split over all devices
+    alone, split, wide = (
+        weight_bytes(Layout(model, *mesh), formats) for mesh in ((1, 1), (1, 8), (8, 1))
+    )
+    norms = 2 * (2 * 80 + 1) * model.hidden_size
+    head = 2 * model.vocab_size * model.hidden_size  # and so many for the embedding
+    assert alone == layer_parameters(model) + 2 * head + norms
+    assert split - norms == (alone - norms) // 8
     assert wide == alone - head + head // 8
     assert num_parameters(model) == pytest.approx(70.55e9, rel=1e-3)
 

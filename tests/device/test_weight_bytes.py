@@ -1,0 +1,69 @@
+"""The bytes of weights that are foretold are those that loading puts on a device."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from harness import silent
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import formats_of
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
+from shiftjax.device.mesh import make_mesh
+from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.place import define, load
+from shiftjax.parallel.layout import Layout
+from shiftjax.weights.random import RandomSource
+
+# SmolLM2's 9 query and 3 KV heads, and sizes that no number of devices divides.
+ODD = replace(PRESETS["tiny"], num_heads=9, num_kv_heads=3, intermediate_size=101, vocab_size=331)
+TIED = replace(ODD, tie_word_embeddings=True)
+BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
+MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
+
+
+def held_bytes(arrays: list[jax.Array]) -> dict[jax.Device, int]:
+    """Memory of the arrays on each device; what several of them share counts once."""
+    ranges: dict[jax.Device, list[tuple[int, int]]] = {}
+    for shard in (shard for array in arrays for shard in array.addressable_shards):
+        start = shard.data.unsafe_buffer_pointer()
+        ranges.setdefault(shard.device, []).append((start, start + shard.data.nbytes))
+    return {device: covered(spans) for device, spans in ranges.items()}
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """The length of a union of intervals."""
+    total = end = 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> None:
+    layout, formats = Layout(config, sp, tp), formats_of(dtype)
+    mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
+    weights = ModeWeights(define(config, layout, dtype), layout, strategy)
+    stored = load(weights.model, layout, mesh, RandomSource(config), silent)
+    expected = weight_bytes(layout, formats)
+    assert set(held_bytes([array for array in stored if array is not None]).values()) == {expected}
+    base = weights.with_head(stored)
+    expected += shift_copy_bytes(layout, formats, strategy)
+    assert set(held_bytes([*base, *weights.of(layout.shift, base)]).values()) == {expected}
+
+
+@pytest.mark.parametrize(("sp", "tp"), MESHES)
+@pytest.mark.parametrize("config", [ODD, TIED, BIASED], ids=["untied", "tied", "biased"])
+def test_weights_take_what_is_foretold(config, sp, tp):
+    check(config, sp, tp, "alias", "bfloat16")
+
+
+@pytest.mark.parametrize("strategy", ["slice", "replicate"])
+@pytest.mark.parametrize("config", [ODD, BIASED], ids=["untied", "biased"])
+def test_copies_take_what_is_foretold(config, strategy):
+    check(config, 3, 2, strategy, "float32")
+
+
+def test_what_is_shared_counts_once():
+    assert covered([(0, 4), (2, 3), (8, 10), (3, 6)]) == 8
