@@ -8,7 +8,7 @@ import numpy as np
 
 from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.hf_config import read_config, read_json, to_json
-from shiftjax.weights.safetensors_file import StoredTensor, read_header, read_range, write_file
+from shiftjax.weights.safetensors_file import read_header, read_range, write_file
 from shiftjax.weights.source import (
     CheckpointError,
     TensorInfo,
@@ -31,23 +31,17 @@ class HuggingFaceSource:
     def __init__(self, directory: Path, name: str | None = None):
         self.location = str(directory)
         self.config = read_config(directory, name)
-        self._stored: dict[str, tuple[Path, StoredTensor]] = _read_headers(directory)
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(stored.shape, stored.dtype, str(path))
-            for name, (path, stored) in self._stored.items()
-        }
+        self.tensors: Mapping[str, TensorInfo] = _read_headers(directory)
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
-        path, stored = self._stored[name]
-        return read_range(path, stored, index)
+        return read_range(name, self.tensors[name], index)
 
 
-def _read_headers(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
+def _read_headers(directory: Path) -> dict[str, TensorInfo]:
     files = _list_files(directory)
     if SINGLE_FILE in files:
-        path = directory / SINGLE_FILE
-        return {name: (path, stored) for name, stored in read_header(path).items()}
+        return read_header(directory / SINGLE_FILE)
     if INDEX_FILE in files:
         return _read_shards(directory, files)
     if any(name.endswith(".safetensors") for name in files):
@@ -69,7 +63,7 @@ def _list_files(directory: Path) -> set[str]:
         raise CheckpointError(f"{directory}: cannot be read: {error.strerror}") from error
 
 
-def _read_shards(directory: Path, files: set[str]) -> dict[str, tuple[Path, StoredTensor]]:
+def _read_shards(directory: Path, files: set[str]) -> dict[str, TensorInfo]:
     """Read every shard that the index names; index and shards must agree exactly."""
     index = directory / INDEX_FILE
     weight_map = read_json(index).get("weight_map")
@@ -87,10 +81,10 @@ def _read_shards(directory: Path, files: set[str]) -> dict[str, tuple[Path, Stor
     problems = list(_disagreements(index, weight_map, headers))
     if problems:
         raise CheckpointError(*problems)
-    return {name: (directory / shard, headers[shard][name]) for name, shard in weight_map.items()}
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
-def _read_all(directory: Path, shards: list[str]) -> dict[str, dict[str, StoredTensor]]:
+def _read_all(directory: Path, shards: list[str]) -> dict[str, dict[str, TensorInfo]]:
     headers, problems = {}, []
     for shard in shards:
         try:
@@ -103,7 +97,7 @@ def _read_all(directory: Path, shards: list[str]) -> dict[str, dict[str, StoredT
 
 
 def _disagreements(
-    index: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, StoredTensor]]
+    index: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorInfo]]
 ) -> Iterator[str]:
     for name, shard in weight_map.items():
         if name not in headers[shard]:
