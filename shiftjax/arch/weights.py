@@ -79,12 +79,14 @@ def _llama_layer(config: ModelConfig) -> Iterator[Weight]:
     hidden, head_dim = config.hidden_size, config.head_dim
     yield _norm("input_norm", hidden, "input_layernorm")
     yield _norm("mlp_norm", hidden, "post_attention_layernorm")
-    axes = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "o": "heads"}
-    for name, axis in axes.items():
-        num_heads = config.num_heads if axis == "heads" else config.num_kv_heads
+    for name, axis, num_heads, has_bias in (
+        ("q", "heads", config.num_heads, config.attention_bias),
+        ("k", "kv_heads", config.num_kv_heads, config.attention_bias),
+        ("v", "kv_heads", config.num_kv_heads, config.attention_bias),
+        ("o", "heads", config.num_heads, config.output_bias),
+    ):
         shape, source = (num_heads, head_dim, hidden), f"self_attn.{name}_proj"
         matrix = Weight(f"attention.{name}", shape, (axis, None, None), source)
-        has_bias = config.output_bias if name == "o" else config.attention_bias
         yield from _projection(matrix._replace(transposed=name == "o"), has_bias)
     if config.experts is None:
         yield from _mlp("mlp", (config.intermediate_size, hidden), "mlp", config.mlp_bias)

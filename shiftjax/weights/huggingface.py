@@ -119,11 +119,7 @@ def save_huggingface(
     `dtype` None keeps what is stored (float32 for quantised tensors). Every value is checked to
     be finite after the cast. Peak host memory: 64 MiB of rows and their cast copy.
     """
-    tensors = {name: cast_info(info, dtype) for name, info in source.tensors.items()}
-    stored_as = {str(info.dtype) for info in tensors.values()}
-    main_dtype = "float32" if len(stored_as) > 1 else stored_as.pop()
-    config = to_json(source.config, main_dtype)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = write_config(source, directory, dtype)
     shards = _plan_shards(tensors, max_shard_bytes)
     for file, names in shards.items():
         write_file(
@@ -138,9 +134,15 @@ def save_huggingface(
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def cast_info(info: TensorInfo, dtype: str | None) -> TensorInfo:
-    """The same tensor in another dtype."""
-    return info if dtype is None else info._replace(dtype=DTYPES[dtype])
+def write_config(source: TensorSource, directory: Path, dtype: str | None) -> dict[str, TensorInfo]:
+    """Write `config.json` beside the tensors in `dtype`, and return what they will be."""
+    tensors = dict(source.tensors)
+    if dtype is not None:
+        tensors = {name: info._replace(dtype=DTYPES[dtype]) for name, info in tensors.items()}
+    kinds = {str(info.dtype) for info in tensors.values()}
+    config = to_json(source.config, kinds.pop() if len(kinds) == 1 else "float32")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return tensors
 
 
 def cast_chunks(source: TensorSource, name: str, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -153,16 +155,21 @@ def cast_chunks(source: TensorSource, name: str, dtype: np.dtype) -> Iterator[np
         yield piece
 
 
-def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
-    """Fill shards in order; a tensor larger than `max_bytes` gets a shard of its own."""
-    shards: list[list[str]] = [[]]
+def in_groups(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
+    """Fill groups of `max_bytes` in order; a tensor that is larger gets a group of its own."""
+    groups: list[list[str]] = [[]]
     filled = 0
     for name, info in tensors.items():
-        if shards[-1] and filled + info.num_bytes > max_bytes:
-            shards.append([])
+        if groups[-1] and filled + info.num_bytes > max_bytes:
+            groups.append([])
             filled = 0
-        shards[-1].append(name)
+        groups[-1].append(name)
         filled += info.num_bytes
+    return groups
+
+
+def _plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
+    shards = in_groups(tensors, max_bytes)
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     count = len(shards)

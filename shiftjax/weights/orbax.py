@@ -5,7 +5,6 @@ DIRECTORY/tokenizer.json    and the other tokenizer files, where there were any
 DIRECTORY/orbax/            the Orbax checkpoint: one flat dict, name -> array
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import tensorstore as ts
 
 from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.fields import read_json
-from shiftjax.weights.hf_config import read_config, to_json
-from shiftjax.weights.huggingface import cast_chunks, cast_info
+from shiftjax.weights.hf_config import read_config
+from shiftjax.weights.huggingface import cast_chunks, in_groups, write_config
 from shiftjax.weights.source import CheckpointError, TensorInfo, TensorSource, bounds
 
 CHECKPOINT = "orbax"
@@ -96,13 +95,10 @@ def save_orbax(source: TensorSource, directory: Path, dtype: str | None = None) 
     Tensors are saved in groups of about 512 MiB through Orbax's partial saves. Peak host memory:
     twice the larger of one group and the largest tensor. Values are checked to be finite.
     """
-    tensors = {name: cast_info(info, dtype) for name, info in source.tensors.items()}
-    kinds = {str(info.dtype) for info in tensors.values()}
-    config = to_json(source.config, kinds.pop() if len(kinds) == 1 else "float32")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = write_config(source, directory, dtype)
     path = str((directory / CHECKPOINT).resolve())
     with _saving_context():
-        for names in _groups(tensors):
+        for names in in_groups(tensors, _GROUP_BYTES):
             group = {
                 name: np.concatenate(list(cast_chunks(source, name, tensors[name].dtype)))
                 for name in names
@@ -116,15 +112,3 @@ def _saving_context() -> ocp.Context:
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.array.saving.use_compression = False  # trained weights hardly shrink, loading slows
     return context
-
-
-def _groups(tensors: Mapping[str, TensorInfo]) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, info in tensors.items():
-        if groups[-1] and filled + info.num_bytes > _GROUP_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += info.num_bytes
-    return groups
