@@ -156,11 +156,12 @@ class Listening:
         return modes[-1]
 
 
-def test_a_policy_is_told_how_many_wait_and_the_mode_before():
+@pytest.mark.parametrize(("num_requests", "n"), [(3, 1), (1, 3)])  # in front, in the group
+def test_a_policy_is_told_how_many_wait_and_the_mode_before(num_requests, n):
     policy = Listening()
     engine, _, clock = make(QUICK, max_num_seqs=1, policy=policy)
-    for number in range(3):
-        engine.add_request(make_request(str(number), [1], max_tokens=1, ignore_eos=True))
+    for number in range(num_requests):
+        engine.add_request(make_request(str(number), [1], n=n, max_tokens=1, ignore_eos=True))
     while engine.has_work():
         engine.step(clock.now)
     shift = engine.lanes[0].modes[-1]

@@ -287,3 +287,29 @@ def test_min_tokens_bans_stop_ids_with_a_token_in_flight():
 def test_config_problems_come_together():
     with pytest.raises(ValueError, match=r"max_num_batched_tokens.*swap needs.*watermark"):
         SchedulerConfig(8, 4, 9, 8, preemption="swap", watermark=1.0)
+
+
+def test_an_admission_leaves_the_watermark_free_while_others_run():
+    engine = make_engine(num_blocks=20, max_num_batched_tokens=64, watermark=0.4)
+    engine.add_request(make_request("runs", [1, 2], max_tokens=3, ignore_eos=True))
+    engine.add_request(make_request("large", list(range(1, 11)) * 4 + [3] * 7, max_tokens=1))
+    engine.step(0.0)  # 12 blocks would fit into the 18 that are free, but not beside 8
+    assert [s.request.request_id for s in engine.lanes[0].scheduler.running] == ["runs"]
+    run_to_end(engine, Listener())
+    assert engine.stats().num_preemptions == {"recompute": 0, "swap": 0}
+
+
+def test_a_group_takes_no_more_prompts_than_a_step_can_compute():
+    engine = make_engine(max_num_seqs=8, max_num_batched_tokens=32)
+    for number in range(4):
+        engine.add_request(make_request(str(number), [number + 1] * 20, max_tokens=1))
+    engine.step(0.0)
+    assert list(engine.lanes[0].scheduler.requests) == ["0", "1"]  # 40 tokens; two stay in front
+
+
+def test_the_last_token_needs_no_block_where_preemption_is_not_allowed():
+    engine = make_engine(num_blocks=4, block_size=4, max_preemptions=0)
+    engine.add_request(make_request("a", [1] * 4, max_tokens=5, ignore_eos=True))  # 8 with KV
+    engine.add_request(make_request("b", [2] * 4, max_tokens=1, ignore_eos=True))  # 4 with KV
+    engine.step(0.0)
+    assert len(engine.lanes[0].scheduler.running) == 2
