@@ -45,13 +45,13 @@ def make(directory: Path, sp: int, tp: int, **options) -> Built:
 
 
 class RandomPolicy:
-    """A mode of the group drawn at random for every step."""
+    """A mode of the group, or one of base and shift, drawn at random for every step."""
 
-    def __init__(self, seed: int):
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, *, ends: bool = False):
+        self.random, self.ends = random.Random(seed), ends
 
     def choose(self, plan: StepPlan, modes, num_waiting: int, last_mode: Mode | None) -> Mode:
-        return self.random.choice(modes)
+        return self.random.choice((modes[0], modes[-1]) if self.ends else modes)
 
 
 def run(

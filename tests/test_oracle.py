@@ -13,13 +13,14 @@ import pytest
 from engines import RandomPolicy, run, tokens
 
 from shiftjax import LLM
-from shiftjax.control.policy import make_policy
+from shiftjax.control.policy import FixedPolicy, make_policy
 from shiftjax.control.request import SamplingParams
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())
 CASES = GOLDENS["cases"]
 SHORT = [i for i, case in enumerate(CASES) if case["prompt_len"] <= 300]
 MESHES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (1, 8), (3, 1), (3, 3)]
+BETWEEN = (4, 2)  # where tokens are split two ways, too: a mode between base and shift
 # One size of step, a multiple of 9 and of 2, padded up to one of 8: a second would double the time
 # to compile. Sizes side by side are tested on small models.
 STEP_TOKENS = 54
@@ -51,6 +52,21 @@ def open_llm(sp: int, tp: int, dtype: str) -> LLM:
     )
 
 
+def compare(llm: LLM, name: str, policy, chosen, num_tokens: int) -> None:
+    """Serve some cases under a policy; tokens and log-probabilities must be transformers'."""
+    llm.engine.policy = policy
+    llm.engine.flush_prefix_cache()
+    prompts = [CASES[i]["prompt_ids"] for i in chosen]
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
+    events = run(llm.engine, prompts, [greedy] * len(prompts))
+    for place, i in enumerate(chosen):
+        got = tokens(events[place, 0])
+        assert got == CASES[i]["generated_ids"][:num_tokens], (name, CASES[i]["name"])
+        logprobs = [e.logprobs.logprob for e in events[place, 0] if e.logprobs]
+        expected = CASES[i]["token_logprobs"][:num_tokens]
+        np.testing.assert_allclose(logprobs, expected, atol=2e-3)
+
+
 @pytest.mark.parametrize(("sp", "tp"), MESHES, ids=[f"sp{sp}tp{tp}" for sp, tp in MESHES])
 def test_greedy_tokens_equal_transformers(sp, tp):
     llm = open_llm(sp, tp, "float32")
@@ -58,22 +74,17 @@ def test_greedy_tokens_equal_transformers(sp, tp):
         "threshold": (make_policy("threshold", THRESHOLD), range(len(CASES)), 32),
         "base": (make_policy("base", 0), SHORT, 5),
         "shift": (make_policy("shift", 0), SHORT, 5),
-        "random": (RandomPolicy(sp * 10 + tp), SHORT, 5),
+        "random": (RandomPolicy(sp * 10 + tp, ends=True), SHORT, 5),
     }
     for name, (policy, chosen, n) in policies.items():
-        llm.engine.policy = policy
-        llm.engine.flush_prefix_cache()
-        prompts = [CASES[i]["prompt_ids"] for i in chosen]
-        greedy = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=1)
-        events = run(llm.engine, prompts, [greedy] * len(prompts))
-        for place, i in enumerate(chosen):
-            got = tokens(events[place, 0])
-            assert got == CASES[i]["generated_ids"][:n], (name, CASES[i]["name"])
-            logprobs = [e.logprobs.logprob for e in events[place, 0] if e.logprobs]
-            np.testing.assert_allclose(logprobs, CASES[i]["token_logprobs"][:n], atol=2e-3)
+        compare(llm, name, policy, chosen, n)
     stats = llm.stats()
     assert stats["compiles_after_warmup"] == 0
-    assert min(stats["steps_by_mode"].values()) > 0
+    base, *_, shift = [mode.label for mode in llm.engine.lanes[0].modes] * 2
+    assert stats["steps_by_mode"][base] > 0 and stats["steps_by_mode"][shift] > 0
+    if (sp, tp) == BETWEEN:  # a threshold has it not compiled ahead, so it is now
+        compare(llm, "between", FixedPolicy(1), SHORT, 5)
+        assert llm.stats()["steps_by_mode"]["sp2"] > 0
     llm.close()
 
 

@@ -7,9 +7,10 @@ from engines import checkpoint, make, run
 
 from shiftjax.control.policy import CostPolicy, make_policy
 from shiftjax.control.request import SamplingParams, StepPlan
+from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine
 from shiftjax.options import ConfigError
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Group, Mode
 
 PLAN = StepPlan([], 8, 0, 0, [], [], 0)
 BASE, SHIFT = Mode(2, 2), Mode(2, 1)
@@ -59,6 +60,31 @@ def test_a_queue_makes_base_easy_to_enter_and_shift_hard():
     assert choose(1.15, 1.0, BASE, num_waiting=0) == SHIFT
     assert choose(1.15, 1.0, BASE, num_waiting=3) == BASE
     assert choose(1.25, 1.0, BASE, num_waiting=3) == SHIFT
+
+
+def test_what_it_may_choose_is_what_some_queue_and_some_step_before_lead_to():
+    def wanted(base, shift):
+        policy = CostPolicy(Costs(base, shift), margin=0.1)  # pyright: ignore
+        return policy.wanted((BASE, SHIFT), 1, Bucket(8, 8))
+
+    assert wanted(2.0, 1.0) == [SHIFT]
+    assert wanted(1.0, 2.0) == [BASE]
+    assert wanted(1.05, 1.0) == [BASE, SHIFT]  # who is in BASE stays
+    assert wanted(1.15, 1.0) == [BASE, SHIFT]  # and so while others wait
+
+
+def test_a_mode_between_competes_with_both():
+    modes = Group(0, 4).modes
+    seconds = {4: 3.0, 2: 1.0, 1: 2.0}
+
+    class Three(Costs):
+        def mode_seconds(self, mode, size):
+            return seconds[mode.sp]
+
+    policy = CostPolicy(Three(0.0, 0.0), margin=0.1)  # pyright: ignore
+    assert policy.choose(PLAN, modes, 0, None) == policy.choose(PLAN, modes, 0, modes[0])
+    assert policy.choose(PLAN, modes, 0, None).label == "sp2"
+    assert policy.wanted(modes, 1, Bucket(8, 8)) == [Mode(4, 2)]
 
 
 def test_the_cost_policy_needs_a_cost_model():
