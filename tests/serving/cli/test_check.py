@@ -12,6 +12,7 @@ def test_check_prints_the_plan(capsys):
     assert rows["shift mode"] == "sp 1, tp 8"
     assert rows["query / KV heads"] == "9 / 3, padded to 16 / 4"
     assert rows["longest sequence"] == "512 tokens"
+    assert rows["weights"] == "145.2 MiB"  # what loading puts on a device: 152.2 MB
 
 
 def test_check_refuses_what_the_model_cannot_do(capsys):
