@@ -1,0 +1,104 @@
+"""Inter-token latency on one data-parallel group while another computes a prompt.
+
+    python scripts/bench_groups.py [--prompt-tokens 1024] [--rounds 5]
+
+Two groups of one virtual device each, SmolLM2-135M with random weights. A request decodes on one
+group; then a prompt comes, goes to the other (it has less to do) and is computed in chunks. The
+gaps between the first one's tokens are taken `alone`, before the prompt comes, and `beside`, until
+its first token. Groups of one engine that wait for each other show gaps as long as a chunk takes;
+here the two still share the cores, which groups of GPUs do not. Prints a row a round, then the
+medians of the rounds' percentiles as one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import numpy as np
+from bench_machine import describe_machine
+
+from shiftjax.build import build
+from shiftjax.config import EngineConfig
+from shiftjax.control.engine import Engine
+from shiftjax.control.request import Request, SamplingParams
+from shiftjax.settings import make_virtual_devices
+from shiftjax.weights.resolve import open_source, resolve_model
+
+CHUNK_TOKENS = 256
+STEADY_TOKENS = 40  # gaps that count as alone
+
+
+def start_engine(prompt_tokens: int) -> Engine:
+    """Two groups of one device."""
+    config = EngineConfig.from_options(
+        model="random:smollm2-135m",
+        devices=2,
+        dp=2,
+        sp=1,
+        tp=1,
+        max_num_seqs=8,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        token_buckets=[8, CHUNK_TOKENS],
+        max_model_len=prompt_tokens + 600,
+        num_blocks=(prompt_tokens + 600) // 8,
+        prefix_caching=False,
+    )
+    make_virtual_devices(config)
+    source = open_source(resolve_model(config.model.model), seed=0)
+    return build(config, source, lambda *_: None).engine
+
+
+def one_round(engine: Engine, number: int, prompt_tokens: int) -> tuple[list[float], list[float]]:
+    """Seconds between tokens of a decoding request: (alone, while the other group prefills)."""
+    reader, prompt = f"reader-{number}", f"prompt-{number}"
+    sampling = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+    engine.add_request(Request(reader, [1, 2, 3], sampling))
+    times: list[float] = []
+    arrival: int | None = None
+    while True:
+        events = engine.step(time.monotonic())
+        if any(event.request_id == reader for event in events):
+            times.append(time.monotonic())
+        if len(times) == STEADY_TOKENS and arrival is None:
+            arrival = len(times)
+            tokens = [5 + i % 1000 for i in range(prompt_tokens)]
+            one = SamplingParams(temperature=0, max_tokens=1)
+            engine.add_request(Request(prompt, tokens, one))
+        if arrival is not None and any(event.request_id == prompt for event in events):
+            break
+    engine.abort(reader)
+    while engine.has_work():
+        engine.step(time.monotonic())
+    gaps = np.diff(times)
+    return gaps[5 : arrival - 1].tolist(), gaps[arrival - 1 :].tolist()
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    engine = start_engine(args.prompt_tokens)
+    one_round(engine, -1, args.prompt_tokens)  # warms up
+    rows = []
+    for number in range(args.rounds):
+        alone, beside = one_round(engine, number, args.prompt_tokens)
+        row = {}
+        for name, gaps in (("alone", alone), ("beside", beside)):
+            p50, p99 = np.percentile(gaps, (50, 99)) * 1e3
+            row |= {f"{name}_p50_ms": round(p50, 2), f"{name}_p99_ms": round(p99, 2)}
+        rows.append(row | {"gaps_beside": len(beside)})
+        print(rows[-1])
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    machine = describe_machine() | {"load": round(os.getloadavg()[0], 2)}
+    what = {"benchmark": "inter-token latency", "prompt_tokens": args.prompt_tokens}
+    print(json.dumps(what | medians | {"rounds": args.rounds, "machine": machine}))
+
+
+if __name__ == "__main__":
+    main()
