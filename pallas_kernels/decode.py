@@ -6,18 +6,17 @@ and attends to them, and `decode_combine` puts together the jobs that a long con
 (Flash-Decoding, Dao et al., 2023).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from pallas_kernels.decode_combine import combine_jobs
+from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.decode_combine import Parts, combine_jobs
 from pallas_kernels.decode_kernel import REDUCTION_BYTES, run_jobs
 from pallas_kernels.decode_plan import DEFAULT_CONFIG, DecodeConfig, DecodePlan
 from pallas_kernels.decode_work import Q_SLOTS, Inputs, Shape
-from pallas_kernels.mosaic import FP8, head_scales, wrong_options
+from pallas_kernels.mosaic import FP8, head_scales
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
 MAX_STAGES = 16
@@ -26,69 +25,51 @@ BARRIER_BYTES = 1024  # barriers and what aligning the buffers costs: less than 
 
 def decode_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    block_tables: Int32[Array, "seqs blocks_per_seq"],
-    seq_lens: Int32[Array, " seqs"],
+    kv: PagedKV,
     plan: DecodePlan,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: ArrayLike = 1.0,
-    v_scale: ArrayLike = 1.0,
-    out: Float[Array, "tokens heads head_dim"] | None = None,
+    options: AttentionOptions,
     config: DecodeConfig = DEFAULT_CONFIG,
-    interpret: Any = False,
+    *,
+    out: Float[Array, "tokens heads head_dim"] | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """softmax(soft_cap(scale * q k^T)) v of the plan's decode rows: token i of sequence i.
+    """Attention of the plan's decode rows: token i of sequence i.
 
     Other rows are those of `out`, which is overwritten in place where its buffer may be; zeros
-    without it. q is bfloat16 or float16; the pools are of q's type, or float8_e4m3fn, whose values
-    stand for `k_scale` (`v_scale`; a number, or one for each KV head) times themselves. `soft_cap`
-    c makes a logit x c * tanh(x / c). A row sees `sliding_window` keys at most, itself included.
-    `plan` must have been made with the same `config` and number of KV heads. Slots that hold no
-    token of the context may hold anything, NaN included. Raises ValueError for shapes that the
-    kernel cannot take. `interpret`: False, or `InterpretGPUParams` to run on a CPU.
+    without it. Arguments as in `paged_attention.ragged_paged_attention`; `plan` must have been made
+    with the same `config` and number of KV heads. Raises ValueError for shapes that the kernel
+    cannot take.
     """
-    group = check_call(q, k_pool, sliding_window, soft_cap, config)
-    kv_heads, block_size, head_dim = k_pool.shape[1:]
+    group = check_call(q, kv, options, config)
+    kv_heads, block_size, head_dim = kv.k_pool.shape[1:]
     rows = -(-group // ROW_TILE) * ROW_TILE
     copy_tokens = min(block_size, config.kv_tile)
-    numbers, scales = head_scales(k_scale, v_scale, kv_heads)
+    numbers, scales = head_scales(options.k_scale, options.v_scale, kv_heads)
     shape = Shape(
         rows=rows,
         head_dim=head_dim,
         kv_tile=config.kv_tile,
-        stages=count_stages(rows, head_dim, k_pool.dtype, config),
+        stages=count_stages(rows, head_dim, kv.k_pool.dtype, config),
         copy_tokens=copy_tokens,
         copies_per_block=block_size // copy_tokens,
-        dtype=jnp.dtype(jnp.float16 if k_pool.dtype == FP8 else q.dtype),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        dtype=jnp.dtype(jnp.float16 if kv.k_pool.dtype == FP8 else q.dtype),
+        options=options,
         kv_scales=numbers,
     )
-    seqs = min(q.shape[0], seq_lens.shape[0])
+    seqs = min(q.shape[0], kv.seq_lens.shape[0])
     grouped = q[:seqs].reshape(seqs, kv_heads, group, head_dim).astype(shape.dtype)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     jobs = plan.worker_first, plan.job_row, plan.job_begin, plan.job_end
-    inputs = Inputs(*jobs, seq_lens, block_tables, scales, grouped, k_pool, v_pool)
-    parts = run_jobs(shape, inputs, interpret)
-    places = plan.row_first[:seqs], plan.row_jobs[:seqs]
-    return combine_jobs(*parts, *places, q, out, config=config, interpret=interpret)
+    outputs, lse = run_jobs(shape, Inputs(*jobs, kv, scales, grouped))
+    parts = Parts(outputs, lse, plan.row_first[:seqs], plan.row_jobs[:seqs])
+    out = jnp.zeros(q.shape, q.dtype) if out is None else out
+    return combine_jobs(parts, out, config, options.interpret)
 
 
-def check_call(
-    q: jax.Array,
-    pool: jax.Array,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    config: DecodeConfig,
-) -> int:
+def check_call(q: jax.Array, kv: PagedKV, options: AttentionOptions, config: DecodeConfig) -> int:
     """Return the query heads of a KV head; ValueError says what the kernel cannot take."""
+    pool = kv.k_pool
     (_, heads, head_dim), (_, kv_heads, block_size, _) = q.shape, pool.shape
-    wrong = wrong_options(heads, kv_heads, sliding_window, soft_cap)
+    wrong = options.wrong(heads, kv_heads)
     if q.dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype not in (q.dtype, FP8):
         wrong.append(
             f"q of {q.dtype} and pools of {pool.dtype}: q must be bfloat16 or float16, the pools "

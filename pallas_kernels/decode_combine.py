@@ -7,7 +7,7 @@ same bits. And not plain XLA: jobs of a row are a ragged sum, which there is ato
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,78 +25,71 @@ MAX_WARPGROUPS = 4
 Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted outputs, total weight, largest lse
 
 
-def combine_jobs(
-    outputs: jax.Array,
-    lse: jax.Array,
-    row_first: jax.Array,
-    row_jobs: jax.Array,
-    q: jax.Array,
-    out: jax.Array | None,
-    *,
-    config: DecodeConfig,
-    interpret: Any,
-) -> jax.Array:
-    """Return an array like `q` with the decode rows' attention; other rows of `out`, or zeros.
+class Parts(NamedTuple):
+    """What the jobs gave, and which of them belong to each row that could be a decode row."""
 
-    `outputs`, `lse` as `decode_kernel.run_jobs` gives them; `row_first` and `row_jobs` have an
-    entry for each row that could be a decode row.
-    """
-    kv_heads, _, head_dim, rows = outputs.shape
+    outputs: Any  # [kv_heads, jobs, head_dim, rows] as `decode_kernel.run_jobs` gives them
+    lse: Any  # [kv_heads, jobs, rows]
+    row_first: Any  # [seqs] the first job of a row
+    row_jobs: Any  # [seqs] how many it has: 0 for what is not a decode row
+
+
+class Scratch(NamedTuple):
+    """Shared memory, and its barrier: sums of every warpgroup, and the row that goes out."""
+
+    sums: Any  # [warpgroups, head_dim, rows]
+    totals: Any  # [warpgroups, rows]
+    tops: Any
+    staged: Any  # [rows, head_dim]
+    done: Any
+
+
+def combine_jobs(parts: Parts, out: jax.Array, config: DecodeConfig, interpret: Any) -> jax.Array:
+    """Return `out` with the decode rows' attention in its rows, in place where that may be."""
+    kv_heads, _, head_dim, rows = parts.outputs.shape
     most = num_workers(config.num_blocks, kv_heads)  # jobs that one row can have
     warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 64 // rows))
-    result = jax.new_ref(jnp.zeros(q.shape, q.dtype) if out is None else out)
-    group = q.shape[1] // kv_heads
-    body = functools.partial(_combine_kernel, group, warpgroups, result)
+    per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
+    scratch = Scratch(
+        sums=plgpu.SMEM((warpgroups, head_dim, rows), jnp.float32),
+        totals=per_warpgroup,
+        tops=per_warpgroup,
+        staged=plgpu.SMEM((rows, head_dim), out.dtype),
+        done=plgpu.Barrier(num_arrivals=warpgroups),
+    )
+    result = jax.new_ref(out)
     plgpu.kernel(
-        body,
-        scratch_types=dict(
-            shared_sum=plgpu.SMEM((warpgroups, head_dim, rows), jnp.float32),
-            shared_total=plgpu.SMEM((warpgroups, rows), jnp.float32),
-            shared_top=plgpu.SMEM((warpgroups, rows), jnp.float32),
-            staged=plgpu.SMEM((rows, head_dim), q.dtype),
-            done=plgpu.Barrier(num_arrivals=warpgroups),
-        ),
-        grid=(row_first.shape[0], kv_heads),
+        functools.partial(_combine_kernel, result),
+        scratch_types=scratch._asdict(),
+        grid=(parts.row_first.shape[0], kv_heads),
         grid_names=("row", "kv_head"),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="decode_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(outputs, lse, row_first, row_jobs)
+    )(*parts)
     return result[...]
 
 
-def _combine_kernel(
-    group: int,
-    warpgroups: int,
-    result: Any,
-    outputs: Any,
-    lse: Any,
-    row_first: Any,
-    row_jobs: Any,
-    *,
-    shared_sum: Any,
-    shared_total: Any,
-    shared_top: Any,
-    staged: Any,
-    done: Any,
-) -> None:
+def _combine_kernel(result: Any, *refs: Any, **buffers: Any) -> None:
     """Combine the jobs of one row and KV head: every warpgroup its share, then the first all."""
+    parts, scratch = Parts(*refs), Scratch(**buffers)
     row, head = lax.axis_index("row"), lax.axis_index("kv_head")
-    me = lax.axis_index("warpgroup")
-    first, count = row_first[row], row_jobs[row]
+    me, group = lax.axis_index("warpgroup"), result.shape[1] // parts.outputs.shape[0]
+    first, count = parts.row_first[row], parts.row_jobs[row]
 
     @pl.when(count > 0)
     def _() -> None:
-        mine = _sum_share(outputs.at[head], lse.at[head], first, count, me, warpgroups)
-        shared_sum[me], shared_total[me], shared_top[me] = mine
-        plgpu.barrier_arrive(done)
+        outputs, lse = parts.outputs.at[head], parts.lse.at[head]
+        mine = _sum_share(outputs, lse, first, count, me, scratch.tops.shape[0])
+        scratch.sums[me], scratch.totals[me], scratch.tops[me] = mine
+        plgpu.barrier_arrive(scratch.done)
 
         @pl.when(me == 0)
         def _() -> None:
-            plgpu.barrier_wait(done)
-            total = _sum_shares(shared_sum, shared_total, shared_top, warpgroups)
+            plgpu.barrier_wait(scratch.done)
+            total, staged = _sum_shares(scratch), scratch.staged
             flipped = plgpu.layout_cast(total.astype(staged.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             store(staged.transpose((1, 0)), flipped)
             plgpu.commit_smem()
@@ -144,13 +137,14 @@ def _add(carry: Sum, parts: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Sum
     return weighted, total, new_top
 
 
-def _sum_shares(sums: Any, totals: Any, tops: Any, warpgroups: int) -> jax.Array:
+def _sum_shares(scratch: Scratch) -> jax.Array:
     """Return the output of a row from what each warpgroup has added up."""
+    sums, totals, tops = scratch[:3]
     lanes = WGMMA.reduce(0)
-    all_tops = [plgpu.load(tops.at[i], layout=lanes) for i in range(warpgroups)]
+    all_tops = [plgpu.load(tops.at[i], layout=lanes) for i in range(tops.shape[0])]
     top = functools.reduce(jnp.maximum, all_tops)
     weighted, total = filled(sums.shape[1:], 0.0), filled(sums.shape[2:], 0.0, lanes)
-    for i in range(warpgroups):
+    for i in range(tops.shape[0]):
         weight = jnp.exp2(all_tops[i] - top)
         share = plgpu.load(sums.at[i], layout=WGMMA)
         weighted = weighted + share * down_rows(weight, share.shape)

@@ -12,11 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.call import AttentionOptions
 from pallas_kernels.decode_work import (
     Q_SLOTS,
     Buffers,
     Inputs,
-    Job,
+    Round,
     Shape,
     down_rows,
     my_jobs,
@@ -39,7 +40,8 @@ def compute(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) 
         plgpu.barrier_wait(buffers.q_full.at[slot])
 
         def run_round(nth: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            return _attend(shape, buffers, job, buffers.q.at[slot], k_scale, nth, carry)
+            part = Round(nth * shape.kv_tile, job.low, job.length)
+            return _attend(shape, buffers, part, buffers.q.at[slot], k_scale, carry)
 
         top = filled((shape.rows,), LOWEST, WGMMA.reduce(0))
         carry = count, filled(size, 0.0), top, filled(scores, 0.0)
@@ -57,13 +59,12 @@ def compute(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) 
 def _attend(
     shape: Shape,
     buffers: Buffers,
-    job: Job,
+    part: Round,
     q: Any,
     k_scale: float | jax.Array,
-    nth: jax.Array,
     carry: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Take round `nth` into the softmax under way.
+    """Take a round into the softmax under way.
 
     The carry: rounds so far, weighted values, maxima, and weights, summed over rounds only: over
     the tokens of a round they are summed once, at the end of a job.
@@ -75,7 +76,7 @@ def _attend(
     scores = _multiply(k, q.transpose((1, 0)))
     if buffers.wide_k is None:
         plgpu.barrier_arrive(buffers.k_free.at[slot])
-    logits = _masked(shape, job, nth, _logits(shape, scores, k_scale))
+    logits = _masked(shape, part, _logits(shape.options, scores, k_scale))
     new_top = jnp.maximum(top, logits.max(axis=0))
     decay = jnp.exp2(top - new_top)
     p = jnp.exp2(logits - down_rows(new_top, logits.shape))
@@ -83,7 +84,7 @@ def _attend(
     buffers.p.transpose((1, 0))[...] = flipped
     plgpu.barrier_wait(buffers.v_full.at[slot])
     v = _widened(buffers.v.at[slot], buffers.wide_v, buffers.v_free.at[slot])
-    _clear_unseen(shape, job, nth, v)
+    _clear_unseen(shape, part, v)
     plgpu.commit_smem()
     new = _multiply(v.transpose((1, 0)), buffers.p.transpose((1, 0)))
     if buffers.wide_v is None:
@@ -113,33 +114,32 @@ def _multiply(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(product, Accumulator((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _logits(shape: Shape, scores: jax.Array, k_scale: float | jax.Array) -> jax.Array:
+def _logits(options: AttentionOptions, scores: jax.Array, k_scale: float | jax.Array) -> jax.Array:
     """Return logits in base 2."""
-    if shape.soft_cap is None:
-        return scores * (k_scale * (shape.scale * LOG2_E))
+    if options.soft_cap is None:
+        return scores * (k_scale * (options.scale * LOG2_E))
     # tanh x = 1 - 2 / (1 + e^2x): the chip's own tanh has 11 bits, of which a cap of 50 leaves few.
-    growth = jnp.exp2(scores * (k_scale * (2 * shape.scale * LOG2_E / shape.soft_cap)))
-    return (1.0 - 2.0 / (1.0 + growth)) * (shape.soft_cap * LOG2_E)
+    growth = jnp.exp2(scores * (k_scale * (2 * options.scale * LOG2_E / options.soft_cap)))
+    return (1.0 - 2.0 / (1.0 + growth)) * (options.soft_cap * LOG2_E)
 
 
-def _masked(shape: Shape, job: Job, nth: jax.Array, logits: jax.Array) -> jax.Array:
-    return jnp.where(_seen(shape, job, nth, logits.shape), logits, LOWEST)
+def _masked(shape: Shape, part: Round, logits: jax.Array) -> jax.Array:
+    return jnp.where(_seen(shape, part, logits.shape), logits, LOWEST)
 
 
-def _seen(shape: Shape, job: Job, nth: jax.Array, size: tuple[int, ...]) -> jax.Array:
+def _seen(shape: Shape, part: Round, size: tuple[int, ...]) -> jax.Array:
     """Whether the row sees each token of a round, which run down the first axis."""
-    positions = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=WGMMA) + nth * shape.kv_tile
-    seen = positions < job.length
-    return seen & (positions >= job.low) if shape.sliding_window else seen
+    positions = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=WGMMA) + part.begin
+    seen = positions < part.length
+    return seen & (positions >= part.low) if shape.options.sliding_window else seen
 
 
-def _clear_unseen(shape: Shape, job: Job, nth: jax.Array, v: Any) -> None:
+def _clear_unseen(shape: Shape, part: Round, v: Any) -> None:
     """Make zeros of values without weight: they may be NaN. Only the ends of contexts have any."""
-    begin = nth * shape.kv_tile
 
-    @pl.when((begin < job.low) | (begin + shape.kv_tile > job.length))
+    @pl.when((part.begin < part.low) | (part.begin + shape.kv_tile > part.length))
     def _() -> None:
-        seen = _seen(shape, job, nth, (shape.kv_tile, COLUMNS))
+        seen = _seen(shape, part, (shape.kv_tile, COLUMNS))
         for column in range(0, shape.head_dim, COLUMNS):
             columns = slice(None), pl.ds(column, COLUMNS)
             values = plgpu.load(v.at[columns], layout=WGMMA)

@@ -30,13 +30,13 @@ REDUCTION_BYTES = 2048  # scratch of maxima and sums over the four warps
 COMPUTE, MEMORY = 0, 1  # the warpgroups
 
 
-def run_jobs(shape: Shape, inputs: Inputs, interpret: Any) -> tuple[jax.Array, jax.Array]:
+def run_jobs(shape: Shape, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Return of every job the output, normalised, and the base-2 log of the sum of exponentials.
 
     `[kv_heads, jobs, head_dim, rows]` and `[kv_heads, jobs, rows]`, float32; what belongs to no job
     is not written.
     """
-    kv_heads, jobs = inputs.k.shape[1], inputs.job_row.shape[0]
+    kv_heads, jobs = inputs.kv.k_pool.shape[1], inputs.job_row.shape[0]
     arrays, tree = jax.tree.flatten(inputs)
     run = plgpu.kernel(
         functools.partial(_decode_kernel, shape, tree),
@@ -44,7 +44,7 @@ def run_jobs(shape: Shape, inputs: Inputs, interpret: Any) -> tuple[jax.Array, j
             jax.ShapeDtypeStruct((kv_heads, jobs, shape.head_dim, shape.rows), jnp.float32),
             jax.ShapeDtypeStruct((kv_heads, jobs, shape.rows), jnp.float32),
         ),
-        scratch_types=_buffers(shape, inputs.k.dtype)._asdict(),
+        scratch_types=_buffers(shape, inputs.kv.k_pool.dtype)._asdict(),
         grid=(inputs.worker_first.shape[0] - 1, kv_heads),
         grid_names=("worker", "kv_head"),
         num_threads=2,
@@ -53,7 +53,7 @@ def run_jobs(shape: Shape, inputs: Inputs, interpret: Any) -> tuple[jax.Array, j
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES
         ),
-        interpret=interpret,
+        interpret=shape.options.interpret,
     )
     return run(*arrays)
 

@@ -28,8 +28,8 @@ class Stream(NamedTuple):
 
 def load(shape: Shape, inputs: Inputs, buffers: Buffers) -> None:
     """Copy the queries and tiles of this worker's jobs, each as soon as there is room for it."""
-    k = Stream(inputs.k, buffers.k, buffers.k_full, buffers.k_free)
-    v = Stream(inputs.v, buffers.v, buffers.v_full, buffers.v_free)
+    k = Stream(inputs.kv.k_pool, buffers.k, buffers.k_full, buffers.k_free)
+    v = Stream(inputs.kv.v_pool, buffers.v, buffers.v_full, buffers.v_free)
 
     def run(warp: jax.Array) -> None:
         pl.when(warp == 0)(lambda: _load_stream(shape, inputs, k, buffers))
@@ -81,12 +81,12 @@ def _load_tile(
     """
     step, per_block = shape.copy_tokens, jnp.int32(shape.copies_per_block)
     copies = shape.kv_tile // step
-    sources = []
+    tables, sources = inputs.kv.block_tables, []
     for i in range(copies):
         part = nth * copies + i
-        column = jnp.minimum(lax.div(part, per_block), inputs.block_tables.shape[1] - 1)
+        column = jnp.minimum(lax.div(part, per_block), tables.shape[1] - 1)
         tokens = pl.ds(lax.rem(part, per_block) * step, step)
-        sources.append((inputs.block_tables[row, column], lax.axis_index("kv_head"), tokens))
+        sources.append((tables[row, column], lax.axis_index("kv_head"), tokens))
     slot = lax.rem(count, jnp.int32(shape.stages))
     pl.when(count >= shape.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
     for i, source in enumerate(sources):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.call import AttentionOptions, PagedKV
+
 Q_SLOTS = 2  # the queries of this many jobs are in shared memory
 
 
@@ -20,9 +22,7 @@ class Shape(NamedTuple):
     copy_tokens: int  # tokens of one TMA copy: a block, or a part of one
     copies_per_block: int
     dtype: DTypeLike  # of the operands of the matrix instructions
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
+    options: AttentionOptions
     kv_scales: tuple[float, float]  # of K and of V, where they are numbers
 
 
@@ -33,12 +33,9 @@ class Inputs(NamedTuple):
     job_row: Any
     job_begin: Any
     job_end: Any
-    seq_lens: Any
-    block_tables: Any
+    kv: PagedKV
     scales: Any  # [2, kv_heads] float32: of K and of V; None where they are numbers
     q: Any  # [seqs, kv_heads, rows, head_dim]
-    k: Any
-    v: Any
 
 
 class Buffers(NamedTuple):
@@ -68,6 +65,14 @@ class Job(NamedTuple):
     length: jax.Array
 
 
+class Round(NamedTuple):
+    """A part of a job, `kv_tile` positions from `begin`, of which low..length are seen."""
+
+    begin: jax.Array
+    low: jax.Array | int
+    length: jax.Array
+
+
 def down_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Repeat a value for each row of the query down the long side of a tile."""
     return lax.broadcast_in_dim(x, shape, [1])
@@ -82,9 +87,10 @@ def my_jobs(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 def read_job(shape: Shape, inputs: Inputs, index: jax.Array) -> Job:
     """Read a job; one planned for a wider window loses the rounds before this layer's."""
     row = inputs.job_row[index]
-    begin, length = inputs.job_begin[index], inputs.seq_lens[row]
-    if not shape.sliding_window:
+    begin, length = inputs.job_begin[index], inputs.kv.seq_lens[row]
+    window = shape.options.sliding_window
+    if not window:
         return Job(row, begin, inputs.job_end[index], 0, length)
-    low = jnp.maximum(length - shape.sliding_window, 0)
+    low = jnp.maximum(length - window, 0)
     begin = jnp.maximum(begin, lax.div(low, jnp.int32(shape.kv_tile)))
     return Job(row, begin, inputs.job_end[index], low, length)

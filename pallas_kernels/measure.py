@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_plan import plan_decode
 from pallas_kernels.kv_write import write_kv
@@ -29,6 +30,7 @@ from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.prefill_plan import plan_prefill
 from pallas_kernels.work_plan import KernelConfig
 
+UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 CACHE_BYTES = 64 << 20  # more than the last-level cache of an H100 or H200 (50 MB)
 
 
@@ -150,15 +152,15 @@ def decode_seconds(shape: DecodeShape, config: KernelConfig, effort: Effort) -> 
     tables = list(ids.reshape(copies, shape.seqs, blocks_per_seq))
     lens = np.full(shape.seqs, shape.context, np.int32)
     plan = plan_decode(lens, shape.seqs, kv_heads=shape.kv_heads, config=config.decode)
-    options = {"scale": shape.head_dim**-0.5, "interpret": effort.interpret}
+    options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
 
-    def call(i, q, k_pool, v_pool, tables, lens, plan):
-        context = k_pool, v_pool, tables[i % copies], lens
-        return decode_attention(q, *context, plan, **options, out=q, config=config.decode)
+    def call(i, q, kv, plan):
+        kv = kv._replace(block_tables=kv.block_tables[i % copies])
+        return decode_attention(q, kv, plan, options, config.decode, out=q)
 
     q = jax.random.normal(jax.random.key(2), (shape.seqs, shape.heads, shape.head_dim))
-    pools = random_pool(1 + copies * blocks, shape)
-    return chain_seconds(call, q.astype(jnp.bfloat16), (*pools, tables, lens, plan), effort)
+    kv = PagedKV(*random_pool(1 + copies * blocks, shape), tables, lens)
+    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, plan), effort)
 
 
 def prefill_seconds(shape: PrefillShape, config: KernelConfig, effort: Effort) -> float:
@@ -169,15 +171,14 @@ def prefill_seconds(shape: PrefillShape, config: KernelConfig, effort: Effort) -
     lens, starts = np.array([length], np.int32), np.array([0, shape.tokens], np.int32)
     group = shape.heads // shape.kv_heads
     plan = plan_prefill(lens, starts, 0, num_tokens=shape.tokens, group=group)
-    options = {"scale": shape.head_dim**-0.5, "interpret": effort.interpret}
+    options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
 
-    def call(_, q, k_pool, v_pool, table, lens, plan):
-        context = k_pool, v_pool, table, lens
-        return prefill_attention(q, *context, plan, **options, config=config.prefill)
+    def call(_, q, kv, plan):
+        return prefill_attention(q, kv, plan, options, config.prefill)
 
     q = jax.random.normal(jax.random.key(2), (shape.tokens, shape.heads, shape.head_dim))
-    pools = random_pool(1 + blocks, shape)
-    return chain_seconds(call, q.astype(jnp.bfloat16), (*pools, table, lens, plan), effort)
+    kv = PagedKV(*random_pool(1 + blocks, shape), table, lens)
+    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, plan), effort)
 
 
 def write_seconds(shape: WriteShape, write: Callable[..., Any], effort: Effort) -> float:
@@ -203,30 +204,30 @@ def kernel_write_seconds(shape: WriteShape, effort: Effort) -> float:
 
 def decode_row(shape: DecodeShape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
     """Return a row of results; the prediction is the ceiling's."""
-    return _row("decode", shape, seconds, shape.num_bytes, ceilings.bytes_per_second, "GB/s", 1e9)
+    return _row("decode", shape, seconds, shape.num_bytes, ceilings.bytes_per_second, "GB/s")
 
 
 def prefill_row(shape: PrefillShape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
     """Return a row of results; the prediction is the ceiling's."""
     peak = ceilings.flops_per_second
-    return _row("prefill", shape, seconds, shape.num_flops, peak, "TFLOP/s", 1e12)
+    return _row("prefill", shape, seconds, shape.num_flops, peak, "TFLOP/s")
 
 
 def write_row(shape: WriteShape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
     """Return a row of results; the prediction is the ceiling's."""
     peak = ceilings.bytes_per_second
-    return _row("kv write", shape, seconds, shape.num_bytes, peak, "GB/s", 1e9)
+    return _row("kv write", shape, seconds, shape.num_bytes, peak, "GB/s")
 
 
 def _row(
-    kernel: str, shape: Any, seconds: float, amount: int, ceiling: float, unit: str, scale: float
+    kernel: str, shape: Any, seconds: float, amount: int, ceiling: float, unit: str
 ) -> dict[str, Any]:
     return {
         "kernel": kernel,
         "shape": shape._asdict(),
         "predicted_us": amount / ceiling * 1e6,
         "us": seconds * 1e6,
-        "rate": amount / seconds / scale,
+        "rate": amount / seconds / UNITS[unit],
         "unit": unit,
         "percent_of_ceiling": 100 * amount / seconds / ceiling,
     }

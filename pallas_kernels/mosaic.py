@@ -49,17 +49,3 @@ def head_scales(
         return (float(k_scale), float(v_scale)), None
     scales = [jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale)]
     return (1.0, 1.0), jnp.stack([jnp.broadcast_to(x, kv_heads) for x in scales])
-
-
-def wrong_options(
-    heads: int, kv_heads: int, sliding_window: int | None, soft_cap: float | None
-) -> list[str]:
-    """Return what is wrong with a call of either attention kernel, but for shapes and types."""
-    wrong = []
-    if heads % kv_heads:
-        wrong.append(f"{heads} query heads do not divide into {kv_heads} KV heads")
-    if sliding_window is not None and sliding_window < 1:
-        wrong.append(f"sliding_window {sliding_window} is not positive; None is no window")
-    if soft_cap is not None and not soft_cap > 0:
-        wrong.append(f"soft_cap {soft_cap} is not positive; None is no cap")
-    return wrong

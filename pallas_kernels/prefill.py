@@ -13,16 +13,15 @@ head: row = head * n + token. Thread blocks stay and take tiles from the plan in
 the computation is that of FlashAttention-3 (Shah et al., arXiv 2407.08608), base 2.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic import FP8, swizzled, wrong_options
+from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.mosaic import FP8, swizzled
 from pallas_kernels.prefill_compute import compute_work, note_row_tokens
 from pallas_kernels.prefill_memory import await_the_end, fetch_work
 from pallas_kernels.prefill_plan import (
@@ -32,7 +31,7 @@ from pallas_kernels.prefill_plan import (
     PrefillPlan,
     tokens_per_warpgroup,
 )
-from pallas_kernels.prefill_work import Inputs, Problem, Shared, work_count
+from pallas_kernels.prefill_work import Inputs, Kernel, Problem, Shared, work_count
 
 SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
 OVERHEAD_BYTES = 3072  # barriers, alignment, and what reductions take
@@ -41,19 +40,10 @@ KV_TILES = 128, 64  # in the order of preference
 
 def prefill_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    block_tables: Int32[Array, "seqs blocks_per_seq"],
-    seq_lens: Int32[Array, " seqs"],
+    kv: PagedKV,
     plan: PrefillPlan,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: float | jax.Array = 1.0,
-    v_scale: float | jax.Array = 1.0,
+    options: AttentionOptions,
     config: PrefillConfig = DEFAULT_CONFIG,
-    interpret: Any = False,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Attention of the tokens of the plan's tiles; zeros for padding; decode rows are unspecified.
 
@@ -61,7 +51,7 @@ def prefill_attention(
     cannot do.
     """
     tokens, heads, head_dim = q.shape
-    _, kv_heads, block_size, _ = k_pool.shape
+    _, kv_heads, block_size, _ = kv.k_pool.shape
     n = tokens_per_warpgroup(heads // kv_heads)
     problem = Problem(
         tokens=max(tokens, n),
@@ -70,30 +60,28 @@ def prefill_attention(
         n=n,
         head_dim=head_dim,
         block_size=block_size,
-        max_blocks=block_tables.shape[1],
-        dtype=jnp.dtype(jnp.float16) if k_pool.dtype == FP8 else q.dtype,
+        dtype=jnp.dtype(jnp.float16) if kv.k_pool.dtype == FP8 else q.dtype,
         out_dtype=q.dtype,
-        pool_dtype=k_pool.dtype,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        pool_dtype=kv.k_pool.dtype,
+        options=options,
         kv_tile=0,
         config=config,
-        interpreted=bool(interpret),
     )
     problem = problem._replace(kv_tile=choose_kv_tile(problem))
     check(problem, heads)
     q = jnp.pad(q.astype(problem.dtype), ((0, problem.tokens - tokens), (0, 0), (0, 0)))
-    k_scales, v_scales = (jnp.broadcast_to(jnp.float32(x), kv_heads) for x in (k_scale, v_scale))
-    inputs = Inputs(*plan, block_tables, seq_lens, k_scales, v_scales, q, k_pool, v_pool)
-    return run(problem, inputs, interpret)[:tokens]
+    scales = options.k_scale, options.v_scale
+    k_scale, v_scale = (jnp.broadcast_to(jnp.float32(x), kv_heads) for x in scales)
+    return run(problem, Inputs(plan, kv, k_scale, v_scale, q))[:tokens]
 
 
-def run(problem: Problem, inputs: Inputs, interpret: Any) -> jax.Array:
+def run(problem: Problem, inputs: Inputs) -> jax.Array:
     """Launch the kernel."""
+    arrays, tree = jax.tree.flatten(inputs)
 
     def prefill_kernel(*refs):
-        run_block(problem, Inputs(*refs[: len(inputs)]), refs[len(inputs)], refs[-1])
+        *refs, out, shared = refs
+        run_block(Kernel(problem, jax.tree.unflatten(tree, refs), out, shared))
 
     return plgpu.kernel(
         prefill_kernel,
@@ -104,14 +92,14 @@ def run(problem: Problem, inputs: Inputs, interpret: Any) -> jax.Array:
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        interpret=interpret,
-    )(*inputs)
+        interpret=problem.options.interpret,
+    )(*arrays)
 
 
-def run_block(problem: Problem, inputs: Inputs, out: Any, shared: Shared) -> None:
+def run_block(kernel: Kernel) -> None:
     """Run one thread block: every piece of work that falls to it, in three warpgroups."""
     warpgroup = lax.axis_index("warpgroup")
-    count = work_count(problem, inputs)
+    count = work_count(kernel.problem, kernel.inputs)
     # Registers of a thread: two compute warpgroups and the memory's have 504 together.
     compute_registers, memory_registers = (216, 72)
 
@@ -119,10 +107,10 @@ def run_block(problem: Problem, inputs: Inputs, out: Any, shared: Shared) -> Non
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
 
-        note_row_tokens(problem, shared, warpgroup)
+        note_row_tokens(kernel.problem, kernel.shared, warpgroup)
 
         def compute(turn, step):
-            return compute_work(problem, inputs, out, shared, warpgroup, turn, step)
+            return compute_work(kernel, warpgroup, turn, step)
 
         lax.fori_loop(0, count, compute, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
@@ -132,10 +120,10 @@ def run_block(problem: Problem, inputs: Inputs, out: Any, shared: Shared) -> Non
         plgpu.set_max_registers(memory_registers, action="decrease")
 
         def fetch(turn, step):
-            return fetch_work(problem, inputs, shared, turn, step)
+            return fetch_work(kernel, turn, step)
 
         steps = lax.fori_loop(0, count, fetch, jnp.int32(0))
-        await_the_end(problem, shared, count, steps)
+        await_the_end(kernel.problem, kernel.shared, count, steps)
 
 
 def choose_kv_tile(problem: Problem) -> int:
@@ -157,7 +145,7 @@ def shared_bytes(problem: Problem, kv_tile: int) -> int:
 def check(problem: Problem, heads: int) -> None:
     """Raise ValueError for what the kernel cannot do."""
     kv_tile, block_size, stages = problem.kv_tile, problem.block_size, problem.config.stages
-    wrong = wrong_options(heads, problem.kv_heads, problem.sliding_window, problem.soft_cap)
+    wrong = problem.options.wrong(heads, problem.kv_heads)
     if problem.out_dtype not in (jnp.bfloat16, jnp.float16):
         wrong.append(f"q must be bfloat16 or float16, not {problem.out_dtype}")
     if problem.pool_dtype not in (problem.out_dtype, FP8):

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, filled, store
 from pallas_kernels.prefill_plan import WARPGROUP_ROWS as ROWS
 from pallas_kernels.prefill_work import (
-    Inputs,
+    Kernel,
     Problem,
     Share,
     Shared,
@@ -41,20 +41,15 @@ class Place(NamedTuple):
 
 
 def compute_work(
-    problem: Problem,
-    inputs: Inputs,
-    out: Any,
-    shared: Shared,
-    warpgroup: jax.Array,
-    turn: jax.Array,
-    step: jax.Array,
+    kernel: Kernel, warpgroup: jax.Array, turn: jax.Array, step: jax.Array
 ) -> jax.Array:
     """Compute a warpgroup's share of a piece of work; `step` counts rounds and is returned."""
+    problem, inputs, _, shared = kernel
     work = read_work(problem, inputs, turn)
     share = read_share(problem, work, warpgroup)
     take_queries(shared, warpgroup)
     place = Place(warpgroup, share, work.last, offset=step - work.first)
-    logit_scale = problem.scale * inputs.k_scale[work.head]
+    logit_scale = problem.options.scale * inputs.k_scale[work.head]
 
     def body(j, state):
         return run_round(problem, shared, place, logit_scale, j, state)
@@ -69,7 +64,7 @@ def compute_work(
     pl.when(warpgroup == 0)(lambda: take_turn(problem, shared))
     total = jnp.where(state.total > 0, state.total, 1.0)
     gain = lax.broadcast_in_dim(inputs.v_scale[work.head] / total, state.weighted.shape, [0])
-    put_out(problem, out, shared, work, share, warpgroup, state.weighted * gain)
+    put_out(kernel, work, place, state.weighted * gain)
     return step + work.last - work.first
 
 
@@ -192,9 +187,10 @@ def skip_round(problem: Problem, shared: Shared, place: Place, j: jax.Array) -> 
 
 def cap(problem: Problem, products: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (x, c) so that x * c are the logits, times log2(e)."""
-    if problem.soft_cap is None:
+    soft_cap = problem.options.soft_cap
+    if soft_cap is None:
         return products, scale * LOG2_E
-    return jnp.tanh(products * (scale / problem.soft_cap)), jnp.float32(problem.soft_cap * LOG2_E)
+    return jnp.tanh(products * (scale / soft_cap)), jnp.float32(soft_cap * LOG2_E)
 
 
 def hide_unseen(
@@ -217,22 +213,16 @@ def seen(problem: Problem, shared: Shared, place: Place, j: jax.Array) -> jax.Ar
     last = token + (share.position + share.start - share.begin)
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + j * problem.kv_tile
     is_past = key <= lax.broadcast_in_dim(last, shape, [0])
-    if problem.sliding_window is None:
+    window = problem.options.sliding_window
+    if window is None:
         return is_past
-    return is_past & (key > lax.broadcast_in_dim(last - problem.sliding_window, shape, [0]))
+    return is_past & (key > lax.broadcast_in_dim(last - window, shape, [0]))
 
 
-def put_out(
-    problem: Problem,
-    out: Any,
-    shared: Shared,
-    work: Work,
-    share: Share,
-    warpgroup: jax.Array,
-    rows: jax.Array,
-) -> None:
+def put_out(kernel: Kernel, work: Work, place: Place, rows: jax.Array) -> None:
     """Write the rows of the tokens that are owned: all at once, or one by one."""
-    stage, n = shared.out.at[warpgroup], problem.n
+    problem, out, shared = kernel.problem, kernel.out, kernel.shared
+    share, stage, n = place.share, shared.out.at[place.warpgroup], problem.n
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows of the piece before
     if n % 8:  # copies of n rows cannot be from tiles of 8
         store(stage, rows.astype(problem.out_dtype))

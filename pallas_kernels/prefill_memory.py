@@ -13,6 +13,7 @@ from pallas_kernels.mosaic import WGMMA
 from pallas_kernels.prefill_plan import COMPUTE_WARPGROUPS
 from pallas_kernels.prefill_work import (
     Inputs,
+    Kernel,
     Problem,
     Shared,
     Work,
@@ -31,14 +32,12 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def fetch_work(
-    problem: Problem, inputs: Inputs, shared: Shared, turn: jax.Array, step: jax.Array
-) -> jax.Array:
+def fetch_work(kernel: Kernel, turn: jax.Array, step: jax.Array) -> jax.Array:
     """Fetch what a piece of work needs; `step` counts the rounds of this block and is returned."""
-    work = read_work(problem, inputs, turn)
-    length = inputs.seq_lens[work.seq]
-    fetch = fetch_raw if problem.is_fp8 else fetch_rounds
-    fetch(problem, inputs, shared, work, length, turn, step)
+    work = read_work(kernel.problem, kernel.inputs, turn)
+    length = kernel.inputs.kv.seq_lens[work.seq]
+    fetch = fetch_raw if kernel.problem.is_fp8 else fetch_rounds
+    fetch(kernel, work, length, turn, step)
     return step + work.last - work.first
 
 
@@ -56,10 +55,9 @@ def by_warps(keys: Job = nothing, values: Job = nothing, queries: Job = nothing)
     plgpu.warp_map(run)
 
 
-def fetch_queries(
-    problem: Problem, inputs: Inputs, shared: Shared, work: Work, turn: jax.Array
-) -> None:
+def fetch_queries(kernel: Kernel, work: Work, turn: jax.Array) -> None:
     """Fetch the queries of both compute warpgroups, a box of n tokens for each head."""
+    problem, inputs, _, shared = kernel
     n = problem.n
     for w in range(COMPUTE_WARPGROUPS):
         pl.when(turn > 0)(lambda w=w: plgpu.barrier_wait(shared.q_free.at[w]))
@@ -75,50 +73,38 @@ def fetch_queries(
         for_each_head(problem, work, copy)
 
 
-def read_block_ids(
-    problem: Problem, inputs: Inputs, work: Work, j: jax.Array
-) -> Sequence[jax.Array]:
-    """Return the blocks that the copies of round j read.
+def blocks_of(
+    problem: Problem, inputs: Inputs, pool: Any, work: Work, j: jax.Array
+) -> Sequence[Any]:
+    """Return what the copies of round j read of a pool.
 
-    Do it before waiting for anything: these loads take longer than all else here.
+    Do it before waiting for anything: loading block ids takes longer than all else here.
     """
     first = j * problem.copies_per_round
-    per_block = jnp.int32(problem.block_size // problem.copy_tokens)
-    places = [lax.div(first + i, per_block) for i in range(problem.copies_per_round)]
-    last_place = problem.max_blocks - 1
-    return [inputs.block_tables[work.seq, jnp.minimum(place, last_place)] for place in places]
-
-
-def copy_blocks(
-    problem: Problem,
-    pool: Any,
-    work: Work,
-    j: jax.Array,
-    block_ids: Sequence[jax.Array],
-    stage: Any,
-    barrier: Any,
-) -> None:
-    """Ask for round j of a pool."""
     per_block = problem.block_size // problem.copy_tokens
-    for i, block in enumerate(block_ids):
-        source = pool.at[block, work.head]
-        if per_block > 1:  # the round is less than a block, hence one copy
-            part = lax.rem(j, jnp.int32(per_block)) * problem.copy_tokens
-            source = source.at[pl.ds(part, problem.copy_tokens)]
-        rows = pl.ds(i * problem.copy_tokens, problem.copy_tokens)
+    places = [lax.div(first + i, jnp.int32(per_block)) for i in range(problem.copies_per_round)]
+    tables = inputs.kv.block_tables
+    last_place = tables.shape[1] - 1
+    block_ids = [tables[work.seq, jnp.minimum(place, last_place)] for place in places]
+    sources = [pool.at[block, work.head] for block in block_ids]
+    if per_block == 1:
+        return sources
+    part = lax.rem(j, jnp.int32(per_block)) * problem.copy_tokens  # less than a block: one copy
+    return [source.at[pl.ds(part, problem.copy_tokens)] for source in sources]
+
+
+def copy_blocks(sources: Sequence[Any], stage: Any, barrier: Any) -> None:
+    """Ask for a round of a pool."""
+    for i, source in enumerate(sources):
+        rows = pl.ds(i * source.shape[0], source.shape[0])
         plgpu.copy_gmem_to_smem(source, stage.at[rows], barrier)
 
 
 def fetch_rounds(
-    problem: Problem,
-    inputs: Inputs,
-    shared: Shared,
-    work: Work,
-    length: jax.Array,
-    turn: jax.Array,
-    step: jax.Array,
+    kernel: Kernel, work: Work, length: jax.Array, turn: jax.Array, step: jax.Array
 ) -> None:
     """Fetch queries, keys and values as they are, but for the values where the context ends."""
+    problem, inputs, _, shared = kernel
     stages, offset = jnp.int32(problem.config.stages), step - work.first
     whole = jnp.minimum(round_of(problem, length), work.last)  # one round may be left then
 
@@ -126,27 +112,27 @@ def fetch_rounds(
         return lax.rem(j + offset, stages)
 
     def fetch(pool, target, ready, free, j):
-        slot, block_ids = slot_of(j), read_block_ids(problem, inputs, work, j)
+        slot, sources = slot_of(j), blocks_of(problem, inputs, pool, work, j)
         pl.when(j + offset >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-        copy_blocks(problem, pool, work, j, block_ids, target.at[slot], ready)
+        copy_blocks(sources, target.at[slot], ready)
 
     def fetch_keys(j, _):
-        fetch(inputs.k_pool, shared.k, shared.k_ready.at[slot_of(j)], shared.k_free, j)
+        fetch(inputs.kv.k_pool, shared.k, shared.k_ready.at[slot_of(j)], shared.k_free, j)
 
     def fetch_values(j, _):
-        fetch(inputs.v_pool, shared.v, shared.v_ready.at[slot_of(j)], shared.v_free, j)
+        fetch(inputs.kv.v_pool, shared.v, shared.v_ready.at[slot_of(j)], shared.v_free, j)
 
     def fetch_all_values():
         lax.fori_loop(work.first, whole, fetch_values, None)
 
         @pl.when(whole < work.last)
         def _():
-            fetch(inputs.v_pool, shared.v, shared.raw_ready, shared.v_free, whole)
+            fetch(inputs.kv.v_pool, shared.v, shared.raw_ready, shared.v_free, whole)
 
     by_warps(
         lambda: lax.fori_loop(work.first, work.last, fetch_keys, None),
         fetch_all_values,
-        lambda: fetch_queries(problem, inputs, shared, work, turn),
+        lambda: fetch_queries(kernel, work, turn),
     )
 
     pl.when(whole < work.last)(
@@ -163,32 +149,27 @@ def clear_the_end(problem: Problem, shared: Shared, slot: jax.Array, count: jax.
 
 
 def fetch_raw(
-    problem: Problem,
-    inputs: Inputs,
-    shared: Shared,
-    work: Work,
-    length: jax.Array,
-    turn: jax.Array,
-    step: jax.Array,
+    kernel: Kernel, work: Work, length: jax.Array, turn: jax.Array, step: jax.Array
 ) -> None:
     """Fetch queries as they are, and keys and values that have to be converted."""
+    problem, inputs, _, shared = kernel
 
     def request(j: jax.Array, queries: Job = nothing) -> None:
         slot = lax.rem(j + step - work.first, jnp.int32(2))
 
         def ask(pool, target, barrier):
-            block_ids = read_block_ids(problem, inputs, work, j)
+            sources = blocks_of(problem, inputs, pool, work, j)
             ready = shared.raw_ready.at[barrier + slot]
-            copy_blocks(problem, pool, work, j, block_ids, target.at[slot], ready)
+            copy_blocks(sources, target.at[slot], ready)
 
         by_warps(
-            lambda: ask(inputs.k_pool, shared.k_raw, 0),
-            lambda: ask(inputs.v_pool, shared.v_raw, 2),
+            lambda: ask(inputs.kv.k_pool, shared.k_raw, 0),
+            lambda: ask(inputs.kv.v_pool, shared.v_raw, 2),
             queries,
         )
 
     def fetch_all_queries():
-        fetch_queries(problem, inputs, shared, work, turn)
+        fetch_queries(kernel, work, turn)
 
     def body(j, _):
         pl.when(j + 1 < work.last)(lambda: request(j + 1))

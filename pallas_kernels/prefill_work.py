@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.mosaic import FP8
-from pallas_kernels.prefill_plan import PrefillConfig
+from pallas_kernels.prefill_plan import PrefillConfig, PrefillPlan
 
 
 class Problem(NamedTuple):
@@ -20,16 +21,17 @@ class Problem(NamedTuple):
     n: int  # query tokens of a warpgroup
     head_dim: int
     block_size: int
-    max_blocks: int  # of a sequence
     dtype: Any  # of the operands of every multiplication: q's, or float16 for pools of fp8
     out_dtype: Any  # of q and of the output
     pool_dtype: Any
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
+    options: AttentionOptions
     kv_tile: int  # context tokens of a round
     config: PrefillConfig
-    interpreted: bool  # its multiplication starts at 0 and takes the left operand from Shared.p
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether multiplications start at 0 and take the left operand from `Shared.p`."""
+        return bool(self.options.interpret)
 
     @property
     def is_fp8(self) -> bool:
@@ -50,18 +52,11 @@ class Problem(NamedTuple):
 class Inputs(NamedTuple):
     """References to arrays in device memory."""
 
-    tile_seq: Any
-    tile_begin: Any
-    tile_end: Any
-    tile_position: Any
-    num_tiles: Any
-    block_tables: Any
-    seq_lens: Any
+    plan: PrefillPlan
+    kv: PagedKV
     k_scale: Any  # [kv_heads] float32
     v_scale: Any
     q: Any
-    k_pool: Any
-    v_pool: Any
 
 
 class Shared(NamedTuple):
@@ -84,6 +79,15 @@ class Shared(NamedTuple):
     k_raw: Any = None  # [2, kv_tile, head_dim] as in the pool, if that is fp8
     v_raw: Any = None
     p: Any = None  # [2, 64, kv_tile], only for the interpreter
+
+
+class Kernel(NamedTuple):
+    """A kernel under way: what it knows, reads, writes and holds."""
+
+    problem: Problem
+    inputs: Inputs
+    out: Any
+    shared: Shared
 
 
 class Work(NamedTuple):
@@ -116,7 +120,7 @@ class Share(NamedTuple):
 
 def work_count(problem: Problem, inputs: Inputs) -> jax.Array:
     """Return how many pieces of work fall to this thread block."""
-    total, blocks = inputs.num_tiles[0] * problem.kv_heads, problem.config.num_blocks
+    total, blocks = inputs.plan.num_tiles[0] * problem.kv_heads, problem.config.num_blocks
     whole = lax.div(total, jnp.int32(blocks))
     return whole + jnp.int32(turn_of(problem, whole) < total - whole * blocks)
 
@@ -131,11 +135,11 @@ def read_work(problem: Problem, inputs: Inputs, turn: jax.Array) -> Work:
     """Return this block's piece of work of a turn."""
     index = turn * problem.config.num_blocks + turn_of(problem, turn)
     tile = lax.div(index, jnp.int32(problem.kv_heads))
-    begin, end = inputs.tile_begin[tile], inputs.tile_end[tile]
-    position = inputs.tile_position[tile]
+    plan = inputs.plan
+    begin, end, position = (x[tile] for x in (plan.tile_begin, plan.tile_end, plan.tile_position))
     visible = jnp.maximum(position + end - begin, 0)
     return Work(
-        seq=inputs.tile_seq[tile],
+        seq=plan.tile_seq[tile],
         head=index - tile * problem.kv_heads,
         begin=begin,
         end=end,
@@ -155,7 +159,7 @@ def read_share(problem: Problem, work: Work, warpgroup: jax.Array | int) -> Shar
     last = jnp.where(end > begin, last, work.first)
     high = jnp.clip(round_of(problem, jnp.maximum(position + 1, 0)), work.first, last)
     low = work.first
-    if problem.sliding_window is not None:
+    if problem.options.sliding_window is not None:
         in_all_windows = oldest(problem, position + end - begin - 1)
         low = round_of(problem, in_all_windows + problem.kv_tile - 1)
         low = jnp.clip(low, work.first, high)
@@ -175,9 +179,10 @@ def for_each_head(problem: Problem, work: Work, body: Callable[[jax.Array], None
 
 def oldest(problem: Problem, position: jax.Array) -> jax.Array:
     """Return the first position that a token sees."""
-    if problem.sliding_window is None:
+    window = problem.options.sliding_window
+    if window is None:
         return jnp.int32(0)
-    return jnp.maximum(position - problem.sliding_window + 1, 0)
+    return jnp.maximum(position - window + 1, 0)
 
 
 def round_of(problem: Problem, position: jax.Array) -> jax.Array:

@@ -32,23 +32,28 @@ def plan_step(
     num_decodes: int,
     *,
     num_tokens: int,
-    group: int,
-    kv_heads: int,
+    heads: tuple[int, int],
     sliding_window: int | None = None,
     config: KernelConfig = DEFAULT_CONFIG,
 ) -> WorkPlan:
     """Plan one step from its padded arrays; `num_tokens` is the bucket's.
 
-    `group` query heads share each of the device's `kv_heads`. The first `num_decodes` sequences
-    have one token each, in token order. Layers with different windows can share a plan made for the
-    widest of them: it is right for all, and balanced for that one.
+    `heads` (of queries, of keys and values) are those of one device. The first `num_decodes`
+    sequences have one token each, in token order. Layers with different windows can share a plan
+    made for the widest of them: it is right for all, and balanced for that one.
     """
     return WorkPlan(
-        plan_prefill(seq_lens, query_start_loc, num_decodes, num_tokens=num_tokens, group=group),
+        plan_prefill(
+            seq_lens,
+            query_start_loc,
+            num_decodes,
+            num_tokens=num_tokens,
+            group=heads[0] // heads[1],
+        ),
         plan_decode(
             seq_lens,
             num_decodes,
-            kv_heads=kv_heads,
+            kv_heads=heads[1],
             sliding_window=sliding_window,
             config=config.decode,
         ),

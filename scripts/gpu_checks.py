@@ -11,6 +11,7 @@ import numpy as np
 from tune_kernels import candidates_for
 
 from pallas_kernels import reference
+from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_plan import DecodeConfig
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.prefill_plan import PrefillConfig
@@ -84,31 +85,23 @@ def attention_rows(
             yield {"part": "correctness"} | kernel.described() | row
 
 
-def attention(kernel: Kernel, interpret: Any, *arrays: Any) -> jax.Array:
+def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, plan: Any) -> jax.Array:
     """Run the kernels."""
-    return ragged_paged_attention(
-        *arrays,
-        **options_of(kernel),
-        config=kernel.config or safe_config(kernel.head_dim),
-        interpret=interpret,
-    )
+    config = kernel.config or safe_config(kernel.head_dim)
+    return ragged_paged_attention(q, kv, plan, options_of(kernel, interpret), config)
 
 
-def options_of(kernel: Kernel) -> dict[str, Any]:
+def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
     """Return what the kernels and the reference are told alike."""
-    scales = dict(zip(("k_scale", "v_scale"), kernel.scales, strict=True))
-    limits = {"sliding_window": kernel.sliding_window, "soft_cap": kernel.soft_cap}
-    return {"scale": kernel.head_dim**-0.5} | limits | scales
+    limits = kernel.sliding_window, kernel.soft_cap
+    return AttentionOptions(kernel.head_dim**-0.5, *limits, *kernel.scales, interpret)
 
 
 class Arrays(NamedTuple):
     """A step, padded to what the largest of all steps needs, and its result in float64."""
 
     q: np.ndarray
-    k_pool: np.ndarray
-    v_pool: np.ndarray
-    block_tables: np.ndarray
-    seq_lens: np.ndarray
+    kv: PagedKV
     query_start_loc: np.ndarray
     expected: np.ndarray
 
@@ -135,8 +128,8 @@ def make_arrays(kernel: Kernel, steps: tuple[tuple[str, Step], ...], name: str) 
             values = rng.standard_normal((length, kv_heads, kernel.head_dim))
             pool[table[block], :, offset] = values
     q = rng.standard_normal((tokens, heads, kernel.head_dim)).astype(kernel.dtype)
-    arrays = q, k_pool, v_pool, tables.astype(np.int32), lens, starts
-    expected = reference.ragged_paged_attention(*arrays, **options_of(kernel))
+    arrays = q, PagedKV(k_pool, v_pool, tables.astype(np.int32), lens), starts
+    expected = reference.ragged_paged_attention(*arrays, options_of(kernel))
     return Arrays(*arrays, expected)
 
 
@@ -145,18 +138,16 @@ def attention_error(
 ) -> float:
     """Relative error against float64; infinite where padding rows are not zeros."""
     step = make_arrays(kernel._replace(config=None), steps, name)
-    heads, kv_heads = kernel.heads
     plan = plan_step(
-        step.seq_lens,
+        step.kv.seq_lens,
         step.query_start_loc,
         sum(1 for _ in itertools.takewhile(lambda one: one[0] == 1, dict(steps)[name])),
         num_tokens=len(step.q),
-        group=heads // kv_heads,
-        kv_heads=kv_heads,
+        heads=kernel.heads,
         sliding_window=kernel.sliding_window,
         config=kernel.config or safe_config(kernel.head_dim),
     )
-    out = np.asarray(attend(*jax.device_put((*step[:5], plan))), np.float64)
+    out = np.asarray(attend(*jax.device_put((step.q, step.kv, plan))), np.float64)
     if out[step.query_start_loc[-1] :].any() or not np.isfinite(out).all():
         return float("inf")
     return float(np.linalg.norm(out - step.expected) / np.linalg.norm(step.expected))

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_plan import DecodeConfig, plan_decode
 from pallas_kernels.measure import (
@@ -95,10 +96,10 @@ def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
         plan = plan_decode(lens, 0, kv_heads=kv_heads, config=config)
         attend = partial(decode_attention, config=config)
 
-    def call(q, k_pool, v_pool, tables, lens, plan):
-        return attend(q, k_pool, v_pool, tables, lens, plan, scale=head_dim**-0.5)
+    def call(q, kv, plan):
+        return attend(q, kv, plan, AttentionOptions(head_dim**-0.5))
 
-    return call, *aot.on_device(mesh, (q, pool, pool, tables, lens, plan))
+    return call, *aot.on_device(mesh, (q, PagedKV(pool, pool, tables, lens), plan))
 
 
 def prune(chip: str, head_dims: list[int], block_sizes: list[int]) -> None:

@@ -147,9 +147,12 @@ def pallas_attention(
     three, with what prepares its arguments; but XLA does not saturate, so fp8 goes by the kernel.
     """
     from pallas_kernels import kv_write, paged_attention, work_plan
+    from pallas_kernels.call import AttentionOptions, PagedKV
 
-    window, kv_heads = layout.model.sliding_window, layout.kv_heads_per_device
-    group = layout.heads_per_device // kv_heads
+    window = layout.model.sliding_window
+    options = AttentionOptions(
+        layout.model.head_dim**-0.5, window, None, *kv_scales, interpret=interpret
+    )
 
     def plan(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens):
         check_contexts(block_tables, seq_lens, block_size)
@@ -158,28 +161,15 @@ def pallas_attention(
             query_start_loc,
             num_decodes,
             num_tokens=num_tokens,
-            group=group,
-            kv_heads=kv_heads,
+            heads=(layout.heads_per_device, layout.kv_heads_per_device),
             sliding_window=window,
             config=config,
         )
 
     @jax.jit  # layers share it: traced and lowered once a step
     def attend(q, k_pool, v_pool, metadata):
-        return paged_attention.ragged_paged_attention(
-            q,
-            k_pool,
-            v_pool,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.plan,
-            scale=layout.model.head_dim**-0.5,
-            sliding_window=window,
-            k_scale=kv_scales[0],
-            v_scale=kv_scales[1],
-            config=config,
-            interpret=interpret,
-        )
+        kv = PagedKV(k_pool, v_pool, metadata.block_tables, metadata.seq_lens)
+        return paged_attention.ragged_paged_attention(q, kv, metadata.plan, options, config)
 
     @jax.jit
     def write(k_pool, v_pool, k, v, slot_mapping):

@@ -13,8 +13,9 @@ from hlo import instructions
 
 aot.require()
 
+from pallas_kernels.call import AttentionOptions, PagedKV  # noqa: E402
 from pallas_kernels.prefill import prefill_attention  # noqa: E402
-from pallas_kernels.prefill_plan import PrefillConfig, plan_prefill  # noqa: E402
+from pallas_kernels.prefill_plan import DEFAULT_CONFIG, PrefillConfig, plan_prefill  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
 TOKENS, SEQS, BLOCKS, MAX_BLOCKS, KV_HEADS = 2048, 64, 4096, 256, 8
@@ -50,24 +51,22 @@ def compile_kernel(
     block_size=16,
     dtype=jnp.bfloat16,
     kv_dtype=jnp.bfloat16,
+    config=DEFAULT_CONFIG,
     **options,
 ):
     lens = np.array([TOKENS] + [0] * (SEQS - 1), np.int32)
     starts = np.array([0] + [TOKENS] * SEQS, np.int32)
     kv_dtype = dtype if kv_dtype == jnp.bfloat16 else kv_dtype
-    shapes = (
-        jax.ShapeDtypeStruct((TOKENS, group * KV_HEADS, head_dim), dtype),
-        *[jax.ShapeDtypeStruct((BLOCKS, KV_HEADS, block_size, head_dim), kv_dtype)] * 2,
-        jax.ShapeDtypeStruct((SEQS, MAX_BLOCKS), jnp.int32),
-        lens,
-        plan_prefill(lens, starts, 0, num_tokens=TOKENS, group=group),
-    )
+    q = jax.ShapeDtypeStruct((TOKENS, group * KV_HEADS, head_dim), dtype)
+    pool = jax.ShapeDtypeStruct((BLOCKS, KV_HEADS, block_size, head_dim), kv_dtype)
+    kv = PagedKV(pool, pool, jax.ShapeDtypeStruct((SEQS, MAX_BLOCKS), jnp.int32), lens)
+    plan = plan_prefill(lens, starts, 0, num_tokens=TOKENS, group=group)
     mesh = aot.make_mesh(chip, (1,), ("x",))
 
     def attend(*arrays):
-        return prefill_attention(*arrays, scale=head_dim**-0.5, **options)
+        return prefill_attention(*arrays, AttentionOptions(head_dim**-0.5, **options), config)
 
-    return aot.compile_for(mesh, attend, *aot.on_device(mesh, shapes))
+    return aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, plan)))
 
 
 @pytest.mark.parametrize("name", CASES)

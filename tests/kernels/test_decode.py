@@ -3,16 +3,21 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from decode_cases import FP8, Case, make_step, run, worst
+from attention_cases import FP8, decode_plan, decodes, make_step
+from attention_cases import run_decode as run
+from attention_cases import worst_decode as worst
 
+from pallas_kernels.call import AttentionOptions
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_plan import DecodeConfig
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 64, 65, 150)
 CASES = {
-    "edges": Case(EDGES, padding=2, group=4, kv_heads=2, num_blocks=6),
-    "group 1, head_dim 128, blocks of 64": Case((1, 65, 200), group=1, head_dim=128, block_size=64),
-    "group 2, float16, blocks of 128, window": Case(
+    "edges": decodes(EDGES, padding=2, group=4, kv_heads=2, num_blocks=6),
+    "group 1, head_dim 128, blocks of 64": decodes(
+        (1, 65, 200), group=1, head_dim=128, block_size=64
+    ),
+    "group 2, float16, blocks of 128, window": decodes(
         (1, 39, 40, 41, 300),
         group=2,
         dtype=jnp.float16,
@@ -20,11 +25,11 @@ CASES = {
         block_size=128,
         sliding_window=40,
     ),
-    "group 3, soft cap, blocks of 32": Case(group=3, kv_heads=2, soft_cap=5.0, block_size=32),
-    "group 7, fp8": Case(
+    "group 3, soft cap, blocks of 32": decodes(group=3, kv_heads=2, soft_cap=5.0, block_size=32),
+    "group 7, fp8": decodes(
         (1, 70, 130), group=7, kv_dtype=FP8, head_dim=128, k_scale=0.5, v_scale=3.0
     ),
-    "group 8, fp8, scales by head, window": Case(
+    "group 8, fp8, scales by head, window": decodes(
         (20, 100, 200),
         group=8,
         kv_heads=2,
@@ -33,9 +38,11 @@ CASES = {
         v_scale=jnp.float32(2.0),
         sliding_window=50,
     ),
-    "group 12, one worker": Case(group=12, num_blocks=1),
-    "many jobs of a row": Case((700,), num_blocks=11),
-    "a plan for no window": Case((300, 20), sliding_window=70, planned_window=None, num_blocks=5),
+    "group 12, one worker": decodes(group=12, num_blocks=1),
+    "many jobs of a row": decodes((700,), num_blocks=11),
+    "a plan for no window": decodes(
+        (300, 20), sliding_window=70, planned_window=None, num_blocks=5
+    ),
 }
 
 
@@ -45,21 +52,26 @@ def test_decode_is_attention(name):
     step = make_step(case)
     out = run(case, step)
     assert worst(case, step, out) <= 1
-    assert (out[len(case.lengths) :] == 0).all()
+    assert (out[len(case.decodes) :] == 0).all()
 
 
 def test_an_empty_step_is_zeros():
-    case = Case((), padding=3)
+    case = decodes((), padding=3)
     assert (run(case, make_step(case)) == 0).all()
 
 
 def test_other_rows_are_kept():
-    case = Case((40, 20, 70), padding=1, prefills=1)
+    case = decodes((40, 20), padding=1, chunks=((1, 70),))
     step = make_step(case)
     old = jnp.full(step.q.shape, 7, case.dtype)
     out = run(case, step, out=old)
     assert worst(case, step, out) <= 1
     assert (out[2:] == 7).all()
+
+
+def arrays_of(case):
+    step = make_step(case)
+    return jax.tree.map(jnp.asarray, (step.q, step.kv, decode_plan(case, step)))
 
 
 @pytest.mark.parametrize(
@@ -74,14 +86,12 @@ def test_other_rows_are_kept():
     ],
 )
 def test_what_the_kernel_cannot_take_is_said(change, message):
-    case = Case()._replace(**change)
-    step = jax.tree.map(jnp.asarray, make_step(case))
-    options = dict(sliding_window=case.sliding_window, soft_cap=case.soft_cap)
+    case = decodes()._replace(**change)
+    options = AttentionOptions(1.0, case.sliding_window, case.soft_cap)
     with pytest.raises(ValueError, match=message):
-        decode_attention(*step, scale=1.0, **options)
+        decode_attention(*arrays_of(case), options)
 
 
 def test_too_little_shared_memory_is_said():
-    step = jax.tree.map(jnp.asarray, make_step(Case()))
     with pytest.raises(ValueError, match="hold 1 stages of 16384 bytes beside"):
-        decode_attention(*step, scale=1.0, config=DecodeConfig(64, 3, 30_000))
+        decode_attention(*arrays_of(decodes()), AttentionOptions(1.0), DecodeConfig(64, 3, 30_000))

@@ -14,6 +14,7 @@ import pytest
 from compile import aot
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_plan import DecodeConfig, plan_decode
 from pallas_kernels.kv_write import write_kv
@@ -37,7 +38,7 @@ class Case(NamedTuple):
     kv_heads: int = 8
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
-    options: dict[str, Any] = {}  # noqa: RUF012 - read only
+    options: AttentionOptions = AttentionOptions(0.1)
     config: DecodeConfig = DecodeConfig()
     blocks_per_sm: int = 2
 
@@ -47,7 +48,7 @@ CASES = {
     "bf16, one KV head": Case(kv_heads=1),
     "f16, head_dim 64, blocks of 128": Case(64, 128, 4, dtype=jnp.float16, kv_dtype=jnp.float16),
     "fp8, window, cap": Case(
-        kv_dtype=FP8, options=dict(sliding_window=1024, soft_cap=50.0, k_scale=0.1)
+        kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, k_scale=0.1)
     ),
     "fp8, head_dim 64, blocks of 64": Case(64, 64, 1, kv_dtype=FP8),
     "group 16": Case(group=16),
@@ -83,13 +84,13 @@ def test_decode_fits_the_chip(name, mesh, capsys):
     q = struct((SEQS, case.kv_heads * case.group, case.head_dim), case.dtype)
     tables = struct((SEQS, CONTEXT // case.block_size))
 
-    def attend(q, k, v, tables, seq_lens, plan, out):
-        options = dict(scale=0.1, config=case.config, **case.options)
-        return decode_attention(q, k, v, tables, seq_lens, plan, out=out, **options)
+    def attend(q, kv, plan, out):
+        return decode_attention(q, kv, plan, case.options, case.config, out=out)
 
-    arguments = aot.on_device(mesh, (q, pool, pool, tables, struct((SEQS,)), plan, q))
+    kv = PagedKV(pool, pool, tables, struct((SEQS,)))
+    arguments = aot.on_device(mesh, (q, kv, plan, q))
     with capsys.disabled():  # Mosaic prints what it takes
-        program = aot.compile_for(mesh, attend, *arguments, donate_argnums=(6,))
+        program = aot.compile_for(mesh, attend, *arguments, donate_argnums=(3,))
     # What combines is the same for several cases, and may have been compiled before.
     [attention] = [kernel for kernel in program.kernels if "attention" in kernel.name]
     tile = case.config.kv_tile
@@ -141,7 +142,8 @@ def test_a_sharded_layer_makes_no_copy():
 
     def layer(q, k, v, k_pool, v_pool, out, slots, tables, seq_lens, rope, plan):
         pools = write_kv(k_pool, v_pool, k, v, slots, rope=rope)
-        return decode_attention(q, *pools, tables, seq_lens, plan, scale=0.1, out=out), *pools
+        kv = PagedKV(*pools, tables, seq_lens)
+        return decode_attention(q, kv, plan, AttentionOptions(0.1), out=out), *pools
 
     q = struct((SEQS, 8 * kv_heads, head_dim), jnp.bfloat16)
     row = struct((SEQS, kv_heads, head_dim), jnp.bfloat16)

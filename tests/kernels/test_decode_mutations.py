@@ -6,58 +6,62 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
-from decode_cases import FP8, Case, make_step, run, worst
+from attention_cases import FP8, decodes, make_step
+from attention_cases import run_decode as run
+from attention_cases import worst_decode as worst
 
 from pallas_kernels import decode
 
 FOLDER = Path(decode.__file__).parent
 MODULES = ("work", "memory", "compute", "kernel", "combine")  # each may import those before it
-TWO_HEADS = Case(kv_heads=2, num_blocks=4)
+TWO_HEADS = decodes(kv_heads=2, num_blocks=4)
 FAULTS = {
     "the last token is dropped": (
-        "decode_compute", "positions < job.length", "positions < job.length - 1", Case()
+        "decode_compute", "positions < part.length", "positions < part.length - 1", decodes()
     ),
     "one token too many is seen": (
-        "decode_compute", "positions < job.length", "positions <= job.length", Case()
+        "decode_compute", "positions < part.length", "positions <= part.length", decodes()
     ),
     "the window is one token short": (
-        "decode_compute", "positions >= job.low", "positions > job.low", Case(sliding_window=50)
+        "decode_compute", "positions >= part.low", "positions > part.low",
+        decodes(sliding_window=50),
     ),
     "the scale is 5% off": (
-        "decode_compute", "(shape.scale * LOG2_E))", "(1.05 * shape.scale * LOG2_E))", Case()
+        "decode_compute", "(options.scale * LOG2_E))", "(1.05 * options.scale * LOG2_E))", decodes()
     ),
     "the scale of values is forgotten": (
-        "decode_compute", "v_scale / total", "1 / total", Case(kv_dtype=FP8, v_scale=1.1)
+        "decode_compute", "v_scale / total", "1 / total", decodes(kv_dtype=FP8, v_scale=1.1)
     ),
     "the wrong KV head": (
         "decode_memory", 'lax.axis_index("kv_head"), tokens', "0, tokens", TWO_HEADS
     ),
     "the block before": (
-        "decode_memory", "inputs.block_tables[row, column]",
-        "inputs.block_tables[row, jnp.maximum(column - 1, 0)]", Case(),
+        "decode_memory", "tables[row, column]",
+        "tables[row, jnp.maximum(column - 1, 0)]", decodes(),
     ),
     "old values are not scaled down": (
-        "decode_compute", "weighted * down_rows(decay, weighted.shape)", "weighted", Case()
+        "decode_compute", "weighted * down_rows(decay, weighted.shape)", "weighted", decodes()
     ),
     "values without weight are not cleared": (
-        "decode_compute", "    _clear_unseen(shape, job, nth, v)\n", "", Case()
+        "decode_compute", "    _clear_unseen(shape, part, v)\n", "", decodes()
     ),
     "K is not waited for": (
-        "decode_compute", "    plgpu.barrier_wait(buffers.k_full.at[slot])\n", "", Case()
+        "decode_compute", "    plgpu.barrier_wait(buffers.k_full.at[slot])\n", "", decodes()
     ),
     "a tile is overwritten while it is read": (
-        "decode_memory", "pl.when(count >= shape.stages)", "pl.when(count > shape.stages)", Case()
+        "decode_memory", "pl.when(count >= shape.stages)", "pl.when(count > shape.stages)",
+        decodes(),
     ),
     "the place of an fp8 tile is free too early": (
         "decode_compute", "    plgpu.commit_smem()  # before the next", "    # before the next",
-        Case(kv_dtype=FP8),
+        decodes(kv_dtype=FP8),
     ),
     "one job is forgotten": (
-        "decode_combine", "(place < count)", "((place < count) & (place != 1))", Case()
+        "decode_combine", "(place < count)", "((place < count) & (place != 1))", decodes()
     ),
     "shares of warpgroups are not waited for": (
-        "decode_combine", "            plgpu.barrier_wait(done)\n", "",
-        Case((700,), num_blocks=11),
+        "decode_combine", "            plgpu.barrier_wait(scratch.done)\n", "",
+        decodes((700,), num_blocks=11),
     ),
 }  # fmt: skip
 
@@ -88,6 +92,6 @@ def test_a_fault_is_found(fault):
 
 
 def test_without_a_fault_nothing_is_found():
-    case = Case(kv_heads=2, num_blocks=4)
+    case = decodes(kv_heads=2, num_blocks=4)
     step = make_step(case)
     assert worst(case, step, run(case, step, load())) <= 1

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import FP8, watched_races
+from attention_cases import FP8, watched_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import kv_write

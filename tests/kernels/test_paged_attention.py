@@ -1,11 +1,7 @@
 """Decode rows and prefill chunks in one step, through the one interface."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from prefill_cases import FP8, Case, make_step, options_of, watched_races, worst
+from attention_cases import FP8, Case, interpreted, make_step, options_of, worst
 
 from pallas_kernels.decode_plan import DecodeConfig
 from pallas_kernels.paged_attention import ragged_paged_attention
@@ -35,23 +31,18 @@ def test_a_step_is_attention(name):
     case = CASES[name]
     step = make_step(case)
     plan = plan_step(
-        step.seq_lens,
+        step.kv.seq_lens,
         step.query_start_loc,
         len(case.decodes),
         num_tokens=step.q.shape[0],
-        group=case.group,
-        kv_heads=case.kv_heads,
+        heads=(case.group * case.kv_heads, case.kv_heads),
         sliding_window=case.sliding_window,
         config=CONFIG,
     )
 
     def attend(*arrays):
-        interpret = plgpu.InterpretGPUParams(detect_races=True)
-        options = options_of(case) | {"config": CONFIG, "interpret": interpret}
-        return ragged_paged_attention(*arrays, **options)
+        return ragged_paged_attention(*arrays, options_of(case), CONFIG)
 
-    with watched_races() as states:
-        out = np.asarray(jax.jit(attend)(*step[:5], plan).astype(jnp.float32), np.float64)
-    assert not any(state.races_found for state in states)
-    assert worst(case._replace(decodes=()), step, out) <= 1  # decode rows, too
+    out = interpreted(attend, step.q, step.kv, plan)
+    assert worst(case, step, out) <= 1
     assert not out[step.query_start_loc[-1] :].any()

@@ -2,7 +2,9 @@
 
 import jax.numpy as jnp
 import pytest
-from prefill_cases import FP8, Case, make_step, run, worst
+from attention_cases import FP8, Case, make_step
+from attention_cases import run_prefill as run
+from attention_cases import worst_prefill as worst
 
 from pallas_kernels.prefill_plan import PrefillConfig
 
@@ -76,8 +78,8 @@ def test_what_it_cannot_do_is_said(change, message):
 
 def test_heads_must_divide():
     step = make_step(Case())
-    step = step._replace(q=jnp.concatenate([step.q] * 2, axis=1)[:, :7])
-    pools = [jnp.concatenate([pool] * 2, axis=1) for pool in (step.k_pool, step.v_pool)]
-    step = step._replace(k_pool=pools[0], v_pool=pools[1])
+    q = jnp.concatenate([step.q] * 2, axis=1)[:, :7]
+    k_pool, v_pool = (jnp.concatenate([pool] * 2, axis=1) for pool in step.kv[:2])
+    step = step._replace(q=q, kv=step.kv._replace(k_pool=k_pool, v_pool=v_pool))
     with pytest.raises(ValueError, match="7 query heads do not divide into 2 KV heads"):
         run(Case(), step, interpret=False)

@@ -4,7 +4,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from prefill_cases import FP8, Case, make_step, run, worst
+from attention_cases import FP8, Case, make_step
+from attention_cases import run_prefill as run
+from attention_cases import worst_prefill as worst
 
 from pallas_kernels import prefill
 
@@ -20,14 +22,14 @@ FAULTS = {
         Case(sliding_window=50),
     ),
     "the scale is 5% off": (
-        "compute", "logit_scale = problem.scale", "logit_scale = 1.05 * problem.scale", Case()
+        "compute", "logit_scale = problem.options", "logit_scale = 1.05 * problem.options", Case()
     ),
     "the scale of values is forgotten": (
         "compute", "inputs.v_scale[work.head] / total", "1 / total",
         Case(kv_dtype=FP8, v_scale=1.1),
     ),
     "the wrong KV head": (
-        "memory", "source = pool.at[block, work.head]", "source = pool.at[block, 0]", TWO_HEADS
+        "memory", "pool.at[block, work.head]", "pool.at[block, 0]", TWO_HEADS
     ),
     "the block before": (
         "memory", "jnp.minimum(place, last_place)", "jnp.maximum(place - 1, 0)", Case()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import reference
+from pallas_kernels.call import AttentionOptions, PagedKV
 from shiftjax.models.attention import (
     AttentionMetadata,
     plan_attention,
@@ -85,15 +86,10 @@ def run(case, window=None):
 
 def expected(case, window=None, **changed):
     scale = changed.pop("scale", 1.0) * case.q.shape[-1] ** -0.5
-    inputs = {
-        "q": case.q,
-        "k_pool": case.k_pool,
-        "v_pool": case.v_pool,
-        "block_tables": case.metadata.block_tables,
-        "seq_lens": case.metadata.seq_lens,
-        "query_start_loc": case.metadata.query_start_loc,
-    }
-    return reference.ragged_paged_attention(**inputs | changed, scale=scale, sliding_window=window)
+    of = case.metadata
+    kv = PagedKV(case.k_pool, case.v_pool, of.block_tables, of.seq_lens)._replace(**changed)
+    options = AttentionOptions(scale, window)
+    return reference.ragged_paged_attention(case.q, kv, of.query_start_loc, options)
 
 
 def tolerance(case):

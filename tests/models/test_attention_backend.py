@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_plan import DecodeConfig
 from pallas_kernels.prefill_plan import PrefillConfig
 from pallas_kernels.reference import ragged_paged_attention
@@ -138,7 +139,8 @@ def test_a_mixed_step_through_the_kernels_is_right():
         pool[slots[0] // block_size, :, slots[0] % block_size] = rows[0]
     metadata = AttentionMetadata(slots, tables, seq_lens, starts, np.asarray(2, np.int32), plan)
     out = jax.jit(kernels.attend)(q, *written, jax.tree.map(jnp.asarray, metadata))
-    expected = ragged_paged_attention(q, *pools, tables, seq_lens, starts, scale=64**-0.5)
+    kv = PagedKV(*pools, tables, seq_lens)
+    expected = ragged_paged_attention(q, kv, starts, AttentionOptions(64**-0.5))
     error = np.linalg.norm(np.asarray(out, np.float64) - expected) / np.linalg.norm(expected)
     assert error < 5e-3
     assert not np.asarray(out)[20:].any()

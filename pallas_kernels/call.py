@@ -1,0 +1,37 @@
+"""What every attention here is called with: the context in its pools, and a layer's options."""
+
+from typing import Any, NamedTuple
+
+from jax.typing import ArrayLike
+from jaxtyping import Float, Int32
+
+
+class PagedKV(NamedTuple):
+    """The contexts of all sequences; slots that hold no token may hold anything, NaN included."""
+
+    k_pool: Float[Any, "blocks kv_heads block_size head_dim"]
+    v_pool: Float[Any, "blocks kv_heads block_size head_dim"]
+    block_tables: Int32[Any, "seqs blocks_per_seq"]  # padded with the null block 0
+    seq_lens: Int32[Any, " seqs"]  # with the tokens of this step; 0 for padding
+
+
+class AttentionOptions(NamedTuple):
+    """softmax(soft_cap(scale * q k^T)) v, causal: what is compiled in."""
+
+    scale: float
+    sliding_window: int | None = None  # a token sees so many keys at most, itself included
+    soft_cap: float | None = None  # c makes a logit x c * tanh(x / c)
+    k_scale: ArrayLike = 1.0  # keys are what the pool holds times this: one, or one a KV head
+    v_scale: ArrayLike = 1.0
+    interpret: Any = False  # False, or `InterpretGPUParams` to run on a CPU
+
+    def wrong(self, heads: int, kv_heads: int) -> list[str]:
+        """Return what is wrong with a call of either kernel, but for shapes and types."""
+        wrong = []
+        if heads % kv_heads:
+            wrong.append(f"{heads} query heads do not divide into {kv_heads} KV heads")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            wrong.append(f"sliding_window {self.sliding_window} is not positive; None is no window")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            wrong.append(f"soft_cap {self.soft_cap} is not positive; None is no cap")
+        return wrong

@@ -1,0 +1,188 @@
+"""Steps for the tests of the attention kernels, and what must come out, by definition."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import decode, prefill, reference
+from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.decode_plan import DecodeConfig, DecodePlan, plan_decode
+from pallas_kernels.prefill_plan import PrefillConfig, plan_prefill
+
+FP8 = jnp.float8_e4m3fn
+NULL_BLOCK = 0
+INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
+
+
+class Case(NamedTuple):
+    """A step; defaults are small, as the interpreter is slow."""
+
+    chunks: tuple[tuple[int, int], ...] = ((17, 100), (5, 5))  # new tokens, context with them
+    decodes: tuple[int, ...] = ()  # contexts of rows before the chunks
+    padding: int = 1  # sequences of length 0 behind the others
+    tokens: int = 0  # of the bucket; 0: a few more than there are
+    group: int = 4
+    kv_heads: int = 1
+    block_size: int = 16
+    head_dim: int = 64
+    dtype: Any = jnp.bfloat16
+    kv_dtype: Any = jnp.bfloat16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+    config: PrefillConfig = PrefillConfig(kv_tile=64, num_blocks=2)
+    num_blocks: int = 2  # thread blocks of the decode kernel
+    planned_window: int | None = -1  # of its plan; -1: that of the layer
+
+
+class Step(NamedTuple):
+    """The arrays of a case."""
+
+    q: jax.Array
+    kv: PagedKV
+    query_start_loc: np.ndarray
+
+
+def decodes(
+    lengths: tuple[int, ...] = (300, 33), padding: int = 0, chunks: Any = (), **changes: Any
+) -> Case:
+    """A case of decode rows, and of chunks and padding in as many tokens as sequences."""
+    tokens = len(lengths) + len(chunks) + padding
+    return Case(chunks, lengths, padding, tokens, **changes)
+
+
+def make_step(case: Case, seed: int = 0) -> Step:
+    """Make a step whose unused slots, and the null block, are NaN."""
+    rng = np.random.default_rng(seed)
+    new = [1] * len(case.decodes) + [chunk[0] for chunk in case.chunks] + [0] * case.padding
+    lengths = [*case.decodes, *(chunk[1] for chunk in case.chunks), *[0] * case.padding]
+    lengths = np.array(lengths, np.int32)
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    blocks = -(-lengths // case.block_size)
+    shape = (1 + blocks.sum(), case.kv_heads, case.block_size, case.head_dim)
+    pools = [rng.standard_normal(shape) for _ in "kv"]
+    tables = np.full((len(lengths), blocks.max(initial=1)), NULL_BLOCK, np.int32)
+    ids = iter(rng.permutation(np.arange(1, shape[0])))
+    for pool in pools:
+        pool[NULL_BLOCK] = np.nan
+    for row, length in enumerate(lengths):
+        tables[row, : blocks[row]] = [next(ids) for _ in range(blocks[row])]
+        if length % case.block_size:
+            for pool in pools:
+                pool[tables[row, blocks[row] - 1], :, length % case.block_size :] = np.nan
+    tokens = case.tokens or starts[-1] + 7
+    q = 2 * rng.standard_normal((tokens, case.group * case.kv_heads, case.head_dim))
+    k_pool, v_pool = (jnp.asarray(pool, case.kv_dtype) for pool in pools)
+    return Step(jnp.asarray(q, case.dtype), PagedKV(k_pool, v_pool, tables, lengths), starts)
+
+
+def options_of(case: Case, interpret: Any = INTERPRETER) -> AttentionOptions:
+    """What the kernels and the reference are told alike."""
+    limits = case.sliding_window, case.soft_cap
+    return AttentionOptions(case.head_dim**-0.5, *limits, case.k_scale, case.v_scale, interpret)
+
+
+def run_prefill(
+    case: Case, step: Step, module: ModuleType = prefill, interpret: Any = INTERPRETER
+) -> np.ndarray:
+    """Run the prefill kernel."""
+    plan = plan_prefill(
+        step.kv.seq_lens,
+        step.query_start_loc,
+        len(case.decodes),
+        num_tokens=step.q.shape[0],
+        group=case.group,
+    )
+    options = options_of(case, interpret)
+    attend = module.prefill_attention
+    return interpreted(lambda *arrays: attend(*arrays, options, case.config), step.q, step.kv, plan)
+
+
+def decode_config(case: Case) -> DecodeConfig:
+    """Two stages only, so that places in the ring are used again."""
+    return DecodeConfig(64, case.num_blocks, 80_000 if case.head_dim == 128 else 45_000)
+
+
+def decode_plan(case: Case, step: Step) -> DecodePlan:
+    """Plan the decode rows of a step."""
+    return plan_decode(
+        step.kv.seq_lens,
+        len(case.decodes),
+        kv_heads=case.kv_heads,
+        sliding_window=case.sliding_window if case.planned_window == -1 else case.planned_window,
+        config=decode_config(case),
+    )
+
+
+def run_decode(
+    case: Case, step: Step, module: ModuleType = decode, out: jax.Array | None = None
+) -> np.ndarray:
+    """Run the decode kernel."""
+
+    def attend(*arrays: Any) -> jax.Array:
+        return module.decode_attention(*arrays, options_of(case), decode_config(case), out=out)
+
+    return interpreted(attend, step.q, step.kv, decode_plan(case, step))
+
+
+def interpreted(attend: Callable[..., jax.Array], *arrays: Any) -> np.ndarray:
+    """Run kernels in the interpreter; a data race is an error."""
+    with watched_races() as states:
+        out = np.asarray(jax.jit(attend)(*arrays).astype(jnp.float32), np.float64)
+    assert states
+    if any(state.races_found for state in states):
+        raise RuntimeError("a data race")
+    return out
+
+
+@contextmanager
+def watched_races() -> Iterator[list[Any]]:
+    """Collect the findings of the race detector, kernel by kernel: it keeps only the last."""
+    states = []
+    detector = gpu_callbacks.GPURaceDetectionState
+
+    def record(**options: Any) -> Any:
+        states.append(detector(**options))
+        return states[-1]
+
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", record):
+        yield states
+
+
+def worst(case: Case, step: Step, out: np.ndarray, rows: slice = slice(None)) -> float:
+    """Return the largest error in units of what is allowed; infinite where out is not finite.
+
+    Three things are rounded: a weight p to the type that is multiplied, the result to its own, and
+    sums in float32, of which 2^-14 of sum(p |v|) is more than all. A capped logit is off by 2^-10.9
+    of the cap where the chip's own tanh is used; not here.
+    """
+    expected = reference.ragged_paged_attention(*step, options_of(case))
+    sizes = step._replace(kv=step.kv._replace(v_pool=abs(step.kv.v_pool)))
+    weight = reference.ragged_paged_attention(*sizes, options_of(case))
+    multiplied = jnp.float16 if case.kv_dtype == FP8 else case.dtype
+    of_p, of_out = (float(jnp.finfo(x).eps) / 2 for x in (multiplied, case.dtype))
+    bound = (of_p + 2**-14) * weight + of_out * abs(expected)
+    if not np.isfinite(out[rows]).all():
+        return np.inf
+    error, bound = abs(out - expected)[rows], bound[rows]
+    return float(np.where(error > 0, error / np.maximum(bound, 1e-30), 0).max(initial=0))
+
+
+def worst_decode(case: Case, step: Step, out: np.ndarray) -> float:
+    """Return `worst` of the decode rows."""
+    return worst(case, step, out, slice(len(case.decodes)))
+
+
+def worst_prefill(case: Case, step: Step, out: np.ndarray) -> float:
+    """Return `worst` of all but the decode rows."""
+    return worst(case, step, out, slice(len(case.decodes), None))
