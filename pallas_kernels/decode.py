@@ -1,7 +1,7 @@
 """Attention of decode rows, one query token a sequence, over the paged pool: split-K, for Hopper.
 
 Decoding reads every key and value once and computes little with each, so memory sets its speed.
-`decode_plan` gives every thread block an equal share of the tokens to read, `decode_kernel` streams
+`decode_work` gives every thread block an equal share of the tokens to read, `decode_kernel` streams
 and attends to them, and `decode_combine` puts together the jobs that a long context was cut into
 (Flash-Decoding, Dao et al., 2023).
 """
@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_combine import Parts, combine_jobs
 from pallas_kernels.decode_kernel import REDUCTION_BYTES, run_jobs
-from pallas_kernels.decode_plan import DEFAULT_CONFIG, DecodeConfig, DecodePlan
-from pallas_kernels.decode_work import Q_SLOTS, Inputs, Shape
+from pallas_kernels.decode_terms import Q_SLOTS, Inputs, Shape
+from pallas_kernels.decode_work import DEFAULT_CONFIG, DecodeConfig, DecodeWork
 from pallas_kernels.mosaic import FP8, head_scales
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
@@ -26,22 +26,22 @@ BARRIER_BYTES = 1024  # barriers and what aligning the buffers costs: less than 
 def decode_attention(
     q: Float[Array, "tokens heads head_dim"],
     kv: PagedKV,
-    plan: DecodePlan,
+    work: DecodeWork,
     options: AttentionOptions,
     config: DecodeConfig = DEFAULT_CONFIG,
     *,
     out: Float[Array, "tokens heads head_dim"] | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Attention of the plan's decode rows: token i of sequence i.
+    """Attention of the decode rows: token i of sequence i.
 
     Other rows are those of `out`, which is overwritten in place where its buffer may be; zeros
-    without it. Arguments as in `paged_attention.ragged_paged_attention`; `plan` must have been made
-    with the same `config` and number of KV heads. Raises ValueError for shapes that the kernel
-    cannot take.
+    without it. Arguments as in `paged_attention.ragged_paged_attention`; `work` must have been
+    divided with the same `config` and number of KV heads. Raises ValueError for shapes that the
+    kernel cannot take.
     """
-    group = check_call(q, kv, options, config)
+    q_per_kv = check_call(q, kv, options, config)
     kv_heads, block_size, head_dim = kv.k_pool.shape[1:]
-    rows = -(-group // ROW_TILE) * ROW_TILE
+    rows = -(-q_per_kv // ROW_TILE) * ROW_TILE
     copy_tokens = min(block_size, config.kv_tile)
     numbers, scales = head_scales(options.k_scale, options.v_scale, kv_heads)
     shape = Shape(
@@ -56,24 +56,23 @@ def decode_attention(
         kv_scales=numbers,
     )
     seqs = min(q.shape[0], kv.seq_lens.shape[0])
-    grouped = q[:seqs].reshape(seqs, kv_heads, group, head_dim).astype(shape.dtype)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
-    jobs = plan.worker_first, plan.job_row, plan.job_begin, plan.job_end
+    grouped = q[:seqs].reshape(seqs, kv_heads, q_per_kv, head_dim).astype(shape.dtype)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - q_per_kv), (0, 0)))
+    jobs = work.worker_first, work.job_row, work.job_begin, work.job_end
     outputs, lse = run_jobs(shape, Inputs(*jobs, kv, scales, grouped))
-    parts = Parts(outputs, lse, plan.row_first[:seqs], plan.row_jobs[:seqs])
+    parts = Parts(outputs, lse, work.row_first[:seqs], work.row_jobs[:seqs])
     out = jnp.zeros(q.shape, q.dtype) if out is None else out
     return combine_jobs(parts, out, config, options.interpret)
 
 
 def check_call(q: jax.Array, kv: PagedKV, options: AttentionOptions, config: DecodeConfig) -> int:
     """Return the query heads of a KV head; ValueError says what the kernel cannot take."""
-    pool = kv.k_pool
-    (_, heads, head_dim), (_, kv_heads, block_size, _) = q.shape, pool.shape
+    (_, heads, head_dim), (_, kv_heads, block_size, _) = q.shape, kv.k_pool.shape
     wrong = options.wrong(heads, kv_heads)
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype not in (q.dtype, FP8):
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or kv.k_pool.dtype not in (q.dtype, FP8):
         wrong.append(
-            f"q of {q.dtype} and pools of {pool.dtype}: q must be bfloat16 or float16, the pools "
-            f"of the same type or {jnp.dtype(FP8)}"
+            f"q of {q.dtype} and pools of {kv.k_pool.dtype}: q must be bfloat16 or float16, the "
+            f"pools of the same type or {jnp.dtype(FP8)}"
         )
     if head_dim % 64:
         wrong.append(f"head_dim {head_dim} is not a multiple of 64")

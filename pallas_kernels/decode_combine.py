@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_plan import DecodeConfig, num_workers
-from pallas_kernels.decode_work import down_rows
+from pallas_kernels.decode_terms import down_rows
+from pallas_kernels.decode_work import DecodeConfig, num_workers
 from pallas_kernels.mosaic import LOWEST, WGMMA, filled, store
 
 MOST_AT_ONCE = 4  # a warpgroup has up to so many outputs under way from memory: in registers
@@ -76,7 +76,7 @@ def _combine_kernel(result: Any, *refs: Any, **buffers: Any) -> None:
     """Combine the jobs of one row and KV head: every warpgroup its share, then the first all."""
     parts, scratch = Parts(*refs), Scratch(**buffers)
     row, head = lax.axis_index("row"), lax.axis_index("kv_head")
-    me, group = lax.axis_index("warpgroup"), result.shape[1] // parts.outputs.shape[0]
+    me, q_per_kv = lax.axis_index("warpgroup"), result.shape[1] // parts.outputs.shape[0]
     first, count = parts.row_first[row], parts.row_jobs[row]
 
     @pl.when(count > 0)
@@ -93,8 +93,8 @@ def _combine_kernel(result: Any, *refs: Any, **buffers: Any) -> None:
             flipped = plgpu.layout_cast(total.astype(staged.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             store(staged.transpose((1, 0)), flipped)
             plgpu.commit_smem()
-            heads = pl.ds(head * group, group)
-            plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, group)], result.at[row, heads])
+            heads = pl.ds(head * q_per_kv, q_per_kv)
+            plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, q_per_kv)], result.at[row, heads])
             plgpu.wait_smem_to_gmem(0)
 
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.call import AttentionOptions
-from pallas_kernels.decode_work import (
+from pallas_kernels.decode_terms import (
     Q_SLOTS,
     Buffers,
     Inputs,

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.decode_compute import compute
 from pallas_kernels.decode_memory import load
-from pallas_kernels.decode_work import Q_SLOTS, Buffers, Inputs, Shape
+from pallas_kernels.decode_terms import Q_SLOTS, Buffers, Inputs, Shape
 from pallas_kernels.mosaic import FP8, swizzled
 
 REDUCTION_BYTES = 2048  # scratch of maxima and sums over the four warps

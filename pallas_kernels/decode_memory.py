@@ -14,13 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_work import Q_SLOTS, Buffers, Inputs, Shape, my_jobs, read_job
+from pallas_kernels.decode_terms import Q_SLOTS, Buffers, Inputs, Shape, my_jobs, read_job
 
 
 class Stream(NamedTuple):
     """K or V: where it comes from, where it goes, and the barriers of each place."""
 
-    pool: Any
+    blocks: Any
     ring: Any
     full: Any
     free: Any
@@ -91,7 +91,7 @@ def _load_tile(
     pl.when(count >= shape.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
     for i, source in enumerate(sources):
         place = stream.ring.at[slot, pl.ds(i * step, step)]
-        plgpu.copy_gmem_to_smem(stream.pool.at[source], place, stream.full.at[slot])
+        plgpu.copy_gmem_to_smem(stream.blocks.at[source], place, stream.full.at[slot])
 
 
 def _drain(free: Any, size: int, count: jax.Array) -> None:

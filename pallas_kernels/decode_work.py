@@ -1,96 +1,90 @@
-"""What both warpgroups of the decode kernel know: its arrays, its buffers, its jobs."""
+"""Who computes what in the decode rows of one step: divided on the host, for all layers. No JAX.
+
+The contexts of all decode rows, cut into rounds of `kv_tile` tokens and laid end to end, are given
+to the workers in equal, contiguous shares. A worker's share of one row is a job; where a row has
+several, their results are put together afterwards.
+
+    row      0 0 0 0 0 0 0 1 2 2 2 2          12 rounds
+    worker   0 0 0 0 1 1 1 1 2 2 2 2          3 workers
+    job      0 0 0 0 1 1 1 2 3 3 3 3          row 0 has two jobs
+
+So every worker streams the same number of bytes, whatever the mix of lengths, and all of them run
+at once: there is no second wave (the idea of Stream-K, Osama et al., arXiv 2301.03598).
+"""
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
-
-from pallas_kernels.call import AttentionOptions, PagedKV
-
-Q_SLOTS = 2  # the queries of this many jobs are in shared memory
+import numpy as np
+from jaxtyping import Int32
 
 
-class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+class DecodeConfig(NamedTuple):
+    """How the decode kernel uses the chip. Every choice gives the same result, but for rounding."""
 
-    rows: int
-    head_dim: int
-    kv_tile: int
-    stages: int
-    copy_tokens: int  # tokens of one TMA copy: a block, or a part of one
-    copies_per_block: int
-    dtype: DTypeLike  # of the operands of the matrix instructions
-    options: AttentionOptions
-    kv_scales: tuple[float, float]  # of K and of V, where they are numbers
+    kv_tile: int = 64  # context tokens of a round: a multiple of 64; jobs begin at multiples of it
+    num_blocks: int = 264  # thread blocks: two on each of the 132 multiprocessors of an H100, H200
+    shared_memory_bytes: int = 113 * 1024  # of a thread block, so that two fit; a ring fills it
 
 
-class Inputs(NamedTuple):
-    """The kernel's arrays in global memory; the first four are of a `DecodePlan`."""
-
-    worker_first: Any
-    job_row: Any
-    job_begin: Any
-    job_end: Any
-    kv: PagedKV
-    scales: Any  # [2, kv_heads] float32: of K and of V; None where they are numbers
-    q: Any  # [seqs, kv_heads, rows, head_dim]
+DEFAULT_CONFIG = DecodeConfig()
 
 
-class Buffers(NamedTuple):
-    """Shared memory, and barriers: `full` is said by the copies, `free` by the arithmetic."""
+class DecodeWork(NamedTuple):
+    """The decode work of a step: int32 NumPy arrays from `divide_decode`, JAX arrays in it.
 
-    q: Any  # [Q_SLOTS, rows, head_dim]
-    k: Any  # [stages, kv_tile, head_dim]
-    v: Any
-    p: Any  # [rows, kv_tile]
-    wide_k: Any  # [kv_tile, head_dim] float16 of an fp8 tile; None without fp8
-    wide_v: Any
-    q_full: Any
-    q_free: Any
-    k_full: Any
-    k_free: Any
-    v_full: Any
-    v_free: Any
+    Shapes depend on the bucket only. The jobs of a worker are consecutive, and so are those of a
+    row. What is beyond the real jobs is zeros and belongs to nobody.
+    """
+
+    worker_first: Int32[Any, " workers_plus_1"]  # the first job of each worker, and the job count
+    job_row: Int32[Any, " jobs"]  # the decode row (sequence, and token) of a job
+    job_begin: Int32[Any, " jobs"]  # its first round; round r is positions from r * kv_tile
+    job_end: Int32[Any, " jobs"]  # one past its last round
+    row_first: Int32[Any, " seqs"]  # the first job of a row
+    row_jobs: Int32[Any, " seqs"]  # how many it has: 0 for what is not a decode row
 
 
-class Job(NamedTuple):
-    """A share of a row: rounds from `begin` to `end`, of which positions low..length are seen."""
-
-    row: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    low: jax.Array | int
-    length: jax.Array
+def num_workers(num_blocks: int, kv_heads: int) -> int:
+    """Return how many shares the rounds are cut into: each is worked on once for every KV head."""
+    return max(1, num_blocks // kv_heads)
 
 
-class Round(NamedTuple):
-    """A part of a job, `kv_tile` positions from `begin`, of which low..length are seen."""
+def divide_decode(
+    seq_lens: Int32[np.ndarray, " seqs"],
+    num_decodes: int,
+    *,
+    kv_heads: int,
+    sliding_window: int | None = None,
+    config: DecodeConfig = DEFAULT_CONFIG,
+) -> DecodeWork:
+    """Divide the first `num_decodes` sequences, of one token each; `kv_heads` of one device.
 
-    begin: jax.Array
-    low: jax.Array | int
-    length: jax.Array
+    Rounds before the window are left out. Work for a wider window, or none, is right for layers
+    with a narrower one, too, only not balanced for them.
+    """
+    seqs, workers = len(seq_lens), num_workers(config.num_blocks, kv_heads)
+    ends = np.asarray(seq_lens[:num_decodes], np.int64)
+    begins = np.maximum(ends - sliding_window, 0) if sliding_window else np.zeros_like(ends)
+    first_round = begins // config.kv_tile
+    rounds = -(-ends // config.kv_tile) - first_round
+    starts = np.cumsum(rounds) - rounds  # where each row begins in the line of all rounds
+    shares = np.arange(workers + 1) * rounds.sum() // workers
+    cuts = np.union1d(starts, shares)  # jobs lie between neighbouring cuts
+    row = np.searchsorted(starts, cuts[:-1], side="right") - 1
+    offset = first_round[row] - starts[row]
+    row_first = np.searchsorted(cuts, starts)
+    row_jobs = np.searchsorted(cuts, starts + rounds) - row_first
+    return DecodeWork(
+        worker_first=np.searchsorted(cuts, shares).astype(np.int32),
+        job_row=_padded(row, seqs + workers),
+        job_begin=_padded(cuts[:-1] + offset, seqs + workers),
+        job_end=_padded(cuts[1:] + offset, seqs + workers),
+        row_first=_padded(row_first, seqs),
+        row_jobs=_padded(row_jobs, seqs),
+    )
 
 
-def down_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeat a value for each row of the query down the long side of a tile."""
-    return lax.broadcast_in_dim(x, shape, [1])
-
-
-def my_jobs(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Return the first job of this thread block and one past its last."""
-    worker = lax.axis_index("worker")
-    return inputs.worker_first[worker], inputs.worker_first[worker + 1]
-
-
-def read_job(shape: Shape, inputs: Inputs, index: jax.Array) -> Job:
-    """Read a job; one planned for a wider window loses the rounds before this layer's."""
-    row = inputs.job_row[index]
-    begin, length = inputs.job_begin[index], inputs.kv.seq_lens[row]
-    window = shape.options.sliding_window
-    if not window:
-        return Job(row, begin, inputs.job_end[index], 0, length)
-    low = jnp.maximum(length - window, 0)
-    begin = jnp.maximum(begin, lax.div(low, jnp.int32(shape.kv_tile)))
-    return Job(row, begin, inputs.job_end[index], low, length)
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    out = np.zeros(size, np.int32)
+    out[: len(values)] = values
+    return out

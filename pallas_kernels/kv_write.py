@@ -30,7 +30,7 @@ LANES = 32
 TMA_ALIGNMENT = 128  # bytes of shared memory
 LARGEST_FP8 = float(jnp.finfo(FP8).max)
 
-Pool = Float[Array, "blocks kv_heads block_size head_dim"]
+Blocks = Float[Array, "blocks kv_heads block_size head_dim"]
 
 
 class Arrays(NamedTuple):
@@ -45,27 +45,25 @@ class Arrays(NamedTuple):
 
 
 def write_kv(
-    k_pool: Pool,
-    v_pool: Pool,
+    pool: tuple[Blocks, Blocks],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     slot_mapping: Int32[Array, " tokens"],
     *,
     rope: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None = None,
-    k_scale: ArrayLike = 1.0,
-    v_scale: ArrayLike = 1.0,
+    scales: tuple[ArrayLike, ArrayLike] = (1.0, 1.0),
     interpret: Any = False,
-) -> tuple[Pool, Pool]:
-    """Write each token's k and v into its slot, in place where the pools are donated.
+) -> tuple[Blocks, Blocks]:
+    """Write each token's k and v into its slot, in place where the pool is donated.
 
     With `rope`, the float32 cosines and sines of each token, k is rotated first: the halves of a
-    head against each other, and rounded to k's type. Pools of float8_e4m3fn hold k / `k_scale` and
-    v / `v_scale` (a number, or one for each KV head), saturated; other pools hold k and v as they
+    head against each other, and rounded to k's type. A pool of float8_e4m3fn holds k and v divided
+    by their `scales` (a number, or one for each KV head), saturated; others hold k and v as they
     are and take no scales. Tokens whose slot is in the null block 0 are padding and are not
     written. Raises ValueError where head_dim is not a multiple of 64.
     """
     tokens, kv_heads, head_dim = k.shape
-    _check(head_dim, k_pool.dtype == FP8, k_scale, v_scale)
+    _check(head_dim, pool[0].dtype == FP8, *scales)
     heads = next(n for n in range(MOST_HEADS, 0, -1) if kv_heads % n == 0)
     tiles = -(-tokens // TOKENS)
 
@@ -74,11 +72,11 @@ def write_kv(
         return jnp.pad(x, [(0, tiles * TOKENS - tokens), *[(0, 0)] * (x.ndim - 1)])
 
     by_token = jax.tree.map(padded, Arrays(k, v, slot_mapping, *(rope or (None, None)), None))
-    numbers, scales = head_scales(k_scale, v_scale, kv_heads)
-    leaves, tree = jax.tree.flatten(by_token._replace(scales=scales))
-    pools = jax.new_ref(k_pool), jax.new_ref(v_pool)
-    shape = TOKENS, staged_heads(heads, head_dim * k_pool.dtype.itemsize), head_dim
-    staged = plgpu.SMEM(shape, k_pool.dtype)
+    numbers, by_head = head_scales(*scales, kv_heads)
+    leaves, tree = jax.tree.flatten(by_token._replace(scales=by_head))
+    written = jax.new_ref(pool[0]), jax.new_ref(pool[1])
+    shape = TOKENS, staged_heads(heads, head_dim * pool[0].dtype.itemsize), head_dim
+    staged = plgpu.SMEM(shape, pool[0].dtype)
     plgpu.kernel(
         functools.partial(_write_kernel, tree, numbers, heads),
         scratch_types=dict(staged_k=staged, staged_v=staged),
@@ -86,8 +84,8 @@ def write_kv(
         grid_names=("tile", "heads"),
         kernel_name="write_kv",
         interpret=interpret,
-    )(*leaves, *pools)
-    return pools[0][...], pools[1][...]
+    )(*leaves, *written)
+    return written[0][...], written[1][...]
 
 
 def staged_heads(heads: int, row_bytes: int) -> int:
@@ -110,7 +108,7 @@ def _write_kernel(
     staged_k: Any,
     staged_v: Any,
 ) -> None:
-    arrays, pools = jax.tree.unflatten(tree, refs[:-2]), refs[-2:]
+    arrays, pool = jax.tree.unflatten(tree, refs[:-2]), refs[-2:]
     begin = lax.axis_index("tile") * TOKENS
     tile, first_head = pl.ds(begin, TOKENS), lax.axis_index("heads") * count
     # All loads come before the first store: they are under way together.
@@ -128,7 +126,7 @@ def _write_kernel(
     heads = pl.ds(first_head, count)
     for i in range(TOKENS):
         token = tuple(staged.at[i, pl.ds(0, count)] for staged in (staged_k, staged_v))
-        _store(arrays.slots[begin + i], heads, token, pools)
+        _store(arrays.slots[begin + i], heads, token, pool)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -163,12 +161,12 @@ def _stored(values: jax.Array, dtype: Any, scale: float | jax.Array) -> jax.Arra
     return jnp.clip(scaled, -LARGEST_FP8, LARGEST_FP8).astype(dtype)
 
 
-def _store(slot: jax.Array, heads: Any, staged: tuple[Any, Any], pools: tuple[Any, Any]) -> None:
+def _store(slot: jax.Array, heads: Any, staged: tuple[Any, Any], pool: tuple[Any, Any]) -> None:
     """Copy a token's K and V into their slot, if that is not in the null block."""
-    block_size = jnp.int32(pools[0].shape[2])
+    block_size = jnp.int32(pool[0].shape[2])
     block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
 
     @pl.when(block > 0)
     def _() -> None:
-        for source, pool in zip(staged, pools, strict=True):
-            plgpu.copy_smem_to_gmem(source, pool.at[block, heads, offset])
+        for source, blocks in zip(staged, pool, strict=True):
+            plgpu.copy_smem_to_gmem(source, blocks.at[block, heads, offset])

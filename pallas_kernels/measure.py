@@ -24,11 +24,11 @@ from jax import lax
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.decode_plan import plan_decode
+from pallas_kernels.decode_work import divide_decode
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.prefill import prefill_attention
-from pallas_kernels.prefill_plan import plan_prefill
-from pallas_kernels.work_plan import KernelConfig
+from pallas_kernels.prefill_work import divide_prefill
+from pallas_kernels.step_work import KernelConfig
 
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 CACHE_BYTES = 64 << 20  # more than the last-level cache of an H100 or H200 (50 MB)
@@ -136,7 +136,7 @@ def measure_ceilings(effort: Effort) -> Ceilings:
 def random_pool(
     blocks: int, shape: DecodeShape | PrefillShape | WriteShape
 ) -> tuple[jax.Array, jax.Array]:
-    """Return pools of K and V, bfloat16."""
+    """Return a pool, bfloat16."""
     size = blocks, shape.kv_heads, shape.block_size, shape.head_dim
     keys = jax.random.split(jax.random.key(1))
     k, v = (jax.random.normal(key, size, jnp.bfloat16) for key in keys)
@@ -151,16 +151,16 @@ def decode_seconds(shape: DecodeShape, config: KernelConfig, effort: Effort) -> 
     ids = 1 + np.random.default_rng(0).permutation(copies * blocks).astype(np.int32)
     tables = list(ids.reshape(copies, shape.seqs, blocks_per_seq))
     lens = np.full(shape.seqs, shape.context, np.int32)
-    plan = plan_decode(lens, shape.seqs, kv_heads=shape.kv_heads, config=config.decode)
+    work = divide_decode(lens, shape.seqs, kv_heads=shape.kv_heads, config=config.decode)
     options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
 
-    def call(i, q, kv, plan):
+    def call(i, q, kv, work):
         kv = kv._replace(block_tables=kv.block_tables[i % copies])
-        return decode_attention(q, kv, plan, options, config.decode, out=q)
+        return decode_attention(q, kv, work, options, config.decode, out=q)
 
     q = jax.random.normal(jax.random.key(2), (shape.seqs, shape.heads, shape.head_dim))
     kv = PagedKV(*random_pool(1 + copies * blocks, shape), tables, lens)
-    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, plan), effort)
+    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, work), effort)
 
 
 def prefill_seconds(shape: PrefillShape, config: KernelConfig, effort: Effort) -> float:
@@ -169,28 +169,28 @@ def prefill_seconds(shape: PrefillShape, config: KernelConfig, effort: Effort) -
     blocks = -(-length // shape.block_size)
     table = 1 + np.random.default_rng(0).permutation(blocks).astype(np.int32)[None]
     lens, starts = np.array([length], np.int32), np.array([0, shape.tokens], np.int32)
-    group = shape.heads // shape.kv_heads
-    plan = plan_prefill(lens, starts, 0, num_tokens=shape.tokens, group=group)
+    q_per_kv = shape.heads // shape.kv_heads
+    work = divide_prefill(lens, starts, 0, num_tokens=shape.tokens, q_per_kv=q_per_kv)
     options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
 
-    def call(_, q, kv, plan):
-        return prefill_attention(q, kv, plan, options, config.prefill)
+    def call(_, q, kv, work):
+        return prefill_attention(q, kv, work, options, config.prefill)
 
     q = jax.random.normal(jax.random.key(2), (shape.tokens, shape.heads, shape.head_dim))
     kv = PagedKV(*random_pool(1 + blocks, shape), table, lens)
-    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, plan), effort)
+    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, work), effort)
 
 
 def write_seconds(shape: WriteShape, write: Callable[..., Any], effort: Effort) -> float:
-    """Time `write(k_pool, v_pool, k, v, slots)`: `write_kv`, or what does the same."""
-    pools = random_pool(1 + -(-shape.tokens // shape.block_size), shape)
+    """Time `write(pool, k, v, slots)`: `write_kv`, or what does the same."""
+    pool = random_pool(1 + -(-shape.tokens // shape.block_size), shape)
     rows = jnp.ones((shape.tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     slots = shape.block_size + jnp.arange(shape.tokens, dtype=jnp.int32)
 
-    def call(_, pools, rows, slots):
-        return write(*pools, rows, rows, slots)
+    def call(_, pool, rows, slots):
+        return write(pool, rows, rows, slots)
 
-    return chain_seconds(call, pools, (rows, slots), effort)
+    return chain_seconds(call, pool, (rows, slots), effort)
 
 
 def kernel_write_seconds(shape: WriteShape, effort: Effort) -> float:

@@ -1,6 +1,6 @@
 """Ragged paged attention on a Hopper GPU: the one interface to the kernels.
 
-A step holds decode rows (one token each) and then prefill chunks; `work_plan.plan_step` says how
+A step holds decode rows (one token each) and then prefill chunks; `step_work.divide_step` says how
 they are cut up. Chunks go to `prefill` (bound by the matrix units), which also clears the padding;
 then decode rows go to `decode` (split-K, bound by memory), which writes into the same output. Both
 read the pools in place. They are two kernels because they need different shapes of thread block:
@@ -13,20 +13,20 @@ from jaxtyping import Array, Float
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.prefill import prefill_attention
-from pallas_kernels.work_plan import DEFAULT_CONFIG, KernelConfig, WorkPlan
+from pallas_kernels.step_work import DEFAULT_CONFIG, KernelConfig, StepWork
 
 
 def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     kv: PagedKV,
-    plan: WorkPlan,
+    work: StepWork,
     options: AttentionOptions,
     config: KernelConfig = DEFAULT_CONFIG,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Attention of every token over its own sequence; rows of padding tokens are zeros.
 
-    q is bfloat16 or float16; the pools are of q's type, or float8_e4m3fn. `plan` must have been
-    made with the same `config`. Raises ValueError for what the kernels cannot do.
+    q is bfloat16 or float16; the pools are of q's type, or float8_e4m3fn. `work` must have been
+    divided with the same `config`. Raises ValueError for what the kernels cannot do.
     """
-    out = prefill_attention(q, kv, plan.prefill, options, config.prefill)
-    return decode_attention(q, kv, plan.decode, options, config.decode, out=out)
+    out = prefill_attention(q, kv, work.prefill, options, config.prefill)
+    return decode_attention(q, kv, work.decode, options, config.decode, out=out)

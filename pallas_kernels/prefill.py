@@ -9,7 +9,7 @@ compute 0          S0 p0 O0   S1 p1 ...   waits for `*_ready`; frees a stage whe
 compute 1             S0 p0 O0   S1 ...   half a turn behind: one multiplies, one exponentiates
 
 The rows of a warpgroup are `n` tokens of one sequence for each query head of one KV head, head by
-head: row = head * n + token. Thread blocks stay and take tiles from the plan in turn. The shape of
+head: row = head * n + token. Thread blocks stay and take tiles from the work in turn. The shape of
 the computation is that of FlashAttention-3 (Shah et al., arXiv 2407.08608), base 2.
 """
 
@@ -22,16 +22,16 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.mosaic import FP8, swizzled
-from pallas_kernels.prefill_compute import compute_work, note_row_tokens
-from pallas_kernels.prefill_memory import await_the_end, fetch_work
-from pallas_kernels.prefill_plan import (
+from pallas_kernels.prefill_compute import compute_piece, note_row_tokens
+from pallas_kernels.prefill_memory import await_the_end, fetch_piece
+from pallas_kernels.prefill_terms import Inputs, Kernel, Problem, Shared, count_pieces
+from pallas_kernels.prefill_work import (
     COMPUTE_WARPGROUPS,
     DEFAULT_CONFIG,
     PrefillConfig,
-    PrefillPlan,
+    PrefillWork,
     tokens_per_warpgroup,
 )
-from pallas_kernels.prefill_work import Inputs, Kernel, Problem, Shared, work_count
 
 SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
 OVERHEAD_BYTES = 3072  # barriers, alignment, and what reductions take
@@ -41,11 +41,11 @@ KV_TILES = 128, 64  # in the order of preference
 def prefill_attention(
     q: Float[Array, "tokens heads head_dim"],
     kv: PagedKV,
-    plan: PrefillPlan,
+    work: PrefillWork,
     options: AttentionOptions,
     config: PrefillConfig = DEFAULT_CONFIG,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Attention of the tokens of the plan's tiles; zeros for padding; decode rows are unspecified.
+    """Attention of the tokens of the work's tiles; zeros for padding; decode rows are unspecified.
 
     Arguments as in `paged_attention.ragged_paged_attention`. Raises ValueError for what the kernel
     cannot do.
@@ -56,7 +56,7 @@ def prefill_attention(
     problem = Problem(
         tokens=max(tokens, n),
         kv_heads=kv_heads,
-        group=heads // kv_heads,
+        q_per_kv=heads // kv_heads,
         n=n,
         head_dim=head_dim,
         block_size=block_size,
@@ -72,7 +72,7 @@ def prefill_attention(
     q = jnp.pad(q.astype(problem.dtype), ((0, problem.tokens - tokens), (0, 0), (0, 0)))
     scales = options.k_scale, options.v_scale
     k_scale, v_scale = (jnp.broadcast_to(jnp.float32(x), kv_heads) for x in scales)
-    return run(problem, Inputs(plan, kv, k_scale, v_scale, q))[:tokens]
+    return run(problem, Inputs(work, kv, k_scale, v_scale, q))[:tokens]
 
 
 def run(problem: Problem, inputs: Inputs) -> jax.Array:
@@ -99,7 +99,7 @@ def run(problem: Problem, inputs: Inputs) -> jax.Array:
 def run_block(kernel: Kernel) -> None:
     """Run one thread block: every piece of work that falls to it, in three warpgroups."""
     warpgroup = lax.axis_index("warpgroup")
-    count = work_count(kernel.problem, kernel.inputs)
+    count = count_pieces(kernel.problem, kernel.inputs)
     # Registers of a thread: two compute warpgroups and the memory's have 504 together.
     compute_registers, memory_registers = (216, 72)
 
@@ -110,7 +110,7 @@ def run_block(kernel: Kernel) -> None:
         note_row_tokens(kernel.problem, kernel.shared, warpgroup)
 
         def compute(turn, step):
-            return compute_work(kernel, warpgroup, turn, step)
+            return compute_piece(kernel, warpgroup, turn, step)
 
         lax.fori_loop(0, count, compute, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
@@ -120,7 +120,7 @@ def run_block(kernel: Kernel) -> None:
         plgpu.set_max_registers(memory_registers, action="decrease")
 
         def fetch(turn, step):
-            return fetch_work(kernel, turn, step)
+            return fetch_piece(kernel, turn, step)
 
         steps = lax.fori_loop(0, count, fetch, jnp.int32(0))
         await_the_end(kernel.problem, kernel.shared, count, steps)
@@ -185,7 +185,7 @@ def shared_memory(problem: Problem) -> Shared:
         v=stage,
         out=plgpu.SMEM((*rows, d), problem.out_dtype),
         row_token=plgpu.SMEM(rows, jnp.int32),
-        q_ready=plgpu.Barrier(num_arrivals=problem.group, num_barriers=COMPUTE_WARPGROUPS),
+        q_ready=plgpu.Barrier(num_arrivals=problem.q_per_kv, num_barriers=COMPUTE_WARPGROUPS),
         q_free=plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
         k_ready=ready,
         k_free=free,

@@ -10,17 +10,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, filled, store
-from pallas_kernels.prefill_plan import WARPGROUP_ROWS as ROWS
-from pallas_kernels.prefill_work import (
+from pallas_kernels.prefill_terms import (
     Kernel,
+    Piece,
     Problem,
     Share,
     Shared,
-    Work,
     for_each_head,
+    read_piece,
     read_share,
-    read_work,
 )
+from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
 
 
 class Softmax(NamedTuple):
@@ -40,16 +40,16 @@ class Place(NamedTuple):
     offset: jax.Array  # from a round to the step of this block, hence to its stage
 
 
-def compute_work(
+def compute_piece(
     kernel: Kernel, warpgroup: jax.Array, turn: jax.Array, step: jax.Array
 ) -> jax.Array:
     """Compute a warpgroup's share of a piece of work; `step` counts rounds and is returned."""
     problem, inputs, _, shared = kernel
-    work = read_work(problem, inputs, turn)
-    share = read_share(problem, work, warpgroup)
+    piece = read_piece(problem, inputs, turn)
+    share = read_share(problem, piece, warpgroup)
     take_queries(shared, warpgroup)
-    place = Place(warpgroup, share, work.last, offset=step - work.first)
-    logit_scale = problem.options.scale * inputs.k_scale[work.head]
+    place = Place(warpgroup, share, piece.last, offset=step - piece.first)
+    logit_scale = problem.options.scale * inputs.k_scale[piece.head]
 
     def body(j, state):
         return run_round(problem, shared, place, logit_scale, j, state)
@@ -57,15 +57,15 @@ def compute_work(
     def skip(j, _):
         skip_round(problem, shared, place, j)
 
-    await_keys(problem, shared, place, work.first)
+    await_keys(problem, shared, place, piece.first)
     pl.when(warpgroup == 1)(lambda: take_turn(problem, shared))
     state = lax.fori_loop(share.first, share.last, body, empty(problem))
-    lax.fori_loop(share.last, work.last, skip, None)
+    lax.fori_loop(share.last, piece.last, skip, None)
     pl.when(warpgroup == 0)(lambda: take_turn(problem, shared))
     total = jnp.where(state.total > 0, state.total, 1.0)
-    gain = lax.broadcast_in_dim(inputs.v_scale[work.head] / total, state.weighted.shape, [0])
-    put_out(kernel, work, place, state.weighted * gain)
-    return step + work.last - work.first
+    gain = lax.broadcast_in_dim(inputs.v_scale[piece.head] / total, state.weighted.shape, [0])
+    put_out(kernel, piece, place, state.weighted * gain)
+    return step + piece.last - piece.first
 
 
 def note_row_tokens(problem: Problem, shared: Shared, warpgroup: jax.Array) -> None:
@@ -219,7 +219,7 @@ def seen(problem: Problem, shared: Shared, place: Place, j: jax.Array) -> jax.Ar
     return is_past & (key > lax.broadcast_in_dim(last - window, shape, [0]))
 
 
-def put_out(kernel: Kernel, work: Work, place: Place, rows: jax.Array) -> None:
+def put_out(kernel: Kernel, piece: Piece, place: Place, rows: jax.Array) -> None:
     """Write the rows of the tokens that are owned: all at once, or one by one."""
     problem, out, shared = kernel.problem, kernel.out, kernel.shared
     share, stage, n = place.share, shared.out.at[place.warpgroup], problem.n
@@ -233,10 +233,10 @@ def put_out(kernel: Kernel, work: Work, place: Place, rows: jax.Array) -> None:
     def copy(token, count):
         def copy_head(g):
             source = stage.at[pl.ds(g * n + token - share.start, count)]
-            head = work.head * problem.group + g
+            head = piece.head * problem.q_per_kv + g
             plgpu.copy_smem_to_gmem(source, out.at[pl.ds(token, count), head])
 
-        for_each_head(problem, work, copy_head)
+        for_each_head(problem, piece, copy_head)
 
     whole = share.end - share.begin == n
     pl.when(whole)(lambda: copy(share.start, n))

@@ -10,18 +10,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import WGMMA
-from pallas_kernels.prefill_plan import COMPUTE_WARPGROUPS
-from pallas_kernels.prefill_work import (
+from pallas_kernels.prefill_terms import (
     Inputs,
     Kernel,
+    Piece,
     Problem,
     Shared,
-    Work,
     for_each_head,
+    read_piece,
     read_share,
-    read_work,
     round_of,
 )
+from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS
 
 TILE = 64  # rows and columns of shared memory that are worked on at a time
 
@@ -32,13 +32,13 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def fetch_work(kernel: Kernel, turn: jax.Array, step: jax.Array) -> jax.Array:
+def fetch_piece(kernel: Kernel, turn: jax.Array, step: jax.Array) -> jax.Array:
     """Fetch what a piece of work needs; `step` counts the rounds of this block and is returned."""
-    work = read_work(kernel.problem, kernel.inputs, turn)
-    length = kernel.inputs.kv.seq_lens[work.seq]
+    piece = read_piece(kernel.problem, kernel.inputs, turn)
+    length = kernel.inputs.kv.seq_lens[piece.seq]
     fetch = fetch_raw if kernel.problem.is_fp8 else fetch_rounds
-    fetch(kernel, work, length, turn, step)
-    return step + work.last - work.first
+    fetch(kernel, piece, length, turn, step)
+    return step + piece.last - piece.first
 
 
 def by_warps(keys: Job = nothing, values: Job = nothing, queries: Job = nothing) -> None:
@@ -55,28 +55,28 @@ def by_warps(keys: Job = nothing, values: Job = nothing, queries: Job = nothing)
     plgpu.warp_map(run)
 
 
-def fetch_queries(kernel: Kernel, work: Work, turn: jax.Array) -> None:
+def fetch_queries(kernel: Kernel, piece: Piece, turn: jax.Array) -> None:
     """Fetch the queries of both compute warpgroups, a box of n tokens for each head."""
     problem, inputs, _, shared = kernel
     n = problem.n
     for w in range(COMPUTE_WARPGROUPS):
         pl.when(turn > 0)(lambda w=w: plgpu.barrier_wait(shared.q_free.at[w]))
-        start = read_share(problem, work, w).start
+        start = read_share(problem, piece, w).start
 
         def copy(g, w=w, start=start):
             plgpu.copy_gmem_to_smem(
-                inputs.q.at[pl.ds(start, n), work.head * problem.group + g],
+                inputs.q.at[pl.ds(start, n), piece.head * problem.q_per_kv + g],
                 shared.q_in.at[w, pl.ds(g * n, n)],
                 shared.q_ready.at[w],
             )
 
-        for_each_head(problem, work, copy)
+        for_each_head(problem, piece, copy)
 
 
 def blocks_of(
-    problem: Problem, inputs: Inputs, pool: Any, work: Work, j: jax.Array
+    problem: Problem, inputs: Inputs, blocks: Any, piece: Piece, j: jax.Array
 ) -> Sequence[Any]:
-    """Return what the copies of round j read of a pool.
+    """Return what the copies of round j read, of K or of V.
 
     Do it before waiting for anything: loading block ids takes longer than all else here.
     """
@@ -85,8 +85,8 @@ def blocks_of(
     places = [lax.div(first + i, jnp.int32(per_block)) for i in range(problem.copies_per_round)]
     tables = inputs.kv.block_tables
     last_place = tables.shape[1] - 1
-    block_ids = [tables[work.seq, jnp.minimum(place, last_place)] for place in places]
-    sources = [pool.at[block, work.head] for block in block_ids]
+    block_ids = [tables[piece.seq, jnp.minimum(place, last_place)] for place in places]
+    sources = [blocks.at[block, piece.head] for block in block_ids]
     if per_block == 1:
         return sources
     part = lax.rem(j, jnp.int32(per_block)) * problem.copy_tokens  # less than a block: one copy
@@ -94,25 +94,25 @@ def blocks_of(
 
 
 def copy_blocks(sources: Sequence[Any], stage: Any, barrier: Any) -> None:
-    """Ask for a round of a pool."""
+    """Ask for a round."""
     for i, source in enumerate(sources):
         rows = pl.ds(i * source.shape[0], source.shape[0])
         plgpu.copy_gmem_to_smem(source, stage.at[rows], barrier)
 
 
 def fetch_rounds(
-    kernel: Kernel, work: Work, length: jax.Array, turn: jax.Array, step: jax.Array
+    kernel: Kernel, piece: Piece, length: jax.Array, turn: jax.Array, step: jax.Array
 ) -> None:
     """Fetch queries, keys and values as they are, but for the values where the context ends."""
     problem, inputs, _, shared = kernel
-    stages, offset = jnp.int32(problem.config.stages), step - work.first
-    whole = jnp.minimum(round_of(problem, length), work.last)  # one round may be left then
+    stages, offset = jnp.int32(problem.config.stages), step - piece.first
+    whole = jnp.minimum(round_of(problem, length), piece.last)  # one round may be left then
 
     def slot_of(j):
         return lax.rem(j + offset, stages)
 
-    def fetch(pool, target, ready, free, j):
-        slot, sources = slot_of(j), blocks_of(problem, inputs, pool, work, j)
+    def fetch(blocks, target, ready, free, j):
+        slot, sources = slot_of(j), blocks_of(problem, inputs, blocks, piece, j)
         pl.when(j + offset >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         copy_blocks(sources, target.at[slot], ready)
 
@@ -123,19 +123,19 @@ def fetch_rounds(
         fetch(inputs.kv.v_pool, shared.v, shared.v_ready.at[slot_of(j)], shared.v_free, j)
 
     def fetch_all_values():
-        lax.fori_loop(work.first, whole, fetch_values, None)
+        lax.fori_loop(piece.first, whole, fetch_values, None)
 
-        @pl.when(whole < work.last)
+        @pl.when(whole < piece.last)
         def _():
             fetch(inputs.kv.v_pool, shared.v, shared.raw_ready, shared.v_free, whole)
 
     by_warps(
-        lambda: lax.fori_loop(work.first, work.last, fetch_keys, None),
+        lambda: lax.fori_loop(piece.first, piece.last, fetch_keys, None),
         fetch_all_values,
-        lambda: fetch_queries(kernel, work, turn),
+        lambda: fetch_queries(kernel, piece, turn),
     )
 
-    pl.when(whole < work.last)(
+    pl.when(whole < piece.last)(
         lambda: clear_the_end(problem, shared, slot_of(whole), length - whole * problem.kv_tile)
     )
 
@@ -149,16 +149,16 @@ def clear_the_end(problem: Problem, shared: Shared, slot: jax.Array, count: jax.
 
 
 def fetch_raw(
-    kernel: Kernel, work: Work, length: jax.Array, turn: jax.Array, step: jax.Array
+    kernel: Kernel, piece: Piece, length: jax.Array, turn: jax.Array, step: jax.Array
 ) -> None:
     """Fetch queries as they are, and keys and values that have to be converted."""
     problem, inputs, _, shared = kernel
 
     def request(j: jax.Array, queries: Job = nothing) -> None:
-        slot = lax.rem(j + step - work.first, jnp.int32(2))
+        slot = lax.rem(j + step - piece.first, jnp.int32(2))
 
-        def ask(pool, target, barrier):
-            sources = blocks_of(problem, inputs, pool, work, j)
+        def ask(blocks, target, barrier):
+            sources = blocks_of(problem, inputs, blocks, piece, j)
             ready = shared.raw_ready.at[barrier + slot]
             copy_blocks(sources, target.at[slot], ready)
 
@@ -169,16 +169,16 @@ def fetch_raw(
         )
 
     def fetch_all_queries():
-        fetch_queries(kernel, work, turn)
+        fetch_queries(kernel, piece, turn)
 
     def body(j, _):
-        pl.when(j + 1 < work.last)(lambda: request(j + 1))
-        convert_round(problem, shared, length - j * problem.kv_tile, j + step - work.first)
+        pl.when(j + 1 < piece.last)(lambda: request(j + 1))
+        convert_round(problem, shared, length - j * problem.kv_tile, j + step - piece.first)
 
-    some = work.first < work.last
-    pl.when(some)(lambda: request(work.first, fetch_all_queries))
+    some = piece.first < piece.last
+    pl.when(some)(lambda: request(piece.first, fetch_all_queries))
     pl.when(~some)(lambda: by_warps(queries=fetch_all_queries))
-    lax.fori_loop(work.first, work.last, body, None)
+    lax.fori_loop(piece.first, piece.last, body, None)
 
 
 def convert_round(problem: Problem, shared: Shared, count: jax.Array, step: jax.Array) -> None:

@@ -1,190 +1,85 @@
-"""The prefill kernel's terms: what it knows and holds, and which piece of work is whose."""
+"""Which tiles the prefill chunks of one step are cut into: on the host, for all layers.
 
-from collections.abc import Callable
+A tile holds query tokens of one sequence; a tile and a KV head are one piece of work. What a tile
+sees of the context follows from positions, inside the kernel. No JAX.
+
+tokens    d d d d c c c c c c c c c . . .      4 decodes, chunks of 5 and 4 tokens, 3 of padding
+tiles             0 0 0 0 1 2 2 2 2 3 3 3      of 4 tokens at most: none crosses a sequence
+"""
+
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jaxtyping import Int32
 
-from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.mosaic import FP8
-from pallas_kernels.prefill_plan import PrefillConfig, PrefillPlan
-
-
-class Problem(NamedTuple):
-    """What the kernel knows when it is compiled."""
-
-    tokens: int  # of q, at least n
-    kv_heads: int
-    group: int  # query heads of a KV head
-    n: int  # query tokens of a warpgroup
-    head_dim: int
-    block_size: int
-    dtype: Any  # of the operands of every multiplication: q's, or float16 for pools of fp8
-    out_dtype: Any  # of q and of the output
-    pool_dtype: Any
-    options: AttentionOptions
-    kv_tile: int  # context tokens of a round
-    config: PrefillConfig
-
-    @property
-    def interpreted(self) -> bool:
-        """Whether multiplications start at 0 and take the left operand from `Shared.p`."""
-        return bool(self.options.interpret)
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether keys and values must be converted."""
-        return self.pool_dtype == FP8
-
-    @property
-    def copy_tokens(self) -> int:
-        """Context tokens of a copy: a block, or a part of one."""
-        return min(self.block_size, self.kv_tile)
-
-    @property
-    def copies_per_round(self) -> int:
-        """Copies that bring the keys of a round."""
-        return self.kv_tile // self.copy_tokens
+WARPGROUP_ROWS = 64  # rows of one matrix instruction
+COMPUTE_WARPGROUPS = 2
+MOST_HEADS = 32  # query heads of a KV head: Mosaic finds no layout for copies of single rows
 
 
-class Inputs(NamedTuple):
-    """References to arrays in device memory."""
+class PrefillConfig(NamedTuple):
+    """How the prefill kernel uses the chip; the result is the same, but for rounding."""
 
-    plan: PrefillPlan
-    kv: PagedKV
-    k_scale: Any  # [kv_heads] float32
-    v_scale: Any
-    q: Any
-
-
-class Shared(NamedTuple):
-    """References to shared memory: buffers, and barriers of the same names."""
-
-    q_in: Any  # [2, 64, head_dim] as it comes, row by row
-    q: Any  # [2, 64, head_dim] as wgmma wants it
-    k: Any  # [stages, kv_tile, head_dim]
-    v: Any
-    out: Any  # [2, 64, head_dim] row by row
-    row_token: Any  # [2, 64] which of a warpgroup's tokens a row belongs to
-    q_ready: Any  # [2]
-    q_free: Any
-    k_ready: Any  # [stages]
-    k_free: Any
-    v_ready: Any
-    v_free: Any
-    raw_ready: Any  # of what the memory warpgroup works on: fp8 k, k, v, v; else the last values
-    turn: Any  # the compute warpgroups take turns
-    k_raw: Any = None  # [2, kv_tile, head_dim] as in the pool, if that is fp8
-    v_raw: Any = None
-    p: Any = None  # [2, 64, kv_tile], only for the interpreter
+    kv_tile: int | None = None  # context tokens of a round: 64, 128; None: 128 if that fits
+    stages: int = 2  # rounds whose keys and values are in shared memory at a time
+    num_blocks: int = 132  # thread blocks: one for each multiprocessor
+    ping_pong: bool = True  # one warpgroup multiplies while the other exponentiates
 
 
-class Kernel(NamedTuple):
-    """A kernel under way: what it knows, reads, writes and holds."""
-
-    problem: Problem
-    inputs: Inputs
-    out: Any
-    shared: Shared
+DEFAULT_CONFIG = PrefillConfig()
 
 
-class Work(NamedTuple):
-    """One tile and one KV head. Rounds are counted from position 0 of the sequence."""
+class PrefillWork(NamedTuple):
+    """The prefill work of a step: int32 NumPy arrays from `divide_prefill`, JAX arrays in it.
 
-    seq: jax.Array
-    head: jax.Array
-    begin: jax.Array  # tokens of q
-    end: jax.Array
-    position: jax.Array  # of the first token
-    first: jax.Array  # the first round that a token sees
-    last: jax.Array  # one past the last
-
-
-class Share(NamedTuple):
-    """A compute warpgroup's part of a piece of work."""
-
-    begin: jax.Array  # the tokens that it owns
-    end: jax.Array
-    start: jax.Array  # the token of row 0: early enough that n tokens exist
-    position: jax.Array  # of token `begin`
-    first: jax.Array  # its rounds: first <= low <= high <= last
-    low: jax.Array  # from here on the window hides nothing
-    high: jax.Array  # from here on the future must be hidden
-    last: jax.Array
-
-
-# ---------------------------------------------------------------- who does what
-
-
-def work_count(problem: Problem, inputs: Inputs) -> jax.Array:
-    """Return how many pieces of work fall to this thread block."""
-    total, blocks = inputs.plan.num_tiles[0] * problem.kv_heads, problem.config.num_blocks
-    whole = lax.div(total, jnp.int32(blocks))
-    return whole + jnp.int32(turn_of(problem, whole) < total - whole * blocks)
-
-
-def turn_of(problem: Problem, turn: jax.Array) -> jax.Array:
-    """Return this block's place in a turn: forth, then back, since the longest work comes first."""
-    block = lax.axis_index("block")
-    return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, block, problem.config.num_blocks - 1 - block)
-
-
-def read_work(problem: Problem, inputs: Inputs, turn: jax.Array) -> Work:
-    """Return this block's piece of work of a turn."""
-    index = turn * problem.config.num_blocks + turn_of(problem, turn)
-    tile = lax.div(index, jnp.int32(problem.kv_heads))
-    plan = inputs.plan
-    begin, end, position = (x[tile] for x in (plan.tile_begin, plan.tile_end, plan.tile_position))
-    visible = jnp.maximum(position + end - begin, 0)
-    return Work(
-        seq=plan.tile_seq[tile],
-        head=index - tile * problem.kv_heads,
-        begin=begin,
-        end=end,
-        position=position,
-        first=round_of(problem, oldest(problem, position)),
-        last=round_of(problem, visible + problem.kv_tile - 1),
-    )
-
-
-def read_share(problem: Problem, work: Work, warpgroup: jax.Array | int) -> Share:
-    """Return the part of a compute warpgroup; it may own no token, and then has no rounds."""
-    begin = work.begin + warpgroup * problem.n
-    end = jnp.minimum(begin + problem.n, work.end)
-    position = work.position + warpgroup * problem.n
-    visible = jnp.maximum(position + end - begin, 0)
-    last = round_of(problem, visible + problem.kv_tile - 1)
-    last = jnp.where(end > begin, last, work.first)
-    high = jnp.clip(round_of(problem, jnp.maximum(position + 1, 0)), work.first, last)
-    low = work.first
-    if problem.options.sliding_window is not None:
-        in_all_windows = oldest(problem, position + end - begin - 1)
-        low = round_of(problem, in_all_windows + problem.kv_tile - 1)
-        low = jnp.clip(low, work.first, high)
-    start = jnp.minimum(begin, problem.tokens - problem.n)
-    return Share(begin, end, start, position, work.first, low, high, last)
-
-
-def for_each_head(problem: Problem, work: Work, body: Callable[[jax.Array], None]) -> None:
-    """Run `body` for each query head of the KV head.
-
-    The end of the loop is hidden from the compiler, which unrolls it otherwise and keeps something
-    in registers for every head.
+    Shapes depend on the bucket only; tiles beyond the real ones are zeros. Those that see most of
+    the context come first, so that the last to finish are short.
     """
-    count = jnp.minimum(problem.group, problem.group + work.seq)
-    lax.fori_loop(0, count, lambda g, _: body(g), None)
+
+    tile_seq: Int32[Any, " tiles"]  # the sequence that a tile belongs to
+    tile_begin: Int32[Any, " tiles"]  # its first token: an index into q
+    tile_end: Int32[Any, " tiles"]  # one past its last token
+    tile_position: Int32[Any, " tiles"]  # position of the first token; padding: below the context
+    num_tiles: Int32[Any, " 1"]  # so many tiles are real
 
 
-def oldest(problem: Problem, position: jax.Array) -> jax.Array:
-    """Return the first position that a token sees."""
-    window = problem.options.sliding_window
-    if window is None:
-        return jnp.int32(0)
-    return jnp.maximum(position - window + 1, 0)
+def tokens_per_warpgroup(q_per_kv: int) -> int:
+    """Return how many query tokens fit one matrix instruction, with `q_per_kv` heads each."""
+    if not 1 <= q_per_kv <= MOST_HEADS:
+        raise ValueError(f"{q_per_kv} query heads to a KV head: 1 to {MOST_HEADS} are supported")
+    return WARPGROUP_ROWS // q_per_kv
 
 
-def round_of(problem: Problem, position: jax.Array) -> jax.Array:
-    """Return the round of a position, which is not negative."""
-    return lax.div(position, jnp.int32(problem.kv_tile))
+def divide_prefill(
+    seq_lens: Int32[np.ndarray, " seqs"],
+    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
+    num_decodes: int,
+    *,
+    num_tokens: int,
+    q_per_kv: int,
+) -> PrefillWork:
+    """Cut the chunks after the first `num_decodes` sequences, and the padding, into tiles.
+
+    `num_tokens` is the bucket's; `q_per_kv` query heads share a KV head. The padding is a chunk
+    that ends at position 0, so that it sees nothing and becomes zeros.
+    """
+    tile = COMPUTE_WARPGROUPS * tokens_per_warpgroup(q_per_kv)
+    seq = np.append(np.arange(num_decodes, len(seq_lens)), 0)
+    starts = np.append(query_start_loc[num_decodes:], num_tokens).astype(np.int64)
+    positions = np.append(seq_lens[num_decodes:], 0) - np.diff(starts)
+    tiles = -(-np.diff(starts) // tile)
+    chunk = np.repeat(np.arange(len(tiles)), tiles)
+    nth = np.arange(len(chunk)) - (np.cumsum(tiles) - tiles)[chunk]
+    begin = starts[chunk] + nth * tile
+    position = positions[chunk] + nth * tile
+    order = np.argsort(-position, kind="stable")
+    capacity = num_tokens // tile + len(seq_lens) + 1
+    end = np.minimum(begin + tile, starts[chunk + 1])
+    fields = (_padded(x[order], capacity) for x in (seq[chunk], begin, end, position))
+    return PrefillWork(*fields, num_tiles=np.array([len(chunk)], np.int32))
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    out = np.zeros(size, np.int32)
+    out[: len(values)] = values
+    return out

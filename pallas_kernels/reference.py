@@ -20,16 +20,18 @@ def ragged_paged_attention(
     slots of real context tokens and no others.
     """
     window, cap = options.sliding_window, options.soft_cap
-    q, k_pool, v_pool = (np.asarray(x).astype(np.float64) for x in (q, *kv[:2]))
+    q, *pool = (np.asarray(x).astype(np.float64) for x in (q, *kv[:2]))
     out = np.zeros_like(q)
-    group = q.shape[1] // k_pool.shape[1]
-    block_size = k_pool.shape[2]
+    q_per_kv = q.shape[1] // pool[0].shape[1]
+    block_size = pool[0].shape[2]
     for i, length in enumerate(np.asarray(kv.seq_lens)):
         begin, end = query_start_loc[i], query_start_loc[i + 1]
         block, offset = np.divmod(np.arange(length), block_size)
         slots = np.asarray(kv.block_tables)[i, block], slice(None), offset
-        pools = (k_pool, options.k_scale), (v_pool, options.v_scale)
-        k, v = (np.repeat(x[slots] * np.asarray(s).reshape(-1, 1), group, axis=1) for x, s in pools)
+        k, v = (
+            np.repeat(x[slots] * np.asarray(scale).reshape(-1, 1), q_per_kv, axis=1)
+            for x, scale in zip(pool, (options.k_scale, options.v_scale), strict=True)
+        )
         distance = np.arange(length - (end - begin), length)[:, None] - np.arange(length)
         seen = (distance >= 0) & (distance < (window or length + 1))
         scores = np.einsum("thd,chd->htc", q[begin:end], k) * options.scale

@@ -8,9 +8,9 @@ import json
 from importlib import resources
 from typing import Any
 
-from pallas_kernels.decode_plan import DecodeConfig
-from pallas_kernels.prefill_plan import PrefillConfig
-from pallas_kernels.work_plan import KernelConfig
+from pallas_kernels.decode_work import DecodeConfig
+from pallas_kernels.prefill_work import PrefillConfig
+from pallas_kernels.step_work import KernelConfig
 
 FILE = "tuned.json"
 

@@ -12,11 +12,11 @@ from tune_kernels import candidates_for
 
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.decode_plan import DecodeConfig
+from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.paged_attention import ragged_paged_attention
-from pallas_kernels.prefill_plan import PrefillConfig
+from pallas_kernels.prefill_work import PrefillConfig
+from pallas_kernels.step_work import KernelConfig, divide_step
 from pallas_kernels.tuned import safe_config
-from pallas_kernels.work_plan import KernelConfig, plan_step
 from shiftjax.device.views import dlpack_view
 
 Step = tuple[tuple[int, int], ...]  # (new tokens, context); the first have one new token each
@@ -85,10 +85,10 @@ def attention_rows(
             yield {"part": "correctness"} | kernel.described() | row
 
 
-def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, plan: Any) -> jax.Array:
+def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, work: Any) -> jax.Array:
     """Run the kernels."""
     config = kernel.config or safe_config(kernel.head_dim)
-    return ragged_paged_attention(q, kv, plan, options_of(kernel, interpret), config)
+    return ragged_paged_attention(q, kv, work, options_of(kernel, interpret), config)
 
 
 def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
@@ -138,7 +138,7 @@ def attention_error(
 ) -> float:
     """Relative error against float64; infinite where padding rows are not zeros."""
     step = make_arrays(kernel._replace(config=None), steps, name)
-    plan = plan_step(
+    work = divide_step(
         step.kv.seq_lens,
         step.query_start_loc,
         sum(1 for _ in itertools.takewhile(lambda one: one[0] == 1, dict(steps)[name])),
@@ -147,7 +147,7 @@ def attention_error(
         sliding_window=kernel.sliding_window,
         config=kernel.config or safe_config(kernel.head_dim),
     )
-    out = np.asarray(attend(*jax.device_put((step.q, step.kv, plan))), np.float64)
+    out = np.asarray(attend(*jax.device_put((step.q, step.kv, work))), np.float64)
     if out[step.query_start_loc[-1] :].any() or not np.isfinite(out).all():
         return float("inf")
     return float(np.linalg.norm(out - step.expected) / np.linalg.norm(step.expected))

@@ -26,7 +26,7 @@ import numpy as np
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.decode_plan import DecodeConfig, plan_decode
+from pallas_kernels.decode_work import DecodeConfig, divide_decode
 from pallas_kernels.measure import (
     DecodeShape,
     Effort,
@@ -35,9 +35,9 @@ from pallas_kernels.measure import (
     prefill_seconds,
 )
 from pallas_kernels.prefill import prefill_attention
-from pallas_kernels.prefill_plan import PrefillConfig, plan_prefill
+from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
+from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import FILE, to_row
-from pallas_kernels.work_plan import KernelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CANDIDATES = Path(__file__).with_name("kernel_candidates.json")
@@ -90,16 +90,16 @@ def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
     tables = jax.ShapeDtypeStruct((seqs, 8), jnp.int32)
     if candidate.kernel == "prefill":
         attend = partial(prefill_attention, config=PrefillConfig(**settings))
-        plan = plan_prefill(lens, starts, 0, num_tokens=tokens, group=heads // kv_heads)
+        work = divide_prefill(lens, starts, 0, num_tokens=tokens, q_per_kv=heads // kv_heads)
     else:
         config = DecodeConfig(**settings)
-        plan = plan_decode(lens, 0, kv_heads=kv_heads, config=config)
+        work = divide_decode(lens, 0, kv_heads=kv_heads, config=config)
         attend = partial(decode_attention, config=config)
 
-    def call(q, kv, plan):
-        return attend(q, kv, plan, AttentionOptions(head_dim**-0.5))
+    def call(q, kv, work):
+        return attend(q, kv, work, AttentionOptions(head_dim**-0.5))
 
-    return call, *aot.on_device(mesh, (q, PagedKV(pool, pool, tables, lens), plan))
+    return call, *aot.on_device(mesh, (q, PagedKV(pool, pool, tables, lens), work))
 
 
 def prune(chip: str, head_dims: list[int], block_sizes: list[int]) -> None:

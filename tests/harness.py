@@ -91,7 +91,7 @@ def forward(
     plan = prefill_plan(token_ids)
     packed = pack_tokens(plan, tokens, tokens, tokens, BLOCK_SIZE)
     attention = xla_attention(source.config.head_dim, source.config.sliding_window, BLOCK_SIZE)
-    work = attention.plan(
+    work = attention.divide(
         packed.block_tables,
         packed.seq_lens,
         packed.query_start_loc,

@@ -140,7 +140,7 @@ def step_inputs(
 ) -> StepInputs:
     """Lay out a plan and its attention work in a bucket; NumPy arrays."""
     packed = pack_tokens(plan, *bucket, pool.blocks_per_seq, pool.block_size)
-    work = attention.plan(
+    work = attention.divide(
         packed.block_tables,
         packed.seq_lens,
         packed.query_start_loc,
@@ -153,7 +153,7 @@ def step_inputs(
         seq_lens=packed.seq_lens,
         query_start_loc=packed.query_start_loc,
         num_decodes=np.asarray(plan.num_decodes, np.int32),
-        plan=work,
+        work=work,
     )
     return StepInputs(
         token_ids=packed.token_ids,

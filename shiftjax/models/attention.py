@@ -1,6 +1,6 @@
 """Ragged paged attention and the KV write, in plain XLA.
 
-A step holds decode rows (one token each) and then prefill chunks; `attention_plan` says how they
+A step holds decode rows (one token each) and then prefill chunks; `attention_work` says how they
 are cut up. Both parts are loops whose trip counts are data, so that the work follows the real
 lengths and never the padded block table. The softmax is the online one (Milakov and Gimelshein,
 arXiv 1805.02867), the split of long contexts that of Flash-Decoding (Dao et al., 2023).
@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from shiftjax.models.attention_plan import (
+from shiftjax.models.attention_work import (
     CHUNK_TOKENS,
     TILE_CHUNK_TOKENS,
-    AttentionPlan,
-    plan_attention,
+    AttentionWork,
+    divide_attention,
     tile_tokens,
     whole_blocks,
 )
 
 __all__ = [
     "AttentionMetadata",
-    "AttentionPlan",
-    "plan_attention",
+    "AttentionWork",
+    "divide_attention",
     "pool_shape",
     "ragged_paged_attention",
     "write_kv",
@@ -33,8 +33,8 @@ __all__ = [
 
 LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
 
-Pool = Float[Array, "blocks kv_heads block_size head_dim"]
-LayerPool = tuple[jax.Array, jax.Array]  # K and V of one layer
+Blocks = Float[Array, "blocks kv_heads block_size head_dim"]
+LayerPool = tuple[Blocks, Blocks]  # K and V of one layer
 
 
 class AttentionMetadata(NamedTuple):
@@ -45,7 +45,7 @@ class AttentionMetadata(NamedTuple):
     seq_lens: Int32[Any, " seqs"]  # context length with this step's tokens; padding: 0
     query_start_loc: Int32[Any, " seqs_plus_1"]  # first token of each sequence; padding repeats
     num_decodes: Int32[Any, ""]  # so many of the first sequences have one token each
-    plan: Any  # who computes what: AttentionPlan here; kernels bring their own
+    work: Any  # who computes what: AttentionWork here; kernels bring their own
 
 
 class State(NamedTuple):
@@ -64,31 +64,29 @@ def pool_shape(
 
 
 def write_kv(
-    k_pool: Pool,
-    v_pool: Pool,
+    pool: LayerPool,
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     slot_mapping: Int32[Array, " tokens"],
-) -> tuple[Pool, Pool]:
-    """Write each token's k and v into its slot, in place where the pools are donated.
+) -> LayerPool:
+    """Write each token's k and v into its slot, in place where the pool is donated.
 
     Padding tokens all write to the null block; whose values stay there is unspecified.
     """
-    block_size = jnp.int32(k_pool.shape[2])
+    block_size = jnp.int32(pool[0].shape[2])
     block, offset = lax.div(slot_mapping, block_size), lax.rem(slot_mapping, block_size)
 
-    def put(pool, rows):
-        slots = pool.at[block, :, offset]
-        rows = rows.astype(pool.dtype)
+    def put(blocks, rows):
+        slots = blocks.at[block, :, offset]
+        rows = rows.astype(blocks.dtype)
         return slots.set(rows, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    return put(k_pool, k), put(v_pool, v)
+    return put(pool[0], k), put(pool[1], v)
 
 
 def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Pool,
-    v_pool: Pool,
+    pool: LayerPool,
     metadata: AttentionMetadata,
     *,
     scale: float,
@@ -96,12 +94,12 @@ def ragged_paged_attention(
 ) -> Float[Array, "tokens heads head_dim"]:
     """softmax(scale * q k^T) v of every token over the keys of its own sequence, causal.
 
-    With `sliding_window` a token sees that many keys at most, itself included; the plan must have
-    been made with the same. Rows of padding tokens are zeros. Slots that hold no token of the
+    With `sliding_window` a token sees that many keys at most, itself included; the work must have
+    been divided with the same. Rows of padding tokens are zeros. Slots that hold no token of the
     context may hold anything, NaN included.
     """
-    out = _decode(q, k_pool, v_pool, metadata, scale)
-    return _prefill(q, out, k_pool, v_pool, metadata, scale, sliding_window)
+    out = _decode(q, pool, metadata, scale)
+    return _prefill(q, out, pool, metadata, scale, sliding_window)
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -109,14 +107,14 @@ def _take(table: jax.Array, index: jax.Array) -> jax.Array:
     return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _gather_chunk(pool: Pool, block_ids: Int32[Array, "lanes per_chunk"]) -> jax.Array:
+def _gather_chunk(blocks: Blocks, block_ids: Int32[Array, "lanes per_chunk"]) -> jax.Array:
     """Return the blocks of one head after the other, [lanes kv_heads blocks block_size*head_dim].
 
     Whole rows of block_size * head_dim elements: the backend copies them as memory.
     """
-    num_blocks, kv_heads, block_size, head_dim = pool.shape
+    num_blocks, kv_heads, block_size, head_dim = blocks.shape
     heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
-    flat = pool.reshape(num_blocks * kv_heads, block_size * head_dim)
+    flat = blocks.reshape(num_blocks * kv_heads, block_size * head_dim)
     return _take(flat, block_ids[:, None, :] * kv_heads + heads)
 
 
@@ -140,8 +138,7 @@ def _empty(like: jax.Array, lanes: int, kv_heads: int, rows: int) -> State:
 def _attend(
     state: State,
     q: Float[Array, "lanes kv_heads rows head_dim"],
-    k_pool: Pool,
-    v_pool: Pool,
+    pool: LayerPool,
     block_ids: Int32[Array, "lanes per_chunk"],
     seen: jax.Array,
     exists: jax.Array,
@@ -153,9 +150,8 @@ def _attend(
     context: elsewhere v becomes 0, because 0 * NaN would not.
     """
     lanes, per_chunk = block_ids.shape
-    _, kv_heads, block_size, head_dim = k_pool.shape
-    k = _gather_chunk(k_pool, block_ids)
-    v = _gather_chunk(v_pool, block_ids)
+    _, kv_heads, block_size, head_dim = pool[0].shape
+    k, v = (_gather_chunk(blocks, block_ids) for blocks in pool)
     keep = exists.reshape(lanes, 1, per_chunk, block_size, 1)
     keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
     v = jnp.where(keep.reshape(v.shape), v, 0)
@@ -176,16 +172,16 @@ def _normalized(state: State) -> jax.Array:
 
 
 def _decode(
-    q: jax.Array, k_pool: Pool, v_pool: Pool, metadata: AttentionMetadata, scale: float
+    q: jax.Array, pool: LayerPool, metadata: AttentionMetadata, scale: float
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return attention of the decode rows; all other rows are zeros."""
     tokens, heads, head_dim = q.shape
-    kv_heads, block_size = k_pool.shape[1:3]
-    plan, seqs = metadata.plan, metadata.seq_lens.shape[0]
-    waves, lanes = plan.job_row.shape
+    kv_heads, block_size = pool[0].shape[1:3]
+    work, seqs = metadata.work, metadata.seq_lens.shape[0]
+    waves, lanes = work.job_row.shape
     chunk = whole_blocks(CHUNK_TOKENS, block_size)
     tables = _chunked(metadata.block_tables, block_size, chunk)
-    jobs = jnp.stack([plan.job_row, plan.job_begin, plan.job_end], axis=1)
+    jobs = jnp.stack([work.job_row, work.job_begin, work.job_end], axis=1)
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
 
     def run_wave(w, parts):
@@ -201,28 +197,28 @@ def _decode(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
             seen = exists[:, None]
-            return _attend(state, lane_q, k_pool, v_pool, block_ids, seen, exists, scale)
+            return _attend(state, lane_q, pool, block_ids, seen, exists, scale)
 
         state = _empty(q, lanes, kv_heads, heads // kv_heads)
-        state = lax.fori_loop(0, _take(plan.wave_rounds, w), run_round, state)
+        state = lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
         put = lax.dynamic_update_slice_in_dim
         return State(*(put(old, new, w * lanes, 0) for old, new in zip(parts, state, strict=True)))
 
     parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
-    parts = lax.fori_loop(0, plan.num_waves, run_wave, parts)
-    out = _combine(q, parts, plan, seqs).reshape(seqs, heads, head_dim)
+    parts = lax.fori_loop(0, work.num_waves, run_wave, parts)
+    out = _combine(q, parts, work, seqs).reshape(seqs, heads, head_dim)
     # Not zeros.at[:seqs].set: where that covers all rows, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - seqs)), (0, 0), (0, 0)))
 
 
-def _combine(q: jax.Array, parts: State, plan: AttentionPlan, seqs: int) -> jax.Array:
+def _combine(q: jax.Array, parts: State, work: AttentionWork, seqs: int) -> jax.Array:
     """Return the output of every row from the states of its parts."""
-    jobs, kv_heads, group, _ = parts.weighted.shape
+    jobs, kv_heads, q_per_kv, _ = parts.weighted.shape
 
     def add_part(i, state):
-        job = _take(plan.row_parts, jnp.minimum(plan.row_first + i, jobs - 1))
+        job = _take(work.row_parts, jnp.minimum(work.row_first + i, jobs - 1))
         part = State(*(_take(x, job) for x in parts))
-        live = (i < plan.row_count)[:, None, None]
+        live = (i < work.row_count)[:, None, None]
         part_maximum = jnp.where(live, part.maximum, LOWEST)
         maximum = jnp.maximum(state.maximum, part_maximum)
         decay = jnp.exp(state.maximum - maximum)
@@ -233,37 +229,36 @@ def _combine(q: jax.Array, parts: State, plan: AttentionPlan, seqs: int) -> jax.
             state.weighted * decay[..., None] + part.weighted * gain[..., None],
         )
 
-    state = _empty(q, seqs, kv_heads, group)
-    return _normalized(lax.fori_loop(0, plan.max_parts, add_part, state))
+    state = _empty(q, seqs, kv_heads, q_per_kv)
+    return _normalized(lax.fori_loop(0, work.max_parts, add_part, state))
 
 
 def _prefill(
     q: jax.Array,
     out: jax.Array,
-    k_pool: Pool,
-    v_pool: Pool,
+    pool: LayerPool,
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `out` with the rows of the prefill chunks filled in, tile by tile."""
     tokens, heads, head_dim = q.shape
-    kv_heads, block_size = k_pool.shape[1:3]
-    group, tile = heads // kv_heads, tile_tokens(tokens)
+    kv_heads, block_size = pool[0].shape[1:3]
+    q_per_kv, tile = heads // kv_heads, tile_tokens(tokens)
     chunk = whole_blocks(TILE_CHUNK_TOKENS, block_size)
     tables = _chunked(metadata.block_tables, block_size, chunk)
-    plan = metadata.plan
-    spans = plan.tile_start, plan.tile_begin, plan.tile_end, plan.tile_shift
-    chunks = plan.tile_chunk_begin, plan.tile_chunk_end
-    tiles = jnp.stack((plan.tile_seq, *spans, *chunks), axis=1)
-    rows = lax.div(jnp.arange(tile * group, dtype=jnp.int32), jnp.int32(group))[:, None]
+    work = metadata.work
+    spans = work.tile_start, work.tile_begin, work.tile_end, work.tile_shift
+    chunks = work.tile_chunk_begin, work.tile_chunk_end
+    tiles = jnp.stack((work.tile_seq, *spans, *chunks), axis=1)
+    rows = lax.div(jnp.arange(tile * q_per_kv, dtype=jnp.int32), jnp.int32(q_per_kv))[:, None]
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
 
     def run_tile(t, out):
         seq, start, begin, end, shift, chunk_begin, chunk_end = _take(tiles, t)
         tile_q, old = (lax.dynamic_slice_in_dim(x, start, tile) for x in (q, out))
-        tile_q = tile_q.reshape(tile, kv_heads, group, head_dim).transpose(1, 0, 2, 3)
-        tile_q = tile_q.reshape(1, kv_heads, tile * group, head_dim)
+        tile_q = tile_q.reshape(tile, kv_heads, q_per_kv, head_dim).transpose(1, 0, 2, 3)
+        tile_q = tile_q.reshape(1, kv_heads, tile * q_per_kv, head_dim)
 
         def run_round(c, state):
             key, query = c * chunk + offsets, start + shift + rows
@@ -272,14 +267,14 @@ def _prefill(
             if sliding_window is not None:
                 seen &= key > query - sliding_window
             block_ids = _take(_take(tables, seq), c)[None]
-            return _attend(state, tile_q, k_pool, v_pool, block_ids, seen[None], exists, scale)
+            return _attend(state, tile_q, pool, block_ids, seen[None], exists, scale)
 
-        state = _empty(q, 1, kv_heads, tile * group)
+        state = _empty(q, 1, kv_heads, tile * q_per_kv)
         new = _normalized(lax.fori_loop(chunk_begin, chunk_end, run_round, state)).astype(q.dtype)
-        new = new.reshape(kv_heads, tile, group, head_dim).transpose(1, 0, 2, 3)
+        new = new.reshape(kv_heads, tile, q_per_kv, head_dim).transpose(1, 0, 2, 3)
         token = start + jnp.arange(tile, dtype=jnp.int32)
         mine = ((token >= begin) & (token < end))[:, None, None]
         new = jnp.where(mine, new.reshape(tile, heads, head_dim), old)
         return lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
-    return lax.fori_loop(0, plan.num_tiles, run_tile, out)
+    return lax.fori_loop(0, work.num_tiles, run_tile, out)

@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 
 from shiftjax.models.attention import (
     AttentionMetadata,
-    Pool,
-    plan_attention,
+    LayerPool,
+    divide_attention,
     pool_shape,
     ragged_paged_attention,
     write_kv,
 )
-from shiftjax.models.attention_plan import check_contexts
+from shiftjax.models.attention_work import check_contexts
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
@@ -40,22 +40,21 @@ class AttentionBackend(NamedTuple):
     """One implementation; scale, window, block size and the like are bound in its functions."""
 
     name: str
-    # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens) -> AttentionMetadata.plan:
+    # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens) -> AttentionMetadata.work:
     # on the host, once a step, for all layers
-    plan: Callable[..., Any]
-    # (q, k_pool, v_pool, metadata) -> out
-    attend: Callable[[jax.Array, Pool, Pool, AttentionMetadata], jax.Array]
-    # (k_pool, v_pool, k, v, slot_mapping) -> the written pools
-    write: Callable[..., tuple[Pool, Pool]] = write_kv
+    divide: Callable[..., Any]
+    # (q, pool, metadata) -> out
+    attend: Callable[[jax.Array, LayerPool, AttentionMetadata], jax.Array]
+    # (pool, k, v, slot_mapping) -> the written pool
+    write: Callable[..., LayerPool] = write_kv
 
 
 def xla_attention(head_dim: int, sliding_window: int | None, block_size: int) -> AttentionBackend:
     """Return the XLA loops."""
-    plan = functools.partial(plan_attention, block_size=block_size, sliding_window=sliding_window)
-    attend = functools.partial(
-        ragged_paged_attention, scale=head_dim**-0.5, sliding_window=sliding_window
-    )
-    return AttentionBackend("xla", plan, attend)
+    window = {"sliding_window": sliding_window}
+    divide = functools.partial(divide_attention, block_size=block_size, **window)
+    attend = functools.partial(ragged_paged_attention, scale=head_dim**-0.5, **window)
+    return AttentionBackend("xla", divide, attend)
 
 
 def choose_attention(
@@ -138,7 +137,7 @@ def pallas_attention(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     interpret: Any = False,
 ) -> AttentionBackend:
-    """Return the kernels with their settings (`pallas_kernels.work_plan.KernelConfig`).
+    """Return the kernels with their settings (`pallas_kernels.step_work.KernelConfig`).
 
     `kv_scales`: what a unit of an fp8 pool of K, and of V, stands for; other pools have none.
     Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
@@ -146,7 +145,7 @@ def pallas_attention(
     the rotary embedding into them, two launches a layer, where `pallas_kernels.kv_write` needs
     three, with what prepares its arguments; but XLA does not saturate, so fp8 goes by the kernel.
     """
-    from pallas_kernels import kv_write, paged_attention, work_plan
+    from pallas_kernels import kv_write, paged_attention, step_work
     from pallas_kernels.call import AttentionOptions, PagedKV
 
     window = layout.model.sliding_window
@@ -154,9 +153,9 @@ def pallas_attention(
         layout.model.head_dim**-0.5, window, None, *kv_scales, interpret=interpret
     )
 
-    def plan(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens):
+    def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens):
         check_contexts(block_tables, seq_lens, block_size)
-        return work_plan.plan_step(
+        return step_work.divide_step(
             seq_lens,
             query_start_loc,
             num_decodes,
@@ -167,19 +166,17 @@ def pallas_attention(
         )
 
     @jax.jit  # layers share it: traced and lowered once a step
-    def attend(q, k_pool, v_pool, metadata):
-        kv = PagedKV(k_pool, v_pool, metadata.block_tables, metadata.seq_lens)
-        return paged_attention.ragged_paged_attention(q, kv, metadata.plan, options, config)
+    def attend(q, pool: LayerPool, metadata):
+        kv = PagedKV(*pool, metadata.block_tables, metadata.seq_lens)
+        return paged_attention.ragged_paged_attention(q, kv, metadata.work, options, config)
 
     @jax.jit
-    def write(k_pool, v_pool, k, v, slot_mapping):
-        arrays = k_pool, v_pool, k, v, slot_mapping
-        if k_pool.dtype != FP8:
-            return write_kv(*arrays)
-        scales = dict(zip(("k_scale", "v_scale"), kv_scales, strict=True))
-        return kv_write.write_kv(*arrays, **scales, interpret=interpret)
+    def write(pool, k, v, slot_mapping):
+        if pool[0].dtype != FP8:
+            return write_kv(pool, k, v, slot_mapping)
+        return kv_write.write_kv(pool, k, v, slot_mapping, scales=kv_scales, interpret=interpret)
 
-    return AttentionBackend("pallas", plan, attend, write)
+    return AttentionBackend("pallas", divide, attend, write)
 
 
 def _why_not_traced(
@@ -196,11 +193,11 @@ def _why_not_traced(
     slots = np.zeros(tokens, np.int32)
     q = jax.ShapeDtypeStruct((tokens, layout.heads_per_device, head_dim), dtype)
     shape = pool_shape(2, layout.kv_heads_per_device, block_size, head_dim)
-    pool = jax.ShapeDtypeStruct(shape, kv_dtype)
+    pool = (jax.ShapeDtypeStruct(shape, kv_dtype),) * 2
     try:
-        plan = kernels.plan(tables, lens, starts, 0, num_tokens=tokens)
-        metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), plan)
-        jax.eval_shape(kernels.attend, q, pool, pool, metadata)
+        work = kernels.divide(tables, lens, starts, 0, num_tokens=tokens)
+        metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), work)
+        jax.eval_shape(kernels.attend, q, pool, metadata)
     except ValueError as error:
         return str(error)
     return None

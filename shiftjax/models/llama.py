@@ -71,8 +71,8 @@ class Attention(Part):
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = parallel.scatter_heads(q, k, v)
-        pool = attention.write(*pool, k, v, metadata.slot_mapping)
-        out = attention.attend(q, *pool, metadata)
+        pool = attention.write(pool, k, v, metadata.slot_mapping)
+        out = attention.attend(q, pool, metadata)
         out = parallel.gather_heads(out)
         o = self.o[...]
         out = project_in(out.reshape(out.shape[0], -1), o.reshape(-1, o.shape[-1]))

@@ -15,25 +15,25 @@ aot.require()
 
 from pallas_kernels.call import AttentionOptions, PagedKV  # noqa: E402
 from pallas_kernels.prefill import prefill_attention  # noqa: E402
-from pallas_kernels.prefill_plan import DEFAULT_CONFIG, PrefillConfig, plan_prefill  # noqa: E402
+from pallas_kernels.prefill_work import DEFAULT_CONFIG, PrefillConfig, divide_prefill  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
 TOKENS, SEQS, BLOCKS, MAX_BLOCKS, KV_HEADS = 2048, 64, 4096, 256, 8
 WGMMA, TMA_LOAD = r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.\dd\.shared"
 TMA_STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
 CASES = {
-    "group 8, blocks of 16": {},
-    "group 1": {"group": 1},
-    "group 4, blocks of 32, window": {"group": 4, "block_size": 32, "sliding_window": 1024},
-    "group 7, soft cap": {"group": 7, "soft_cap": 50.0},
-    "head_dim 64, group 3, 4 stages": {
+    "q_per_kv 8, blocks of 16": {},
+    "q_per_kv 1": {"q_per_kv": 1},
+    "q_per_kv 4, blocks of 32, window": {"q_per_kv": 4, "block_size": 32, "sliding_window": 1024},
+    "q_per_kv 7, soft cap": {"q_per_kv": 7, "soft_cap": 50.0},
+    "head_dim 64, q_per_kv 3, 4 stages": {
         "head_dim": 64,
-        "group": 3,
+        "q_per_kv": 3,
         "config": PrefillConfig(128, 4),
     },
     "float16, blocks of 128": {"dtype": jnp.float16, "block_size": 128},
-    "group 16, window, soft cap": {"group": 16, "sliding_window": 1000, "soft_cap": 50.0},
-    "group 32": {"group": 32},
+    "q_per_kv 16, window, soft cap": {"q_per_kv": 16, "sliding_window": 1000, "soft_cap": 50.0},
+    "q_per_kv 32": {"q_per_kv": 32},
     "fp8": {"kv_dtype": FP8},
     "fp8, blocks of 128, window, soft cap": {
         "kv_dtype": FP8,
@@ -46,7 +46,7 @@ CASES = {
 
 def compile_kernel(
     chip="h100",
-    group=8,
+    q_per_kv=8,
     head_dim=128,
     block_size=16,
     dtype=jnp.bfloat16,
@@ -57,16 +57,16 @@ def compile_kernel(
     lens = np.array([TOKENS] + [0] * (SEQS - 1), np.int32)
     starts = np.array([0] + [TOKENS] * SEQS, np.int32)
     kv_dtype = dtype if kv_dtype == jnp.bfloat16 else kv_dtype
-    q = jax.ShapeDtypeStruct((TOKENS, group * KV_HEADS, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((TOKENS, q_per_kv * KV_HEADS, head_dim), dtype)
     pool = jax.ShapeDtypeStruct((BLOCKS, KV_HEADS, block_size, head_dim), kv_dtype)
     kv = PagedKV(pool, pool, jax.ShapeDtypeStruct((SEQS, MAX_BLOCKS), jnp.int32), lens)
-    plan = plan_prefill(lens, starts, 0, num_tokens=TOKENS, group=group)
+    work = divide_prefill(lens, starts, 0, num_tokens=TOKENS, q_per_kv=q_per_kv)
     mesh = aot.make_mesh(chip, (1,), ("x",))
 
     def attend(*arrays):
         return prefill_attention(*arrays, AttentionOptions(head_dim**-0.5, **options), config)
 
-    return aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, plan)))
+    return aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
 
 
 @pytest.mark.parametrize("name", CASES)

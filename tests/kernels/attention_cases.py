@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import decode, prefill, reference
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.decode_plan import DecodeConfig, DecodePlan, plan_decode
-from pallas_kernels.prefill_plan import PrefillConfig, plan_prefill
+from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
+from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
 
 FP8 = jnp.float8_e4m3fn
 NULL_BLOCK = 0
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     decodes: tuple[int, ...] = ()  # contexts of rows before the chunks
     padding: int = 1  # sequences of length 0 behind the others
     tokens: int = 0  # of the bucket; 0: a few more than there are
-    group: int = 4
+    q_per_kv: int = 4
     kv_heads: int = 1
     block_size: int = 16
     head_dim: int = 64
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     v_scale: Any = 1.0
     config: PrefillConfig = PrefillConfig(kv_tile=64, num_blocks=2)
     num_blocks: int = 2  # thread blocks of the decode kernel
-    planned_window: int | None = -1  # of its plan; -1: that of the layer
+    divided_window: int | None = -1  # of its work; -1: that of the layer
 
 
 class Step(NamedTuple):
@@ -80,7 +80,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
             for pool in pools:
                 pool[tables[row, blocks[row] - 1], :, length % case.block_size :] = np.nan
     tokens = case.tokens or starts[-1] + 7
-    q = 2 * rng.standard_normal((tokens, case.group * case.kv_heads, case.head_dim))
+    q = 2 * rng.standard_normal((tokens, case.q_per_kv * case.kv_heads, case.head_dim))
     k_pool, v_pool = (jnp.asarray(pool, case.kv_dtype) for pool in pools)
     return Step(jnp.asarray(q, case.dtype), PagedKV(k_pool, v_pool, tables, lengths), starts)
 
@@ -95,16 +95,16 @@ def run_prefill(
     case: Case, step: Step, module: ModuleType = prefill, interpret: Any = INTERPRETER
 ) -> np.ndarray:
     """Run the prefill kernel."""
-    plan = plan_prefill(
+    work = divide_prefill(
         step.kv.seq_lens,
         step.query_start_loc,
         len(case.decodes),
         num_tokens=step.q.shape[0],
-        group=case.group,
+        q_per_kv=case.q_per_kv,
     )
     options = options_of(case, interpret)
     attend = module.prefill_attention
-    return interpreted(lambda *arrays: attend(*arrays, options, case.config), step.q, step.kv, plan)
+    return interpreted(lambda *arrays: attend(*arrays, options, case.config), step.q, step.kv, work)
 
 
 def decode_config(case: Case) -> DecodeConfig:
@@ -112,13 +112,13 @@ def decode_config(case: Case) -> DecodeConfig:
     return DecodeConfig(64, case.num_blocks, 80_000 if case.head_dim == 128 else 45_000)
 
 
-def decode_plan(case: Case, step: Step) -> DecodePlan:
-    """Plan the decode rows of a step."""
-    return plan_decode(
+def decode_work(case: Case, step: Step) -> DecodeWork:
+    """Divide the decode rows of a step."""
+    return divide_decode(
         step.kv.seq_lens,
         len(case.decodes),
         kv_heads=case.kv_heads,
-        sliding_window=case.sliding_window if case.planned_window == -1 else case.planned_window,
+        sliding_window=case.sliding_window if case.divided_window == -1 else case.divided_window,
         config=decode_config(case),
     )
 
@@ -131,7 +131,7 @@ def run_decode(
     def attend(*arrays: Any) -> jax.Array:
         return module.decode_attention(*arrays, options_of(case), decode_config(case), out=out)
 
-    return interpreted(attend, step.q, step.kv, decode_plan(case, step))
+    return interpreted(attend, step.q, step.kv, decode_work(case, step))
 
 
 def interpreted(attend: Callable[..., jax.Array], *arrays: Any) -> np.ndarray:

@@ -3,45 +3,47 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import FP8, decode_plan, decodes, make_step
+from attention_cases import FP8, decode_work, decodes, make_step
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
 
 from pallas_kernels.call import AttentionOptions
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.decode_plan import DecodeConfig
+from pallas_kernels.decode_work import DecodeConfig
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 64, 65, 150)
 CASES = {
-    "edges": decodes(EDGES, padding=2, group=4, kv_heads=2, num_blocks=6),
-    "group 1, head_dim 128, blocks of 64": decodes(
-        (1, 65, 200), group=1, head_dim=128, block_size=64
+    "edges": decodes(EDGES, padding=2, q_per_kv=4, kv_heads=2, num_blocks=6),
+    "q_per_kv 1, head_dim 128, blocks of 64": decodes(
+        (1, 65, 200), q_per_kv=1, head_dim=128, block_size=64
     ),
-    "group 2, float16, blocks of 128, window": decodes(
+    "q_per_kv 2, float16, blocks of 128, window": decodes(
         (1, 39, 40, 41, 300),
-        group=2,
+        q_per_kv=2,
         dtype=jnp.float16,
         kv_dtype=jnp.float16,
         block_size=128,
         sliding_window=40,
     ),
-    "group 3, soft cap, blocks of 32": decodes(group=3, kv_heads=2, soft_cap=5.0, block_size=32),
-    "group 7, fp8": decodes(
-        (1, 70, 130), group=7, kv_dtype=FP8, head_dim=128, k_scale=0.5, v_scale=3.0
+    "q_per_kv 3, soft cap, blocks of 32": decodes(
+        q_per_kv=3, kv_heads=2, soft_cap=5.0, block_size=32
     ),
-    "group 8, fp8, scales by head, window": decodes(
+    "q_per_kv 7, fp8": decodes(
+        (1, 70, 130), q_per_kv=7, kv_dtype=FP8, head_dim=128, k_scale=0.5, v_scale=3.0
+    ),
+    "q_per_kv 8, fp8, scales by head, window": decodes(
         (20, 100, 200),
-        group=8,
+        q_per_kv=8,
         kv_heads=2,
         kv_dtype=FP8,
         k_scale=jnp.float32([0.5, 1.5]),
         v_scale=jnp.float32(2.0),
         sliding_window=50,
     ),
-    "group 12, one worker": decodes(group=12, num_blocks=1),
+    "q_per_kv 12, one worker": decodes(q_per_kv=12, num_blocks=1),
     "many jobs of a row": decodes((700,), num_blocks=11),
-    "a plan for no window": decodes(
-        (300, 20), sliding_window=70, planned_window=None, num_blocks=5
+    "work divided for no window": decodes(
+        (300, 20), sliding_window=70, divided_window=None, num_blocks=5
     ),
 }
 
@@ -71,7 +73,7 @@ def test_other_rows_are_kept():
 
 def arrays_of(case):
     step = make_step(case)
-    return jax.tree.map(jnp.asarray, (step.q, step.kv, decode_plan(case, step)))
+    return jax.tree.map(jnp.asarray, (step.q, step.kv, decode_work(case, step)))
 
 
 @pytest.mark.parametrize(

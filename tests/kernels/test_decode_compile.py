@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.decode_plan import DecodeConfig, plan_decode
+from pallas_kernels.decode_work import DecodeConfig, divide_decode
 from pallas_kernels.kv_write import write_kv
 
 aot.require()
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
     head_dim: int = 128
     block_size: int = 16
-    group: int = 8
+    q_per_kv: int = 8
     kv_heads: int = 8
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
@@ -51,7 +51,7 @@ CASES = {
         kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, k_scale=0.1)
     ),
     "fp8, head_dim 64, blocks of 64": Case(64, 64, 1, kv_dtype=FP8),
-    "group 16": Case(group=16),
+    "q_per_kv 16": Case(q_per_kv=16),
     "one block a multiprocessor, tiles of 128": Case(
         config=DecodeConfig(128, 132, 227 * 1024), blocks_per_sm=1
     ),
@@ -79,16 +79,16 @@ def made(text: str) -> list[str]:
 def test_decode_fits_the_chip(name, mesh, capsys):
     case = CASES[name]
     seq_lens = np.full(SEQS, CONTEXT, np.int32)
-    plan = plan_decode(seq_lens, SEQS, kv_heads=case.kv_heads, config=case.config)
+    work = divide_decode(seq_lens, SEQS, kv_heads=case.kv_heads, config=case.config)
     pool = struct((NUM_BLOCKS, case.kv_heads, case.block_size, case.head_dim), case.kv_dtype)
-    q = struct((SEQS, case.kv_heads * case.group, case.head_dim), case.dtype)
+    q = struct((SEQS, case.kv_heads * case.q_per_kv, case.head_dim), case.dtype)
     tables = struct((SEQS, CONTEXT // case.block_size))
 
-    def attend(q, kv, plan, out):
-        return decode_attention(q, kv, plan, case.options, case.config, out=out)
+    def attend(q, kv, work, out):
+        return decode_attention(q, kv, work, case.options, case.config, out=out)
 
     kv = PagedKV(pool, pool, tables, struct((SEQS,)))
-    arguments = aot.on_device(mesh, (q, kv, plan, q))
+    arguments = aot.on_device(mesh, (q, kv, work, q))
     with capsys.disabled():  # Mosaic prints what it takes
         program = aot.compile_for(mesh, attend, *arguments, donate_argnums=(3,))
     # What combines is the same for several cases, and may have been compiled before.
@@ -122,11 +122,11 @@ def test_the_kv_write_is_one_launch_in_place(kv_dtype, kv_heads, mesh):
     table = struct((tokens, head_dim // 2), jnp.float32)
     scale = 0.5 if kv_dtype == FP8 else 1.0
 
-    def write(k_pool, v_pool, k, v, slots, *rope):
-        return write_kv(k_pool, v_pool, k, v, slots, rope=rope, k_scale=scale, v_scale=scale)
+    def write(pool, k, v, slots, *rope):
+        return write_kv(pool, k, v, slots, rope=rope, scales=(scale, scale))
 
-    shapes = pool, pool, rows, rows, struct((tokens,)), table, table
-    program = aot.compile_for(mesh, write, *aot.on_device(mesh, shapes), donate_argnums=(0, 1))
+    shapes = (pool, pool), rows, rows, struct((tokens,)), table, table
+    program = aot.compile_for(mesh, write, *aot.on_device(mesh, shapes), donate_argnums=0)
     assert len(program.kernels) == 1
     assert made(program.executable.as_text()) == ["custom-call"]
     memory = program.executable.memory_analysis()
@@ -138,12 +138,12 @@ def test_a_sharded_layer_makes_no_copy():
     """Write, then attend, on a quarter of the heads each, as the engine's steps do."""
     mesh, heads = aot.make_mesh("h200", (4,), ("tp",)), PartitionSpec(None, "tp")
     kv_heads, head_dim, block_size = 8, 128, 16
-    plan = plan_decode(np.full(SEQS, CONTEXT, np.int32), SEQS, kv_heads=kv_heads // 4)
+    work = divide_decode(np.full(SEQS, CONTEXT, np.int32), SEQS, kv_heads=kv_heads // 4)
 
-    def layer(q, k, v, k_pool, v_pool, out, slots, tables, seq_lens, rope, plan):
-        pools = write_kv(k_pool, v_pool, k, v, slots, rope=rope)
-        kv = PagedKV(*pools, tables, seq_lens)
-        return decode_attention(q, kv, plan, AttentionOptions(0.1), out=out), *pools
+    def layer(q, k, v, k_pool, v_pool, out, slots, tables, seq_lens, rope, work):
+        pool = write_kv((k_pool, v_pool), k, v, slots, rope=rope)
+        kv = PagedKV(*pool, tables, seq_lens)
+        return decode_attention(q, kv, work, AttentionOptions(0.1), out=out), *pool
 
     q = struct((SEQS, 8 * kv_heads, head_dim), jnp.bfloat16)
     row = struct((SEQS, kv_heads, head_dim), jnp.bfloat16)
@@ -152,7 +152,7 @@ def test_a_sharded_layer_makes_no_copy():
     tables = struct((SEQS, CONTEXT // block_size))
     split = aot.on_device(mesh, (q, row, row, pool, pool, q))
     split = [x.update(sharding=NamedSharding(mesh, heads)) for x in split]
-    whole = struct((SEQS,)), tables, struct((SEQS,)), (table, table), plan
+    whole = struct((SEQS,)), tables, struct((SEQS,)), (table, table), work
     specs = *[heads] * len(split), *[PartitionSpec()] * len(whole)
     step = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=(heads,) * 3, check_vma=False)
     program = aot.compile_for(

@@ -13,7 +13,7 @@ from attention_cases import worst_decode as worst
 from pallas_kernels import decode
 
 FOLDER = Path(decode.__file__).parent
-MODULES = ("work", "memory", "compute", "kernel", "combine")  # each may import those before it
+MODULES = ("terms", "memory", "compute", "kernel", "combine")  # each may import those before it
 TWO_HEADS = decodes(kv_heads=2, num_blocks=4)
 FAULTS = {
     "the last token is dropped": (

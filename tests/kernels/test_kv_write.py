@@ -31,8 +31,7 @@ class Case(NamedTuple):
 class Step(NamedTuple):
     """The arrays of a case."""
 
-    k_pool: jax.Array
-    v_pool: jax.Array
+    pool: tuple[jax.Array, jax.Array]
     k: jax.Array
     v: jax.Array
     slots: jax.Array
@@ -57,7 +56,7 @@ CASES = {
 def make_step(case: Case) -> Step:
     rng = np.random.default_rng(0)
     shape = NUM_BLOCKS, case.kv_heads, case.block_size, case.head_dim
-    pools = [jnp.asarray(rng.standard_normal(shape), case.kv_dtype) for _ in "kv"]
+    k_pool, v_pool = (jnp.asarray(rng.standard_normal(shape), case.kv_dtype) for _ in "kv")
     size = case.tokens, case.kv_heads, case.head_dim
     k, v = (jnp.asarray(3 * rng.standard_normal(size), case.dtype) for _ in "kv")
     slots = rng.permutation(np.arange(case.block_size, NUM_BLOCKS * case.block_size))
@@ -65,26 +64,25 @@ def make_step(case: Case) -> Step:
     slots[-2:] = [3, 3]  # in the null block, as padding is
     angles = rng.uniform(0, 6, (case.tokens, case.head_dim // 2)).astype(np.float32)
     rope = (jnp.cos(angles), jnp.sin(angles)) if case.rope else None
-    return Step(*pools, k, v, jnp.asarray(slots), rope)
+    return Step((k_pool, v_pool), k, v, jnp.asarray(slots), rope)
 
 
 def run(case: Case, step: Step, module: ModuleType = kv_write) -> list[np.ndarray]:
-    """Return both pools, float64."""
+    """Return the pool, float64."""
 
     def write(*arrays: Any, rope: Any) -> Any:
         return module.write_kv(
             *arrays,
             rope=rope,
-            k_scale=case.k_scale,
-            v_scale=case.v_scale,
+            scales=(case.k_scale, case.v_scale),
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
 
     with watched_races() as states:
-        pools = jax.block_until_ready(jax.jit(write)(*step[:5], rope=step.rope))
+        pool = jax.block_until_ready(jax.jit(write)(*step[:4], rope=step.rope))
     if any(state.races_found for state in states):
         raise RuntimeError("a data race")
-    return [float64(pool) for pool in pools]
+    return [float64(blocks) for blocks in pool]
 
 
 def float64(x: jax.Array) -> np.ndarray:
@@ -97,14 +95,14 @@ def rotated(x: np.ndarray, rope: tuple[jax.Array, jax.Array]) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def errors(case: Case, step: Step, pools: list[np.ndarray]) -> float:
+def errors(case: Case, step: Step, pool: list[np.ndarray]) -> float:
     """Return the largest error in units of what is allowed; untouched slots must be the same bits.
 
     Without a rotation nothing is allowed: the one rounding is the conversion's, done here as well.
     """
     worst = 0.0
     scales = [np.broadcast_to(x, case.kv_heads)[:, None] for x in (case.k_scale, case.v_scale)]
-    for new, old, rows, scale in zip(pools, step[:2], step[2:4], scales, strict=True):
+    for new, old, rows, scale in zip(pool, step.pool, step[1:3], scales, strict=True):
         expected, bound = float64(old), np.zeros(old.shape)
         exact = float64(rows)
         is_rotated = case.rope and rows is step.k

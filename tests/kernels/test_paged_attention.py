@@ -3,10 +3,10 @@
 import pytest
 from attention_cases import FP8, Case, interpreted, make_step, options_of, worst
 
-from pallas_kernels.decode_plan import DecodeConfig
+from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.paged_attention import ragged_paged_attention
-from pallas_kernels.prefill_plan import PrefillConfig
-from pallas_kernels.work_plan import KernelConfig, plan_step
+from pallas_kernels.prefill_work import PrefillConfig
+from pallas_kernels.step_work import KernelConfig, divide_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
@@ -30,12 +30,12 @@ CASES = {
 def test_a_step_is_attention(name):
     case = CASES[name]
     step = make_step(case)
-    plan = plan_step(
+    work = divide_step(
         step.kv.seq_lens,
         step.query_start_loc,
         len(case.decodes),
         num_tokens=step.q.shape[0],
-        heads=(case.group * case.kv_heads, case.kv_heads),
+        heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
         sliding_window=case.sliding_window,
         config=CONFIG,
     )
@@ -43,6 +43,6 @@ def test_a_step_is_attention(name):
     def attend(*arrays):
         return ragged_paged_attention(*arrays, options_of(case), CONFIG)
 
-    out = interpreted(attend, step.q, step.kv, plan)
+    out = interpreted(attend, step.q, step.kv, work)
     assert worst(case, step, out) <= 1
     assert not out[step.query_start_loc[-1] :].any()

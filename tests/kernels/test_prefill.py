@@ -6,7 +6,7 @@ from attention_cases import FP8, Case, make_step
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
 
-from pallas_kernels.prefill_plan import PrefillConfig
+from pallas_kernels.prefill_work import PrefillConfig
 
 # Slots of no token hold NaN, and keys of them are multiplied before they are masked.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -16,13 +16,13 @@ CASES = {
     "chunks that continue a context": Case(((17, 100), (5, 64), (33, 130), (1, 65)), kv_heads=2),
     "decode rows before, sequences of padding behind": Case(decodes=(60, 33), padding=3),
     "nothing but padding": Case((), padding=3, tokens=40),
-    "a bucket of fewer tokens than a tile": Case(((3, 70), (2, 2)), group=1, tokens=8),
+    "a bucket of fewer tokens than a tile": Case(((3, 70), (2, 2)), q_per_kv=1, tokens=8),
     "a chunk of several tiles up to the end of the bucket": Case(((70, 150),), tokens=70),
-    "group 1": Case(((70, 200),), group=1),
-    "group 2": Case(group=2),
-    "group 3": Case(((50, 90), (9, 9)), group=3, kv_heads=2),
-    "group 7": Case(((40, 70),), group=7),
-    "group 8": Case(((20, 70), (3, 80)), group=8),
+    "q_per_kv 1": Case(((70, 200),), q_per_kv=1),
+    "q_per_kv 2": Case(q_per_kv=2),
+    "q_per_kv 3": Case(((50, 90), (9, 9)), q_per_kv=3, kv_heads=2),
+    "q_per_kv 7": Case(((40, 70),), q_per_kv=7),
+    "q_per_kv 8": Case(((20, 70), (3, 80)), q_per_kv=8),
     "blocks of 64": Case(block_size=64),
     "blocks of 128, two rounds to a block": Case(((17, 300), (5, 5)), block_size=128),
     "rounds of 128, head_dim 128": Case(
@@ -66,7 +66,7 @@ def test_it_is_attention(name):
         (dict(kv_dtype=jnp.float16), "pools of float16 with q of bfloat16"),
         (dict(sliding_window=0), "sliding_window 0 is not positive"),
         (dict(soft_cap=-1.0), "soft_cap -1.0 is not positive"),
-        (dict(group=33), "33 query heads to a KV head: 1 to 32"),
+        (dict(q_per_kv=33), "33 query heads to a KV head: 1 to 32"),
     ],
 )
 def test_what_it_cannot_do_is_said(change, message):

@@ -25,11 +25,11 @@ FAULTS = {
         "compute", "logit_scale = problem.options", "logit_scale = 1.05 * problem.options", Case()
     ),
     "the scale of values is forgotten": (
-        "compute", "inputs.v_scale[work.head] / total", "1 / total",
+        "compute", "inputs.v_scale[piece.head] / total", "1 / total",
         Case(kv_dtype=FP8, v_scale=1.1),
     ),
     "the wrong KV head": (
-        "memory", "pool.at[block, work.head]", "pool.at[block, 0]", TWO_HEADS
+        "memory", "blocks.at[block, piece.head]", "blocks.at[block, 0]", TWO_HEADS
     ),
     "the block before": (
         "memory", "jnp.minimum(place, last_place)", "jnp.maximum(place - 1, 0)", Case()
@@ -80,7 +80,7 @@ def load(name: str, old: str = "", new: str = "") -> ModuleType:
 def test_a_fault_is_found(fault):
     part, old, new, case = FAULTS[fault]
     faulty, module = load(f"prefill_{part}", old, new), load("prefill")
-    entry = {"compute": "compute_work", "memory": "fetch_work"}[part]
+    entry = {"compute": "compute_piece", "memory": "fetch_piece"}[part]
     setattr(module, entry, vars(faulty)[entry])
     step = make_step(case)
     try:

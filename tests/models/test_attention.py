@@ -21,7 +21,8 @@ from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from shiftjax.models.attention import (
     AttentionMetadata,
-    plan_attention,
+    LayerPool,
+    divide_attention,
     pool_shape,
     ragged_paged_attention,
     write_kv,
@@ -33,14 +34,13 @@ EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150, 300]
 
 class Case(NamedTuple):
     q: jax.Array
-    k_pool: jax.Array
-    v_pool: jax.Array
+    pool: LayerPool
     metadata: AttentionMetadata
 
 
 def make_case(
-    query_lens, seq_lens, tokens, seqs, *, seed=0, block_size=16, kv_heads=2, group=2, head_dim=16,
-    dtype="float32", max_len=512, window=None, min_blocks=0,
+    query_lens, seq_lens, tokens, seqs, *, seed=0, block_size=16, kv_heads=2, q_per_kv=2,
+    head_dim=16, dtype="float32", max_len=512, window=None, min_blocks=0,
 ):  # fmt: skip
     """A step whose sequences lie in shuffled blocks of a pool that is NaN wherever it may be.
 
@@ -49,35 +49,36 @@ def make_case(
     rng = np.random.default_rng(seed)
     blocks_needed = [-(-length // block_size) for length in seq_lens]
     shape = pool_shape(max(sum(blocks_needed) + 4, min_blocks), kv_heads, block_size, head_dim)
-    pools = [np.full(shape, np.nan, np.float32) for _ in range(2)]
+    pool = [np.full(shape, np.nan, np.float32) for _ in range(2)]
     tables = np.zeros((seqs, -(-max_len // block_size)), np.int32)
     free = iter(1 + rng.permutation(shape[0] - 1))
     slots = []
     for i, (length, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
         tables[i, : blocks_needed[i]] = [next(free) for _ in range(blocks_needed[i])]
         block, offset = np.divmod(np.arange(length), block_size)
-        for pool in pools:
-            pool[tables[i, block], :, offset] = rng.standard_normal((length, kv_heads, head_dim))
+        for array in pool:
+            array[tables[i, block], :, offset] = rng.standard_normal((length, kv_heads, head_dim))
         slots += list((tables[i, block] * block_size + offset)[length - query_len :])
     starts = np.full(seqs + 1, sum(query_lens), np.int32)
     starts[: len(query_lens) + 1] = np.cumsum([0, *query_lens])
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     lens = np.zeros(seqs, np.int32)
     lens[: len(seq_lens)] = seq_lens
-    plan = plan_attention(
+    work = divide_attention(
         tables, lens, starts, num_decodes,
         num_tokens=tokens, block_size=block_size, sliding_window=window,
     )  # fmt: skip
     slot_mapping = np.zeros(tokens, np.int32)
     slot_mapping[: len(slots)] = slots
-    metadata = AttentionMetadata(slot_mapping, tables, lens, starts, np.int32(num_decodes), plan)
-    q = rng.standard_normal((tokens, kv_heads * group, head_dim))
-    return Case(*(jnp.asarray(x, dtype) for x in (q, *pools)), metadata)
+    metadata = AttentionMetadata(slot_mapping, tables, lens, starts, np.int32(num_decodes), work)
+    q = rng.standard_normal((tokens, kv_heads * q_per_kv, head_dim))
+    q, k_pool, v_pool = (jnp.asarray(x, dtype) for x in (q, *pool))
+    return Case(q, (k_pool, v_pool), metadata)
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))
-def attend(q, k_pool, v_pool, metadata, scale, window):
-    return ragged_paged_attention(q, k_pool, v_pool, metadata, scale=scale, sliding_window=window)
+def attend(q, pool, metadata, scale, window):
+    return ragged_paged_attention(q, pool, metadata, scale=scale, sliding_window=window)
 
 
 def run(case, window=None):
@@ -87,7 +88,7 @@ def run(case, window=None):
 def expected(case, window=None, **changed):
     scale = changed.pop("scale", 1.0) * case.q.shape[-1] ** -0.5
     of = case.metadata
-    kv = PagedKV(case.k_pool, case.v_pool, of.block_tables, of.seq_lens)._replace(**changed)
+    kv = PagedKV(*case.pool, of.block_tables, of.seq_lens)._replace(**changed)
     options = AttentionOptions(scale, window)
     return reference.ragged_paged_attention(case.q, kv, of.query_start_loc, options)
 
@@ -134,10 +135,10 @@ def test_sliding_window(name, window):
     check(make_case(*STEPS[name], window=window), window)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
-def test_query_heads_per_kv_head(group):
+@pytest.mark.parametrize("q_per_kv", [1, 2, 3, 4, 7, 8])
+def test_query_heads_per_kv_head(q_per_kv):
     step = [1, 1, 1, 30], [5, 17, 90, 40], 48, 4
-    check(make_case(*step, group=group, kv_heads=3 if group == 3 else 1))
+    check(make_case(*step, q_per_kv=q_per_kv, kv_heads=3 if q_per_kv == 3 else 1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -154,35 +155,35 @@ def test_a_block_longer_than_a_chunk_and_a_table_of_no_whole_chunks():
 
 def test_a_long_context_among_short_ones_is_split():
     case = make_case([1] * 32, [4000] + [40] * 31, 32, 32, max_len=8192)
-    plan = case.metadata.plan
-    assert plan.row_count[0] > 8
-    assert plan.wave_rounds[: plan.num_waves].sum() <= 8  # 63 rounds if one lane did it all
+    work = case.metadata.work
+    assert work.row_count[0] > 8
+    assert work.wave_rounds[: work.num_waves].sum() <= 8  # 63 rounds if one lane did it all
     check(case)
 
 
 def test_equal_contexts_are_not_split():
-    plan = make_case([1] * 32, [192] * 32, 32, 32).metadata.plan
-    assert (plan.num_waves, plan.max_parts, plan.wave_rounds[0]) == (1, 1, 3)
+    work = make_case([1] * 32, [192] * 32, 32, 32).metadata.work
+    assert (work.num_waves, work.max_parts, work.wave_rounds[0]) == (1, 1, 3)
 
 
 def test_work_follows_contexts_and_window():
-    plan = make_case([1] * 4 + [64], [300] * 4 + [300], 128, 8, max_len=8192).metadata.plan
-    assert plan.tile_chunk_end[: plan.num_tiles].tolist() == [3]
-    windowed = make_case([1] * 4 + [64], [300] * 5, 128, 8, max_len=8192, window=10).metadata.plan
+    work = make_case([1] * 4 + [64], [300] * 4 + [300], 128, 8, max_len=8192).metadata.work
+    assert work.tile_chunk_end[: work.num_tiles].tolist() == [3]
+    windowed = make_case([1] * 4 + [64], [300] * 5, 128, 8, max_len=8192, window=10).metadata.work
     assert windowed.tile_chunk_begin[0] == 1
     assert windowed.wave_rounds.sum() == 1
 
 
-def test_plan_shapes_depend_on_the_bucket_only():
+def test_shapes_of_work_depend_on_the_bucket_only():
     steps = STEPS["decodes and prompts"], ([], [], 256, 16), ([1], [500], 256, 16)
-    plans = [make_case(*step).metadata.plan for step in steps]
-    shapes = [[(x.shape, x.dtype) for x in plan] for plan in plans]
+    works = [make_case(*step).metadata.work for step in steps]
+    shapes = [[(x.shape, x.dtype) for x in work] for work in works]
     assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_refuses_a_context_longer_than_its_table():
     with pytest.raises(ValueError, match=r"600 tokens .* 32 blocks of 16 \(512 tokens\)"):
-        plan_attention(
+        divide_attention(
             np.zeros((1, 32), np.int32), np.array([600], np.int32), np.array([0, 1], np.int32), 1,
             num_tokens=8, block_size=16,
         )  # fmt: skip
@@ -208,17 +209,14 @@ def mutations(case):
     neighbour = tables.copy()
     neighbour[:, 0] = np.roll(tables[:, 0], 1)
     # Another sequence's last block may hold unused slots: a real stale block is full of numbers.
-    k_pool, v_pool = (jnp.nan_to_num(pool, nan=1.0) for pool in (case.k_pool, case.v_pool))
-    rolled = {
-        "k_pool": jnp.roll(case.k_pool, 1, axis=1),
-        "v_pool": jnp.roll(case.v_pool, 1, axis=1),
-    }
+    k_pool, v_pool = (jnp.nan_to_num(x, nan=1.0) for x in case.pool)
+    rolled = (jnp.roll(x, 1, axis=1) for x in case.pool)
     shorter = np.maximum(lens - 1, 0)
     return {
         "last token dropped": expected(case, seq_lens=shorter),
         "mask off by one": expected(case, seq_lens=lens + (lens > 0), k_pool=k_pool, v_pool=v_pool),
         "scale": expected(case, scale=1.05),
-        "wrong KV head": expected(case, **rolled),
+        "wrong KV head": expected(case, **dict(zip(("k_pool", "v_pool"), rolled, strict=True))),
         "stale block": expected(case, block_tables=neighbour, k_pool=k_pool, v_pool=v_pool),
     }
 
@@ -233,32 +231,32 @@ def test_wrong_kernels_would_be_caught(dtype):
 
 
 def write(case, k, v):
-    step = jax.jit(write_kv, donate_argnums=(0, 1))
-    return step.lower(case.k_pool, case.v_pool, k, v, case.metadata.slot_mapping).compile()
+    step = jax.jit(write_kv, donate_argnums=0)
+    return step.lower(case.pool, k, v, case.metadata.slot_mapping).compile()
 
 
 def test_write_puts_tokens_into_their_slots_and_nothing_else():
     case = make_case([1, 1, 20], [33, 16, 40], 24, 4)
     rng = np.random.default_rng(1)
     k, v = (jnp.asarray(rng.standard_normal((24, 2, 16)), jnp.float32) for _ in range(2))
-    want = [np.array(case.k_pool), np.array(case.v_pool)]
+    want = [np.array(x) for x in case.pool]
     block, offset = np.divmod(case.metadata.slot_mapping[:22], 16)
-    for pool, rows in zip(want, (k, v), strict=True):
-        pool[block, :, offset] = rows[:22]
-    got = write(case, k, v)(case.k_pool, case.v_pool, k, v, case.metadata.slot_mapping)
-    for pool, wanted in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(pool)[1:], wanted[1:])  # block 0 takes padding
+    for array, rows in zip(want, (k, v), strict=True):
+        array[block, :, offset] = rows[:22]
+    got = write(case, k, v)(case.pool, k, v, case.metadata.slot_mapping)
+    for array, wanted in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(array)[1:], wanted[1:])  # block 0 takes padding
 
 
 def test_write_is_in_place():
     case = make_case([1] * 4, [400] * 4, 8, 8)
     k = jnp.ones((8, 2, 16), jnp.float32)
     compiled = write(case, k, k)
-    assert compiled.memory_analysis().temp_size_in_bytes < case.k_pool.nbytes / 20
-    pools = case.k_pool + 0, case.v_pool + 0  # buffers of JAX, not of NumPy: these can be donated
-    before = [pool.unsafe_buffer_pointer() for pool in pools]
-    out = compiled(*pools, k, k, case.metadata.slot_mapping)
-    assert [pool.unsafe_buffer_pointer() for pool in out] == before
+    assert compiled.memory_analysis().temp_size_in_bytes < case.pool[0].nbytes / 20
+    pool = case.pool[0] + 0, case.pool[1] + 0  # buffers of JAX, not of NumPy: these can be donated
+    before = [x.unsafe_buffer_pointer() for x in pool]
+    out = compiled(pool, k, k, case.metadata.slot_mapping)
+    assert [x.unsafe_buffer_pointer() for x in out] == before
 
 
 def test_write_then_attend_does_not_copy_the_pool():
@@ -267,16 +265,16 @@ def test_write_then_attend_does_not_copy_the_pool():
     def layers(pools, q, k, metadata):
         out = []
         for pool in pools:
-            written = write_kv(*pool, k, k, metadata.slot_mapping)
-            q = ragged_paged_attention(q, *written, metadata, scale=0.25)
+            written = write_kv(pool, k, k, metadata.slot_mapping)
+            q = ragged_paged_attention(q, written, metadata, scale=0.25)
             out.append(written)
         return out, q
 
-    pools = [(case.k_pool + i, case.v_pool + i) for i in range(3)]
+    pools = [(case.pool[0] + i, case.pool[1] + i) for i in range(3)]
     before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pools)]
     k = jnp.ones((8, 2, 16), jnp.float32)
     compiled = jax.jit(layers, donate_argnums=0).lower(pools, case.q, k, case.metadata).compile()
-    shape = "f32[" + ",".join(map(str, case.k_pool.shape)) + "]"
+    shape = "f32[" + ",".join(map(str, case.pool[0].shape)) + "]"
     assert not [s for s in compiled.as_text().splitlines() if shape in s and " copy(" in s]
     out, _ = compiled(pools, case.q, k, case.metadata)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(out)] == before
@@ -290,7 +288,7 @@ def test_heads_split_over_a_mesh(check_vma):
     local = jax.shard_map(
         lambda *args: ragged_paged_attention(*args, scale=0.25),
         mesh=mesh,
-        in_specs=(heads, heads, heads, PartitionSpec()),
+        in_specs=(heads, heads, PartitionSpec()),
         out_specs=heads,
         check_vma=check_vma,
     )

@@ -11,11 +11,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.decode_plan import DecodeConfig
-from pallas_kernels.prefill_plan import PrefillConfig
+from pallas_kernels.decode_work import DecodeConfig
+from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.reference import ragged_paged_attention
+from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
-from pallas_kernels.work_plan import KernelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
@@ -120,26 +120,26 @@ def test_a_mixed_step_through_the_kernels_is_right():
     seq_lens, starts = np.array([70, 17, 45, 0], np.int32), np.array([0, 1, 2, 20, 20], np.int32)
     rng = np.random.default_rng(0)
     shape = (1 + 4 * blocks_per_seq, 2, block_size, 64)
-    pools = [np.full(shape, np.nan, jnp.bfloat16) for _ in "kv"]
+    k_pool, v_pool = pool = [np.full(shape, np.nan, jnp.bfloat16) for _ in "kv"]
     tables = rng.permutation(np.arange(1, shape[0])).astype(np.int32).reshape(4, blocks_per_seq)
     for table, length in zip(tables, seq_lens, strict=True):
         used = -(-length // block_size)
         table[used:] = 0
         for position in range(length):
-            for pool in pools:
+            for array in pool:
                 slot = table[position // block_size], slice(None), position % block_size
-                pool[slot] = rng.standard_normal((2, 64))
+                array[slot] = rng.standard_normal((2, 64))
     q = rng.standard_normal((tokens, 4, 64)).astype(jnp.bfloat16)
-    plan = kernels.plan(tables, seq_lens, starts, 2, num_tokens=tokens)
+    work = kernels.divide(tables, seq_lens, starts, 2, num_tokens=tokens)
     slots = np.zeros(tokens, np.int32)  # the last token of sequence 0 is written by the kernel
     slots[0] = tables[0, 69 // block_size] * block_size + 69 % block_size
     new = [rng.standard_normal((tokens, 2, 64)).astype(jnp.bfloat16) for _ in "kv"]
-    written = jax.jit(kernels.write)(*pools, *new, slots)
-    for pool, rows in zip(pools, new, strict=True):
-        pool[slots[0] // block_size, :, slots[0] % block_size] = rows[0]
-    metadata = AttentionMetadata(slots, tables, seq_lens, starts, np.asarray(2, np.int32), plan)
-    out = jax.jit(kernels.attend)(q, *written, jax.tree.map(jnp.asarray, metadata))
-    kv = PagedKV(*pools, tables, seq_lens)
+    written = jax.jit(kernels.write)((k_pool, v_pool), *new, slots)
+    for array, rows in zip(pool, new, strict=True):
+        array[slots[0] // block_size, :, slots[0] % block_size] = rows[0]
+    metadata = AttentionMetadata(slots, tables, seq_lens, starts, np.asarray(2, np.int32), work)
+    out = jax.jit(kernels.attend)(q, written, jax.tree.map(jnp.asarray, metadata))
+    kv = PagedKV(*pool, tables, seq_lens)
     expected = ragged_paged_attention(q, kv, starts, AttentionOptions(64**-0.5))
     error = np.linalg.norm(np.asarray(out, np.float64) - expected) / np.linalg.norm(expected)
     assert error < 5e-3
@@ -150,7 +150,7 @@ def test_a_context_longer_than_its_table_is_refused():
     kernels = pallas_attention(LLAMA, safe_config(128), 16)
     tables, starts = np.zeros((1, 2), np.int32), np.array([0, 1], np.int32)
     with pytest.raises(ValueError, match="33 tokens does not fit a block table of 2 blocks"):
-        kernels.plan(tables, np.array([33], np.int32), starts, 1, num_tokens=8)
+        kernels.divide(tables, np.array([33], np.int32), starts, 1, num_tokens=8)
 
 
 # ------------------------------------------------------------------------- in the engine
@@ -167,11 +167,11 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
 
     scales = (0.5, 2.0) if kv_dtype == FP8.name else (1.0, 1.0)
 
-    def write_rounded(k_pool, v_pool, k, v, slots):
-        """Put into pools of bfloat16 what pools of fp8 would hold."""
+    def write_rounded(pool, k, v, slots):
+        """Put into a pool of bfloat16 what one of fp8 would hold."""
         pairs = zip((k, v), scales, strict=True)
         k, v = ((x / scale).astype(FP8).astype(x.dtype) * scale for x, scale in pairs)
-        return write_kv(k_pool, v_pool, k, v, slots)
+        return write_kv(pool, k, v, slots)
 
     def choose(layout, device, dtype, _kv_dtype, block_size):
         if name == "xla":

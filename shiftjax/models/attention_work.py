@@ -1,4 +1,4 @@
-"""Who computes what in one step of attention: planned on the host, once, for all layers. No JAX.
+"""Who computes what in one step of attention: divided on the host, once, for all layers. No JAX.
 
 decode    rows are cut into jobs; `lanes` jobs advance together, a chunk a round; a wave is over
           when its longest job is, then the next `lanes` jobs begin
@@ -22,8 +22,8 @@ TILE_TOKENS = 64  # query tokens of a prefill tile
 TILE_CHUNK_TOKENS = 128  # context tokens of a prefill round
 
 
-class AttentionPlan(NamedTuple):
-    """The work of one step: NumPy arrays from `plan_attention`, JAX arrays inside the step.
+class AttentionWork(NamedTuple):
+    """The work of one step: NumPy arrays from `divide_attention`, JAX arrays inside the step.
 
     Shapes depend on the bucket only. `waves * lanes` bounds the jobs and `tiles` the tiles of any
     step of the bucket; what is beyond the real ones is zeros: a job from 0 to 0 adds nothing.
@@ -63,7 +63,7 @@ def whole_blocks(tokens: int, block_size: int) -> int:
     return block_size * max(1, tokens // block_size)
 
 
-def plan_attention(
+def divide_attention(
     block_tables: Int32[np.ndarray, "seqs blocks_per_seq"],
     seq_lens: Int32[np.ndarray, " seqs"],
     query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
@@ -72,18 +72,18 @@ def plan_attention(
     num_tokens: int,
     block_size: int,
     sliding_window: int | None = None,
-) -> AttentionPlan:
-    """Plan one step from its padded arrays; `num_tokens` is the bucket's.
+) -> AttentionWork:
+    """Divide one step, given its padded arrays; `num_tokens` is the bucket's.
 
     The first `num_decodes` sequences have one token each, in token order. Raises ValueError where a
     context is longer than its block table, which the device would read past without a word.
     """
     check_contexts(block_tables, seq_lens, block_size)
-    decode = _plan_decode(seq_lens, num_decodes, block_size, sliding_window)
+    decode = _divide_decode(seq_lens, num_decodes, block_size, sliding_window)
     starts = query_start_loc[num_decodes:].astype(np.int64)
     ends = seq_lens[num_decodes:].astype(np.int64)
-    prefill = _plan_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window)
-    return AttentionPlan(**decode, **prefill)
+    prefill = _divide_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window)
+    return AttentionWork(**decode, **prefill)
 
 
 def check_contexts(
@@ -100,7 +100,7 @@ def check_contexts(
         )
 
 
-def _plan_decode(
+def _divide_decode(
     seq_lens: np.ndarray, num_decodes: int, block_size: int, window: int | None
 ) -> dict[str, np.ndarray]:
     num_seqs, lanes = len(seq_lens), num_lanes(len(seq_lens))
@@ -149,7 +149,7 @@ def _rounds_per_job(chunks: np.ndarray, lanes: int, capacity: int) -> int:
     return int(rounds[np.argmin(np.where(num_jobs <= capacity, cost, np.iinfo(np.int64).max))])
 
 
-def _plan_prefill(
+def _divide_prefill(
     starts: np.ndarray,
     context_ends: np.ndarray,
     num_seqs: int,

@@ -1,12 +1,12 @@
-"""The work of one step for both kernels: planned on the host, once, for all layers. No JAX."""
+"""The work of one step for both kernels: divided on the host, once, for all layers. No JAX."""
 
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from pallas_kernels.decode_plan import DecodeConfig, DecodePlan, plan_decode
-from pallas_kernels.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill
+from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
+from pallas_kernels.prefill_work import PrefillConfig, PrefillWork, divide_prefill
 
 
 class KernelConfig(NamedTuple):
@@ -19,14 +19,14 @@ class KernelConfig(NamedTuple):
 DEFAULT_CONFIG = KernelConfig()
 
 
-class WorkPlan(NamedTuple):
+class StepWork(NamedTuple):
     """Who computes what in one step: int32 NumPy arrays on the host, JAX arrays inside the step."""
 
-    prefill: PrefillPlan
-    decode: DecodePlan
+    prefill: PrefillWork
+    decode: DecodeWork
 
 
-def plan_step(
+def divide_step(
     seq_lens: Int32[np.ndarray, " seqs"],
     query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
     num_decodes: int,
@@ -35,22 +35,22 @@ def plan_step(
     heads: tuple[int, int],
     sliding_window: int | None = None,
     config: KernelConfig = DEFAULT_CONFIG,
-) -> WorkPlan:
-    """Plan one step from its padded arrays; `num_tokens` is the bucket's.
+) -> StepWork:
+    """Divide one step, given its padded arrays; `num_tokens` is the bucket's.
 
     `heads` (of queries, of keys and values) are those of one device. The first `num_decodes`
-    sequences have one token each, in token order. Layers with different windows can share a plan
-    made for the widest of them: it is right for all, and balanced for that one.
+    sequences have one token each, in token order. Layers with different windows can share what
+    is divided for the widest of them: it is right for all, and balanced for that one.
     """
-    return WorkPlan(
-        plan_prefill(
+    return StepWork(
+        divide_prefill(
             seq_lens,
             query_start_loc,
             num_decodes,
             num_tokens=num_tokens,
-            group=heads[0] // heads[1],
+            q_per_kv=heads[0] // heads[1],
         ),
-        plan_decode(
+        divide_decode(
             seq_lens,
             num_decodes,
             kv_heads=heads[1],

@@ -1,0 +1,96 @@
+"""What both warpgroups of the decode kernel know: its arrays, its buffers, its jobs."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.call import AttentionOptions, PagedKV
+
+Q_SLOTS = 2  # the queries of this many jobs are in shared memory
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    rows: int
+    head_dim: int
+    kv_tile: int
+    stages: int
+    copy_tokens: int  # tokens of one TMA copy: a block, or a part of one
+    copies_per_block: int
+    dtype: DTypeLike  # of the operands of the matrix instructions
+    options: AttentionOptions
+    kv_scales: tuple[float, float]  # of K and of V, where they are numbers
+
+
+class Inputs(NamedTuple):
+    """The kernel's arrays in global memory; the first four are of a `DecodeWork`."""
+
+    worker_first: Any
+    job_row: Any
+    job_begin: Any
+    job_end: Any
+    kv: PagedKV
+    scales: Any  # [2, kv_heads] float32: of K and of V; None where they are numbers
+    q: Any  # [seqs, kv_heads, rows, head_dim]
+
+
+class Buffers(NamedTuple):
+    """Shared memory, and barriers: `full` is said by the copies, `free` by the arithmetic."""
+
+    q: Any  # [Q_SLOTS, rows, head_dim]
+    k: Any  # [stages, kv_tile, head_dim]
+    v: Any
+    p: Any  # [rows, kv_tile]
+    wide_k: Any  # [kv_tile, head_dim] float16 of an fp8 tile; None without fp8
+    wide_v: Any
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+
+
+class Job(NamedTuple):
+    """A share of a row: rounds from `begin` to `end`, of which positions low..length are seen."""
+
+    row: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    low: jax.Array | int
+    length: jax.Array
+
+
+class Round(NamedTuple):
+    """A part of a job, `kv_tile` positions from `begin`, of which low..length are seen."""
+
+    begin: jax.Array
+    low: jax.Array | int
+    length: jax.Array
+
+
+def down_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeat a value for each row of the query down the long side of a tile."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def my_jobs(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Return the first job of this thread block and one past its last."""
+    worker = lax.axis_index("worker")
+    return inputs.worker_first[worker], inputs.worker_first[worker + 1]
+
+
+def read_job(shape: Shape, inputs: Inputs, index: jax.Array) -> Job:
+    """Read a job; one cut for a wider window loses the rounds before this layer's."""
+    row = inputs.job_row[index]
+    begin, length = inputs.job_begin[index], inputs.kv.seq_lens[row]
+    window = shape.options.sliding_window
+    if not window:
+        return Job(row, begin, inputs.job_end[index], 0, length)
+    low = jnp.maximum(length - window, 0)
+    begin = jnp.maximum(begin, lax.div(low, jnp.int32(shape.kv_tile)))
+    return Job(row, begin, inputs.job_end[index], low, length)
