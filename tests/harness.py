@@ -17,6 +17,7 @@ from shiftjax.device.pool import make_pools
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.layers import Context, rope_tables
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.weights.huggingface import HuggingFaceSource
@@ -110,14 +111,9 @@ def forward(
 
     def run(params, pools, token_ids, positions, metadata):
         llama = model.merge(weights.local(mode, params))
-        hidden, pools = llama(
-            parallel.local_tokens(token_ids),
-            parallel.local_tokens(positions),
-            pools,
-            metadata,
-            attention,
-            parallel,
-        )
+        rope = rope_tables(parallel.local_tokens(positions), source.config)
+        context = Context(rope, metadata, attention, parallel)
+        hidden, pools = llama(parallel.local_tokens(token_ids), pools, context)
         logits = llama.logits(hidden[-1], jnp.arange(tokens, dtype=jnp.int32), parallel)
         return hidden, parallel.all_rows(logits), pools
 

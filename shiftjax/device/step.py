@@ -24,6 +24,7 @@ from shiftjax.device.sampling_inputs import RowTables, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata, LayerPool
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.layers import Context, rope_tables
 from shiftjax.parallel.grid import ALL_AXES, Mode
 from shiftjax.parallel.layout import Layout
 
@@ -160,14 +161,9 @@ class StepDef:
         model = self.model.merge(self.weights.local(mode, params))
         ids = inputs.token_ids
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
-        hidden, pools = model(
-            parallel.local_tokens(ids),
-            parallel.local_tokens(inputs.positions),
-            pools,
-            inputs.attention,
-            self.attention,
-            parallel,
-        )
+        rope = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
+        context = Context(rope, inputs.attention, self.attention, parallel)
+        hidden, pools = model(parallel.local_tokens(ids), pools, context)
         logits = model.logits(hidden[-1], inputs.sample_rows, parallel)
         sampled = inputs.sample_rows
         pending = jnp.where(inputs.token_ids[sampled] < 0, ids[sampled], -1)

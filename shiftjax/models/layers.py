@@ -1,12 +1,32 @@
-"""Norms, rotary embedding and matrix products: the arithmetic that decoders share."""
+"""What decoder layers share: a step's context, norms, rotary embedding, matrix products."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import AttentionBackend
+from shiftjax.models.exchange import Parallel
+
+
+class Rope(NamedTuple):
+    """Rotary tables of this device's tokens."""
+
+    cos: Float[Array, "tokens half"]
+    sin: Float[Array, "tokens half"]
+
+
+class Context(NamedTuple):
+    """What a step's layers have in common, made once; tokens are this device's."""
+
+    rope: Rope
+    metadata: AttentionMetadata
+    backend: AttentionBackend
+    parallel: Parallel
 
 
 def rms_norm(
@@ -54,22 +74,19 @@ def _scale_frequency(frequency: float, scaling: RopeScaling) -> float:
     return blend * frequency + (1 - blend) * slow
 
 
-def rope_tables(
-    positions: Int[Array, " tokens"], config: ModelConfig
-) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> Rope:
     """Return cosine and sine of every token's rotary angles, float32."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
-    return jnp.cos(angles), jnp.sin(angles)
+    # The barrier keeps XLA from recomputing sines inside every layer that uses them.
+    return jax.lax.optimization_barrier(Rope(jnp.cos(angles), jnp.sin(angles)))
 
 
 def apply_rope(
-    x: Float[Array, "tokens heads head_dim"],
-    cos: Float[Array, "tokens half"],
-    sin: Float[Array, "tokens half"],
+    x: Float[Array, "tokens heads head_dim"], rope: Rope
 ) -> Float[Array, "tokens heads head_dim"]:
     """Rotate the halves of each head against each other (arXiv 2104.09864), in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = (table[:, None] for table in rope)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)

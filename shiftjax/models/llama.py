@@ -4,7 +4,7 @@
 pass is written for one device's shard, inside `shard_map`; `Parallel` talks to the others.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.attention import AttentionMetadata, LayerPool
-from shiftjax.models.attention_backend import AttentionBackend
+from shiftjax.models.attention import LayerPool
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.layers import apply_rope, project_in, project_out, rms_norm, rope_tables
+from shiftjax.models.layers import Context, apply_rope, project_in, project_out, rms_norm
 from shiftjax.parallel.grid import WEIGHT_AXES
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
-
-
-class Rope(NamedTuple):
-    """Rotary tables of this device's tokens, made once per step."""
-
-    cos: Float[Array, "tokens half"]
-    sin: Float[Array, "tokens half"]
 
 
 class Part(nnx.Module):
@@ -52,16 +44,10 @@ class Attention(Part):
     k_norm: nnx.Param
 
     def __call__(
-        self,
-        x: Float[Array, "tokens hidden"],
-        pool: LayerPool,
-        rope: Rope,
-        metadata: AttentionMetadata,
-        attention: AttentionBackend,
-        parallel: Parallel,
+        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
-        config = self.config
+        config, (rope, metadata, backend, parallel) = self.config, context
         q, k, v = (_project_heads(x, w[...]) for w in (self.q, self.k, self.v))
         if config.attention_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
@@ -69,10 +55,10 @@ class Attention(Part):
         if config.qk_norm:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = parallel.scatter_heads(q, k, v)
-        pool = attention.write(pool, k, v, metadata.slot_mapping)
-        out = attention.attend(q, pool, metadata)
+        pool = backend.write(pool, k, v, metadata.slot_mapping)
+        out = backend.attend(q, pool, metadata)
         out = parallel.gather_heads(out)
         o = self.o[...]
         out = project_in(out.reshape(out.shape[0], -1), o.reshape(-1, o.shape[-1]))
@@ -118,19 +104,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, params["mlp"])
 
     def __call__(
-        self,
-        x: Float[Array, "tokens hidden"],
-        pool: LayerPool,
-        rope: Rope,
-        metadata: AttentionMetadata,
-        attention: AttentionBackend,
-        parallel: Parallel,
+        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the layer's output and its pool."""
         normed = rms_norm(x, self.input_norm[...], self.eps)
-        out, pool = self.attention(normed, pool, rope, metadata, attention, parallel)
+        out, pool = self.attention(normed, pool, context)
         x = x + out
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), parallel), pool
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.parallel), pool
 
 
 class Llama(nnx.Module):
@@ -155,24 +135,16 @@ class Llama(nnx.Module):
         return parallel.reduce(jnp.where(mine, found, jnp.zeros((), table.dtype)))
 
     def __call__(
-        self,
-        token_ids: Int[Array, " tokens"],
-        positions: Int[Array, " tokens"],
-        pools: list[LayerPool],
-        metadata: AttentionMetadata,
-        attention: AttentionBackend,
-        parallel: Parallel,
+        self, token_ids: Int[Array, " tokens"], pools: list[LayerPool], context: Context
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
         """Return the hidden states after the embedding and each layer, and the written pools.
 
-        Token arrays hold this device's tokens (`parallel.local_tokens`). Unused hidden states
-        cost nothing in a compiled step; parity tests read them.
+        `token_ids` are this device's (`Parallel.local_tokens`). Unused hidden states cost nothing
+        in a compiled step; parity tests read them.
         """
-        # The barrier keeps XLA from recomputing sines inside every layer that uses them.
-        rope = Rope(*jax.lax.optimization_barrier(rope_tables(positions, self.config)))
-        hidden, written = [self.embed_tokens(token_ids, parallel)], []
+        hidden, written = [self.embed_tokens(token_ids, context.parallel)], []
         for layer, pool in zip(self.layers, pools, strict=True):
-            out, new_pool = layer(hidden[-1], pool, rope, metadata, attention, parallel)
+            out, new_pool = layer(hidden[-1], pool, context)
             hidden.append(out)
             written.append(new_pool)
         return hidden, written
