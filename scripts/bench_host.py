@@ -45,7 +45,8 @@ from shiftjax.control.request import Request, SamplingParams, Sequence, StepOutp
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket
-from shiftjax.device.programs import PoolOptions, step_inputs
+from shiftjax.device.pack import step_inputs
+from shiftjax.device.pool import PoolOptions
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling_inputs import RowParams, build_rows, refresh_params
 from shiftjax.device.step import Packing

@@ -34,8 +34,10 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.pack import step_inputs
 from shiftjax.device.place import define
-from shiftjax.device.programs import PoolOptions, compile_programs, step_inputs
+from shiftjax.device.pool import PoolOptions
+from shiftjax.device.programs import compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling_inputs import neutral_scalars
 from shiftjax.device.step import StepDef

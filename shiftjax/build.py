@@ -23,8 +23,8 @@ from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import grid_mesh, group_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define, load
-from shiftjax.device.pool import block_bytes
-from shiftjax.device.programs import PoolOptions, compile_programs
+from shiftjax.device.pool import PoolOptions, block_bytes
+from shiftjax.device.programs import compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import device_memory, num_blocks_for
 from shiftjax.device.step import StepDef

@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec
 from shiftjax.device.mode_weights import ModeWeights
-from shiftjax.device.pack import pack_tokens
+from shiftjax.device.pack import step_inputs
 from shiftjax.device.place import define, load
-from shiftjax.device.pool import make_pools
-from shiftjax.models.attention import AttentionMetadata
+from shiftjax.device.pool import PoolOptions, make_pools
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, rope_tables
@@ -89,45 +89,29 @@ def forward(
     params = weights.of(mode, weights.with_head(load(model, layout, mesh, source, silent)))
     size = max(len(token_ids), least_size)
     tokens = round_up(size, sp * tp)
-    plan = prefill_plan(token_ids)
-    packed = pack_tokens(plan, tokens, tokens, tokens, BLOCK_SIZE)
     attention = xla_attention(source.config.head_dim, source.config.sliding_window, BLOCK_SIZE)
-    work = attention.divide(
-        packed.block_tables,
-        packed.seq_lens,
-        packed.query_start_loc,
-        0,
-        num_tokens=tokens,
-    )
-    metadata = AttentionMetadata(
-        packed.slot_mapping,
-        packed.block_tables,
-        packed.seq_lens,
-        packed.query_start_loc,
-        np.int32(0),
-        work,
-    )
+    pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, np.dtype(np.float32))
+    bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
+    inputs = step_inputs(prefill_plan(token_ids), bucket, pool, attention, {}, no_key)
     parallel = Parallel(layout, mode)
 
-    def run(params, pools, token_ids, positions, metadata):
+    def run(params, pools, inputs):
         llama = model.merge(weights.local(mode, params))
-        rope = rope_tables(parallel.local_tokens(positions), source.config)
-        context = Context(rope, metadata, attention, parallel)
-        hidden, pools = llama(parallel.local_tokens(token_ids), pools, context)
+        rope = rope_tables(parallel.local_tokens(inputs.positions), source.config)
+        context = Context(rope, inputs.attention, attention, parallel)
+        hidden, pools = llama(parallel.local_tokens(inputs.token_ids), pools, context)
         logits = llama.logits(hidden[-1], jnp.arange(tokens, dtype=jnp.int32), parallel)
         return hidden, parallel.all_rows(logits), pools
 
-    pools = make_pools(mesh, layout, 2 + size // BLOCK_SIZE, BLOCK_SIZE, jnp.float32)
+    pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)
     split = P("sp") if parallel.splits_tokens else P()
     mapped = jax.shard_map(
         run,
         mesh=mesh_of(mesh, mode),
-        in_specs=(weights.specs(), pool_spec(), P(), P(), P()),
+        in_specs=(weights.specs(), pool_spec(), P()),
         out_specs=(split, P(), pool_spec()),
         check_vma=False,
     )
-    hidden, logits, pools = jax.jit(mapped)(
-        params, pools, packed.token_ids, packed.positions, metadata
-    )
+    hidden, logits, pools = jax.jit(mapped)(params, pools, inputs)
     n, vocab = len(token_ids), source.config.vocab_size
     return [np.asarray(h)[:n] for h in hidden], np.asarray(logits)[:n, :vocab], pools

@@ -137,8 +137,8 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     from shiftjax.device.mesh import make_mesh
     from shiftjax.device.mode_weights import ModeWeights
     from shiftjax.device.place import define
-    from shiftjax.device.pool import abstract_pools
-    from shiftjax.device.programs import PoolOptions, abstract_inputs
+    from shiftjax.device.pool import PoolOptions, abstract_pools
+    from shiftjax.device.programs import abstract_inputs
     from shiftjax.device.step import StepDef
     from shiftjax.models.attention_backend import choose_attention
 

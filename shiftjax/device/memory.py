@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shiftjax.device.host_tier import HostTier
 from shiftjax.device.mode_weights import ModeWeights, Weights
-from shiftjax.device.pool import make_pools
-from shiftjax.device.programs import PoolOptions
+from shiftjax.device.pool import PoolOptions, make_pools
 from shiftjax.parallel.grid import Mode
 
 

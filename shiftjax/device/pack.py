@@ -1,4 +1,4 @@
-"""A plan becomes padded arrays: the host side of a step, in NumPy. No JAX.
+"""A plan becomes padded arrays: the host side of a step, in NumPy.
 
 sequence        0    1    2         3            padding
 tokens          d    d    c c c c   c c c        0 0 0       decodes first, then chunks
@@ -6,66 +6,64 @@ query_start_loc 0    1    2         6            9 9 9
 slot_mapping    the block and offset of each token; padding writes to the null block 0
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from shiftjax.control.request import StepPlan
+from shiftjax.costs.buckets import Bucket
+from shiftjax.device.pool import PoolOptions
+from shiftjax.device.step import StepInputs
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import AttentionBackend
 
 
-class PackedTokens(NamedTuple):
-    """The arrays of a step that follow from its plan alone; shapes are the bucket's."""
-
-    token_ids: np.ndarray  # [tokens] int32; -1 - r: row r of the previous step's output
-    positions: np.ndarray  # [tokens] int32
-    slot_mapping: np.ndarray  # [tokens] int32
-    block_tables: np.ndarray  # [seqs, blocks_per_seq] int32, padded with the null block
-    seq_lens: np.ndarray  # [seqs] int32, 0 for padding
-    query_start_loc: np.ndarray  # [seqs + 1] int32
-    sample_rows: np.ndarray  # [rows] int32: the token of each logit row
-    sample_positions: np.ndarray  # [rows] int32: the position that the row's token will have
-
-
-def pack_tokens(
-    plan: StepPlan, num_tokens: int, num_rows: int, blocks_per_seq: int, block_size: int
-) -> PackedTokens:
-    """Lay out a plan in a bucket of `num_tokens` and `num_rows` (also its number of sequences)."""
-    scheduled = plan.scheduled
-    count = len(scheduled)
+def step_inputs(
+    plan: StepPlan,
+    bucket: Bucket,
+    pool: PoolOptions,
+    backend: AttentionBackend,
+    scalars: dict[str, np.ndarray],
+    key: np.ndarray,
+) -> StepInputs:
+    """Lay out a plan and its attention work in a bucket; `scalars` are those of `RowInputs`."""
+    scheduled, count = plan.scheduled, len(plan.scheduled)
     starts = np.fromiter((s.start for s in scheduled), np.int32, count)
     lens = np.fromiter((s.num_tokens for s in scheduled), np.int32, count)
     rows = np.fromiter((s.num_rows for s in scheduled), np.int32, count)
-    query_start_loc = np.full(num_rows + 1, plan.num_tokens, np.int32)
+    query_start_loc = np.full(bucket.rows + 1, plan.num_tokens, np.int32)
     query_start_loc[0] = 0
-    np.cumsum(lens, out=query_start_loc[1 : count + 1])
-    seq_lens = np.zeros(num_rows, np.int32)
-    seq_lens[:count] = starts + lens
-    block_tables = np.zeros((num_rows, blocks_per_seq), np.int32)
-    for table, item in zip(block_tables, scheduled, strict=False):
+    ends = np.cumsum(lens, out=query_start_loc[1 : count + 1])
+    positions = _ranges(starts, lens)
+    tables = _block_tables(plan, bucket.rows, pool.blocks_per_seq)
+    blocks = tables[np.repeat(np.arange(count), lens), positions // pool.block_size]
+    slots = blocks * pool.block_size + positions % pool.block_size
+    positions = _padded(positions, bucket.tokens)
+    sample_rows = _padded(_ranges(ends - rows, rows), bucket.rows)
+    contexts = tables, _padded(starts + lens, bucket.rows), query_start_loc
+    work = backend.divide(*contexts, plan.num_decodes, num_tokens=bucket.tokens)
+    num_decodes = np.asarray(plan.num_decodes, np.int32)
+    return StepInputs(
+        token_ids=_padded(_token_ids(plan), bucket.tokens),
+        positions=positions,
+        sample_rows=sample_rows,
+        attention=AttentionMetadata(_padded(slots, bucket.tokens), *contexts, num_decodes, work),
+        sampling=scalars | {"positions": positions[sample_rows] + 1},
+        key=key,
+    )
+
+
+def _padded(values: np.ndarray | list[int], size: int) -> np.ndarray:
+    """Fill up with zeros: token 0, position 0, the null block's first slot."""
+    padded = np.zeros(size, np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+def _block_tables(plan: StepPlan, num_seqs: int, blocks_per_seq: int) -> np.ndarray:
+    tables = np.zeros((num_seqs, blocks_per_seq), np.int32)
+    for table, item in zip(tables, plan.scheduled, strict=False):
         ids = item.sequence.block_table
         table[: len(ids)] = ids
-    owner = np.repeat(np.arange(count), lens)
-    positions = np.zeros(num_tokens, np.int32)
-    positions[: plan.num_tokens] = _ranges(starts, lens)
-    used = positions[: plan.num_tokens]
-    slot_mapping = np.zeros(num_tokens, np.int32)
-    blocks = block_tables[owner, used // block_size]
-    slot_mapping[: plan.num_tokens] = blocks * block_size + used % block_size
-    sample_rows = np.zeros(num_rows, np.int32)
-    sample_rows[: plan.num_rows] = _ranges(query_start_loc[1 : count + 1] - rows, rows)
-    sample_positions = positions[sample_rows] + 1
-    token_ids = np.zeros(num_tokens, np.int32)
-    token_ids[: plan.num_tokens] = _token_ids(plan)
-    return PackedTokens(
-        token_ids,
-        positions,
-        slot_mapping,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        sample_rows,
-        sample_positions,
-    )
+    return tables
 
 
 def _ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:

@@ -1,13 +1,26 @@
 """The device memory of the KV cache: one K and one V array per layer, sharded by heads."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shiftjax.device.mesh import named, pool_spec
 from shiftjax.models.attention import LayerPool, pool_shape
 from shiftjax.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """The KV pool of a group."""
+
+    num_blocks: int  # the null block 0 included
+    block_size: int  # tokens
+    blocks_per_seq: int  # of the longest sequence
+    dtype: np.dtype
 
 
 def make_pools(

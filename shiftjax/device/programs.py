@@ -11,29 +11,17 @@ import numpy as np
 from shiftjax.control.request import StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import named, rows_spec
-from shiftjax.device.pack import pack_tokens
-from shiftjax.device.pool import abstract_pools
+from shiftjax.device.pack import step_inputs
+from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.retarget import load_on
 from shiftjax.device.sampling_inputs import RowTables, neutral_rows
-from shiftjax.device.step import Packing, StepDef, StepInputs
-from shiftjax.models.attention import AttentionMetadata
-from shiftjax.models.attention_backend import AttentionBackend
+from shiftjax.device.step import Packing, StepDef
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 COMPILE_THREADS = 2  # one compilation keeps about one core busy
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """The KV pool of a group."""
-
-    num_blocks: int  # the null block 0 included
-    block_size: int  # tokens
-    blocks_per_seq: int  # of the longest sequence
-    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -127,41 +115,6 @@ def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[P
     rows = named(step.mesh, rows_spec())
     return packing, jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tables
-    )
-
-
-def step_inputs(
-    plan: StepPlan,
-    bucket: Bucket,
-    pool: PoolOptions,
-    attention: AttentionBackend,
-    scalars: dict[str, np.ndarray],
-    key: np.ndarray,
-) -> StepInputs:
-    """Lay out a plan and its attention work in a bucket; NumPy arrays."""
-    packed = pack_tokens(plan, *bucket, pool.blocks_per_seq, pool.block_size)
-    work = attention.divide(
-        packed.block_tables,
-        packed.seq_lens,
-        packed.query_start_loc,
-        plan.num_decodes,
-        num_tokens=bucket.tokens,
-    )
-    metadata = AttentionMetadata(
-        slot_mapping=packed.slot_mapping,
-        block_tables=packed.block_tables,
-        seq_lens=packed.seq_lens,
-        query_start_loc=packed.query_start_loc,
-        num_decodes=np.asarray(plan.num_decodes, np.int32),
-        work=work,
-    )
-    return StepInputs(
-        token_ids=packed.token_ids,
-        positions=packed.positions,
-        sample_rows=packed.sample_rows,
-        attention=metadata,
-        sampling=scalars | {"positions": packed.sample_positions},
-        key=key,
     )
 
 

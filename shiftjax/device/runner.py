@@ -14,7 +14,9 @@ import numpy as np
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, replicated_spec, rows_spec
-from shiftjax.device.programs import PoolOptions, Program, add_mode, load_program, step_inputs
+from shiftjax.device.pack import step_inputs
+from shiftjax.device.pool import PoolOptions
+from shiftjax.device.programs import Program, add_mode, load_program
 from shiftjax.device.sampling_inputs import RowTables, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.parallel.grid import Mode
