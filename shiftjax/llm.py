@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from shiftjax.build import Progress, build
 from shiftjax.config import EngineConfig
@@ -126,19 +126,6 @@ class LLM:
             validate_request(request, self.engine.limits)
         return self._stream(requests)
 
-    def validate(self, prompt: Prompt | Messages, sampling: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt or conversation that can be served.
-
-        Raises:
-            RequestError, ChatTemplateError, ValueError: it cannot; the message says why.
-        """
-        if _is_conversation(prompt):
-            ids = self._encode_chat(prompt)
-        else:
-            _, ids = self._encode(cast(Prompt, prompt))
-        validate_request(Request("validation", ids, sampling), self.engine.limits)
-        return ids
-
     @property
     def num_compiles(self) -> int:
         """Programs compiled since the start was complete; more than 0 is a bug."""
@@ -256,12 +243,6 @@ def _open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer 
     if path.is_dir() and not config.model.tokenizer and not (path / "tokenizer.json").exists():
         return None
     return load_tokenizer(path)
-
-
-def _is_conversation(prompt: Prompt | Messages) -> TypeGuard[Messages]:
-    if isinstance(prompt, str | Mapping):
-        return False
-    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _as_conversations(messages: Messages | Seq[Messages]) -> list[Messages]:
