@@ -12,6 +12,7 @@ from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
 
@@ -125,6 +126,17 @@ def least_tp(target: Target) -> int:
     weights = weight_bytes(Layout(model, 1, 1), target.formats)
     _, tp = base_rule(weights, int(machine.memory_bytes), machine.num_devices)
     return tp
+
+
+def modes_of(costs: CostModel, deployment: Deployment) -> tuple[Mode, ...]:
+    """The modes that a deployment may use, base first and shift last.
+
+    A threshold knows these two only; an engine that copies weights has copies for SHIFT alone.
+    """
+    modes = costs.layout.modes
+    ends = tuple(dict.fromkeys((modes[0], modes[-1])))
+    fixed = {"base": modes[:1], "shift": modes[-1:], "threshold": ends}
+    return fixed.get(deployment.policy, ends if costs.engine.copies_shift_weights else modes)
 
 
 def policy_of(deployment: Deployment, costs: CostModel, belief: CostModel) -> Policy:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shiftjax.costs.step import CostModel, Work
-from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.deployment import (
     Deployment,
     Memory,
@@ -12,6 +11,7 @@ from shiftjax.sim.deployment import (
     cost_model,
     least_tp,
     memory_of,
+    modes_of,
 )
 
 
@@ -54,13 +54,6 @@ class Estimate:
         }
 
 
-def modes_of(deployment: Deployment) -> tuple[Mode, ...]:
-    """The modes that a deployment may use; a threshold knows base and shift only."""
-    modes = Group(0, deployment.sp).modes
-    fixed = {"base": modes[:1], "shift": modes[-1:], "threshold": (modes[0], modes[-1])}
-    return fixed.get(deployment.policy, modes)
-
-
 def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:
     """What a deployment can hold and how quick it is."""
     memory, costs = memory_of(target, deployment), cost_model(target, deployment)
@@ -69,7 +62,7 @@ def estimate(target: Target, deployment: Deployment, workload: Workload) -> Esti
     if not fits:
         return Estimate(deployment, memory, False, 0.0, 0.0, 0.0)
     decode = Work.decode(1, prompt + output // 2)
-    modes = modes_of(deployment)
+    modes = modes_of(costs, deployment)
     return Estimate(
         deployment,
         memory,
@@ -86,7 +79,7 @@ def _prefill_seconds(costs: CostModel, deployment: Deployment, num_tokens: int) 
     while start < num_tokens:
         chunk = min(num_tokens - start, deployment.max_num_batched_tokens)
         work = Work.prefill(chunk, start)
-        total += min(costs.seconds(mode, work) for mode in modes_of(deployment))
+        total += min(costs.seconds(mode, work) for mode in modes_of(costs, deployment))
         start += chunk
     return total
 
@@ -117,7 +110,7 @@ def saturated_tokens_per_second(
         chunk_context_tokens=round(chunks),
         attention_pairs=round(chunks * prompt / 2),
     )
-    seconds = min(costs.seconds(mode, work) for mode in modes_of(deployment))
+    seconds = min(costs.seconds(mode, work) for mode in modes_of(costs, deployment))
     return deployment.dp * work.num_tokens / seconds
 
 

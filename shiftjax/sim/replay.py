@@ -28,7 +28,7 @@ from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Deployment, Target, cost_model, memory_of, policy_of
+from shiftjax.sim.deployment import Deployment, Target, cost_model, memory_of, modes_of, policy_of
 from shiftjax.sim.trace import TraceRequest
 
 MAX_ROWS = 1 << 16
@@ -188,7 +188,7 @@ def make_engine(
     in_step = target.engine.replicas_in_step
     runners = [CostRunner(costs, clock, own_host=in_step) for _ in range(deployment.dp)]
     engine = Engine(
-        [Lane(Scheduler(budgets), runner, costs.layout.modes) for runner in runners],
+        [Lane(Scheduler(budgets), runner, modes_of(costs, deployment)) for runner in runners],
         policy_of(deployment, costs, belief or costs),
         limits,
         overlap=target.engine.overlaps,
