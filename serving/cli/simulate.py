@@ -144,7 +144,8 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         values = [row[column] for column in percentiles(metric, ())]
         shown[f"{metric} p50/90/99 s"] = "/".join("-" if v is None else f"{v:.3g}" for v in values)
     shown["mean s"] = row["completion_mean_seconds"]
-    shown["steps base/shift"] = f"{row['steps_base']}/{row['steps_shift']}"
+    kinds = ("base", "between", "shift")
+    shown[f"steps {'/'.join(kinds)}"] = "/".join(str(row[f"steps_{kind}"]) for kind in kinds)
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}
 
 
