@@ -39,6 +39,7 @@ def test_simulate_compares_and_writes_rows(capsys, tmp_path):
     assert (
         main([*QUICK, "--compare", "dp,tp,shift", "--rates", "0.5,1", "--out", str(tmp_path)]) == 0
     )
+    assert "steps base/between/shift" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "simulate.jsonl").read_text().splitlines()]
     assert [row["name"] for row in rows] == ["dp", "tp", "shift"] * 2
     with open(tmp_path / "simulate.csv") as file:
