@@ -16,9 +16,10 @@ A step of SmolLM2-135M takes two CPU cores 10 ms or more, and a GPU a few: the s
 below where nothing overlaps, and below one step where the loop does. Prints a table of medians
 (and the 95th percentile of the sum), then one line of JSON.
 
-With `--device`, `pack` is followed by `dispatch`: the vector goes to the devices and the compiled
-step of a SmolLM2-135M with random weights is called, in shift mode; what it computes is waited
-for, and not counted. The devices have the host's cores, so this is an upper bound for a GPU.
+With `--device`, `pack` is followed by `dispatch`: the vector goes to the devices and a compiled
+step of 30 layers is called, in shift mode: as many arrays as SmolLM2-135M has, but narrow ones, so
+that computing takes little. What it computes is waited for, and not counted; the devices have the
+host's cores, so this is an upper bound for a host of GPUs.
 
 With `--groups`, the steps of echo runners take the given milliseconds on a clock of their own,
 and the last line has the steps per second of the first group `alone` and `beside` the others. A
@@ -31,11 +32,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from bench_machine import describe_machine
 
+from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
@@ -54,7 +57,7 @@ from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.experiments import as_text
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.random import RandomSource
 
 VOCAB_SIZE = 49_152
 BLOCK_SIZE = 16
@@ -148,9 +151,9 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, float]:
 
 
 def start_runner(num_devices: int, most: int) -> DeviceRunner:
-    """A SmolLM2-135M with random weights, steps of up to `most` sequences compiled."""
+    """A narrow model of 30 layers, steps of up to `most` sequences compiled."""
+    narrow = {"hidden_size": 64, "head_dim": 8, "intermediate_size": 128, "vocab_size": 1024}
     config = EngineConfig.from_options(
-        model="random:smollm2-135m",
         devices=num_devices,
         sp=1,
         tp=num_devices,
@@ -163,7 +166,7 @@ def start_runner(num_devices: int, most: int) -> DeviceRunner:
     make_virtual_devices(config)
     from shiftjax.build import build
 
-    source = open_source(resolve_model(config.model.model), seed=0)
+    source = RandomSource(replace(PRESETS["smollm2-135m"], **narrow))
     (runner,) = build(config, source, lambda *_: None).runners
     return runner
 
