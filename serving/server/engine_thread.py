@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shiftjax.control.engine import POLL_SECONDS, Engine, EngineStats, Lane
+from shiftjax.control.engine import Engine, EngineStats, Lane, poll
 from shiftjax.control.request import Event
 
 logger = logging.getLogger(__name__)
@@ -120,10 +120,13 @@ class EngineThread:
 
     def _wait(self, lanes: Sequence[Lane]) -> None:
         """Until one of these groups has a step ready, or a command may have work for another."""
-        while not any(lane.is_ready for lane in lanes):
-            if self._is_stopping or not self._commands.empty():
-                return
-            time.sleep(POLL_SECONDS)
+        poll(
+            lambda: (
+                self._is_stopping
+                or not self._commands.empty()
+                or any(lane.is_ready for lane in lanes)
+            )
+        )
 
     def _idle(self, events: list[Event]) -> Turn:
         self._stats = self.engine.stats()

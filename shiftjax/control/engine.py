@@ -24,7 +24,7 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
-POLL_SECONDS = 50e-6  # between looks at several groups; steps take milliseconds
+LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 50e-6, 1e-3  # between looks at several groups
 
 
 class Flight(NamedTuple):
@@ -63,10 +63,17 @@ class Lane:
         return isinstance(oldest, Failure) or self.runner.is_ready(oldest.handle)
 
 
-def poll(lanes: Sequence[Lane]) -> None:
+def poll(is_over: Callable[[], bool]) -> None:
+    """Sleep until it is: looks often at first, then whenever a sixteenth more time has passed."""
+    start = time.monotonic()
+    while not is_over():
+        waited = time.monotonic() - start
+        time.sleep(min(max(waited / 16, LEAST_PAUSE_SECONDS), MOST_PAUSE_SECONDS))
+
+
+def wait_for_one(lanes: Sequence[Lane]) -> None:
     """Wait until the oldest step of one of these lanes is ready."""
-    while not any(lane.is_ready for lane in lanes):
-        time.sleep(POLL_SECONDS)
+    poll(lambda: any(lane.is_ready for lane in lanes))
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         clock: Callable[[], float] | None = None,
-        wait: Callable[[Sequence[Lane]], None] = poll,
+        wait: Callable[[Sequence[Lane]], None] = wait_for_one,
     ):
         if not lanes:
             raise ValueError("An engine needs at least one group of devices.")
