@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shiftjax.costs.step import Work
-from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
+from shiftjax.sim.deployment import Target, cost_model, deploy, standard_deployments
 from shiftjax.sim.experiments import saturation_rate, target_from
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.planning import Workload
@@ -113,7 +113,7 @@ def tensorrt_llm() -> Iterator[Figure]:
     for (model, machine, tp), published in TENSORRT_LLM.items():
         one = target(model, machine, "shiftjax")
         one = replace(one, engine=replace(one.engine, pads_to_buckets=False))
-        deployment = Deployment("", 1, 1, tp, "base", max_num_seqs=2048, memory_fraction=0.95)
+        deployment = deploy(one, "", (1, 1, tp), "base", max_num_seqs=2048, memory_fraction=0.95)
         for (prompt, output, count), value in zip(LENGTHS, published, strict=True):
             run = replay([TraceRequest(0.0, prompt, output)] * count, one, deployment)
             what = f"{model}, {machine.removesuffix('x8')}, TP {tp}: {prompt} in, {output} out"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from shiftjax.arch.config import ModelConfig
 from shiftjax.options import (
     ConfigError,
     Setting,
@@ -23,7 +22,9 @@ from shiftjax.options import (
 )
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
-WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
+# Of a group, on the GPU servers that are planned for and simulated: vLLM's defaults there, with
+# which published figures were taken. The engine's own defaults are below; `--config` has them.
+SERVER_BUDGETS = types.MappingProxyType({"max_num_seqs": 256, "max_num_batched_tokens": 8192})
 
 
 def _power_of_two(value: int) -> str | None:
@@ -313,74 +314,3 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
         if not any(name in broken for name in names):
             problems.append(rule(**{name: options[name] for name in names}))
     return [problem for problem in problems if problem]
-
-
-# ------------------------------------------------------- what the model and the devices decide
-
-
-def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:
-    """What is wrong with `config` for this model on a machine of `num_devices` devices."""
-    limit, wanted = model.max_position_embeddings, config.model.max_model_len
-    parallel = config.parallel
-    degree = (parallel.sp or 1) * (parallel.tp or 1)
-    if parallel.devices:
-        degree = parallel.devices // parallel.dp
-    used = degree * parallel.dp
-    problems = []
-    if wanted is not None and wanted > limit:
-        problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
-    if model.experts is not None:
-        problems.append(f"{model.name} has experts: it can be planned for, but not loaded")
-    if used > num_devices:
-        problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
-    if degree > model.num_heads:
-        problems.append(
-            f"sp * tp = {degree} is more than {model.name}'s {model.num_heads} query heads: "
-            "some devices would hold none"
-        )
-    return problems
-
-
-def base_rule(weight_bytes: int, memory_bytes_per_device: int, num_devices: int) -> tuple[int, int]:
-    """(sp, tp) by the rule: the least TP whose share of the weights fits, the rest SP.
-
-    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory. Raises
-    ConfigError when not even TP = num_devices fits.
-    """
-    room = int(WEIGHT_SHARE * memory_bytes_per_device)
-    for tp in range(1, num_devices + 1):
-        if num_devices % tp == 0 and weight_bytes <= room * tp:
-            return num_devices // tp, tp
-    raise ConfigError(
-        [
-            f"the weights ({weight_bytes / 2**30:.1f} GiB) do not fit: {num_devices} devices offer "
-            f"{room / 2**30:.1f} GiB each for weights; use more devices or a smaller dtype"
-        ]
-    )
-
-
-def choose_degrees(
-    parallel: ParallelOptions,
-    model: ModelConfig,
-    num_devices: int,
-    weight_bytes: int,
-    memory_bytes_per_device: int,
-) -> tuple[int, int]:
-    """(sp, tp) of a group: as configured; what is left open follows `base_rule`.
-
-    Where the degrees leave it open, a group is the largest number of devices that all have a
-    query head, a divisor of the machine's share if there is one. `num_devices` counts those of
-    the machine; the options have passed `check_model`.
-    """
-    sp, tp = parallel.sp, parallel.tp
-    if sp and tp:
-        return sp, tp
-    group = (parallel.devices or num_devices) // parallel.dp
-    fixed = sp or tp or 1
-    sizes = range(fixed, min(group, model.num_heads) + 1, fixed)
-    size = max(sizes, key=lambda size: (group % size == 0, size))
-    if sp:
-        return sp, size // sp
-    if tp:
-        return size // tp, tp
-    return base_rule(weight_bytes, memory_bytes_per_device, size)

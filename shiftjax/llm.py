@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from shiftjax.build import Progress, build
+from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.control.admission import validate_request
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
-from shiftjax.device.programs import CompileCounter
+from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.settings import make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
@@ -146,7 +146,7 @@ class LLM:
             "num_failed_steps": stats.num_failed_steps,
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
-            "mesh": self._built.mesh,
+            "mesh": self._built.deployment.mesh,
             "load_seconds": round(self._built.load_seconds, 3),
             "compile_seconds": round(self._built.compile_seconds, 3),
         }

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.bench.compiled import collective_bytes
+from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import make_buckets
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.parallel.layout import Layout
-from shiftjax.sim.deployment import Deployment, Target, memory_of
+from shiftjax.sim.deployment import Target, memory_of
 
 if TYPE_CHECKING:
     from shiftjax.parallel.grid import Device
@@ -80,9 +80,9 @@ def _chip(target: Target) -> str:
 
 def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
     """SHIFT's weights are views of those of BASE, so those of BASE are all there are."""
-    layout = Layout(target.model, deployment.sp, deployment.tp)
-    steps = {mode: _whole(target, deployment, mode) for mode in layout.modes}
-    held, memory = steps[layout.modes[0]].weight_bytes, memory_of(target, deployment)
+    modes, memory = deployment.layout.modes, memory_of(target, deployment)
+    steps = {mode: _whole(target, deployment, mode) for mode in modes}
+    held = steps[modes[0]].weight_bytes
     temporary = max(step.temporary_bytes for step in steps.values())
     predicted = memory.workspace_bytes - int(target.engine.reserved_bytes)
     more = memory.weight_bytes + predicted - held - temporary  # than was predicted
@@ -105,7 +105,7 @@ def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
 
 def _whole(target: Target, deployment: Deployment, mode: Mode) -> Compiled:
     """The step of the whole model, on the line through two shallow ones."""
-    layers = target.model.num_layers
+    layers = deployment.layout.model.num_layers
     many = _compile(target, deployment, mode, min(layers, MANY))
     if layers <= MANY:
         return many
@@ -142,10 +142,10 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     from shiftjax.device.step import StepDef
     from shiftjax.models.attention_backend import choose_attention
 
-    config = replace(target.model, num_layers=num_layers)
-    layout = Layout(config, deployment.sp, deployment.tp)
+    config = replace(deployment.layout.model, num_layers=num_layers)
+    layout, formats = replace(deployment.layout, model=config), deployment.formats
     devices = _devices(_chip(target), layout.num_devices)
-    dtype, kv = np.dtype(target.formats.weights), np.dtype(target.formats.kv)
+    dtype, kv = np.dtype(formats.weights), np.dtype(formats.kv)
     (bucket,) = make_buckets([deployment.max_num_batched_tokens], deployment.max_num_seqs, layout)
     block = deployment.block_size
     attention = choose_attention(layout, devices[0], dtype, kv, block)
@@ -161,7 +161,7 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
-    moves = step_collectives(layout, mode, *bucket, target.formats.activation_bytes)
+    moves = step_collectives(layout, mode, *bucket, formats.activation_bytes)
     return Compiled(
         memory.argument_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,

@@ -4,18 +4,14 @@ from typing import Any
 
 import jax
 
-from shiftjax.arch.formats import Formats, dtype_of, formats_of
 from shiftjax.arch.weights import num_parameters
-from shiftjax.build import kv_dtype, max_model_len
-from shiftjax.config import EngineConfig, check_model, choose_degrees
-from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
-from shiftjax.device.pool import block_bytes
-from shiftjax.device.sizing import device_memory, num_blocks_for
-from shiftjax.options import ConfigError
-from shiftjax.parallel.layout import Layout
+from shiftjax.config import EngineConfig
+from shiftjax.control.deployment import Deployment, resolve
+from shiftjax.costs.memory import Memory
+from shiftjax.device.sizing import measure
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.resolve import open_source, resolve_model
-from shiftjax.weights.source import TensorSource, check_complete
+from shiftjax.weights.source import check_complete
 
 
 def make_plan(config: EngineConfig) -> dict[str, Any]:
@@ -29,65 +25,51 @@ def make_plan(config: EngineConfig) -> dict[str, Any]:
     tokenizer = config.model.tokenizer or location.path
     vocab_size = load_tokenizer(tokenizer).vocab_size if tokenizer else None
     devices = jax.devices()[: config.parallel.devices]
-    problems = check_model(config, source.config, len(devices))
-    if problems:
-        raise ConfigError(problems)
-    total, _ = device_memory(devices[0], len(devices))
-    dtype = dtype_of(config.model.dtype)
-    formats = formats_of(str(dtype), str(kv_dtype(config, dtype)))
-    whole = weight_bytes(Layout(source.config, 1, 1), formats)
-    degrees = choose_degrees(config.parallel, source.config, len(devices), whole, total)
-    layout = Layout(source.config, *degrees)
-    kind = f"{len(devices)} x {devices[0].device_kind}"
+    here = measure(devices)
+    deployment = resolve(config, source.config, here)
+    memory = deployment.memory(here)
+    deployment = deployment.sized(memory)
+    kind = f"{here.num_devices} x {devices[0].device_kind}"
     return (
-        _model_rows(source, config, str(dtype))
-        | {"tokenizer": f"{vocab_size} tokens" if vocab_size else "none"}
-        | _mesh_rows(layout, config, kind)
-        | _memory_rows(layout, config, formats, *device_memory(devices[0], len(devices)))
+        _model_rows(deployment, source.location)
+        | {"tokenizer": f"{vocab_size} tokens" if vocab_size else "none", "devices": kind}
+        | _mesh_rows(deployment)
+        | {"memory of a device": _mebibytes(here.total_bytes)}
+        | _memory_rows(deployment, memory)
     )
 
 
-def _model_rows(source: TensorSource, config: EngineConfig, dtype: str) -> dict[str, Any]:
-    model = source.config
+def _model_rows(deployment: Deployment, location: str) -> dict[str, Any]:
+    model = deployment.layout.model
     return {
         "model": f"{model.name} ({model.architecture})",
-        "from": source.location,
+        "from": location,
         "parameters": f"{num_parameters(model) / 1e6:,.1f} million in {model.num_layers} layers",
-        "computed in": dtype,
-        "longest sequence": f"{max_model_len(config, model)} tokens",
+        "computed in": deployment.formats.activations,
+        "longest sequence": f"{deployment.max_model_len} tokens",
     }
 
 
-def _mesh_rows(layout: Layout, config: EngineConfig, kind: str) -> dict[str, Any]:
-    model, size = layout.model, layout.num_devices
+def _mesh_rows(deployment: Deployment) -> dict[str, Any]:
+    layout, model = deployment.layout, deployment.layout.model
     padded = f"{layout.num_heads} / {layout.num_kv_heads}"
     return {
-        "devices": kind,
-        "groups (dp)": config.parallel.dp,
+        "groups (dp)": deployment.dp,
         "base mode": f"sp {layout.sp}, tp {layout.tp}",
-        "shift mode": f"sp 1, tp {size}",
+        "shift mode": f"sp 1, tp {layout.num_devices}",
         "query / KV heads": f"{model.num_heads} / {model.num_kv_heads}, padded to {padded}",
     }
 
 
-def _memory_rows(
-    layout: Layout, config: EngineConfig, formats: Formats, total: int, free: int
-) -> dict[str, Any]:
-    cache = config.cache
-    weights = weight_bytes(layout, formats)
-    weights += shift_copy_bytes(layout, formats, config.parallel.weights)
-    each = block_bytes(layout, cache.block_size, formats.kv)
-    fits = num_blocks_for(free - weights, total, cache.memory_fraction, 0, each)
-    longest = -(-max_model_len(config, layout.model) // cache.block_size)
-    num_blocks = cache.num_blocks or min(fits, 1 + config.scheduler.max_num_seqs * longest)
-    if num_blocks < 2:
-        raise ConfigError(["no memory is left for KV blocks: use more devices or a smaller model"])
+def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:
+    size, each = deployment.block_size, deployment.block_bytes
+    num_blocks = deployment.num_blocks
     return {
-        "memory of a device": _mebibytes(total),
-        "weights": _mebibytes(weights),
-        "a KV block": f"{cache.block_size} tokens, {each / 1024:,.1f} KiB",
+        "weights": _mebibytes(memory.weight_bytes + memory.shift_weight_bytes),
+        "a step's temporaries": f"about {_mebibytes(memory.workspace_bytes)}",
+        "a KV block": f"{size} tokens, {each / 1024:,.1f} KiB",
         "KV blocks": f"about {num_blocks:,}, {_mebibytes(num_blocks * each)}",
-        "KV tokens": f"about {(num_blocks - 1) * cache.block_size:,}",
+        "KV tokens": f"about {(num_blocks - 1) * size:,}",
     }
 
 

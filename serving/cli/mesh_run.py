@@ -169,7 +169,7 @@ def _measured(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     first: list[tuple[int, ...]] | None = None
     for sp, tp in meshes:
         built = _build(options, sp, tp)
-        for mode in built.layout.modes:
+        for mode in built.deployment.layout.modes:
             tokens = _generate(built.engine, mode, options["tokens"])
             first = first or tokens
             rows.append(_row(built, sp, tp, mode) | {"same_tokens": tokens == first})

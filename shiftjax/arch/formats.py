@@ -33,11 +33,6 @@ DTYPES = MappingProxyType({each.name: each.dtype for each in _EVERY if not each.
 AUTO = "bfloat16"  # what dtype="auto" means: the quickest on every backend (docs/log.md)
 
 
-def dtype_of(option: str, auto: np.dtype = DTYPES[AUTO]) -> np.dtype:
-    """Return the type that the value of an option `dtype` names."""
-    return auto if option == "auto" else DTYPES[option]
-
-
 @dataclass(frozen=True)
 class Formats:
     """Number formats of a deployment, by name; products run in that of the weights if they can."""
@@ -62,7 +57,11 @@ class Formats:
         return FORMATS[self.activations].num_bytes
 
 
-def formats_of(weights: str, kv: str | None = None) -> Formats:
-    """Return the formats of a model in `weights`: scaled ones are computed with in `AUTO`."""
+def formats_of(weights: str = "auto", kv: str = "auto") -> Formats:
+    """Return the formats of a model in `weights`: scaled ones are computed with in `AUTO`.
+
+    `auto` is `AUTO` for weights, and the weights' format for KV.
+    """
+    weights = AUTO if weights == "auto" else weights
     activations = AUTO if FORMATS[weights].has_scales else weights
-    return Formats(weights, kv or weights, activations)
+    return Formats(weights, weights if kv == "auto" else kv, activations)

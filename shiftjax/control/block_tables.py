@@ -26,11 +26,15 @@ class BlockTables:
     ):
         self.device = BlockAllocator(num_blocks, block_size)
         self.host = BlockAllocator(num_host_blocks, block_size) if num_host_blocks else None
-        self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self._model = model
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.device.block_size
 
     def admit(self, sequence: Sequence, reserve: int) -> list[tuple[int, int]] | None:
         """Give a waiting sequence blocks for all its tokens, and leave `reserve` blocks free.

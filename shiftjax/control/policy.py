@@ -125,7 +125,8 @@ class CostPolicy:
 
 POLICIES: dict[str, Callable[[int, CostModel | None], Policy]] = {
     "threshold": lambda threshold, costs: ThresholdPolicy(threshold),
-    "cost": lambda threshold, costs: _cost_policy(costs),
+    "cost": lambda threshold, costs: CostPolicy(_known(costs)),
+    "oracle": lambda threshold, costs: CostPolicy(_known(costs), margin=0.0),  # of simulations
     "base": lambda threshold, costs: FixedPolicy(0),
     "shift": lambda threshold, costs: FixedPolicy(-1),
 }
@@ -140,7 +141,18 @@ def make_policy(name: str, threshold: int, costs: CostModel | None = None) -> Po
     return POLICIES[name](threshold, costs)
 
 
-def _cost_policy(costs: CostModel | None) -> CostPolicy:
+def wanted_modes(
+    policy: Policy, buckets: Sequence[Bucket], modes: Sequence[Mode]
+) -> dict[Bucket, list[Mode]]:
+    """The modes that a policy may choose in each bucket; the smallest bucket comes first."""
+    wanted, least = {}, 1
+    for bucket in buckets:
+        wanted[bucket] = policy.wanted(modes, least, bucket)
+        least = bucket.tokens + 1
+    return wanted
+
+
+def _known(costs: CostModel | None) -> CostModel:
     if costs is None:
         raise ValueError("The cost policy needs a cost model of the machine.")
-    return CostPolicy(costs)
+    return costs

@@ -1,11 +1,47 @@
-"""What a device holds of the weights, to the byte. No JAX."""
+"""What a device holds: the weights to the byte, a step's temporaries, and the KV cache. No JAX."""
 
 import math
+from typing import NamedTuple
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+
+
+class Memory(NamedTuple):
+    """Bytes of one device, and the tokens that the KV cache of its group holds."""
+
+    weight_bytes: int
+    shift_weight_bytes: int  # that SHIFT takes beside them
+    workspace_bytes: int  # temporaries of the largest step, and what is reserved
+    kv_bytes: int  # all that is left; below 0 where the rest does not fit
+    kv_token_bytes: int
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV fits; 0 or less where the weights leave no room."""
+        return self.kv_bytes // self.kv_token_bytes
+
+
+def kv_token_bytes(layout: Layout, formats: Formats) -> int:
+    """Bytes of KV cache of a token on one device, all layers, replicas included."""
+    model, heads = layout.model, layout.kv_heads_per_device
+    return 2 * model.num_layers * heads * model.head_dim * formats.kv_bytes
+
+
+def temporary_bytes(
+    layout: Layout, formats: Formats, num_tokens: int, num_shift_tokens: int, num_rows: int
+) -> int:
+    """Estimate a step's temporaries: activations of the hungrier mode, and logits.
+
+    BASE splits its `num_tokens` over SP; SHIFT's largest step has `num_shift_tokens`.
+    """
+    hidden, inner = layout.model.hidden_size, layout.intermediate_size
+    base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
+    shift = num_shift_tokens * (4 * hidden + 3 * inner // layout.num_devices)
+    logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
+    return max(base, shift) * formats.activation_bytes + logits
 
 
 def weight_bytes(layout: Layout, formats: Formats) -> int:

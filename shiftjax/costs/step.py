@@ -42,6 +42,7 @@ from shiftjax.costs.collectives import (
     row_collectives,
 )
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
+from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
@@ -139,13 +140,8 @@ class CostModel:
         rate = machine.matmul_flops[formats.activations] * machine.attention_efficiency
         bandwidth = machine.memory_bytes_per_second * machine.kv_efficiency
         self._pair_seconds = 4 * heads * self._queueing / rate
-        self._read_seconds = self.kv_token_bytes * self._queueing / bandwidth
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of KV cache per token on one device, replicas included."""
-        config, heads = self.model, self.layout.kv_heads_per_device
-        return 2 * config.num_layers * heads * config.head_dim * self.formats.kv_bytes
+        token_bytes = kv_token_bytes(self.layout, formats)
+        self._read_seconds = token_bytes * self._queueing / bandwidth
 
     def seconds(self, mode: Mode, work: Work) -> float:
         """Seconds of a step in a stream of steps, host work included where it does not hide."""

@@ -43,10 +43,3 @@ def abstract_pools(
     shape = pool_shape(num_blocks, kv_heads, block_size, layout.model.head_dim)
     pool = jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, pool_spec()))
     return [(pool, pool) for _ in range(layout.model.num_layers)]
-
-
-def block_bytes(layout: Layout, block_size: int, dtype: DTypeLike) -> int:
-    """Return the bytes that one block takes on one device, all layers, K and V."""
-    model = layout.model
-    row = layout.kv_heads_per_device * model.head_dim * jnp.dtype(dtype).itemsize
-    return 2 * model.num_layers * block_size * row

@@ -1,7 +1,9 @@
-"""How many KV blocks fit: from the memory that is really free after the weights."""
+"""The memory that devices really have, and have free."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from shiftjax.control.deployment import Devices
 from shiftjax.parallel.grid import Device
 
 # On a CPU the memory belongs to everybody and zeroing it takes time: no pool grows beyond this
@@ -9,19 +11,20 @@ from shiftjax.parallel.grid import Device
 CPU_SHARE = 0.25
 
 
-def device_memory(device: Device, num_devices: int) -> tuple[int, int]:
-    """Return (total, free) bytes of one device; virtual CPU devices share the host's evenly.
+def measure(devices: Sequence[Device]) -> Devices:
+    """Ask the first of these devices, which are alike; virtual ones share the host's evenly.
 
     Raises:
         RuntimeError: the backend does not say how much memory it has.
     """
-    if device.platform == "cpu":
+    first, count = devices[0], len(devices)
+    if first.platform == "cpu":
         total, available = host_memory()
-        return total // num_devices, int(available * CPU_SHARE) // num_devices
-    stats = device.memory_stats()
+        return Devices(count, total // count, int(available * CPU_SHARE) // count)
+    stats = first.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        raise RuntimeError(f"{device} does not report its memory; set num_blocks")
-    return stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
+        raise RuntimeError(f"{first} does not report its memory; set num_blocks")
+    return Devices(count, stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
 
 
 def host_memory() -> tuple[int, int]:
@@ -32,11 +35,3 @@ def host_memory() -> tuple[int, int]:
         int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
     )
     return total, available
-
-
-def num_blocks_for(
-    free_bytes: int, total_bytes: int, fraction: float, temporary_bytes: int, block_bytes: int
-) -> int:
-    """Return the blocks that fit beside a step's temporaries, leaving `1 - fraction` of all."""
-    room = free_bytes - int((1 - fraction) * total_bytes) - temporary_bytes
-    return max(0, room // block_bytes)

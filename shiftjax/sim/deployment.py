@@ -1,19 +1,25 @@
-"""A deployment on a modelled machine: how a model is spread, what fits, how steps are chosen."""
+"""Deployments on a modelled machine: which are compared, what they hold, how steps are chosen."""
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
-from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, base_rule
-from shiftjax.control.policy import CostPolicy, Policy, make_policy
-from shiftjax.costs.buckets import Bucket, doubling, make_buckets
+from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, SERVER_BUDGETS, EngineConfig
+from shiftjax.control.deployment import Deployment, Devices, base_rule, resolve
+from shiftjax.control.policy import Policy, make_policy
+from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
+from shiftjax.costs.machine_files import load_machine
+from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+
+SIMULATED = MappingProxyType({"weights": "alias", "preemption": "recompute"})
+"""Settings of which the replay knows one value."""
 
 
 @dataclass(frozen=True)
@@ -25,79 +31,81 @@ class Target:
     engine: EngineOverhead
     formats: Formats
 
+    @property
+    def devices(self) -> Devices:
+        """The machine's, with all of their memory free."""
+        memory = int(self.machine.memory_bytes)
+        return Devices(self.machine.num_devices, memory, memory)
 
-@dataclass(frozen=True)
-class Deployment:
-    """`dp` replicas of `sp * tp` devices each; budgets are a replica's.
+
+def deploy(
+    target: Target, name: str, mesh: tuple[int, int, int], policy: str, **settings: Any
+) -> Deployment:
+    """A deployment on a mesh (DP, SP, TP) as an engine of the target's kind makes it.
 
     `policy` chooses the mode of a step: base, shift, threshold, cost, or oracle (the mode that
-    is quicker in hindsight).
+    is quicker in hindsight). Budgets that `settings` lack are a server's, not the engine's own.
     """
+    dp, *degrees = mesh
+    own = {"threshold": DEFAULT_SHIFT_THRESHOLD, **SERVER_BUDGETS, **settings}
+    if target.engine.pads_to_buckets:
+        own["token_buckets"] = doubling(own["max_num_batched_tokens"])
+    return Deployment(
+        name=name,
+        layout=Layout(target.model, *degrees),
+        formats=target.formats,
+        dp=dp,
+        policy=policy,
+        max_model_len=target.model.max_position_embeddings,
+        weights="replicate" if target.engine.copies_shift_weights else "alias",
+        **own,
+    )
 
-    name: str
-    dp: int
-    sp: int
-    tp: int
-    policy: str
-    threshold: int = DEFAULT_SHIFT_THRESHOLD
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    block_size: int = 16
-    memory_fraction: float = 0.9
-    prefix_caching: bool = True
 
+def deploy_config(target: Target, config: EngineConfig) -> Deployment:
+    """What the engine would be with these settings on the target's machine.
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one device, and the tokens that the KV cache of one replica holds."""
-
-    weight_bytes: int
-    shift_weight_bytes: int  # of a second copy, where the engine keeps one
-    workspace_bytes: int
-    kv_bytes: int
-    num_kv_tokens: int
+    Raises ConfigError, also for settings that are not simulated.
+    """
+    given = config.flat()
+    wrong = [
+        f"{name} = {given[name]} is not simulated, only {value} is: drop it"
+        for name, value in SIMULATED.items()
+        if given[name] != value
+    ]
+    believed = config.scheduler.machine
+    if believed is not None and load_machine(believed) != target.machine:
+        name = target.machine.name
+        wrong.append(f"machine = {believed} is not simulated on {name}: let them be the same")
+    if wrong:
+        raise ConfigError(wrong)
+    deployment = resolve(config, target.model, target.devices)
+    return deployment.sized(memory_of(target, deployment))
 
 
 def cost_model(target: Target, deployment: Deployment) -> CostModel:
     """The costs of one replica."""
-    model, sp, tp, engine = target.model, deployment.sp, deployment.tp, target.engine
-    buckets: list[Bucket] = []
-    if engine.pads_to_buckets:
-        sizes = doubling(deployment.max_num_batched_tokens)
-        buckets = make_buckets(sizes, deployment.max_num_seqs, Layout(model, sp, tp))
-    return CostModel(model, sp, tp, target.machine, engine, target.formats, buckets)
+    return deployment.costs(target.machine, target.engine)
 
 
 def memory_of(target: Target, deployment: Deployment) -> Memory:
-    """What a device holds. `num_kv_tokens` is 0 or less where the weights leave no room."""
-    costs = cost_model(target, deployment)
-    layout, formats = costs.layout, target.formats
-    weights = weight_bytes(layout, formats)
-    shifts = deployment.sp > 1 and deployment.policy != "base"
-    strategy = "replicate" if target.engine.copies_shift_weights else "alias"
-    copy = shift_copy_bytes(layout, formats, strategy) if shifts else 0
-    activations = _activation_bytes(target, deployment, layout)
-    logits = 3 * deployment.max_num_seqs * layout.vocab_size * 4 // layout.num_devices
-    workspace = int(target.engine.reserved_bytes) + activations + logits
-    room = int(target.machine.memory_bytes * deployment.memory_fraction)
-    kv = room - weights - copy - workspace
-    return Memory(weights, copy, workspace, kv, kv // costs.kv_token_bytes)
+    """What a device holds; `kv_bytes` are those of the blocks, where their number is known.
 
-
-def _activation_bytes(target: Target, deployment: Deployment, layout: Layout) -> int:
-    """Temporaries of the largest step of the hungrier mode: BASE splits its tokens over SP.
-
-    An engine that compiles every size in both modes keeps room for SHIFT's largest step, too;
-    another needs only what a threshold lets through.
+    Raises ConfigError where these do not fit.
     """
-    hidden, inner = target.model.hidden_size, layout.intermediate_size
-    tokens = deployment.max_num_batched_tokens
-    numbers = -(-tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
-    if layout.sp > 1 and deployment.policy != "base":
-        bounded = deployment.policy == "threshold" and not target.engine.pads_to_buckets
-        shifted = min(tokens, deployment.threshold) if bounded else tokens
-        numbers = max(numbers, shifted * (4 * hidden + 3 * inner // layout.num_devices))
-    return numbers * target.formats.activation_bytes
+    workspace = int(target.engine.reserved_bytes) + deployment.temporary_bytes
+    memory = deployment.memory(target.devices, workspace)
+    if not deployment.num_blocks:
+        return memory
+    pool = deployment.num_blocks * deployment.block_bytes
+    if pool > memory.kv_bytes:
+        raise ConfigError(
+            [
+                f"num_blocks = {deployment.num_blocks} take {pool / 1e9:.1f} GB of a device, but "
+                f"{memory.kv_bytes / 1e9:.1f} GB are left on {target.machine.name}"
+            ]
+        )
+    return memory._replace(kv_bytes=pool)
 
 
 def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment]:
@@ -109,10 +117,10 @@ def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment
     devices = target.machine.num_devices
     tp = least_tp(target)
     sp = devices // tp
-    base = Deployment("sp", 1, sp, tp, "base", **budgets)
+    base = deploy(target, "sp", (1, sp, tp), "base", **budgets)
     return {
-        "dp": Deployment("dp", sp, 1, tp, "base", **budgets),
-        "tp": Deployment("tp", 1, 1, devices, "base", **budgets),
+        "dp": deploy(target, "dp", (sp, 1, tp), "base", **budgets),
+        "tp": deploy(target, "tp", (1, 1, devices), "base", **budgets),
         "sp": base,
         "shift": replace(base, name="shift", policy="threshold"),
         "cost": replace(base, name="cost", policy="cost"),
@@ -141,9 +149,5 @@ def modes_of(costs: CostModel, deployment: Deployment) -> tuple[Mode, ...]:
 
 def policy_of(deployment: Deployment, costs: CostModel, belief: CostModel) -> Policy:
     """The policy of a deployment. It decides by `belief`; an oracle knows the true `costs`."""
-    if deployment.policy == "oracle":
-        return CostPolicy(costs, margin=0.0)
-    try:
-        return make_policy(deployment.policy, deployment.threshold, belief)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from None
+    believed = costs if deployment.policy == "oracle" else belief
+    return make_policy(deployment.policy, deployment.threshold, believed)

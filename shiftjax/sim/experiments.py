@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from shiftjax.arch.formats import FORMATS, formats_of
+from shiftjax.control.deployment import Deployment
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
-from shiftjax.sim.deployment import Deployment, Target, cost_model, standard_deployments
+from shiftjax.sim.deployment import Target, cost_model, standard_deployments
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
 from shiftjax.sim.replay import Replay, replay
@@ -29,8 +30,8 @@ SYNTHETIC: Mapping[str, Callable[..., list[TraceRequest]]] = {
 def target_from(options: Mapping[str, Any]) -> Target:
     """A target from names: model, machine, engine, dtype, kv_cache_dtype. Raises ConfigError."""
     dtype = options.get("dtype") or "bfloat16"
-    kv = options.get("kv_cache_dtype") or dtype
-    wrong = [name for name in (dtype, kv) if name not in FORMATS]
+    kv = options.get("kv_cache_dtype") or "auto"
+    wrong = [name for name in (dtype, kv) if name not in (*FORMATS, "auto")]
     if wrong:
         raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMATS)}"])
     return Target(

@@ -3,16 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shiftjax.control.deployment import Deployment
+from shiftjax.costs.memory import Memory
 from shiftjax.costs.step import CostModel, Work
-from shiftjax.sim.deployment import (
-    Deployment,
-    Memory,
-    Target,
-    cost_model,
-    least_tp,
-    memory_of,
-    modes_of,
-)
+from shiftjax.sim.deployment import Target, cost_model, deploy, least_tp, memory_of, modes_of
 
 
 @dataclass(frozen=True)
@@ -120,11 +114,10 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     sizes = [size for size in (2**k for k in range(devices.bit_length())) if devices % size == 0]
     most = target.model.num_heads
     return [
-        Deployment(
+        deploy(
+            target,
             f"dp{devices // (sp * tp)} sp{sp} tp{tp}",
-            devices // (sp * tp),
-            sp,
-            tp,
+            (devices // (sp * tp), sp, tp),
             "oracle" if sp > 1 else "base",
             **budgets,
         )
@@ -158,7 +151,7 @@ def recommend(target: Target, **budgets: Any) -> tuple[Deployment, str]:
     """The base configuration by the rule, with its threshold, and the reason in one sentence."""
     tp = least_tp(target)
     sp = target.machine.num_devices // tp
-    shifting = Deployment("recommended", 1, sp, tp, "threshold", **budgets)
+    shifting = deploy(target, "recommended", (1, sp, tp), "threshold", **budgets)
     memory, costs = memory_of(target, shifting), cost_model(target, shifting)
     threshold = shift_threshold(costs) if sp > 1 else 0
     weights = (memory.weight_bytes + memory.shift_weight_bytes) / 1e9

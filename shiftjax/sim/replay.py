@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shiftjax.control.admission import RequestLimits
+from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine, Failure, Lane
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import (
@@ -24,11 +24,9 @@ from shiftjax.control.request import (
     StepPlan,
 )
 from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.step import CostModel
-from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Deployment, Target, cost_model, memory_of, modes_of, policy_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, policy_of
 from shiftjax.sim.trace import TraceRequest
 
 MAX_ROWS = 1 << 16
@@ -166,31 +164,13 @@ def make_engine(
 ) -> tuple[Engine, list[CostRunner]]:
     """An engine on virtual devices, and these. Raises ConfigError where the model does not fit."""
     costs, memory = cost_model(target, deployment), memory_of(target, deployment)
-    num_blocks = memory.num_kv_tokens // deployment.block_size
-    if num_blocks < 2:
-        raise ConfigError(
-            [
-                f"{deployment.name}: {memory.weight_bytes / 1e9:.0f} GB of weights a device leave "
-                f"no KV cache on {target.machine.name}; use more TP"
-            ]
-        )
-    budgets = SchedulerConfig(
-        num_blocks,
-        deployment.block_size,
-        deployment.max_num_seqs,
-        deployment.max_num_batched_tokens,
-        prefix_caching=deployment.prefix_caching,
-    )
-    config = target.model
-    limits = RequestLimits(
-        config.vocab_size, config.max_position_embeddings, (num_blocks - 1) * deployment.block_size
-    )
+    sized = deployment.with_blocks(memory.num_kv_tokens // deployment.block_size, memory)
     in_step = target.engine.replicas_in_step
     runners = [CostRunner(costs, clock, own_host=in_step) for _ in range(deployment.dp)]
     engine = Engine(
-        [Lane(Scheduler(budgets), runner, modes_of(costs, deployment)) for runner in runners],
+        [Lane(Scheduler(sized.budgets), runner, modes_of(costs, deployment)) for runner in runners],
         policy_of(deployment, costs, belief or costs),
-        limits,
+        sized.limits,
         overlap=target.engine.overlaps,
         clock=clock,
         wait=clock.wait_for_all if in_step else clock.wait_for_one,

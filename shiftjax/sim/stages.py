@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shiftjax.costs.step import CostModel, Work, pipeline_seconds
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import Deployment, Target, memory_of
+from shiftjax.sim.deployment import Target, deploy, memory_of
 from shiftjax.sim.planning import Workload
 
 
@@ -50,9 +50,10 @@ def decode_rate(
     The resident sequences are as many as the KV cache holds on average; each micro-batch is 1/PP
     of them.
     """
-    deployment = Deployment("", 1, 1, stages.tp, "base", max_num_seqs=max_num_seqs)
+    one = _one_stage(target, stages)
+    deployment = deploy(one, "", (1, 1, stages.tp), "base", max_num_seqs=max_num_seqs)
     length = workload.num_prompt_tokens + workload.num_output_tokens / 2
-    tokens = memory_of(_one_stage(target, stages), deployment).num_kv_tokens
+    tokens = memory_of(one, deployment).num_kv_tokens
     each = int(min(tokens / length, max_num_seqs) / stages.pp)
     if each < 1:
         return 0.0

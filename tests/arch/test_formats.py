@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from shiftjax.arch.formats import AUTO, DTYPES, FORMATS, Formats, dtype_of, formats_of
+from shiftjax.arch.formats import AUTO, DTYPES, FORMATS, Formats, formats_of
 from shiftjax.config import CacheOptions, ModelOptions
 
 
@@ -28,16 +28,16 @@ def test_formats_have_their_bytes_and_their_numpy_types():
 @pytest.mark.parametrize(
     ("weights", "kv", "expected"),
     [
-        ("float32", None, Formats("float32", "float32", "float32")),
+        ("float32", "auto", Formats("float32", "float32", "float32")),
         ("bfloat16", "float16", Formats("bfloat16", "float16", "bfloat16")),
-        ("fp8", None, Formats("fp8", "fp8", AUTO)),
+        ("fp8", "auto", Formats("fp8", "fp8", AUTO)),
     ],
 )
 def test_scaled_weights_are_computed_with_in_another_format(weights, kv, expected):
     assert formats_of(weights, kv) == expected
 
 
-def test_auto_is_what_the_caller_says():
-    assert dtype_of("auto") == DTYPES[AUTO]
-    assert dtype_of("auto", DTYPES["float16"]) == DTYPES["float16"]
-    assert dtype_of("float32", DTYPES["float16"]) == DTYPES["float32"]
+def test_auto_is_the_quickest_and_for_kv_that_of_the_weights():
+    assert formats_of() == Formats(AUTO, AUTO, AUTO)
+    assert formats_of("auto", "float16") == Formats(AUTO, "float16", AUTO)
+    assert formats_of("float16") == Formats("float16", "float16", "float16")

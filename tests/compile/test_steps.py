@@ -21,10 +21,10 @@ from hlo import (
     weight_moves,
 )
 
+from shiftjax.arch.formats import formats_of
 from shiftjax.arch.weights import num_parameters
-from shiftjax.config import base_rule
-from shiftjax.device.pool import block_bytes
-from shiftjax.device.sizing import num_blocks_for
+from shiftjax.control.deployment import base_rule
+from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
@@ -177,9 +177,11 @@ def kv_tokens(case: Case, compiled: Compiler) -> int:
     steps = [compiled(case._replace(mode=mode)) for mode in modes_of(case.sp)]
     temporaries = max(one.temporary_bytes for one in steps)
     layout = Layout(llama_70b(NUM_LAYERS, case.size), case.sp, case.tp)
-    each = block_bytes(layout, BLOCK_SIZE, case.kv_dtype)
-    free = int(H200_BYTES) - resident_bytes(case, compiled.devices)
-    return BLOCK_SIZE * num_blocks_for(free, int(H200_BYTES), MEMORY_FRACTION, temporaries, each)
+    each = BLOCK_SIZE * kv_token_bytes(
+        layout, formats_of(kv="fp8" if case.size == "fp8" else "auto")
+    )
+    room = int(MEMORY_FRACTION * H200_BYTES) - resident_bytes(case, compiled.devices)
+    return BLOCK_SIZE * max(0, (room - temporaries) // each)
 
 
 @pytest.mark.parametrize("size", ["bf16", "fp8"])

@@ -14,7 +14,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.memory import weight_bytes
+from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.costs.step import (
     CostModel,
     Work,
@@ -141,7 +141,7 @@ def test_the_breakdown_adds_up(mode, work):
 def test_attention_reads_the_context_of_decodes_and_computes_the_pairs_of_chunks():
     model = costs(machine=replace(PLAIN, matmul_flops={"float32": 1000.0}))
     token = 2 * 2 * 4 * 8 * 4  # k and v, layers, KV heads, head_dim, bytes
-    assert model.kv_token_bytes == token
+    assert kv_token_bytes(model.layout, model.formats) == token
     pair = 4 * 2 * 8 * 8 / 1000.0  # FLOP per pair of all layers and heads, over FLOP/s
     base = model.breakdown(model.layout.base, Work(1, 0, 1, 0, 0, 0)).attention
     decode = model.breakdown(model.layout.base, Work(1, 0, 1, 10, 0, 0)).attention

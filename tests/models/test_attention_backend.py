@@ -16,6 +16,7 @@ from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.reference import ragged_paged_attention
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
+from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
@@ -181,9 +182,9 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
             layout, FEW_BLOCKS, block_size, kv_scales=scales, interpret=INTERPRETED
         )
 
-    pool_dtype = np.dtype(kv_dtype if name == "pallas" else "bfloat16")
-    monkeypatch.setattr("shiftjax.build.choose_attention", choose)
-    monkeypatch.setattr("shiftjax.build.kv_dtype", lambda *_: pool_dtype)
+    formats = Formats(kv="fp8" if (name, kv_dtype) == ("pallas", FP8.name) else "bfloat16")
+    monkeypatch.setattr("shiftjax.device.groups.choose_attention", choose)
+    monkeypatch.setattr("shiftjax.control.deployment.formats_of", lambda *_: formats)
     # One step at a time: the interpreter keeps the state of a kernel outside of the program.
     options = {"block_size": 16, "num_blocks": 32, "token_buckets": [32], "overlap": False}
     built = engines.make(directory, 1, 1, dtype="bfloat16", **options)

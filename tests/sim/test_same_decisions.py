@@ -16,7 +16,7 @@ from shiftjax.control.policy import ThresholdPolicy
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.sim.deployment import Deployment, Target, cost_model
+from shiftjax.sim.deployment import Target, cost_model, deploy
 from shiftjax.sim.replay import Clock, CostRunner, serve
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 8, [9] * 20, [5, 6, 7] * 4 + [1], [3] * 30, [8, 2] * 9]
@@ -88,13 +88,13 @@ def test_the_simulator_makes_the_plans_of_the_device_engine(dp):
     on_devices = record(built.engine, built.runners, Clock(), step_seconds)
     no_host = {"host_seconds": 0.0, "host_seconds_per_sequence": 0.0}
     engine = replace(load_engine("shiftjax"), **no_host)  # the step times are all there is
-    target = Target(built.layout.model, load_machine("cpu"), engine, Formats())
-    costs = cost_model(target, Deployment("", dp, 2, 2, "threshold", max_num_seqs=6))
+    target = Target(built.deployment.layout.model, load_machine("cpu"), engine, Formats())
+    costs = cost_model(target, deploy(target, "", (dp, 2, 2), "threshold", max_num_seqs=6))
     clock = Clock()
     simulated = record(
         built.engine, [CostRunner(costs, clock, step_seconds) for _ in range(dp)], clock
     )
     assert sum(map(len, on_devices)) > 15 and all(on_devices)
     for plans in on_devices:
-        assert {mode for _, mode, _ in plans} == set(built.layout.modes)
+        assert {mode for _, mode, _ in plans} == set(built.deployment.layout.modes)
     assert simulated == on_devices

@@ -6,7 +6,7 @@ import pytest
 
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import Deployment, cost_model
+from shiftjax.sim.deployment import cost_model, deploy
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.planning import Workload
 from shiftjax.sim.stages import (
@@ -28,7 +28,7 @@ def target(machine="a10x8", model="qwen-32b"):
 
 def test_one_stage_is_a_plain_replica():
     one, stages = target("a100x8", "llama-8b"), Stages(4, 2, 1)
-    costs = cost_model(one, Deployment("", 1, 1, 2, "base"))
+    costs = cost_model(one, deploy(one, "", (1, 1, 2), "base"))
     work = Work(8192, 1, 1, 0, 8192, 8192 * 3000 // 2)
     expected = 4 * 8192 / costs.seconds(costs.layout.shift, work)
     assert prefill_rate(one, stages, WORKLOAD) == pytest.approx(expected)

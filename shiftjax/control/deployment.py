@@ -1,0 +1,282 @@
+"""What the settings come to for one model on one machine: resolved once, read by all. No JAX.
+
+The engine is built from a `Deployment`; `check`, `plan` and the simulator ask the same one what
+it holds and does, with the memory of real devices or of a machine file.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import Formats, formats_of
+from shiftjax.config import EngineConfig, ParallelOptions
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.costs.buckets import Bucket, doubling, make_buckets
+from shiftjax.costs.machine import EngineOverhead, Machine
+from shiftjax.costs.memory import (
+    Memory,
+    kv_token_bytes,
+    shift_copy_bytes,
+    temporary_bytes,
+    weight_bytes,
+)
+from shiftjax.costs.step import CostModel
+from shiftjax.options import ConfigError
+from shiftjax.parallel.grid import Grid
+from shiftjax.parallel.layout import Layout
+
+WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
+
+
+class Devices(NamedTuple):
+    """The devices of a machine, and the memory of each."""
+
+    num_devices: int
+    total_bytes: int
+    free_bytes: int  # before weights are loaded
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on `dp` groups of devices, in number formats, with the budgets of a group.
+
+    `weights` is how SHIFT comes by its weights. An engine without `token_buckets` has steps of
+    any size. `num_blocks` counts the null block; 0: as many as fit.
+    """
+
+    name: str  # in tables
+    layout: Layout  # the model, SP and TP
+    formats: Formats
+    dp: int
+    policy: str
+    threshold: int  # of policy="threshold": steps of more tokens run in BASE
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    token_buckets: tuple[int, ...] = ()
+    weights: str = "alias"
+    block_size: int = 16
+    num_blocks: int = 0
+    memory_fraction: float = 0.9
+    prefix_caching: bool = True
+    preemption: Literal["recompute", "swap"] = "recompute"
+    num_host_blocks: int = 0
+
+    @property
+    def sp(self) -> int:
+        """The units of a group."""
+        return self.layout.sp
+
+    @property
+    def tp(self) -> int:
+        """How many ways a unit splits the weights."""
+        return self.layout.tp
+
+    @property
+    def grid(self) -> Grid:
+        """The devices of all groups."""
+        return Grid(self.tp, self.sp * self.dp)
+
+    @property
+    def mesh(self) -> str:
+        """For people."""
+        return f"dp={self.dp} sp={self.sp} tp={self.tp}"
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The sizes of steps, smallest first."""
+        return make_buckets(self.token_buckets, self.max_num_seqs, self.layout)
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """KV blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block on one device."""
+        return self.block_size * kv_token_bytes(self.layout, self.formats)
+
+    @property
+    def budgets(self) -> SchedulerConfig:
+        """What the scheduler of a group may give away."""
+        model = self.layout.model
+        return SchedulerConfig(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            eos_token_ids=model.eos_token_ids,
+            model=model.name,
+            prefix_caching=self.prefix_caching,
+            preemption=self.preemption,
+            num_host_blocks=self.num_host_blocks,
+        )
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request may ask for."""
+        model = self.layout.model
+        return RequestLimits(
+            vocab_size=model.vocab_size,
+            max_model_len=self.max_model_len,
+            num_kv_tokens=(self.num_blocks - 1) * self.block_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    def costs(self, machine: Machine, engine: EngineOverhead) -> CostModel:
+        """The seconds of a group's steps on a machine."""
+        layout, formats = self.layout, self.formats
+        return CostModel(layout.model, layout.sp, layout.tp, machine, engine, formats, self.buckets)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Estimate the temporaries of the largest step, before it is compiled.
+
+        Where sizes are padded, SHIFT's largest step has room, too; elsewhere only one that a
+        threshold lets through.
+        """
+        most = shifted = self.max_num_batched_tokens
+        if self.sp == 1 or self.policy == "base":
+            shifted = 0
+        elif self.policy == "threshold" and not self.token_buckets:
+            shifted = min(most, self.threshold)
+        return temporary_bytes(self.layout, self.formats, most, shifted, self.max_num_seqs)
+
+    def memory(self, devices: Devices, workspace_bytes: int | None = None) -> Memory:
+        """What a device holds, and what is left for KV; `workspace_bytes` None: the estimate."""
+        layout, formats = self.layout, self.formats
+        weights, copy = weight_bytes(layout, formats), 0
+        if self.policy != "base":
+            copy = shift_copy_bytes(layout, formats, self.weights)
+        workspace = self.temporary_bytes if workspace_bytes is None else workspace_bytes
+        used = devices.total_bytes - devices.free_bytes
+        room = int(self.memory_fraction * devices.total_bytes) - used
+        kv = room - weights - copy - workspace
+        return Memory(weights, copy, workspace, kv, kv_token_bytes(layout, formats))
+
+    def sized(self, memory: Memory) -> "Deployment":
+        """With KV blocks: as configured, or what fits, but never more than could be used."""
+        if self.num_blocks:
+            return self
+        fits = stable(max(0, memory.num_kv_tokens // self.block_size))
+        return self.with_blocks(min(fits, 1 + self.max_num_seqs * self.blocks_per_seq), memory)
+
+    def with_blocks(self, num_blocks: int, memory: Memory) -> "Deployment":
+        """With so many KV blocks. Raises ConfigError where that is none but the null block."""
+        if num_blocks >= 2:
+            return replace(self, num_blocks=num_blocks)
+        held = (memory.weight_bytes + memory.shift_weight_bytes) / 1e9
+        raise ConfigError(
+            [
+                f"{self.name}: {held:.1f} GB of weights a device leave no memory for KV blocks: "
+                "use more TP, more devices or a smaller model"
+            ]
+        )
+
+
+def stable(count: int) -> int:
+    """Round down to 4 significant bits, so that starts on a busy machine agree.
+
+    The pool's size is part of every compiled program, and so of its key in the compilation cache.
+    """
+    shift = max(0, count.bit_length() - 4)
+    return count >> shift << shift
+
+
+def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deployment:
+    """What the settings come to. Raises ConfigError where model or machine cannot take them."""
+    problems = check_model(config, model, devices.num_devices)
+    if problems:
+        raise ConfigError(problems)
+    cache, scheduler = config.cache, config.scheduler
+    formats = formats_of(config.model.dtype, cache.kv_cache_dtype)
+    sizes = config.compile.token_buckets or doubling(scheduler.max_num_batched_tokens)
+    return Deployment(
+        name="config",
+        layout=Layout(model, *choose_degrees(config.parallel, model, formats, devices)),
+        formats=formats,
+        dp=config.parallel.dp,
+        policy=scheduler.policy,
+        threshold=scheduler.threshold_tokens,
+        max_model_len=config.model.max_model_len or model.max_position_embeddings,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        token_buckets=sizes,
+        weights=config.parallel.weights,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks or 0,
+        memory_fraction=cache.memory_fraction,
+        prefix_caching=cache.prefix_caching,
+        preemption=cache.preemption,
+        num_host_blocks=cache.num_host_blocks,
+    )
+
+
+def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:
+    """What is wrong with `config` for this model on a machine of `num_devices` devices."""
+    limit, wanted = model.max_position_embeddings, config.model.max_model_len
+    parallel = config.parallel
+    degree = (parallel.sp or 1) * (parallel.tp or 1)
+    if parallel.devices:
+        degree = parallel.devices // parallel.dp
+    used = degree * parallel.dp
+    problems = []
+    if wanted is not None and wanted > limit:
+        problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
+    if model.experts is not None:
+        problems.append(f"{model.name} has experts: it can be planned for, but not loaded")
+    if used > num_devices:
+        problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
+    if degree > model.num_heads:
+        problems.append(
+            f"sp * tp = {degree} is more than {model.name}'s {model.num_heads} query heads: "
+            "some devices would hold none"
+        )
+    return problems
+
+
+def base_rule(num_bytes: int, memory_bytes_per_device: int, num_devices: int) -> tuple[int, int]:
+    """(sp, tp) by the rule: the least TP whose share of `num_bytes` fits, the rest SP.
+
+    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory. Raises
+    ConfigError when not even TP = num_devices fits.
+    """
+    room = int(WEIGHT_SHARE * memory_bytes_per_device)
+    for tp in range(1, num_devices + 1):
+        if num_devices % tp == 0 and num_bytes <= room * tp:
+            return num_devices // tp, tp
+    raise ConfigError(
+        [
+            f"the weights ({num_bytes / 2**30:.1f} GiB) do not fit: {num_devices} devices offer "
+            f"{room / 2**30:.1f} GiB each for weights; use more devices or a smaller dtype"
+        ]
+    )
+
+
+def choose_degrees(
+    parallel: ParallelOptions,
+    model: ModelConfig,
+    formats: Formats,
+    devices: Devices,
+) -> tuple[int, int]:
+    """(sp, tp) of a group: as configured; what is left open follows `base_rule`.
+
+    Where the degrees leave it open, a group is the largest number of devices that all have a
+    query head, a divisor of the machine's share if there is one. The options have passed
+    `check_model`.
+    """
+    sp, tp = parallel.sp, parallel.tp
+    if sp and tp:
+        return sp, tp
+    group = (parallel.devices or devices.num_devices) // parallel.dp
+    fixed = sp or tp or 1
+    sizes = range(fixed, min(group, model.num_heads) + 1, fixed)
+    size = max(sizes, key=lambda size: (group % size == 0, size))
+    if sp:
+        return sp, size // sp
+    if tp:
+        return size // tp, tp
+    return base_rule(weight_bytes(Layout(model, 1, 1), formats), devices.total_bytes, size)

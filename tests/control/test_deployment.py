@@ -1,0 +1,80 @@
+"""What settings come to: the mesh, what fits, and the same answers whoever asks."""
+
+from dataclasses import replace
+
+import pytest
+
+from shiftjax.arch.config import Experts, ModelConfig
+from shiftjax.arch.formats import Formats
+from shiftjax.config import EngineConfig, ParallelOptions
+from shiftjax.control.deployment import Devices, base_rule, check_model, choose_degrees
+from shiftjax.options import ConfigError
+
+MODEL = ModelConfig("tiny", "llama", 1000, 576, 1536, 30, 9, 3, 64, 8192)
+FORMATS = Formats()
+
+
+@pytest.mark.parametrize(
+    ("options", "num_devices", "fragments"),
+    [
+        ({"sp": 4, "tp": 2}, 8, []),
+        ({"max_model_len": 8192}, 1, []),
+        ({"max_model_len": 8193}, 1, ["max_model_len = 8193 is beyond tiny's 8192 positions"]),
+        ({"sp": 4, "tp": 2}, 4, ["8 devices are asked for, but this machine has 4"]),
+        ({"tp": 2, "dp": 4}, 4, ["8 devices are asked for, but this machine has 4"]),
+        ({"devices": 9}, 8, ["9 devices are asked for, but this machine has 8"]),
+        ({"tp": 16}, 16, ["sp * tp = 16 is more than tiny's 9 query heads"]),
+        ({"devices": 16}, 16, ["sp * tp = 16 is more than tiny's 9 query heads"]),
+        ({"tp": 10, "max_model_len": 9000}, 9, ["positions", "10 devices", "query heads"]),
+    ],
+)
+def test_what_the_model_and_the_machine_refuse(options, num_devices, fragments):
+    problems = check_model(EngineConfig.from_options(**options), MODEL, num_devices)
+    assert len(problems) == len(fragments)
+    for problem, fragment in zip(problems, fragments, strict=True):
+        assert fragment in problem
+
+
+def test_a_model_with_experts_is_refused_with_its_name():
+    config = EngineConfig.from_options(model="m")
+    problems = check_model(config, replace(MODEL, experts=Experts(4, 1, 64)), 8)
+    assert problems == [f"{MODEL.name} has experts: it can be planned for, but not loaded"]
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("weight_gib", "num_devices", "expected"),
+    [(1, 8, (8, 1)), (48, 8, (8, 1)), (49, 8, (4, 2)), (140, 8, (2, 4)), (70, 6, (3, 2))],
+)
+def test_the_base_is_the_least_tp_that_fits(weight_gib, num_devices, expected):
+    assert base_rule(weight_gib * GIB, 80 * GIB, num_devices) == expected
+
+
+def test_tp_is_a_divisor_even_where_a_smaller_number_would_fit():
+    assert base_rule(150 * GIB, 80 * GIB, 6) == (1, 6)  # 4 would be enough
+
+
+def test_weights_that_fit_nowhere_are_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"400\.0 GiB.*8 devices offer 48\.0 GiB"):
+        base_rule(400 * GIB, 80 * GIB, 8)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "num_devices", "expected"),
+    [
+        (ParallelOptions(), 8, (8, 1)),
+        (ParallelOptions(), 16, (8, 1)),  # 9 heads: a group of 8 of the 16 devices
+        (ParallelOptions(dp=2), 8, (4, 1)),
+        (ParallelOptions(devices=4), 8, (4, 1)),
+        (ParallelOptions(sp=2), 8, (2, 4)),
+        (ParallelOptions(sp=2), 9, (2, 4)),
+        (ParallelOptions(tp=8), 8, (1, 8)),
+        (ParallelOptions(tp=2, dp=2), 8, (2, 2)),
+        (ParallelOptions(sp=1, tp=2), 8, (1, 2)),
+    ],
+)
+def test_degrees_that_are_left_open_use_the_devices(parallel, num_devices, expected):
+    devices = Devices(num_devices, 80 * GIB, 80 * GIB)
+    assert choose_degrees(parallel, MODEL, FORMATS, devices) == expected
