@@ -115,3 +115,21 @@ def forward(
     hidden, logits, pools = jax.jit(mapped)(params, pools, inputs)
     n, vocab = len(token_ids), source.config.vocab_size
     return [np.asarray(h)[:n] for h in hidden], np.asarray(logits)[:n, :vocab], pools
+
+
+def held_bytes(arrays: list[jax.Array]) -> dict[jax.Device, int]:
+    """Memory of the arrays on each device; what several of them share counts once."""
+    ranges: dict[jax.Device, list[tuple[int, int]]] = {}
+    for shard in (shard for array in arrays for shard in array.addressable_shards):
+        start = shard.data.unsafe_buffer_pointer()
+        ranges.setdefault(shard.device, []).append((start, start + shard.data.nbytes))
+    return {device: covered(spans) for device, spans in ranges.items()}
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """The length of a union of intervals."""
+    total = end = 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.bench.compiled import collective_bytes
 from shiftjax.control.deployment import Deployment
-from shiftjax.costs.buckets import make_buckets
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
@@ -132,29 +131,18 @@ def _uncached() -> Iterator[None]:
 
 def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int) -> Compiled:
     """Compile the largest step of a deployment with so many layers."""
-    import numpy as np
-
-    from shiftjax.device.mesh import make_mesh
-    from shiftjax.device.mode_weights import ModeWeights
-    from shiftjax.device.place import define
-    from shiftjax.device.pool import PoolOptions, abstract_pools
+    from shiftjax.device.groups import define_steps, pool_of
+    from shiftjax.device.pool import abstract_pools
     from shiftjax.device.programs import abstract_inputs
-    from shiftjax.device.step import StepDef
-    from shiftjax.models.attention_backend import choose_attention
 
     config = replace(deployment.layout.model, num_layers=num_layers)
     layout, formats = replace(deployment.layout, model=config), deployment.formats
-    devices = _devices(_chip(target), layout.num_devices)
-    dtype, kv = np.dtype(formats.weights), np.dtype(formats.kv)
-    (bucket,) = make_buckets([deployment.max_num_batched_tokens], deployment.max_num_seqs, layout)
-    block = deployment.block_size
-    attention = choose_attention(layout, devices[0], dtype, kv, block)
-    mesh = make_mesh(devices, layout.sp, layout.tp)
-    weights = ModeWeights(define(config, layout, dtype), layout, "alias")
-    step = StepDef(weights, mesh, bucket.rows, attention)
-    length = -(-deployment.max_num_batched_tokens // block)
-    pool = PoolOptions(1 + length, block, length, kv)
-    pools = abstract_pools(mesh, layout, pool.num_blocks, block, kv)
+    tokens = deployment.max_num_batched_tokens
+    one = replace(deployment, layout=layout, dp=1, weights="alias", token_buckets=(tokens,))
+    one = replace(one, max_model_len=tokens)
+    (bucket,), pool = one.buckets, pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
+    (step,) = define_steps(one, _devices(_chip(target), layout.num_devices))
+    pools = abstract_pools(step.mesh, layout, pool.num_blocks, pool.block_size, pool.dtype)
     inputs = abstract_inputs(step, pool, bucket)
     with _uncached():
         compiled = step.compile(mode, pools, *inputs)

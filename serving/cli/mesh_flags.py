@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shiftjax.config import SETTINGS
+from shiftjax.config import SERVER_BUDGETS, SETTINGS
 from shiftjax.costs.machine_files import engine_names, machine_names
 
 Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
+MODEL, COMPARED = "llama-70b", "dp,tp,sp,shift"
+_CONFIG = "the engine's settings: `config` in the table; flags win over it, all else follows it"
 
 
 def add_commands(subparsers: Any, add: Add) -> None:
@@ -44,7 +46,8 @@ def _add_simulate(commands: Any, add: Add) -> None:
     _add_target(parser)
     parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
     parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
-    parser.add_argument("--compare", default="dp,tp,sp,shift", help="deployments, comma-separated")
+    text = f"deployments, comma-separated; default {COMPARED}, with --config also config"
+    parser.add_argument("--compare", help=text)
     parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
     parser.add_argument(
         "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"
@@ -59,14 +62,14 @@ _SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat f
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     machines, engines = ", ".join(machine_names()), ", ".join(engine_names())
-    parser.add_argument("--model", default="llama-70b", help="preset, default llama-70b")
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG)
+    parser.add_argument("--model", help=f"preset, default {MODEL}")
     parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
     parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
     dtypes = ", ".join((*SETTINGS["dtype"].choices[1:], "fp8"))  # the first is "auto"
-    parser.add_argument("--dtype", default="bfloat16", help=f"of weights: {dtypes}")
+    parser.add_argument("--dtype", help=f"of weights, default bfloat16: {dtypes}")
     parser.add_argument("--kv-cache-dtype", help="default: that of the weights")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="of a replica, default 256")
-    parser.add_argument("--block-size", type=int, default=16, help="of the KV cache, default 16")
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=8192, help="of a replica, default 8192"
-    )
+    parser.add_argument("--block-size", type=int, help="of the KV cache, default 16")
+    for name, default in SERVER_BUDGETS.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, help=f"of a replica, default {default}")

@@ -31,14 +31,12 @@ from serving.bench.steps import (
     measure,
     plan_of,
 )
-from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.policy import FixedPolicy, work_of
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
-from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError, shown, unknown_name
 from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices
@@ -205,14 +203,12 @@ def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[tuple[int, ..
 def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     (runner,) = built.runners
     layout, program = runner.step.layout, runner.programs[-1]
-    weights = str(runner.step.model.dtype)
     step = runner.compiled(program, mode)
     compiled = collective_bytes(step.as_text() or "")
-    formats = formats_of(weights, str(runner.pool.dtype))
+    formats = built.deployment.formats
     moves = step_collectives(layout, mode, *program.bucket, formats.activation_bytes)
-    buckets = [one.bucket for one in runner.programs]
     machine = load_machine(machine_of(device_kind(runner)))
-    costs = CostModel(layout.model, sp, tp, machine, load_engine("shiftjax"), formats, buckets)
+    costs = built.deployment.costs(machine, load_engine("shiftjax"))
     row = {"sp": sp, "tp": tp, "mode": mode.label, "bytes": sum(compiled.values())}
     row |= {"predicted_bytes": sum(m.num_bytes * m.num_times for m in moves)}
     memory = step.memory_analysis()

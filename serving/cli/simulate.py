@@ -2,13 +2,17 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from shiftjax.config import EngineConfig
+from serving.cli.mesh_flags import COMPARED, MODEL
+from serving.run.flags import read_settings
+from shiftjax.config import SERVER_BUDGETS, EngineConfig
+from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError
 from shiftjax.sim.columns import LATENCIES, percentiles
-from shiftjax.sim.deployment import Target, cost_model, standard_deployments
+from shiftjax.sim.deployment import Target, cost_model, deploy_config, standard_deployments
 from shiftjax.sim.experiments import (
     SYNTHETIC,
     as_text,
@@ -29,19 +33,50 @@ from shiftjax.sim.report import (
 from shiftjax.sim.trace import TraceRequest
 
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching")
+FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
 WINDOW = "0:900"
 METRICS = ("queue", *LATENCIES)
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
-def _budgets(arguments: argparse.Namespace) -> dict[str, int]:
-    budgets = {name: getattr(arguments, name) for name in BUDGETS}
-    wrong = [f"{name} must be at least 1, got {n}" for name, n in budgets.items() if n < 1]
+class Asked(NamedTuple):
+    """What is deployed on what, the settings of all deployments, and the one of --config."""
+
+    target: Target
+    settings: dict[str, Any]
+    own: list[Deployment]
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
+    flags = {name: getattr(arguments, name, None) for name in FLAGS}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    if getattr(arguments, "no_prefix_caching", False):
+        flags["prefix_caching"] = False
+    target = {"machine": arguments.machine, "engine": arguments.engine}
+    if arguments.config is None:
+        return Asked(target_from({"model": MODEL} | flags | target), _settings(flags), [])
+    config, _ = read_settings(flags, arguments.config)
+    target |= {"model": config.model.model.removeprefix("random:"), "dtype": config.model.dtype}
+    target |= {"kv_cache_dtype": config.cache.kv_cache_dtype}
+    asked = target_from(target)
+    overlaps = asked.engine.overlaps and config.scheduler.overlap
+    asked = replace(asked, engine=replace(asked.engine, overlaps=overlaps))
+    own = deploy_config(asked, config)
+    return Asked(asked, {name: getattr(own, name) for name in SHARED}, [own])
+
+
+def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the deployments to compare, from flags alone."""
+    known = {"shift_threshold": "threshold"} | {name: name for name in SHARED}
+    settings = {known[name]: value for name, value in flags.items() if name in known}
+    budgets = {**SERVER_BUDGETS, **settings}
+    wrong = [f"{n} must be at least 1, got {budgets[n]}" for n in BUDGETS if budgets.get(n, 1) < 1]
     if budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
         wrong.append("max_num_batched_tokens must be at least max_num_seqs")
     if wrong:
         raise ConfigError(wrong)
-    return budgets
+    return settings
 
 
 # ------------------------------------------------------------------ plan
@@ -51,13 +86,13 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     """Print what every (DP, SP, TP) would hold and do, and which one to take."""
     if min(arguments.input, arguments.output) < 1:
         raise ConfigError(["--input and --output must be at least 1 token"])
-    target, budgets = target_from(vars(arguments)), _budgets(arguments)
+    target, settings, own = _asked(arguments)
     workload = Workload(arguments.input, arguments.output)
-    deployments = all_deployments(target, **budgets)
+    deployments = [*own, *all_deployments(target, **settings)]
     estimates = [estimate(target, deployment, workload) for deployment in deployments]
     rows = [one.row() for one in estimates]
     print(as_text(rows))
-    best, reason = recommend(target, **budgets)
+    best, reason = recommend(target, **settings)
     print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
     print(reason)
     compiled = _compile(arguments, target, estimates)
@@ -108,15 +143,14 @@ def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
 
 def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Replay one trace through several deployments, at one or more rates."""
-    target, names = target_from(vars(arguments)), arguments.compare.split(",")
-    budgets = _budgets(arguments) | {"prefix_caching": not arguments.no_prefix_caching}
+    target, settings, own = _asked(arguments)
+    names = (arguments.compare or COMPARED).split(",")
     if arguments.shift_threshold is not None:
         if arguments.shift_threshold < 0:
             raise ConfigError(["--shift-threshold must be at least 0"])
-        if "shift" not in names:
+        if "shift" not in names and not own:
             raise ConfigError(["--shift-threshold is for shift, which --compare does not name"])
-        budgets["threshold"] = arguments.shift_threshold
-    deployments = choose_deployments(target, names, **budgets)
+    deployments = [*own, *choose_deployments(target, names, **settings)]
     requests = _trace(arguments)
     factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
     if min(factors) <= 0:
@@ -126,7 +160,7 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     print(as_text([_shown(row) for row in rows]))
     if arguments.out:
         write_rows(arguments.out, "simulate", rows)
-        report = Report(f"{arguments.trace}: {arguments.model} on {target.machine.name}")
+        report = Report(f"{arguments.trace}: {target.model.name} on {target.machine.name}")
         report.sweep("deployments", points, METRICS)
         report.save(arguments.out / "report.html")
     return 0

@@ -132,17 +132,23 @@ def _config_from(arguments: argparse.Namespace) -> EngineConfig:
 
     Every command reads both, so that one file and one environment do for all.
     """
+    given = {name: getattr(arguments, name, None) for name in (*SETTINGS, *SERVER_SETTINGS)}
+    config, arguments.server = read_settings(given, arguments.config)
+    return config
+
+
+def read_settings(given: Mapping[str, Any], path: str | None) -> tuple[EngineConfig, ServerOptions]:
+    """Settings from flags, those that are not None, from the environment and from a file."""
     from shiftjax.settings import read_config_file, resolve_with
 
-    given = {name: getattr(arguments, name, None) for name in (*SETTINGS, *SERVER_SETTINGS)}
     flags = {name: str(value) for name, value in given.items() if value is not None}
-    text = read_config_file(arguments.config) if arguments.config else ""
-    config, rest = resolve_with(SERVER_SETTINGS, flags, None, text, str(arguments.config))
-    arguments.server = ServerOptions(**rest)
-    problems = server_problems(arguments.server)
+    text = read_config_file(path) if path else ""
+    config, rest = resolve_with(SERVER_SETTINGS, flags, None, text, str(path))
+    server = ServerOptions(**rest)
+    problems = server_problems(server)
     if problems:
         raise ConfigError(problems)
-    return config
+    return config, server
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:

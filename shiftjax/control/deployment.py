@@ -172,7 +172,7 @@ class Deployment:
         raise ConfigError(
             [
                 f"{self.name}: {held:.1f} GB of weights a device leave no memory for KV blocks: "
-                "use more TP, more devices or a smaller model"
+                "use more TP, more devices, a smaller model or a larger memory_fraction"
             ]
         )
 

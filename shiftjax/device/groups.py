@@ -29,21 +29,26 @@ class Placed(NamedTuple):
     memory: GroupMemory
 
 
-def place(
-    deployment: Deployment, devices: Sequence[Device], source: TensorSource, progress: Progress
-) -> list[Placed]:
-    """Load the weights onto every group; groups are consecutive devices."""
+def define_steps(deployment: Deployment, devices: Sequence[Device]) -> list[StepDef]:
+    """What the steps of every group are; groups are consecutive devices. Nothing is allocated."""
     layout, grid = deployment.layout, deployment.grid
     dtype, kv = (FORMATS[n].dtype for n in (deployment.formats.weights, deployment.formats.kv))
     attention = choose_attention(layout, devices[0], dtype, kv, deployment.block_size)
     weights = ModeWeights(define(layout.model, layout, dtype), layout, deployment.weights)
-    groups, max_rows = grid.groups(layout.sp), deployment.buckets[-1].rows
-    stored = load(weights.model, layout, grid_mesh(devices, grid, groups), source, progress)
-    meshes = [group_mesh(devices, grid, group) for group in groups]
-    return [
-        Placed(StepDef(weights, mesh, max_rows, attention), GroupMemory(weights, stored, mesh))
-        for mesh in meshes
-    ]
+    max_rows = deployment.buckets[-1].rows
+    meshes = [group_mesh(devices, grid, group) for group in grid.groups(layout.sp)]
+    return [StepDef(weights, mesh, max_rows, attention) for mesh in meshes]
+
+
+def place(
+    deployment: Deployment, devices: Sequence[Device], source: TensorSource, progress: Progress
+) -> list[Placed]:
+    """Load the weights onto every group."""
+    steps, grid = define_steps(deployment, devices), deployment.grid
+    weights, layout = steps[0].weights, deployment.layout
+    mesh = grid_mesh(devices, grid, grid.groups(layout.sp))
+    stored = load(weights.model, layout, mesh, source, progress)
+    return [Placed(step, GroupMemory(weights, stored, step.mesh)) for step in steps]
 
 
 def compile_steps(

@@ -47,7 +47,8 @@ def deploy(
     is quicker in hindsight). Budgets that `settings` lack are a server's, not the engine's own.
     """
     dp, *degrees = mesh
-    own = {"threshold": DEFAULT_SHIFT_THRESHOLD, **SERVER_BUDGETS, **settings}
+    own: dict[str, Any] = {"threshold": DEFAULT_SHIFT_THRESHOLD, **SERVER_BUDGETS}
+    own |= {"max_model_len": target.model.max_position_embeddings} | settings
     if target.engine.pads_to_buckets:
         own["token_buckets"] = doubling(own["max_num_batched_tokens"])
     return Deployment(
@@ -56,7 +57,6 @@ def deploy(
         formats=target.formats,
         dp=dp,
         policy=policy,
-        max_model_len=target.model.max_position_embeddings,
         weights="replicate" if target.engine.copies_shift_weights else "alias",
         **own,
     )

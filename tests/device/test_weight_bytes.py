@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 import pytest
-from harness import silent
+from harness import covered, held_bytes, silent
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
@@ -21,24 +21,6 @@ ODD = replace(PRESETS["tiny"], num_heads=9, num_kv_heads=3, intermediate_size=10
 TIED = replace(ODD, tie_word_embeddings=True)
 BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
 MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
-
-
-def held_bytes(arrays: list[jax.Array]) -> dict[jax.Device, int]:
-    """Memory of the arrays on each device; what several of them share counts once."""
-    ranges: dict[jax.Device, list[tuple[int, int]]] = {}
-    for shard in (shard for array in arrays for shard in array.addressable_shards):
-        start = shard.data.unsafe_buffer_pointer()
-        ranges.setdefault(shard.device, []).append((start, start + shard.data.nbytes))
-    return {device: covered(spans) for device, spans in ranges.items()}
-
-
-def covered(spans: list[tuple[int, int]]) -> int:
-    """The length of a union of intervals."""
-    total = end = 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> None:

@@ -1,6 +1,16 @@
 """`shiftjax check`: the plan, or what is wrong with it, without loading anything."""
 
+import pytest
+from harness import held_bytes
 from kit import run_command
+
+from serving.cli.check import make_plan
+from shiftjax.build import build
+from shiftjax.config import EngineConfig
+from shiftjax.control.deployment import Devices
+from shiftjax.sim.deployment import deploy, memory_of
+from shiftjax.sim.experiments import target_from
+from shiftjax.weights.resolve import open_source, resolve_model
 
 
 def test_check_prints_the_plan(capsys):
@@ -13,6 +23,35 @@ def test_check_prints_the_plan(capsys):
     assert rows["query / KV heads"] == "9 / 3, padded to 16 / 4"
     assert rows["longest sequence"] == "512 tokens"
     assert rows["weights"] == "145.2 MiB"  # what loading puts on a device: 152.2 MB
+
+
+@pytest.mark.parametrize(("sp", "tp"), [(8, 1), (4, 2), (2, 4), (1, 8)])
+def test_check_and_plan_agree_on_the_weights(sp, tp):
+    options = {"max_model_len": 512, "num_blocks": 64, "dtype": "bfloat16"}
+    config = EngineConfig.from_options(model="random:llama-70b", sp=sp, tp=tp, **options)
+    target = target_from({"model": "llama-70b", "machine": "h200x8"})
+    planned = memory_of(target, deploy(target, "", (1, sp, tp), "threshold"))
+    assert make_plan(config)["weights"] == f"{planned.weight_bytes / 2**20:,.1f} MiB"
+
+
+@pytest.mark.parametrize("weights", ["alias", "replicate"])
+def test_check_says_what_the_engine_then_has(weights):
+    options = {"weights": weights, "num_blocks": 40, "max_model_len": 64, "cache_dir": "none"}
+    model = {"model": "random:tiny", "sp": 2, "tp": 2, "token_buckets": [8, 64]}
+    config = EngineConfig.from_options(
+        **model, **options, max_num_seqs=4, max_num_batched_tokens=64
+    )
+    built = build(config, open_source(resolve_model("random:tiny"), seed=0), lambda *_: None)
+    (runner,) = built.runners
+    arrays = [x for mode in built.deployment.layout.modes for x in runner.memory.params(mode)]
+    (held,) = set(held_bytes(arrays).values())
+    assert held == sum(built.deployment.memory(Devices(4, 0, 0))[:2])
+    rows = make_plan(config)
+    assert rows["weights"] == f"{held / 2**20:,.1f} MiB"
+    assert rows["KV blocks"].startswith("about 40, ")
+    assert runner.pool.num_blocks == 40
+    pools = sum(x.nbytes for pair in runner.memory.pools for x in pair) // 4
+    assert rows["KV blocks"].endswith(f" {pools / 2**20:,.1f} MiB")
 
 
 def test_check_refuses_what_the_model_cannot_do(capsys):

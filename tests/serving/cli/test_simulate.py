@@ -66,6 +66,32 @@ def test_the_options_reach_the_replay(capsys, tmp_path):
     assert row("--max-num-batched-tokens", "512")["steps_base"] == 2  # the first in three chunks
 
 
+def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path):
+    file, trace = tmp_path / "engine.yaml", tmp_path / "trace.jsonl"
+    settings = "model: llama-8b\nsp: 4\ntp: 2\nprefix_caching: false\nport: 80\n"
+    file.write_text(settings + "max_num_seqs: 4\nmax_num_batched_tokens: 512\n")
+    save_trace(trace, [TraceRequest(0.0, 1100, 4, (0, 1))] * 2)
+    argv = ["mesh", "simulate", "--config", str(file), "--trace", str(trace), "--compare", "sp"]
+
+    def rows(*options: str) -> list[dict]:
+        assert main([*argv, *options, "--out", str(tmp_path)]) == 0
+        lines = (tmp_path / "simulate.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    config, sp = rows()
+    assert (config["name"], sp["name"]) == ("config", "sp")
+    assert config["cached_share"] == sp["cached_share"] == 0.0
+    assert config["steps_base"] == 4  # of 512 tokens; the rest of 2,200 is below the threshold
+    assert sp["steps_shift"] == 0 < config["steps_shift"]
+    config, _ = rows("--shift-threshold", "512")  # flags win
+    assert config["steps_base"] == 0
+    assert main(["plan", "--config", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines if line.split()[:1] == ["config"]] == [
+        ["config", "1", "4", "2"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
