@@ -25,13 +25,15 @@ def test_check_prints_the_plan(capsys):
     assert rows["weights"] == "145.2 MiB"  # what loading puts on a device: 152.2 MB
 
 
+@pytest.mark.parametrize(("weights", "engine"), [("alias", "shiftjax"), ("replicate", "vllm")])
 @pytest.mark.parametrize(("sp", "tp"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-def test_check_and_plan_agree_on_the_weights(sp, tp):
-    options = {"max_model_len": 512, "num_blocks": 64, "dtype": "bfloat16"}
+def test_check_and_plan_agree_on_the_weights(sp, tp, weights, engine):
+    options = {"max_model_len": 512, "num_blocks": 64, "dtype": "bfloat16", "weights": weights}
     config = EngineConfig.from_options(model="random:llama-70b", sp=sp, tp=tp, **options)
-    target = target_from({"model": "llama-70b", "machine": "h200x8"})
+    target = target_from({"model": "llama-70b", "machine": "h200x8", "engine": engine})
     planned = memory_of(target, deploy(target, "", (1, sp, tp), "threshold"))
-    assert make_plan(config)["weights"] == f"{planned.weight_bytes / 2**20:,.1f} MiB"
+    held = planned.weight_bytes + planned.shift_weight_bytes
+    assert make_plan(config)["weights"] == f"{held / 2**20:,.1f} MiB"
 
 
 @pytest.mark.parametrize("weights", ["alias", "replicate"])

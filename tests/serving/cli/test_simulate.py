@@ -70,7 +70,7 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     file, trace = tmp_path / "engine.yaml", tmp_path / "trace.jsonl"
     settings = "model: llama-8b\nsp: 4\ntp: 2\nprefix_caching: false\nport: 80\n"
     file.write_text(settings + "max_num_seqs: 4\nmax_num_batched_tokens: 512\n")
-    save_trace(trace, [TraceRequest(0.0, 1100, 4, (0, 1))] * 2)
+    save_trace(trace, [TraceRequest(float(at), 1100, 4, (0, 1)) for at in range(2)])
     argv = ["mesh", "simulate", "--config", str(file), "--trace", str(trace), "--compare", "sp"]
 
     def rows(*options: str) -> list[dict]:
@@ -81,7 +81,7 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     config, sp = rows()
     assert (config["name"], sp["name"]) == ("config", "sp")
     assert config["cached_share"] == sp["cached_share"] == 0.0
-    assert config["steps_base"] == 4  # of 512 tokens; the rest of 2,200 is below the threshold
+    assert config["steps_base"] == 4  # two of 512 tokens for each; the rest is below the threshold
     assert sp["steps_shift"] == 0 < config["steps_shift"]
     config, _ = rows("--shift-threshold", "512")  # flags win
     assert config["steps_base"] == 0
