@@ -42,7 +42,8 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import ThresholdPolicy
 from shiftjax.control.request import Request, SamplingParams, Sequence, StepOutput, StepPlan
 from shiftjax.control.scheduler import Scheduler

@@ -41,7 +41,8 @@ from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.request import Request, SamplingParams, StepOutput
 from shiftjax.control.scheduler import Scheduler

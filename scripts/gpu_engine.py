@@ -25,7 +25,8 @@ from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import layer_parameters
 from shiftjax.control.admission import RequestLimits
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.control.scheduler import Scheduler

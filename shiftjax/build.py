@@ -7,7 +7,8 @@ import jax
 
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, resolve
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy, wanted_modes
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shiftjax.control.engine import Engine, EngineStats, Lane, poll
+from shiftjax.control.engine import Engine, EngineStats
+from shiftjax.control.lane import Lane, poll
 from shiftjax.control.request import Event
 
 logger = logging.getLogger(__name__)

@@ -2,13 +2,12 @@
 
 import heapq
 import logging
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 from shiftjax.control.admission import RequestLimits, validate_request
+from shiftjax.control.lane import Failure, Flight, Lane, wait_for_one
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import (
     DuplicateRequestError,
@@ -16,7 +15,6 @@ from shiftjax.control.request import (
     FinishReason,
     Request,
     RequestMetrics,
-    Runner,
     StepPlan,
     derive_seed,
 )
@@ -24,56 +22,6 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
-LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 50e-6, 1e-3  # between looks at several groups
-
-
-class Flight(NamedTuple):
-    """A step that has been given to the devices."""
-
-    plan: StepPlan
-    mode: Mode
-    handle: Any
-
-
-class Failure(NamedTuple):
-    """A step that could not be given to the devices; no plan: not even that could be made."""
-
-    plan: StepPlan | None
-    error: Exception
-
-
-@dataclass(slots=True)
-class Lane:
-    """One group of devices at work: its sequences, its runner, its steps in flight.
-
-    `in_flight` are at most two, the older first; `modes` are those of the group, base first.
-    """
-
-    scheduler: Scheduler
-    runner: Runner
-    modes: tuple[Mode, ...]
-    in_flight: deque[Flight | Failure] = field(default_factory=deque)
-    last_mode: Mode | None = None
-    progress_at: float = 0.0  # when its last step ended, or one began with nothing in flight
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the oldest step in flight can be committed without waiting."""
-        oldest = self.in_flight[0]
-        return isinstance(oldest, Failure) or self.runner.is_ready(oldest.handle)
-
-
-def poll(is_over: Callable[[], bool]) -> None:
-    """Sleep until it is: looks often at first, then whenever a sixteenth more time has passed."""
-    start = time.monotonic()
-    while not is_over():
-        waited = time.monotonic() - start
-        time.sleep(min(max(waited / 16, LEAST_PAUSE_SECONDS), MOST_PAUSE_SECONDS))
-
-
-def wait_for_one(lanes: Sequence[Lane]) -> None:
-    """Wait until the oldest step of one of these lanes is ready."""
-    poll(lambda: any(lane.is_ready for lane in lanes))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shiftjax.device.mesh import named, rows_spec
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.retarget import load_on
-from shiftjax.device.sampling_inputs import RowTables, neutral_rows
+from shiftjax.device.sampling_inputs import RowMasks, neutral_rows
 from shiftjax.device.step import Packing, StepDef
 from shiftjax.parallel.grid import Mode
 
@@ -30,7 +30,7 @@ class Program:
 
     bucket: Bucket
     packing: Packing
-    tables: RowTables
+    tables: RowMasks
     steps: dict[Mode, jax.stages.Compiled]
 
     @property
@@ -100,7 +100,7 @@ def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
     return Program(bucket, packing, jax.device_put(tables, named(step.mesh, rows_spec())), {})
 
 
-def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowTables]:
+def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:
     """How the inputs of a bucket are packed, and its neutral tables; NumPy arrays."""
     scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
     empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
@@ -109,7 +109,7 @@ def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Pack
     return Packing.of(inputs), tables
 
 
-def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowTables]:
+def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:
     """The same as shapes: what `StepDef.compile` needs where there are no devices."""
     packing, tables = empty_inputs(step, pool, bucket)
     rows = named(step.mesh, rows_spec())

@@ -17,7 +17,7 @@ from shiftjax.device.mesh import named, replicated_spec, rows_spec
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program
-from shiftjax.device.sampling_inputs import RowTables, build_rows, refresh_params
+from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.parallel.grid import Mode
 
@@ -157,11 +157,11 @@ class DeviceRunner:
             f"(tokens, rows) compiled: {sizes}"
         )
 
-    def _place(self, neutral: RowTables, tables: RowTables | None) -> RowTables:
+    def _place(self, neutral: RowMasks, tables: RowMasks | None) -> RowMasks:
         """Put the tables that differ from the neutral ones (not None) on the devices."""
         if tables is None:
             return neutral
-        return RowTables(
+        return RowMasks(
             *(
                 default if table is None else jax.device_put(table, self._rows)
                 for default, table in zip(neutral, tables, strict=True)

@@ -60,7 +60,7 @@ class SamplingInputs(NamedTuple):
     token_counts: UInt16[Any, "rows vocab"]
 
 
-class RowTables(NamedTuple):
+class RowMasks(NamedTuple):
     """The tables of `SamplingInputs`; on the host, None stands for the neutral table."""
 
     token_bitmask: UInt32[Any, "rows words"] | None = None
@@ -73,7 +73,7 @@ class RowInputs(NamedTuple):
     """`SamplingInputs` of a plan, less `positions` and `pending_ids`, which its tokens give."""
 
     scalars: dict[str, np.ndarray]
-    tables: RowTables | None  # None: all of them neutral
+    tables: RowMasks | None  # None: all of them neutral
     wants_top: bool  # whether some row asks for the most likely tokens
 
 
@@ -113,9 +113,9 @@ def neutral_scalars(num_rows: int) -> dict[str, np.ndarray]:
     return scalars | {"seeds": np.zeros((num_rows, 2), np.uint32)}
 
 
-def neutral_tables(num_rows: int, vocab_size: int) -> RowTables:
+def neutral_tables(num_rows: int, vocab_size: int) -> RowMasks:
     """Everything allowed, no bias, nothing counted; new arrays."""
-    return RowTables(
+    return RowMasks(
         token_bitmask=np.full((num_rows, _num_words(vocab_size)), ALL_ALLOWED, np.uint32),
         bias_ids=np.full((num_rows, MAX_LOGIT_BIAS), -1, np.int32),
         bias_values=np.zeros((num_rows, MAX_LOGIT_BIAS), np.float32),
@@ -123,7 +123,7 @@ def neutral_tables(num_rows: int, vocab_size: int) -> RowTables:
     )
 
 
-def neutral_rows(num_rows: int, vocab_size: int) -> tuple[dict[str, np.ndarray], RowTables]:
+def neutral_rows(num_rows: int, vocab_size: int) -> tuple[dict[str, np.ndarray], RowMasks]:
     """Scalars and tables of greedy rows that ask for nothing."""
     return neutral_scalars(num_rows), neutral_tables(num_rows, vocab_size)
 
@@ -229,7 +229,7 @@ def build_rows(
     _fill_scalars(scalars, blocks)
     _fill_targets(scalars, blocks)
     wants_top = bool((scalars["num_logprobs"] > 0).any())
-    tables = RowTables(
+    tables = RowMasks(
         _bitmask_table(blocks, num_rows, vocab_size),
         *_bias_tables(blocks, num_rows),
         _count_table(blocks, num_rows, vocab_size),

@@ -20,7 +20,7 @@ from shiftjax.device.mesh import mesh_of, named, pool_spec, replicated_spec, row
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
 from shiftjax.device.sampling import sample
-from shiftjax.device.sampling_inputs import RowTables, SamplingInputs
+from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata, LayerPool
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
@@ -115,7 +115,7 @@ class StepDef:
         return self.weights.layout
 
     def compile(
-        self, mode: Mode, pools: Any, packing: Packing, tables: RowTables
+        self, mode: Mode, pools: Any, packing: Packing, tables: RowMasks
     ) -> jax.stages.Compiled:
         """Compile the step for one mode and bucket ahead of time.
 
@@ -154,7 +154,7 @@ class StepDef:
         params: tuple[jax.Array, ...],
         pools: list[LayerPool],
         last_tokens: Int[Array, " max_rows"],
-        tables: RowTables,
+        tables: RowMasks,
     ) -> tuple[list[LayerPool], Int[Array, " max_rows"], StepResult]:
         """One device's part of the step."""
         parallel = Parallel(self.layout, mode)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shiftjax.control.deployment import Deployment
-from shiftjax.control.engine import Engine, Failure, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Failure, Lane
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import (
     Event,

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner, echo_token
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.control.request import Event, Request, SamplingParams, StepPlan, derive_seed
 from shiftjax.control.scheduler import Scheduler

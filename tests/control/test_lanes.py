@@ -5,7 +5,8 @@ from echo_kit import ENGINE_SEED, VOCAB_SIZE, Listener, make_request, reference
 
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig

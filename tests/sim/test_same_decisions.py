@@ -11,7 +11,8 @@ import pytest
 from engines import checkpoint, make
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import ThresholdPolicy
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.scheduler import Scheduler

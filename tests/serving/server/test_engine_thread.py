@@ -8,7 +8,8 @@ from kit import VOCAB_SIZE
 from serving.server.engine_thread import EngineThread
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine, Lane
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.scheduler import Scheduler
