@@ -108,8 +108,8 @@ def measure_switch(runner: "DeviceRunner", plan: StepPlan, repeats: int) -> dict
     return {pair: statistics.median(values) for pair, values in times.items()}
 
 
-def build_for_both_modes(model: str, token_buckets: Sequence[int], **options: Any) -> "Built":
-    """An engine without a tokenizer whose steps are compiled in both modes."""
+def build_for_all_modes(model: str, token_buckets: Sequence[int], **options: Any) -> "Built":
+    """An engine without a tokenizer whose steps are compiled in every mode of their group."""
     from shiftjax.build import build
     from shiftjax.weights.resolve import open_source, resolve_model
 
@@ -118,17 +118,19 @@ def build_for_both_modes(model: str, token_buckets: Sequence[int], **options: An
         token_buckets=token_buckets,
         max_num_batched_tokens=token_buckets[-1],
         block_size=BLOCK_SIZE,
-        policy="cost",  # may choose either mode for every size; not asked here
-        machine="cpu",
         **options,
     )
     source = open_source(resolve_model(model), seed=0)
-    return build(config, source, lambda stage, done, total: None)
+    built = build(config, source, lambda stage, done, total: None)
+    for runner in built.runners:
+        for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
+            runner.compiled(program, mode)
+    return built
 
 
 def start_runner(model: str, sp: int, tp: int) -> "DeviceRunner":
     """An engine's runner, ready to run steps of the grid."""
-    built = build_for_both_modes(
+    built = build_for_all_modes(
         model,
         TOKEN_BUCKETS,
         sp=sp,

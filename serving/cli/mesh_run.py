@@ -26,7 +26,7 @@ import yaml
 from serving.bench.compiled import collective_bytes
 from serving.bench.steps import (
     Case,
-    build_for_both_modes,
+    build_for_all_modes,
     device_kind,
     measure,
     plan_of,
@@ -181,7 +181,7 @@ def rows_agree(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def _build(options: Mapping[str, Any], sp: int, tp: int) -> "Built":
     sizes = {"max_model_len": MAX_LENGTH, "max_num_seqs": 8, "num_blocks": 2048}
-    return build_for_both_modes(
+    return build_for_all_modes(
         options["model"], (8, 64), dtype=options["dtype"], sp=sp, tp=tp, **sizes
     )
 

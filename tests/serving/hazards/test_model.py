@@ -38,8 +38,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model):
-    # Both modes, and a pool that holds 1.2 of the longest requests.
-    built = make(model[0], 2, 2, policy="cost", max_num_seqs=8, num_blocks=39)
+    # A pool that holds 1.2 of the longest requests; both modes of every size, compiled ahead.
+    built = make(model[0], 2, 2, max_num_seqs=8, num_blocks=39)
+    (runner,) = built.runners
+    for program in runner.programs:
+        for mode in runner.step.weights.modes:
+            runner.compiled(program, mode)
     built.engine.policy = RandomPolicy(3)
     with serving(built.engine) as running:
         yield running
