@@ -79,8 +79,8 @@ def load_program(
 ) -> Program:
     """Return a program of one group for another one of the same layout.
 
-    Its steps are loaded, in a tenth of a second each, and tried out, or compiled where that
-    fails: on a CPU a program that came out of the compilation cache can be written once more,
+    Its steps are loaded, which takes a sixth of compiling them, and tried out, or compiled where
+    that fails: on a CPU a program that came out of the compilation cache can be written once more,
     and read, but not run.
     """
     loaded = _empty_program(step, pool, program.bucket)
