@@ -1,5 +1,6 @@
 """The groups of a deployment: weights placed on their devices, pools sized, steps compiled."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -92,10 +93,17 @@ def pool_of(deployment: Deployment) -> PoolOptions:
 def start_runners(
     deployment: Deployment, groups: Sequence[Placed], programs: list[Program], seed: int
 ) -> list[DeviceRunner]:
-    """Allocate the pools, and load the programs of the first group on the others."""
+    """Allocate the pools, and load the programs of the first group on the others.
+
+    Raises:
+        ConfigError: the weights of a mode cannot be viewed in place; not at its first step.
+    """
     pool, swaps = pool_of(deployment), deployment.preemption == "swap"
     runners = [DeviceRunner(*group, pool, (), swaps=swaps, seed=seed) for group in groups]
     runners[0].programs = programs
     for runner in runners[1:]:
         runner.load_programs(runners[0])
+    modes = {mode for program in programs for mode in program.steps}
+    for runner, mode in itertools.product(runners, modes):
+        runner.memory.params(mode)  # made here, so that no step waits for them
     return runners

@@ -38,7 +38,7 @@ class Handle(NamedTuple):
 
 
 class DeviceRunner:
-    """Runs steps on one group of devices; see `engine.request.Runner`.
+    """Runs steps on one group of devices; see `control.request.Runner`.
 
     `programs` are in the order of their buckets, smallest first. `seed` is the engine's: sampled
     tokens depend on it, the request's seed and the position alone.

@@ -66,6 +66,19 @@ def test_only_what_the_policy_may_choose_is_compiled(caplog):
     assert "a base step of 8 tokens is compiled late" in caplog.text
 
 
+def test_the_weights_of_a_mode_are_made_at_the_start_not_at_its_first_step(monkeypatch):
+    directory, _, _ = checkpoint()
+    built = make(directory, 2, 2, num_blocks=42)
+
+    def fail(*_, **__):
+        raise AssertionError("weights are made while serving")
+
+    monkeypatch.setattr("shiftjax.device.mode_weights.array_in_mode", fail)
+    run(built.engine, [[5, 6, 7] * 9], [SamplingParams(temperature=0, max_tokens=3)])
+    steps = built.engine.stats()
+    assert min(steps.steps_by_mode.values()) > 0 and steps.num_failed_steps == 0
+
+
 def test_switching_keeps_the_pool_where_it_is():
     directory, _, _ = checkpoint()
     built = make(directory, 2, 2, num_blocks=42)  # as in test_mode_invisibility: compiled there
