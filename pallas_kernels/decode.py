@@ -1,4 +1,4 @@
-"""Attention of decode rows, one query token a sequence, over the paged pool: split-K, for Hopper.
+"""Attention of decode rows, one query token each, over the paged pool: split-K, for Hopper.
 
 Decoding reads every key and value once and computes little with each, so memory sets its speed.
 `decode_work` gives every thread block an equal share of the tokens to read, `decode_kernel` streams
@@ -32,7 +32,7 @@ def decode_attention(
     *,
     out: Float[Array, "tokens heads head_dim"] | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Attention of the decode rows: token i of sequence i.
+    """Attention of the decode rows: row i is token i, of the sequence that `work` says.
 
     Other rows are those of `out`, which is overwritten in place where its buffer may be; zeros
     without it. Arguments as in `paged_attention.ragged_paged_attention`; `work` must have been
@@ -55,12 +55,15 @@ def decode_attention(
         options=options,
         kv_scales=numbers,
     )
-    seqs = min(q.shape[0], kv.seq_lens.shape[0])
-    grouped = q[:seqs].reshape(seqs, kv_heads, q_per_kv, head_dim).astype(shape.dtype)
+    count = min(q.shape[0], work.row_seq.shape[0])
+    grouped = q[:count].reshape(count, kv_heads, q_per_kv, head_dim).astype(shape.dtype)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - q_per_kv), (0, 0)))
     jobs = work.worker_first, work.job_row, work.job_begin, work.job_end
-    outputs, lse = run_jobs(shape, Inputs(*jobs, kv, scales, grouped))
-    parts = Parts(outputs, lse, work.row_first[:seqs], work.row_jobs[:seqs])
+    inputs = Inputs(
+        *jobs, work.row_seq, work.row_length, kv._replace(seq_lens=None), scales, grouped
+    )
+    outputs, lse = run_jobs(shape, inputs)
+    parts = Parts(outputs, lse, work.row_first[:count], work.row_jobs[:count])
     out = jnp.zeros(q.shape, q.dtype) if out is None else out
     return combine_jobs(parts, out, config, options.interpret)
 

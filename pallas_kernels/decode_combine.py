@@ -30,8 +30,8 @@ class Parts(NamedTuple):
 
     outputs: Any  # [kv_heads, jobs, head_dim, rows] as `decode_kernel.run_jobs` gives them
     lse: Any  # [kv_heads, jobs, rows]
-    row_first: Any  # [seqs] the first job of a row
-    row_jobs: Any  # [seqs] how many it has: 0 for what is not a decode row
+    row_first: Any  # [decode rows] the first job of a row
+    row_jobs: Any  # [decode rows] how many it has: 0 for what is not a decode row
 
 
 class Scratch(NamedTuple):

@@ -48,7 +48,7 @@ def _load_stream(shape: Shape, inputs: Inputs, stream: Stream, buffers: Buffers 
             _load_query(inputs, buffers, job.row, index - first)
 
         def load_round(nth: jax.Array, count: jax.Array) -> jax.Array:
-            _load_tile(shape, inputs, stream, job.row, nth, count)
+            _load_tile(shape, inputs, stream, job.seq, nth, count)
             return count + 1
 
         return lax.fori_loop(job.begin, job.end, load_round, count)
@@ -71,11 +71,11 @@ def _load_tile(
     shape: Shape,
     inputs: Inputs,
     stream: Stream,
-    row: jax.Array,
+    seq: jax.Array,
     nth: jax.Array,
     count: jax.Array,
 ) -> None:
-    """Copy round `nth` of a row, block by block; `count` rounds came before it.
+    """Copy round `nth` of a sequence, block by block; `count` rounds came before it.
 
     Past the end of a context a table has the null block, or ends: what is copied there is masked.
     """
@@ -86,7 +86,7 @@ def _load_tile(
         part = nth * copies + i
         column = jnp.minimum(lax.div(part, per_block), tables.shape[1] - 1)
         tokens = pl.ds(lax.rem(part, per_block) * step, step)
-        sources.append((tables[row, column], lax.axis_index("kv_head"), tokens))
+        sources.append((tables[seq, column], lax.axis_index("kv_head"), tokens))
     slot = lax.rem(count, jnp.int32(shape.stages))
     pl.when(count >= shape.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
     for i, source in enumerate(sources):

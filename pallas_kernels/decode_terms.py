@@ -27,15 +27,17 @@ class Shape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The kernel's arrays in global memory; the first four are of a `DecodeWork`."""
+    """The kernel's arrays in global memory; the first six are of a `DecodeWork`."""
 
     worker_first: Any
     job_row: Any
     job_begin: Any
     job_end: Any
-    kv: PagedKV
+    row_seq: Any
+    row_length: Any
+    kv: PagedKV  # without `seq_lens`: rows of a sequence differ in what they see
     scales: Any  # [2, kv_heads] float32: of K and of V; None where they are numbers
-    q: Any  # [seqs, kv_heads, rows, head_dim]
+    q: Any  # [decode rows, kv_heads, rows, head_dim]
 
 
 class Buffers(NamedTuple):
@@ -59,6 +61,7 @@ class Job(NamedTuple):
     """A share of a row: rounds from `begin` to `end`, of which positions low..length are seen."""
 
     row: jax.Array
+    seq: jax.Array
     begin: jax.Array
     end: jax.Array
     low: jax.Array | int
@@ -86,11 +89,11 @@ def my_jobs(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 def read_job(shape: Shape, inputs: Inputs, index: jax.Array) -> Job:
     """Read a job; one cut for a wider window loses the rounds before this layer's."""
-    row = inputs.job_row[index]
-    begin, length = inputs.job_begin[index], inputs.kv.seq_lens[row]
+    row, begin = inputs.job_row[index], inputs.job_begin[index]
+    seq, length = inputs.row_seq[row], inputs.row_length[row]
     window = shape.options.sliding_window
     if not window:
-        return Job(row, begin, inputs.job_end[index], 0, length)
+        return Job(row, seq, begin, inputs.job_end[index], 0, length)
     low = jnp.maximum(length - window, 0)
     begin = jnp.maximum(begin, lax.div(low, jnp.int32(shape.kv_tile)))
-    return Job(row, begin, inputs.job_end[index], low, length)
+    return Job(row, seq, begin, inputs.job_end[index], low, length)

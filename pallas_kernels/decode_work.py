@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from pallas_kernels.rows import Rows
+
 
 class DecodeConfig(NamedTuple):
     """How the decode kernel uses the chip. Every choice gives the same result, but for rounding."""
@@ -37,11 +39,13 @@ class DecodeWork(NamedTuple):
     """
 
     worker_first: Int32[Any, " workers_plus_1"]  # the first job of each worker, and the job count
-    job_row: Int32[Any, " jobs"]  # the decode row (sequence, and token) of a job
+    job_row: Int32[Any, " jobs"]  # the decode row (its query) that a job belongs to
     job_begin: Int32[Any, " jobs"]  # its first round; round r is positions from r * kv_tile
     job_end: Int32[Any, " jobs"]  # one past its last round
-    row_first: Int32[Any, " seqs"]  # the first job of a row
-    row_jobs: Int32[Any, " seqs"]  # how many it has: 0 for what is not a decode row
+    row_first: Int32[Any, " rows"]  # the first job of a row
+    row_jobs: Int32[Any, " rows"]  # how many it has: 0 for what is not a decode row
+    row_seq: Int32[Any, " rows"]  # the sequence whose block table a row reads
+    row_length: Int32[Any, " rows"]  # the context tokens that it sees
 
 
 def num_workers(num_blocks: int, kv_heads: int) -> int:
@@ -50,20 +54,20 @@ def num_workers(num_blocks: int, kv_heads: int) -> int:
 
 
 def divide_decode(
-    seq_lens: Int32[np.ndarray, " seqs"],
-    num_decodes: int,
+    rows: Rows,
+    num_rows: int,
     *,
     kv_heads: int,
     sliding_window: int | None = None,
     config: DecodeConfig = DEFAULT_CONFIG,
 ) -> DecodeWork:
-    """Divide the first `num_decodes` sequences, of one token each; `kv_heads` of one device.
+    """Divide decode rows, of which a step of this bucket has `num_rows` at most.
 
-    Rounds before the window are left out. Work for a wider window, or none, is right for layers
-    with a narrower one, too, only not balanced for them.
+    `kv_heads` are those of one device. Rounds before the window are left out. Work for a wider
+    window, or none, is right for layers with a narrower one, too, only not balanced for them.
     """
-    seqs, workers = len(seq_lens), num_workers(config.num_blocks, kv_heads)
-    ends = np.asarray(seq_lens[:num_decodes], np.int64)
+    workers = num_workers(config.num_blocks, kv_heads)
+    ends = np.asarray(rows.length, np.int64)
     begins = np.maximum(ends - sliding_window, 0) if sliding_window else np.zeros_like(ends)
     first_round = begins // config.kv_tile
     rounds = -(-ends // config.kv_tile) - first_round
@@ -76,11 +80,13 @@ def divide_decode(
     row_jobs = np.searchsorted(cuts, starts + rounds) - row_first
     return DecodeWork(
         worker_first=np.searchsorted(cuts, shares).astype(np.int32),
-        job_row=_padded(row, seqs + workers),
-        job_begin=_padded(cuts[:-1] + offset, seqs + workers),
-        job_end=_padded(cuts[1:] + offset, seqs + workers),
-        row_first=_padded(row_first, seqs),
-        row_jobs=_padded(row_jobs, seqs),
+        job_row=_padded(row, num_rows + workers),
+        job_begin=_padded(cuts[:-1] + offset, num_rows + workers),
+        job_end=_padded(cuts[1:] + offset, num_rows + workers),
+        row_first=_padded(row_first, num_rows),
+        row_jobs=_padded(row_jobs, num_rows),
+        row_seq=_padded(rows.seq, num_rows),
+        row_length=_padded(rows.length, num_rows),
     )
 
 

@@ -28,6 +28,7 @@ from pallas_kernels.decode_work import divide_decode
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.prefill_work import divide_prefill
+from pallas_kernels.rows import Rows
 from pallas_kernels.step_work import KernelConfig
 
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
@@ -151,7 +152,8 @@ def decode_seconds(shape: DecodeShape, config: KernelConfig, effort: Effort) -> 
     ids = 1 + np.random.default_rng(0).permutation(copies * blocks).astype(np.int32)
     tables = list(ids.reshape(copies, shape.seqs, blocks_per_seq))
     lens = np.full(shape.seqs, shape.context, np.int32)
-    work = divide_decode(lens, shape.seqs, kv_heads=shape.kv_heads, config=config.decode)
+    rows = Rows(np.arange(shape.seqs), lens)
+    work = divide_decode(rows, shape.seqs, kv_heads=shape.kv_heads, config=config.decode)
     options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
 
     def call(i, q, kv, work):

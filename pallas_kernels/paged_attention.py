@@ -1,11 +1,11 @@
 """Ragged paged attention on a Hopper GPU: the one interface to the kernels.
 
-A step holds decode rows (one token each) and then prefill chunks; `step_work.divide_step` says how
-they are cut up. Chunks go to `prefill` (bound by the matrix units), which also clears the padding;
-then decode rows go to `decode` (split-K, bound by memory), which writes into the same output. Both
-read the pools in place. They are two kernels because they need different shapes of thread block:
-two warpgroups of 64 full rows with 192 KB of shared memory there, and as many bytes in flight as
-possible for a few rows here.
+A step holds decode rows (tokens that attend one by one) and then prefill chunks;
+`step_work.divide_step` says how they are cut up. Chunks go to `prefill` (bound by the matrix
+units), which also clears the padding; then decode rows go to `decode` (split-K, bound by memory),
+which writes into the same output. Both read the pools in place. They are two kernels because they
+need different shapes of thread block: two warpgroups of 64 full rows with 192 KB of shared memory
+there, and as many bytes in flight as possible for a few rows here.
 """
 
 from jaxtyping import Array, Float

@@ -7,6 +7,7 @@ from jaxtyping import Int32
 
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
 from pallas_kernels.prefill_work import PrefillConfig, PrefillWork, divide_prefill
+from pallas_kernels.rows import rows_of
 
 
 class KernelConfig(NamedTuple):
@@ -33,13 +34,15 @@ def divide_step(
     *,
     num_tokens: int,
     heads: tuple[int, int],
+    num_rows: int | None = None,
     sliding_window: int | None = None,
     config: KernelConfig = DEFAULT_CONFIG,
 ) -> StepWork:
     """Divide one step, given its padded arrays; `num_tokens` is the bucket's.
 
-    `heads` (of queries, of keys and values) are those of one device. The first `num_decodes`
-    sequences have one token each, in token order. Layers with different windows can share what
+    `heads` (of queries, of keys and values) are those of one device. Every token of the first
+    `num_decodes` sequences is a decode row; a bucket has `num_rows` at most (None: as many as
+    sequences). Layers with different windows can share what
     is divided for the widest of them: it is right for all, and balanced for that one.
     """
     return StepWork(
@@ -51,8 +54,8 @@ def divide_step(
             q_per_kv=heads[0] // heads[1],
         ),
         divide_decode(
-            seq_lens,
-            num_decodes,
+            rows_of(seq_lens, query_start_loc, num_decodes),
+            num_rows or len(seq_lens),
             kv_heads=heads[1],
             sliding_window=sliding_window,
             config=config.decode,

@@ -36,6 +36,7 @@ from pallas_kernels.measure import (
 )
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
+from pallas_kernels.rows import Rows
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import FILE, to_row
 
@@ -93,7 +94,7 @@ def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
         work = divide_prefill(lens, starts, 0, num_tokens=tokens, q_per_kv=heads // kv_heads)
     else:
         config = DecodeConfig(**settings)
-        work = divide_decode(lens, 0, kv_heads=kv_heads, config=config)
+        work = divide_decode(Rows(lens[:0], lens[:0]), seqs, kv_heads=kv_heads, config=config)
         attend = partial(decode_attention, config=config)
 
     def call(q, kv, work):

@@ -1,9 +1,9 @@
 """Ragged paged attention and the KV write, in plain XLA.
 
-A step holds decode rows (one token each) and then prefill chunks; `attention_work` says how they
-are cut up. Both parts are loops whose trip counts are data, so that the work follows the real
-lengths and never the padded block table. The softmax is the online one (Milakov and Gimelshein,
-arXiv 1805.02867), the split of long contexts that of Flash-Decoding (Dao et al., 2023).
+A step holds decode rows (tokens that attend one by one) and then prefill chunks; `attention_work`
+says how they are cut up. Both parts are loops whose trip counts are data, so that the work follows
+the real lengths and never the padded block table. The softmax is the online one (Milakov and
+Gimelshein, arXiv 1805.02867), the split of long contexts that of Flash-Decoding (Dao et al., 2023).
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from shiftjax.models.attention_work import (
     CHUNK_TOKENS,
     TILE_CHUNK_TOKENS,
     AttentionWork,
+    RowWork,
+    TileWork,
     divide_attention,
     tile_tokens,
     whole_blocks,
@@ -28,6 +30,7 @@ __all__ = [
     "divide_attention",
     "pool_shape",
     "ragged_paged_attention",
+    "row_attention",
     "write_kv",
 ]
 
@@ -44,7 +47,7 @@ class AttentionMetadata(NamedTuple):
     block_tables: Int32[Any, "seqs blocks_per_seq"]  # padding: the null block 0
     seq_lens: Int32[Any, " seqs"]  # context length with this step's tokens; padding: 0
     query_start_loc: Int32[Any, " seqs_plus_1"]  # first token of each sequence; padding repeats
-    num_decodes: Int32[Any, ""]  # so many of the first sequences have one token each
+    num_decodes: Int32[Any, ""]  # every token of so many of the first sequences is a decode row
     work: Any  # who computes what: AttentionWork here; kernels bring their own
 
 
@@ -98,8 +101,9 @@ def ragged_paged_attention(
     been divided with the same. Rows of padding tokens are zeros. Slots that hold no token of the
     context may hold anything, NaN included.
     """
-    out = _decode(q, pool, metadata, scale)
-    return _prefill(q, out, pool, metadata, scale, sliding_window)
+    tables, work = metadata.block_tables, metadata.work
+    out = row_attention(q, pool, tables, work.rows, scale=scale)
+    return _prefill(q, out, pool, tables, work.tiles, scale, sliding_window)
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -171,21 +175,29 @@ def _normalized(state: State) -> jax.Array:
     return state.weighted / jnp.where(state.total == 0, 1.0, state.total)[..., None]
 
 
-def _decode(
-    q: jax.Array, pool: LayerPool, metadata: AttentionMetadata, scale: float
+def row_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    pool: LayerPool,
+    block_tables: Int32[Array, "seqs blocks_per_seq"],
+    work: RowWork,
+    *,
+    scale: float,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Return attention of the decode rows; all other rows are zeros."""
+    """Return attention of the decode rows: row i is q[i]. All other rows are zeros.
+
+    A row sees as much of its sequence as `work` says, the window included.
+    """
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
-    work, seqs = metadata.work, metadata.seq_lens.shape[0]
+    num_rows = work.row_count.shape[0]
     waves, lanes = work.job_row.shape
     chunk = whole_blocks(CHUNK_TOKENS, block_size)
-    tables = _chunked(metadata.block_tables, block_size, chunk)
-    jobs = jnp.stack([work.job_row, work.job_begin, work.job_end], axis=1)
+    tables = _chunked(block_tables, block_size, chunk)
+    jobs = jnp.stack([work.job_row, work.job_seq, work.job_begin, work.job_end], axis=1)
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
 
     def run_wave(w, parts):
-        row, begin, end = _take(jobs, w)
+        row, seq, begin, end = _take(jobs, w)
         lane_q = _take(q.reshape(tokens, -1), row).reshape(lanes, kv_heads, -1, head_dim)
         first = lax.div(begin, jnp.int32(chunk))
 
@@ -193,7 +205,7 @@ def _decode(
             position = (first + r)[:, None] * chunk + offsets
             exists = (position >= begin[:, None]) & (position < end[:, None])
             nth = jnp.minimum(first + r, tables.shape[1] - 1)  # a finished job reads what it likes
-            block_ids = tables.at[row, nth].get(
+            block_ids = tables.at[seq, nth].get(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
             seen = exists[:, None]
@@ -206,13 +218,14 @@ def _decode(
 
     parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
     parts = lax.fori_loop(0, work.num_waves, run_wave, parts)
-    out = _combine(q, parts, work, seqs).reshape(seqs, heads, head_dim)
-    # Not zeros.at[:seqs].set: where that covers all rows, its empty index array crashes Shardy.
-    return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - seqs)), (0, 0), (0, 0)))
+    out = _combine(q, parts, work).reshape(num_rows, heads, head_dim)
+    # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
+    return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
 
 
-def _combine(q: jax.Array, parts: State, work: AttentionWork, seqs: int) -> jax.Array:
+def _combine(q: jax.Array, parts: State, work: RowWork) -> jax.Array:
     """Return the output of every row from the states of its parts."""
+    num_rows = work.row_count.shape[0]
     jobs, kv_heads, q_per_kv, _ = parts.weighted.shape
 
     def add_part(i, state):
@@ -229,7 +242,7 @@ def _combine(q: jax.Array, parts: State, work: AttentionWork, seqs: int) -> jax.
             state.weighted * decay[..., None] + part.weighted * gain[..., None],
         )
 
-    state = _empty(q, seqs, kv_heads, q_per_kv)
+    state = _empty(q, num_rows, kv_heads, q_per_kv)
     return _normalized(lax.fori_loop(0, work.max_parts, add_part, state))
 
 
@@ -237,7 +250,8 @@ def _prefill(
     q: jax.Array,
     out: jax.Array,
     pool: LayerPool,
-    metadata: AttentionMetadata,
+    block_tables: jax.Array,
+    work: TileWork,
     scale: float,
     sliding_window: int | None,
 ) -> Float[Array, "tokens heads head_dim"]:
@@ -246,8 +260,7 @@ def _prefill(
     kv_heads, block_size = pool[0].shape[1:3]
     q_per_kv, tile = heads // kv_heads, tile_tokens(tokens)
     chunk = whole_blocks(TILE_CHUNK_TOKENS, block_size)
-    tables = _chunked(metadata.block_tables, block_size, chunk)
-    work = metadata.work
+    tables = _chunked(block_tables, block_size, chunk)
     spans = work.tile_start, work.tile_begin, work.tile_end, work.tile_shift
     chunks = work.tile_chunk_begin, work.tile_chunk_end
     tiles = jnp.stack((work.tile_seq, *spans, *chunks), axis=1)

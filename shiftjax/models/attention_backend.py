@@ -18,15 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.rows import Rows
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
     divide_attention,
     pool_shape,
     ragged_paged_attention,
+    row_attention,
     write_kv,
 )
-from shiftjax.models.attention_work import check_contexts
+from shiftjax.models.attention_work import check_contexts, divide_rows
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
@@ -40,11 +42,15 @@ class AttentionBackend(NamedTuple):
     """One implementation; scale, window, block size and the like are bound in its functions."""
 
     name: str
-    # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens) -> AttentionMetadata.work:
-    # on the host, once a step, for all layers
+    # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens, num_rows)
+    # -> AttentionMetadata.work: on the host, once a step, for all layers
     divide: Callable[..., Any]
+    # (rows, num_rows) -> the work of `attend_rows`: on the host, for layers that compute rows only
+    divide_rows: Callable[[Rows, int], Any]
     # (q, pool, metadata) -> out
     attend: Callable[[jax.Array, LayerPool, AttentionMetadata], jax.Array]
+    # (q, pool, block_tables, work) -> out; q[i] is row i
+    attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any], jax.Array]
     # (pool, k, v, slot_mapping) -> the written pool
     write: Callable[..., LayerPool] = write_kv
 
@@ -52,9 +58,14 @@ class AttentionBackend(NamedTuple):
 def xla_attention(head_dim: int, sliding_window: int | None, block_size: int) -> AttentionBackend:
     """Return the XLA loops."""
     window = {"sliding_window": sliding_window}
-    divide = functools.partial(divide_attention, block_size=block_size, **window)
-    attend = functools.partial(ragged_paged_attention, scale=head_dim**-0.5, **window)
-    return AttentionBackend("xla", divide, attend)
+    sizes = {"block_size": block_size, **window}
+    return AttentionBackend(
+        "xla",
+        functools.partial(divide_attention, **sizes),
+        functools.partial(divide_rows, **sizes),
+        functools.partial(ragged_paged_attention, scale=head_dim**-0.5, **window),
+        functools.partial(row_attention, scale=head_dim**-0.5),
+    )
 
 
 def choose_attention(
@@ -145,7 +156,7 @@ def pallas_attention(
     the rotary embedding into them, two launches a layer, where `pallas_kernels.kv_write` needs
     three, with what prepares its arguments; but XLA does not saturate, so fp8 goes by the kernel.
     """
-    from pallas_kernels import kv_write, paged_attention, step_work
+    from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
     from pallas_kernels.call import AttentionOptions, PagedKV
 
     window = layout.model.sliding_window
@@ -153,7 +164,7 @@ def pallas_attention(
         layout.model.head_dim**-0.5, window, None, *kv_scales, interpret=interpret
     )
 
-    def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens):
+    def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
         check_contexts(block_tables, seq_lens, block_size)
         return step_work.divide_step(
             seq_lens,
@@ -161,8 +172,18 @@ def pallas_attention(
             num_decodes,
             num_tokens=num_tokens,
             heads=(layout.heads_per_device, layout.kv_heads_per_device),
+            num_rows=num_rows,
             sliding_window=window,
             config=config,
+        )
+
+    def divide_rows(rows, num_rows):
+        return decode_work.divide_decode(
+            rows,
+            num_rows,
+            kv_heads=layout.kv_heads_per_device,
+            sliding_window=window,
+            config=config.decode,
         )
 
     @jax.jit  # layers share it: traced and lowered once a step
@@ -171,12 +192,17 @@ def pallas_attention(
         return paged_attention.ragged_paged_attention(q, kv, metadata.work, options, config)
 
     @jax.jit
+    def attend_rows(q, pool: LayerPool, block_tables, work):
+        kv = PagedKV(*pool, block_tables, None)  # rows say how much they see
+        return decode.decode_attention(q, kv, work, options, config.decode)
+
+    @jax.jit
     def write(pool, k, v, slot_mapping):
         if pool[0].dtype != FP8:
             return write_kv(pool, k, v, slot_mapping)
         return kv_write.write_kv(pool, k, v, slot_mapping, scales=kv_scales, interpret=interpret)
 
-    return AttentionBackend("pallas", divide, attend, write)
+    return AttentionBackend("pallas", divide, divide_rows, attend, attend_rows, write)
 
 
 def _why_not_traced(

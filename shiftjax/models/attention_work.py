@@ -1,13 +1,14 @@
 """Who computes what in one step of attention: divided on the host, once, for all layers. No JAX.
 
-decode    rows are cut into jobs; `lanes` jobs advance together, a chunk a round; a wave is over
-          when its longest job is, then the next `lanes` jobs begin
+rows      the contexts of tokens that attend one by one (decodes, drafts, whatever wants logits)
+          are cut into jobs; `lanes` jobs advance together, a chunk a round; a wave is over when its
+          longest job is, then the next `lanes` jobs begin
 
               lane 0 | row 0: chunks 0 1 2 |        a row of 3 chunks, whole
               lane 1 | row 1: chunks 0 1 2 |        the first half of a row of 6, and
               lane 2 | row 1: chunks 3 4 5 |        its second: combined at the end
 
-prefill   chunks of prompts are cut into tiles of query tokens; tiles are computed one after the
+tiles     chunks of prompts are cut into tiles of query tokens; tiles are computed one after the
           other, each against the context chunks that it can see
 """
 
@@ -16,28 +17,36 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from pallas_kernels.rows import Rows, rows_of
+
 MAX_LANES = 32
 CHUNK_TOKENS = 64  # context tokens of a decode round, per lane
 TILE_TOKENS = 64  # query tokens of a prefill tile
 TILE_CHUNK_TOKENS = 128  # context tokens of a prefill round
 
 
-class AttentionWork(NamedTuple):
-    """The work of one step: NumPy arrays from `divide_attention`, JAX arrays inside the step.
+class RowWork(NamedTuple):
+    """The decode rows of a step: NumPy arrays from `divide_rows`, JAX arrays inside the step.
 
-    Shapes depend on the bucket only. `waves * lanes` bounds the jobs and `tiles` the tiles of any
-    step of the bucket; what is beyond the real ones is zeros: a job from 0 to 0 adds nothing.
+    Shapes depend on the bucket only. `waves * lanes` bounds the jobs of any step of the bucket;
+    what is beyond the real ones is zeros: a job from 0 to 0 adds nothing.
     """
 
-    job_row: Int32[Any, "waves lanes"]  # the decode row (sequence, and token) that a job belongs to
+    job_row: Int32[Any, "waves lanes"]  # the row that a job belongs to: its query
+    job_seq: Int32[Any, "waves lanes"]  # the sequence of that row: its block table
     job_begin: Int32[Any, "waves lanes"]  # first context position of the job
     job_end: Int32[Any, "waves lanes"]  # one past its last
     wave_rounds: Int32[Any, " waves"]  # rounds until the longest job of the wave is done
     num_waves: Int32[Any, ""]  # waves that have jobs: the trip count of a decode
     row_parts: Int32[Any, " jobs"]  # flat places of jobs in (waves, lanes), grouped by row
-    row_first: Int32[Any, " seqs"]  # where in `row_parts` a row begins
-    row_count: Int32[Any, " seqs"]  # how many parts it has: 0 for what is not a decode row
+    row_first: Int32[Any, " rows"]  # where in `row_parts` a row begins
+    row_count: Int32[Any, " rows"]  # how many parts it has: 0 for what is not a decode row
     max_parts: Int32[Any, ""]  # the largest of these: the trip count of combining
+
+
+class TileWork(NamedTuple):
+    """The prefill tiles of a step, like `RowWork`: `tiles` of them at most, zeros beyond."""
+
     tile_seq: Int32[Any, " tiles"]  # the sequence that a tile belongs to
     tile_start: Int32[Any, " tiles"]  # first token read: early enough that a whole tile exists
     tile_begin: Int32[Any, " tiles"]  # first token that the tile owns, hence writes
@@ -48,9 +57,16 @@ class AttentionWork(NamedTuple):
     num_tiles: Int32[Any, ""]  # the trip count of prefill
 
 
-def num_lanes(num_seqs: int) -> int:
-    """Decode jobs that advance together in a bucket of `num_seqs` sequences."""
-    return min(num_seqs, MAX_LANES)
+class AttentionWork(NamedTuple):
+    """The work of one step."""
+
+    rows: RowWork
+    tiles: TileWork
+
+
+def num_lanes(num_rows: int) -> int:
+    """Decode jobs that advance together in a bucket of `num_rows` rows."""
+    return min(num_rows, MAX_LANES)
 
 
 def tile_tokens(num_tokens: int) -> int:
@@ -70,20 +86,25 @@ def divide_attention(
     num_decodes: int,
     *,
     num_tokens: int,
+    num_rows: int | None = None,
     block_size: int,
     sliding_window: int | None = None,
 ) -> AttentionWork:
-    """Divide one step, given its padded arrays; `num_tokens` is the bucket's.
+    """Divide one step, given its padded arrays; `num_tokens` and `num_rows` are the bucket's.
 
-    The first `num_decodes` sequences have one token each, in token order. Raises ValueError where a
+    Every token of the first `num_decodes` sequences is a decode row, of which there are `num_rows`
+    at most (None: as many as sequences); the others are prefill chunks. Raises ValueError where a
     context is longer than its block table, which the device would read past without a word.
     """
     check_contexts(block_tables, seq_lens, block_size)
-    decode = _divide_decode(seq_lens, num_decodes, block_size, sliding_window)
+    options = {"block_size": block_size, "sliding_window": sliding_window}
+    rows = rows_of(seq_lens, query_start_loc, num_decodes)
     starts = query_start_loc[num_decodes:].astype(np.int64)
     ends = seq_lens[num_decodes:].astype(np.int64)
-    prefill = _divide_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window)
-    return AttentionWork(**decode, **prefill)
+    return AttentionWork(
+        divide_rows(rows, num_rows or len(seq_lens), **options),
+        _divide_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window),
+    )
 
 
 def check_contexts(
@@ -100,19 +121,20 @@ def check_contexts(
         )
 
 
-def _divide_decode(
-    seq_lens: np.ndarray, num_decodes: int, block_size: int, window: int | None
-) -> dict[str, np.ndarray]:
-    num_seqs, lanes = len(seq_lens), num_lanes(len(seq_lens))
-    capacity = -(-(num_seqs + lanes) // lanes) * lanes
+def divide_rows(
+    rows: Rows, num_rows: int, *, block_size: int, sliding_window: int | None = None
+) -> RowWork:
+    """Divide decode rows, of which a step of the bucket has `num_rows` at most."""
+    lanes = num_lanes(num_rows)
+    capacity = -(-(num_rows + lanes) // lanes) * lanes
     chunk = whole_blocks(CHUNK_TOKENS, block_size)
-    end = seq_lens[:num_decodes].astype(np.int64)
-    begin = np.maximum(end - (window or end), 0)
+    end = rows.length.astype(np.int64)
+    begin = np.maximum(end - (sliding_window or end), 0)
     first_chunk = begin // chunk
     chunks = -(-end // chunk) - first_chunk
     rounds = _rounds_per_job(chunks, lanes, capacity)
     parts = -(-chunks // rounds)
-    row = np.repeat(np.arange(num_decodes), parts)
+    row = np.repeat(np.arange(len(end)), parts)
     row_first = np.cumsum(parts) - parts
     job_chunk = first_chunk[row] + (np.arange(len(row)) - row_first[row]) * rounds
     job_rounds = np.minimum(rounds, first_chunk[row] + chunks[row] - job_chunk)
@@ -123,17 +145,18 @@ def _divide_decode(
     def in_waves(values: np.ndarray) -> np.ndarray:
         return _padded(values[order], capacity).reshape(-1, lanes)
 
-    return {
-        "job_row": in_waves(row),
-        "job_begin": in_waves(np.maximum(job_chunk * chunk, begin[row])),
-        "job_end": in_waves(np.minimum((job_chunk + rounds) * chunk, end[row])),
-        "wave_rounds": in_waves(job_rounds).max(axis=1),
-        "num_waves": np.asarray(-(-len(row) // lanes), np.int32),
-        "row_parts": _padded(place, capacity),
-        "row_first": _padded(row_first, num_seqs),
-        "row_count": _padded(parts, num_seqs),
-        "max_parts": np.asarray(parts.max(initial=0), np.int32),
-    }
+    return RowWork(
+        job_row=in_waves(row),
+        job_seq=in_waves(rows.seq[row]),
+        job_begin=in_waves(np.maximum(job_chunk * chunk, begin[row])),
+        job_end=in_waves(np.minimum((job_chunk + rounds) * chunk, end[row])),
+        wave_rounds=in_waves(job_rounds).max(axis=1),
+        num_waves=np.asarray(-(-len(row) // lanes), np.int32),
+        row_parts=_padded(place, capacity),
+        row_first=_padded(row_first, num_rows),
+        row_count=_padded(parts, num_rows),
+        max_parts=np.asarray(parts.max(initial=0), np.int32),
+    )
 
 
 def _rounds_per_job(chunks: np.ndarray, lanes: int, capacity: int) -> int:
@@ -156,8 +179,8 @@ def _divide_prefill(
     num_tokens: int,
     block_size: int,
     window: int | None,
-) -> dict[str, np.ndarray]:
-    """Cut the chunks of the sequences after the decodes into tiles.
+) -> TileWork:
+    """Cut the chunks of the sequences after those of decode rows into tiles.
 
     `starts` are their first tokens and one more, `context_ends` their lengths.
     """
@@ -180,7 +203,7 @@ def _divide_prefill(
         "tile_chunk_end": -(-(end + shift) // chunk),
     }
     padded = {name: _padded(values, capacity) for name, values in fields.items()}
-    return padded | {"num_tiles": np.asarray(len(seq), np.int32)}
+    return TileWork(**padded, num_tiles=np.asarray(len(seq), np.int32))
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

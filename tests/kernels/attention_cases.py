@@ -16,6 +16,7 @@ from pallas_kernels import decode, prefill, reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
 from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
+from pallas_kernels.rows import rows_of
 
 FP8 = jnp.float8_e4m3fn
 NULL_BLOCK = 0
@@ -26,7 +27,7 @@ class Case(NamedTuple):
     """A step; defaults are small, as the interpreter is slow."""
 
     chunks: tuple[tuple[int, int], ...] = ((17, 100), (5, 5))  # new tokens, context with them
-    decodes: tuple[int, ...] = ()  # contexts of rows before the chunks
+    decodes: tuple[int, ...] = ()  # contexts of sequences before the chunks, whose tokens are rows
     padding: int = 1  # sequences of length 0 behind the others
     tokens: int = 0  # of the bucket; 0: a few more than there are
     q_per_kv: int = 4
@@ -42,6 +43,12 @@ class Case(NamedTuple):
     config: PrefillConfig = PrefillConfig(kv_tile=64, num_blocks=2)
     num_blocks: int = 2  # thread blocks of the decode kernel
     divided_window: int | None = -1  # of its work; -1: that of the layer
+    drafts: int = 0  # tokens of each of `decodes` after its first
+
+    @property
+    def num_rows(self) -> int:
+        """Decode rows: the first tokens of the step."""
+        return len(self.decodes) * (1 + self.drafts)
 
 
 class Step(NamedTuple):
@@ -55,15 +62,19 @@ class Step(NamedTuple):
 def decodes(
     lengths: tuple[int, ...] = (300, 33), padding: int = 0, chunks: Any = (), **changes: Any
 ) -> Case:
-    """A case of decode rows, and of chunks and padding in as many tokens as sequences."""
-    tokens = len(lengths) + len(chunks) + padding
+    """A case of decode rows, and of chunks and padding of one token each."""
+    tokens = len(lengths) * (1 + changes.get("drafts", 0)) + len(chunks) + padding
     return Case(chunks, lengths, padding, tokens, **changes)
 
 
 def make_step(case: Case, seed: int = 0) -> Step:
     """Make a step whose unused slots, and the null block, are NaN."""
     rng = np.random.default_rng(seed)
-    new = [1] * len(case.decodes) + [chunk[0] for chunk in case.chunks] + [0] * case.padding
+    new = (
+        [1 + case.drafts] * len(case.decodes)
+        + [chunk[0] for chunk in case.chunks]
+        + [0] * case.padding
+    )
     lengths = [*case.decodes, *(chunk[1] for chunk in case.chunks), *[0] * case.padding]
     lengths = np.array(lengths, np.int32)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
@@ -114,9 +125,10 @@ def decode_config(case: Case) -> DecodeConfig:
 
 def decode_work(case: Case, step: Step) -> DecodeWork:
     """Divide the decode rows of a step."""
+    rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(case.decodes))
     return divide_decode(
-        step.kv.seq_lens,
-        len(case.decodes),
+        rows,
+        max(case.num_rows, len(step.kv.seq_lens)),
         kv_heads=case.kv_heads,
         sliding_window=case.sliding_window if case.divided_window == -1 else case.divided_window,
         config=decode_config(case),
@@ -180,9 +192,9 @@ def worst(case: Case, step: Step, out: np.ndarray, rows: slice = slice(None)) ->
 
 def worst_decode(case: Case, step: Step, out: np.ndarray) -> float:
     """Return `worst` of the decode rows."""
-    return worst(case, step, out, slice(len(case.decodes)))
+    return worst(case, step, out, slice(case.num_rows))
 
 
 def worst_prefill(case: Case, step: Step, out: np.ndarray) -> float:
     """Return `worst` of all but the decode rows."""
-    return worst(case, step, out, slice(len(case.decodes), None))
+    return worst(case, step, out, slice(case.num_rows, None))

@@ -18,6 +18,7 @@ from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import DecodeConfig, divide_decode
 from pallas_kernels.kv_write import write_kv
+from pallas_kernels.rows import Rows
 
 aot.require()
 
@@ -27,6 +28,7 @@ RESERVED = 1024  # bytes of shared memory that the system takes for each thread 
 FP8 = jnp.float8_e4m3fn
 NUM_BLOCKS = 4096
 SEQS, CONTEXT = 64, 2048
+ROWS = Rows(np.arange(SEQS, dtype=np.int32), np.full(SEQS, CONTEXT, np.int32))
 
 
 class Case(NamedTuple):
@@ -78,8 +80,7 @@ def made(text: str) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_decode_fits_the_chip(name, mesh, capsys):
     case = CASES[name]
-    seq_lens = np.full(SEQS, CONTEXT, np.int32)
-    work = divide_decode(seq_lens, SEQS, kv_heads=case.kv_heads, config=case.config)
+    work = divide_decode(ROWS, SEQS, kv_heads=case.kv_heads, config=case.config)
     pool = struct((NUM_BLOCKS, case.kv_heads, case.block_size, case.head_dim), case.kv_dtype)
     q = struct((SEQS, case.kv_heads * case.q_per_kv, case.head_dim), case.dtype)
     tables = struct((SEQS, CONTEXT // case.block_size))
@@ -138,7 +139,7 @@ def test_a_sharded_layer_makes_no_copy():
     """Write, then attend, on a quarter of the heads each, as the engine's steps do."""
     mesh, heads = aot.make_mesh("h200", (4,), ("tp",)), PartitionSpec(None, "tp")
     kv_heads, head_dim, block_size = 8, 128, 16
-    work = divide_decode(np.full(SEQS, CONTEXT, np.int32), SEQS, kv_heads=kv_heads // 4)
+    work = divide_decode(ROWS, SEQS, kv_heads=kv_heads // 4)
 
     def layer(q, k, v, k_pool, v_pool, out, slots, tables, seq_lens, rope, work):
         pool = write_kv((k_pool, v_pool), k, v, slots, rope=rope)

@@ -36,8 +36,16 @@ FAULTS = {
         "decode_memory", 'lax.axis_index("kv_head"), tokens', "0, tokens", TWO_HEADS
     ),
     "the block before": (
-        "decode_memory", "tables[row, column]",
-        "tables[row, jnp.maximum(column - 1, 0)]", decodes(),
+        "decode_memory", "tables[seq, column]",
+        "tables[seq, jnp.maximum(column - 1, 0)]", decodes(),
+    ),
+    "the block table of the row's number": (
+        "decode_terms", "inputs.row_seq[row], inputs", "row, inputs",
+        decodes((40, 20), drafts=1, padding=2),
+    ),
+    "rows of a sequence see the same": (
+        "decode_terms", "inputs.row_length[row]", "inputs.row_length[lax.div(row, 2)]",
+        decodes((40, 20), drafts=1),
     ),
     "old values are not scaled down": (
         "decode_compute", "weighted * down_rows(decay, weighted.shape)", "weighted", decodes()

@@ -6,21 +6,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode, num_workers
+from pallas_kernels.rows import Rows, rows_of
 
 TILE = 64
 LENGTHS = st.lists(st.integers(1, 700), max_size=9)
 
 
 def make(lengths, padding=0, num_blocks=6, kv_heads=1, window=None) -> DecodeWork:
-    seq_lens = np.array([*lengths, *[500] * padding], np.int32)
+    rows = Rows(np.arange(len(lengths), dtype=np.int32), np.array(lengths, np.int32))
     config = DecodeConfig(TILE, num_blocks)
     options = dict(kv_heads=kv_heads, sliding_window=window, config=config)
-    return divide_decode(seq_lens, len(lengths), **options)
+    return divide_decode(rows, len(lengths) + padding, **options)
 
 
 def jobs_of(work: DecodeWork) -> list[tuple[int, int, int]]:
     count = work.worker_first[-1]
     return list(zip(*(x[:count].tolist() for x in work[1:4]), strict=True))
+
+
+def test_rows_are_the_tokens_of_the_first_sequences():
+    lens, starts = np.array([5, 9, 4, 0], np.int32), np.array([0, 1, 4, 5, 5], np.int32)
+    rows = rows_of(lens, starts, 2)
+    assert (rows.seq.tolist(), rows.length.tolist()) == ([0, 1, 1, 1], [5, 7, 8, 9])
+    assert len(rows_of(lens, starts, 0).seq) == 0
 
 
 @given(LENGTHS, st.integers(0, 3), st.integers(1, 12), st.sampled_from([None, 1, 64, 100]))

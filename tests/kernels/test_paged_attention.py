@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 CONFIG = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
 CASES = {
     "decodes and chunks": Case(((17, 100), (5, 5)), decodes=(130, 1, 64), kv_heads=2, padding=2),
+    "drafts and chunks": Case(((17, 100),), decodes=(130, 20), drafts=2, kv_heads=2, padding=2),
     "decodes alone": Case((), decodes=(65, 17), tokens=2, padding=0),
     "window, soft cap, fp8": Case(
         ((17, 100),),
@@ -36,6 +37,7 @@ def test_a_step_is_attention(name):
         len(case.decodes),
         num_tokens=step.q.shape[0],
         heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
+        num_rows=max(case.num_rows, len(step.kv.seq_lens)),
         sliding_window=case.sliding_window,
         config=CONFIG,
     )

@@ -19,14 +19,17 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.rows import Rows
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
     divide_attention,
     pool_shape,
     ragged_paged_attention,
+    row_attention,
     write_kv,
 )
+from shiftjax.models.attention_work import divide_rows
 
 ULPS = {"float32": 16, "bfloat16": 1}
 EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150, 300]
@@ -41,10 +44,12 @@ class Case(NamedTuple):
 def make_case(
     query_lens, seq_lens, tokens, seqs, *, seed=0, block_size=16, kv_heads=2, q_per_kv=2,
     head_dim=16, dtype="float32", max_len=512, window=None, min_blocks=0,
+    num_decodes=None, num_rows=None,
 ):  # fmt: skip
     """A step whose sequences lie in shuffled blocks of a pool that is NaN wherever it may be.
 
-    Leading query lengths of 1 are decodes.
+    The tokens of the first `num_decodes` sequences are decode rows: of all those that begin the
+    step with one token each, if it is None.
     """
     rng = np.random.default_rng(seed)
     blocks_needed = [-(-length // block_size) for length in seq_lens]
@@ -61,12 +66,13 @@ def make_case(
         slots += list((tables[i, block] * block_size + offset)[length - query_len :])
     starts = np.full(seqs + 1, sum(query_lens), np.int32)
     starts[: len(query_lens) + 1] = np.cumsum([0, *query_lens])
-    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    if num_decodes is None:
+        num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     lens = np.zeros(seqs, np.int32)
     lens[: len(seq_lens)] = seq_lens
     work = divide_attention(
         tables, lens, starts, num_decodes,
-        num_tokens=tokens, block_size=block_size, sliding_window=window,
+        num_tokens=tokens, num_rows=num_rows, block_size=block_size, sliding_window=window,
     )  # fmt: skip
     slot_mapping = np.zeros(tokens, np.int32)
     slot_mapping[: len(slots)] = slots
@@ -135,6 +141,42 @@ def test_sliding_window(name, window):
     check(make_case(*STEPS[name], window=window), window)
 
 
+# Sequences whose tokens are decode rows, as drafted ones are: [tokens], [contexts], sizes.
+DRAFTED = {
+    "drafts between decodes and chunks": ([1, 5, 3, 40], [300, 130, 3, 60], 64, 4, 3, 16),
+    "drafts alone, as many as fit": ([6, 2], [70, 17], 8, 2, 2, 8),
+    "one draft of a short context": ([4], [4], 8, 2, 1, 4),
+}
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_every_token_of_a_sequence_may_be_a_row(name, window):
+    *step, num_decodes, num_rows = DRAFTED[name]
+    case = make_case(*step, num_decodes=num_decodes, num_rows=num_rows, window=window)
+    assert case.metadata.work.tiles.num_tiles == len(step[0]) - num_decodes
+    check(case, window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_of_any_tokens(window):
+    """The queries of some tokens only, in any order: what layers that compute rows alone do."""
+    case = make_case(*STEPS["decodes and prompts"], window=window)
+    tokens = np.array([147, 3, 0, 144, 5, 44])  # of the last chunk, decodes, the first chunk
+    starts = case.metadata.query_start_loc
+    seq = (np.searchsorted(starts, tokens, side="right") - 1).astype(np.int32)
+    lengths = case.metadata.seq_lens[seq] - (starts[seq + 1] - tokens - 1)
+    work = divide_rows(Rows(seq, lengths), 8, block_size=16, sliding_window=window)
+    q = jnp.pad(case.q[tokens], ((0, 2), (0, 0), (0, 0)))
+    out = jax.jit(partial(row_attention, scale=16**-0.5))(
+        q, case.pool, case.metadata.block_tables, work
+    )
+    wanted = expected(case, window)[tokens]
+    error, size = (np.linalg.norm(x, axis=(1, 2)) for x in (out[:6] - wanted, wanted))
+    assert (error / size <= tolerance(case)).all()
+    assert not out[6:].any()
+
+
 @pytest.mark.parametrize("q_per_kv", [1, 2, 3, 4, 7, 8])
 def test_query_heads_per_kv_head(q_per_kv):
     step = [1, 1, 1, 30], [5, 17, 90, 40], 48, 4
@@ -155,29 +197,29 @@ def test_a_block_longer_than_a_chunk_and_a_table_of_no_whole_chunks():
 
 def test_a_long_context_among_short_ones_is_split():
     case = make_case([1] * 32, [4000] + [40] * 31, 32, 32, max_len=8192)
-    work = case.metadata.work
+    work = case.metadata.work.rows
     assert work.row_count[0] > 8
     assert work.wave_rounds[: work.num_waves].sum() <= 8  # 63 rounds if one lane did it all
     check(case)
 
 
 def test_equal_contexts_are_not_split():
-    work = make_case([1] * 32, [192] * 32, 32, 32).metadata.work
+    work = make_case([1] * 32, [192] * 32, 32, 32).metadata.work.rows
     assert (work.num_waves, work.max_parts, work.wave_rounds[0]) == (1, 1, 3)
 
 
 def test_work_follows_contexts_and_window():
     work = make_case([1] * 4 + [64], [300] * 4 + [300], 128, 8, max_len=8192).metadata.work
-    assert work.tile_chunk_end[: work.num_tiles].tolist() == [3]
+    assert work.tiles.tile_chunk_end[: work.tiles.num_tiles].tolist() == [3]
     windowed = make_case([1] * 4 + [64], [300] * 5, 128, 8, max_len=8192, window=10).metadata.work
-    assert windowed.tile_chunk_begin[0] == 1
-    assert windowed.wave_rounds.sum() == 1
+    assert windowed.tiles.tile_chunk_begin[0] == 1
+    assert windowed.rows.wave_rounds.sum() == 1
 
 
 def test_shapes_of_work_depend_on_the_bucket_only():
     steps = STEPS["decodes and prompts"], ([], [], 256, 16), ([1], [500], 256, 16)
     works = [make_case(*step).metadata.work for step in steps]
-    shapes = [[(x.shape, x.dtype) for x in work] for work in works]
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(work)] for work in works]
     assert shapes[0] == shapes[1] == shapes[2]
 
 

@@ -1,0 +1,32 @@
+"""Decode rows: the tokens of a step that attend one by one, each with a context of its own. No JAX.
+
+A decode is one row. So is every drafted token, and every token whose logits are wanted: the rows of
+a sequence share its block table and differ in how much of the context they see.
+
+sequence    0    1    1    1    2        3 rows of sequence 1, which has a context of 9 tokens
+length      5    7    8    9    4        with the row's own token
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+
+class Rows(NamedTuple):
+    """The decode rows of a step, as NumPy arrays without padding; row i asks with query i."""
+
+    seq: Int32[Any, " rows"]  # whose block table it reads
+    length: Int32[Any, " rows"]  # the context that it sees: the position of its token, plus one
+
+
+def rows_of(
+    seq_lens: Int32[np.ndarray, " seqs"],
+    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
+    num_seqs: int,
+) -> Rows:
+    """Return the tokens of the first `num_seqs` sequences, given the padded arrays of a step."""
+    lens = np.diff(query_start_loc[: num_seqs + 1])
+    seq = np.repeat(np.arange(num_seqs, dtype=np.int32), lens)
+    after = query_start_loc[1:][seq] - np.arange(len(seq), dtype=np.int32)
+    return Rows(seq, seq_lens[seq] + 1 - after)
