@@ -23,6 +23,7 @@ FLOORS = (
     ("pallas_kernels", JAX),
     ("shiftjax.options", NO_JAX),
     ("shiftjax.gguf_header", NO_JAX),
+    ("shiftjax.drafts", NO_JAX),
     ("shiftjax.arch", NO_JAX),
     ("shiftjax.parallel", NO_JAX),
     ("shiftjax.costs", NO_JAX),
