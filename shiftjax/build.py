@@ -11,11 +11,13 @@ from shiftjax.control.engine import Engine
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy, wanted_modes
 from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.speculation import Speculation, prices_of
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
 from shiftjax.device.groups import compile_steps, place, start_runners
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
+from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Device
 from shiftjax.settings import compile_cache_dir
 from shiftjax.weights.source import TensorSource, check_complete
@@ -67,15 +69,28 @@ def _make_policy(config: EngineConfig, deployment: Deployment, device: Device) -
 def _start(
     config: EngineConfig, deployment: Deployment, policy: Policy, runners: list[DeviceRunner]
 ) -> Engine:
-    budgets = deployment.budgets
     return Engine(
-        [Lane(Scheduler(budgets), runner, runner.step.weights.modes) for runner in runners],
+        [_lane(config, deployment, policy, runner) for runner in runners],
         policy,
         deployment.limits,
         overlap=config.scheduler.overlap,
         seed=config.model.seed,
         clock=time.monotonic,
     )
+
+
+def _lane(
+    config: EngineConfig, deployment: Deployment, policy: Policy, runner: DeviceRunner
+) -> Lane:
+    modes, budgets, speculation = runner.step.weights.modes, deployment.budgets, None
+    if deployment.drafts.speculation != "none":
+        speculation = Speculation(
+            Drafting(deployment.drafts),
+            prices_of(policy, deployment.buckets, modes),
+            max_rows=budgets.max_rows,
+            overlap=config.scheduler.overlap,
+        )
+    return Lane(Scheduler(budgets, speculation), runner, modes)
 
 
 def _use_compile_cache(config: EngineConfig) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import (
     ConfigError,
     Setting,
@@ -178,6 +179,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
+    drafts: DraftOptions = field(default_factory=DraftOptions)
 
     def __post_init__(self) -> None:
         options = self.flat()
@@ -295,6 +297,41 @@ def _buckets_reach_the_budget(
     )
 
 
+def _costs_are_known(draft_choice: str, policy: str) -> str | None:
+    if draft_choice != "cost" or policy == "cost":
+        return None
+    return f"draft_choice = cost needs policy = cost, not {policy}"
+
+
+def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | None:
+    if prompt_lookup_min <= prompt_lookup_max:
+        return None
+    return (
+        f"prompt_lookup_min = {prompt_lookup_min} is above prompt_lookup_max = {prompt_lookup_max}"
+    )
+
+
+_READ_WITH = {  # beginnings of names of draft settings: the setting and the value that read them
+    "suffix_": ("speculation", "suffix"),
+    "prompt_lookup_": ("speculation", "ngram"),
+    "draft_max_seqs": ("draft_choice", "fixed"),
+    "draft_off_seqs": ("draft_choice", "fixed"),
+}
+
+
+def _unused_draft_settings(options: Mapping[str, Any]) -> list[str]:
+    """What is set, but read by another way of drafting only."""
+    problems = []
+    for name, setting in settings_of(DraftOptions).items():
+        pairs = [pair for start, pair in _READ_WITH.items() if name.startswith(start)]
+        reader, value = pairs[0] if pairs else ("speculation", None)
+        given = options[reader]
+        is_read = given == value if pairs else given != "none" or name == reader
+        if not is_read and options[name] != setting.default:
+            problems.append(f"{name} has no meaning with {reader} = {given}: drop one")
+    return problems
+
+
 RULES: tuple[Callable[..., str | None], ...] = (
     budget_holds_the_decodes,
     _mesh_fills_the_devices,
@@ -303,6 +340,8 @@ RULES: tuple[Callable[..., str | None], ...] = (
     swap_has_room,
     _pool_holds_a_sequence,
     _buckets_reach_the_budget,
+    _costs_are_known,
+    _lookup_is_a_range,
 )
 
 
@@ -313,4 +352,5 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
         names = inspect.signature(rule).parameters
         if not any(name in broken for name in names):
             problems.append(rule(**{name: options[name] for name in names}))
+    problems += [] if broken else _unused_draft_settings(options)
     return [problem for problem in problems if problem]

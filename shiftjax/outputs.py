@@ -50,11 +50,11 @@ class _TextStream:
         self._detokenizer = tokenizer and IncrementalDetokenizer(tokenizer, continues_prompt=True)
         self._stops = StopChecker(stop)
 
-    def push(self, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
+    def push(self, token: int) -> tuple[str, str | None]:
         """Return the new final text, and the stop string that has been met, if any."""
         if self._detokenizer is None:  # a model without a tokenizer makes tokens, no text
             return "", None
-        return self._check("".join(map(self._detokenizer.push, token_ids)))
+        return self._check(self._detokenizer.push(token))
 
     def finish(self) -> tuple[str, str | None]:
         """Return what was held back: it is final now."""
@@ -102,13 +102,17 @@ class OutputAssembler:
             return ""
         if event.prompt_logprobs is not None:
             self.output.prompt_logprobs = event.prompt_logprobs
-        output.token_ids.extend(event.token_ids)
-        if event.logprobs is not None and output.logprobs is not None:
-            output.logprobs.append(event.logprobs)
-        ids = event.token_ids
-        if event.stop_token_id is not None:
-            ids = ids[:-1]  # the token that stops is reported, but is no text
-        text, matched = stream.push(ids)
+        text, matched = "", None
+        for place, token in enumerate(event.token_ids, start=1):
+            output.token_ids.append(token)
+            if output.logprobs is not None:
+                output.logprobs.append(event.logprobs[place - 1])
+            if place == len(event.token_ids) and event.stop_token_id is not None:
+                break  # the token that stops is reported, but is no text
+            more, matched = stream.push(token)
+            text += more
+            if matched is not None:
+                break  # what a draft had right beyond the stop string is dropped
         if matched is None and event.finish_reason is not None:
             rest, matched = stream.finish()
             text += rest

@@ -62,7 +62,7 @@ def compare(llm: LLM, name: str, policy, chosen, num_tokens: int) -> None:
     for place, i in enumerate(chosen):
         got = tokens(events[place, 0])
         assert got == CASES[i]["generated_ids"][:num_tokens], (name, CASES[i]["name"])
-        logprobs = [e.logprobs.logprob for e in events[place, 0] if e.logprobs]
+        logprobs = [one.logprob for e in events[place, 0] for one in e.logprobs]
         expected = CASES[i]["token_logprobs"][:num_tokens]
         np.testing.assert_allclose(logprobs, expected, atol=2e-3)
 

@@ -149,7 +149,7 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
-    moves = step_collectives(layout, mode, *bucket, formats.activation_bytes)
+    moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats.activation_bytes)
     return Compiled(
         memory.argument_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,

@@ -206,7 +206,7 @@ def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     step = runner.compiled(program, mode)
     compiled = collective_bytes(step.as_text() or "")
     formats = built.deployment.formats
-    moves = step_collectives(layout, mode, *program.bucket, formats.activation_bytes)
+    moves = step_collectives(layout, mode, *program.bucket[:2], formats.activation_bytes)
     machine = load_machine(machine_of(device_kind(runner)))
     costs = built.deployment.costs(machine, load_engine("shiftjax"))
     row = {"sp": sp, "tp": tp, "mode": mode.label, "bytes": sum(compiled.values())}

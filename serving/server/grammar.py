@@ -52,6 +52,24 @@ class GrammarState:
         self.mask = self._compute()
         return not self.is_dead
 
+    def draft_masks(self, draft: list[int]) -> list[np.ndarray]:
+        """`mask` after none, one, two ... of these tokens, as far as the grammar can go on."""
+        masks, matcher = [self.mask], self._matcher
+        taken = 0
+        for token_id in draft[: matcher.validate_tokens(draft)]:  # a wrong one breaks the matcher
+            matcher.consume_token(token_id)
+            taken += 1
+            mask = self._compute()
+            if not mask.any():
+                break
+            masks.append(mask)
+        matcher.rollback(taken)
+        return masks
+
+    def forced_tokens(self, most: int) -> list[int]:
+        """The usual tokens, `most` at most, of the text that must come next."""
+        return self._matcher.compute_ff_tokens()[:most]
+
     def _compute(self) -> np.ndarray:
         """The mask in the words of the model, whose vocabulary may be padded."""
         words = np.zeros(self._num_words, np.uint32)

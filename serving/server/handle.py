@@ -85,7 +85,7 @@ class RequestHandle:
         output = self.output.outputs[event.index]
         num_before, was_open = len(output.token_ids), output.finish_reason is None
         text = self._assembler.apply(event)
-        new_ids = output.token_ids[num_before:]
+        new_ids = output.token_ids[num_before:]  # a stop string may have cut the event's
         if self._streams and was_open and (new_ids or text or output.finish_reason):
             self._buffer(event, text, new_ids)
         if event.finish_reason == "error":
@@ -99,8 +99,7 @@ class RequestHandle:
         output = self.output.outputs[event.index]
         delta.text += text
         delta.token_ids += new_ids
-        if event.logprobs is not None:
-            delta.logprobs.append(event.logprobs)
+        delta.logprobs += event.logprobs[: len(new_ids)]
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         self._num_buffered_tokens += len(new_ids)
         self._news.set()

@@ -23,10 +23,12 @@ from shiftjax.costs.memory import (
     weight_bytes,
 )
 from shiftjax.costs.step import CostModel
+from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Grid
 from shiftjax.parallel.layout import Layout
 
+MOST_DRAFT_ROWS = 256  # unless asked for; the LM head of a row costs what a small layer costs
 WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
 
 
@@ -63,6 +65,8 @@ class Deployment:
     prefix_caching: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     num_host_blocks: int = 0
+    drafts: DraftOptions = NO_DRAFTS
+    max_draft_rows: int = 0
 
     @property
     def sp(self) -> int:
@@ -87,7 +91,7 @@ class Deployment:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The sizes of steps, smallest first."""
-        return make_buckets(self.token_buckets, self.max_num_seqs, self.layout)
+        return make_buckets(self.token_buckets, self.max_num_seqs, self.layout, self.max_draft_rows)
 
     @property
     def blocks_per_seq(self) -> int:
@@ -113,6 +117,7 @@ class Deployment:
             prefix_caching=self.prefix_caching,
             preemption=self.preemption,
             num_host_blocks=self.num_host_blocks,
+            max_draft_rows=self.max_draft_rows,
         )
 
     @property
@@ -143,7 +148,8 @@ class Deployment:
             shifted = 0
         elif self.policy == "threshold" and not self.token_buckets:
             shifted = min(most, self.threshold)
-        return temporary_bytes(self.layout, self.formats, most, shifted, self.max_num_seqs)
+        rows = self.budgets.max_rows
+        return temporary_bytes(self.layout, self.formats, most, shifted, rows)
 
     def memory(self, devices: Devices, workspace_bytes: int | None = None) -> Memory:
         """What a device holds, and what is left for KV; `workspace_bytes` None: the estimate."""
@@ -212,7 +218,16 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         prefix_caching=cache.prefix_caching,
         preemption=cache.preemption,
         num_host_blocks=cache.num_host_blocks,
+        drafts=config.drafts,
+        max_draft_rows=draft_rows(config.drafts, scheduler.max_num_seqs),
     )
+
+
+def draft_rows(drafts: DraftOptions, max_num_seqs: int) -> int:
+    """Logit rows of a step with drafts; 0 where nothing is drafted."""
+    if drafts.speculation == "none":
+        return 0
+    return drafts.max_draft_rows or min(4 * max_num_seqs, MOST_DRAFT_ROWS)
 
 
 def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:

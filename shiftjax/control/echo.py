@@ -7,8 +7,8 @@ exactly its own tokens behind its block table.
 
 import numpy as np
 
-from shiftjax.control.logprobs import num_top
 from shiftjax.control.request import ScheduledSequence, StepOutput, StepPlan
+from shiftjax.control.results import num_top
 from shiftjax.parallel.grid import Mode
 
 NO_TOKEN = -1
@@ -21,11 +21,13 @@ def echo_token(last_token: int, position: int, seed: int, vocab_size: int) -> in
     return ((mixed >> 15) ^ mixed) % vocab_size
 
 
-def _may_follow(token: int, item: ScheduledSequence) -> bool:
+def _may_follow(token: int, item: ScheduledSequence, row: int) -> bool:
     constraint = item.sequence.constraint
-    if constraint is not None and not constraint.mask[token // 32] >> (token % 32) & 1:
-        return False
-    return not (token in item.sequence.stop_ids and item.bans_stop_ids)
+    if constraint is not None:
+        mask = constraint.mask if item.masks is None else item.masks[row]
+        if not mask[token // 32] >> (token % 32) & 1:
+            return False
+    return not (token in item.sequence.stop_ids and item.bans_stop_ids(row))
 
 
 class EchoRunner:
@@ -91,10 +93,14 @@ class EchoRunner:
         if len(known) == item.num_rows:  # inside a prompt: every next token is given
             return known
         last = previous[item.previous_row] if item.previous_row >= 0 else sequence.token_ids[-1]
-        token = echo_token(last, end - 1, sequence.seed, self.vocab_size)
-        while not _may_follow(token, item):
-            token = (token + 1) % self.vocab_size
-        return [*known, token]
+        found = [*known]
+        for row, before in enumerate([last, *item.draft_ids], start=len(known)):
+            position = end - item.num_rows + row
+            token = echo_token(before, position, sequence.seed, self.vocab_size)
+            while not _may_follow(token, item, row):
+                token = (token + 1) % self.vocab_size
+            found.append(token)
+        return found
 
     def _audit(self, plan: StepPlan, previous: list[int]) -> None:
         """Move and write what the plan says, then look at what every sequence would attend to."""
@@ -127,5 +133,6 @@ class EchoRunner:
         context = item.sequence.token_ids[: item.start + item.num_tokens]
         if item.previous_row >= 0:
             context.append(previous[item.previous_row])
+        context += item.draft_ids
         assert len(context) == item.start + item.num_tokens, "a pending token has no row"
         return context

@@ -96,11 +96,18 @@ class Engine:
             if len(due) == busy > 0:
                 self.wait(due)
             due = [lane for lane in due if lane.is_ready]
-        return [event for lane in due for event in self._commit(lane, now)]
+        return [event for lane in due for event in self._turn(lane, now)]
+
+    def _turn(self, lane: Lane, now: float) -> list[Event]:
+        """Commit; where the next step had to wait for that, launch it before events are told."""
+        events = self._commit(lane, now)
+        if self.overlap and lane.commits_first:
+            self._launch(lane, now)
+        return events
 
     def _launch(self, lane: Lane, now: float) -> bool:
         """Schedule, choose, run, if there is room in flight; nothing is waited for."""
-        if len(lane.in_flight) > self.overlap:
+        if len(lane.in_flight) > (self.overlap and not lane.commits_first):
             return False
         plan, previous = None, lane.in_flight[-1] if lane.in_flight else None
         handle = previous.handle if isinstance(previous, Flight) else None

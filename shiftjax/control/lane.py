@@ -20,12 +20,18 @@ class Flight(NamedTuple):
     mode: Mode
     handle: Any
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it is not known how many tokens its sequences will have."""
+        return self.plan.num_drafts > 0
+
 
 class Failure(NamedTuple):
     """A step that could not be given to the devices; no plan: not even that could be made."""
 
     plan: StepPlan | None
     error: Exception
+    has_drafts: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +47,14 @@ class Lane:
     in_flight: deque[Flight | Failure] = field(default_factory=deque)
     last_mode: Mode | None = None
     progress_at: float = 0.0  # when its last step ended, or one began with nothing in flight
+
+    @property
+    def commits_first(self) -> bool:
+        """Whether the step in flight has to be committed before the next is planned."""
+        speculation = self.scheduler.speculation
+        if speculation is None:
+            return False
+        return speculation.commits_first or any(flight.has_drafts for flight in self.in_flight)
 
     @property
     def is_ready(self) -> bool:

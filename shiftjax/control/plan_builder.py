@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from shiftjax.control.request import ScheduledSequence, Sequence, StepPlan
+from shiftjax.drafts.draft import Draft
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class PlanBuilder:
     tokens_left: int
     rows_left: int
     decodes: list[ScheduledSequence] = field(default_factory=list)
+    drafted: list[ScheduledSequence] = field(default_factory=list)  # each also in `decodes`
     chunks: list[ScheduledSequence] = field(default_factory=list)
     unfinished_prompts: list[Sequence] = field(default_factory=list)
     offloads: list[tuple[int, int]] = field(default_factory=list)
@@ -44,16 +46,37 @@ class PlanBuilder:
             sequence.num_pending_tokens = 1
             sequence.pending_row = len(self.decodes) - 1  # `finish` knows the row of a chunk
 
+    def extend(self, item: ScheduledSequence, draft: Draft) -> None:
+        """Let a decode, whose token is known, guess ahead."""
+        num_drafted = len(draft.tokens)
+        item.draft = draft
+        item.num_tokens += num_drafted
+        item.num_rows += num_drafted
+        item.sequence.num_computed_tokens += num_drafted
+        self.drafted.append(item)
+        self.tokens_left -= num_drafted
+
     def finish(self, step_id: int) -> StepPlan | None:
         """The plan, or None if there is nothing to compute."""
+        if self.drafted:
+            self.decodes = [item for item in self.decodes if item.draft is None]
+            for row, item in enumerate(self.decodes):
+                item.sequence.pending_row = row
         num_decodes = num_rows = num_tokens = len(self.decodes)
-        for item in self.chunks:
+        for item in self.drafted + self.chunks:
             num_rows += item.num_rows
             num_tokens += item.num_tokens
             item.sequence.pending_row = num_rows - 1
         if not num_tokens:
             return None
-        scheduled = self.decodes + self.chunks
+        scheduled = self.decodes + self.drafted + self.chunks
         return StepPlan(
-            scheduled, num_tokens, num_rows, num_decodes, self.offloads, self.restores, step_id
+            scheduled,
+            num_tokens,
+            num_rows,
+            num_decodes,
+            self.offloads,
+            self.restores,
+            step_id,
+            num_drafts=len(self.drafted),
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shiftjax.control.request import StepPlan
+from shiftjax.control.request import ScheduledSequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.step import CostModel, Work
 from shiftjax.parallel.grid import Mode
@@ -14,14 +14,21 @@ COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch i
 
 def work_of(plan: StepPlan) -> Work:
     """What a plan computes, as the cost model counts it."""
-    scheduled, split = plan.scheduled, plan.num_decodes
-    context = split + sum([item.start for item in scheduled[:split]])
-    chunk_context = pairs = 0
-    for item in scheduled[split:]:
-        start, count = item.start, item.num_tokens
-        chunk_context += start + count
-        pairs += count * start + count * (count + 1) // 2
-    return Work(plan.num_tokens, plan.num_rows, len(scheduled), context, chunk_context, pairs)
+    return work_of_items(plan.scheduled, plan.num_decodes + plan.num_drafts)
+
+
+def work_of_items(items: Sequence[ScheduledSequence], num_rowwise: int) -> Work:
+    """The same of a plan's items; tokens of the first `num_rowwise` attend one by one."""
+    sizes = [(item.start, item.num_tokens) for item in items]
+    pairs = [count * start + count * (count + 1) // 2 for start, count in sizes]
+    return Work(
+        num_tokens=sum([count for _, count in sizes]),
+        num_rows=sum([item.num_rows for item in items]),
+        num_sequences=len(items),
+        context_tokens=sum(pairs[:num_rowwise]),
+        chunk_context_tokens=sum([start + count for start, count in sizes[num_rowwise:]]),
+        attention_pairs=sum(pairs[num_rowwise:]),
+    )
 
 
 class Policy(Protocol):
@@ -107,7 +114,7 @@ class CostPolicy:
         """Those that some queue and some step before would lead to."""
         lasts = (None, *modes)
         cases = [(queue, last) for queue in (False, True) for last in lasts]
-        found = {self._choose(bucket, modes, *case) for case in cases}
+        found = {self._choose((bucket.tokens, bucket.rows), modes, *case) for case in cases}
         return [mode for mode in modes if mode in found]
 
     def _choose(

@@ -10,6 +10,7 @@ import numpy as np
 
 from shiftjax.control.errors import DuplicateRequestError, RequestError
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
+from shiftjax.drafts.draft import Draft
 from shiftjax.parallel.grid import Mode
 
 __all__ = [
@@ -51,6 +52,17 @@ class TokenConstraint(Protocol):
         """Move on by a sampled token and renew `mask`; False if no token can follow."""
         ...
 
+    def draft_masks(self, draft: list[int]) -> list[np.ndarray]:
+        """`mask` after none, one, two ... of these tokens, as far as they are allowed.
+
+        At least one mask, `mask` itself; the state stays what it was.
+        """
+        ...
+
+    def forced_tokens(self, most: int) -> list[int]:
+        """The usual tokens, `most` at most, of text that must come next; often none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -68,6 +80,7 @@ class Request:
     adapter: str | None = None
     cache_salt: str | None = None
     constraints: tuple[TokenConstraint, ...] = ()
+    prediction: tuple[int, ...] | None = None  # the output that the client expects
 
 
 class TokenLogprobs(NamedTuple):
@@ -95,6 +108,8 @@ class RequestMetrics:
     num_cached_tokens: int
     num_preemptions: int
     steps_by_mode: dict[str, int]
+    num_draft_tokens: int = 0  # guessed ahead of sampling
+    num_accepted_tokens: int = 0  # of them, those that sampling then took
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +148,8 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, each once
     num_registered_blocks: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None: not asked for
     first_scheduled_seconds: float | None = None
     first_token_seconds: float | None = None
@@ -165,6 +182,8 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             steps_by_mode=dict(self.steps_by_mode),
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
 
@@ -174,6 +193,10 @@ class ScheduledSequence:
 
     `num_rows` logit rows belong to the last `num_rows` of these tokens. `previous_row` >= 0: the
     last of these tokens is still on the device, in that row of the previous step's output.
+
+    With a `draft` these tokens are the last committed one and the draft's, and every row samples:
+    row i the token after i tokens of the draft, which counts if the step samples those i tokens
+    itself. `masks` are then what a constraint allows in each row.
     """
 
     sequence: Sequence
@@ -181,18 +204,24 @@ class ScheduledSequence:
     num_tokens: int
     num_rows: int
     previous_row: int
+    draft: Draft | None = None
+    masks: list[np.ndarray] | None = None
 
     @property
-    def bans_stop_ids(self) -> bool:
-        """Whether `min_tokens` forbids `sequence.stop_ids` to the token sampled by the last row."""
+    def draft_ids(self) -> list[int]:
+        """The drafted tokens; none in an ordinary item."""
+        return self.draft.tokens if self.draft else []
+
+    def bans_stop_ids(self, row: int) -> bool:
+        """Whether `min_tokens` forbids `sequence.stop_ids` to the token that a row samples."""
         sequence = self.sequence
-        num_output = self.start + self.num_tokens - sequence.num_prompt_tokens
-        return num_output < sequence.request.sampling.min_tokens
+        length = self.start + self.num_tokens - self.num_rows + row + 1
+        return length - sequence.num_prompt_tokens < sequence.request.sampling.min_tokens
 
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """What one step computes: `num_decodes` sequences of one token and one row, then chunks.
+    """What one step computes: `num_decodes` sequences of one token and one row, drafts, chunks.
 
     The runner first copies every `(device_block, host_block)` of `offloads` to the host, then
     those of `restores` to the device, then computes.
@@ -205,6 +234,7 @@ class StepPlan:
     offloads: list[tuple[int, int]]
     restores: list[tuple[int, int]]
     step_id: int
+    num_drafts: int = 0  # sequences with drafts; they come after the decodes
 
 
 class StepOutput(NamedTuple):
@@ -256,8 +286,8 @@ class Event:
 
     request_id: str
     index: int
-    token_ids: tuple[int, ...] = ()
-    logprobs: TokenLogprobs | None = None
+    token_ids: tuple[int, ...] = ()  # several where a draft was right
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each, where asked for
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from shiftjax.control.block_tables import BlockTables
-from shiftjax.control.logprobs import check_output, collect_prompt_logprobs, token_logprobs
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import (
     Event,
@@ -30,14 +29,19 @@ from shiftjax.control.request import (
     Status,
     StepOutput,
     StepPlan,
-    TokenConstraint,
     derive_seed,
 )
+from shiftjax.control.results import (
+    append_tokens,
+    check_output,
+    collect_prompt_logprobs,
+    num_accepted,
+)
 from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.control.speculation import Speculation
 from shiftjax.parallel.grid import Mode
 
 NON_FINITE = "The model produced numbers that are not finite for this request."
-DEAD_END = "The output cannot be continued within the structure that this request asks for."
 STEPS_TO_RECOVER = 1000
 logger = logging.getLogger(__name__)
 _order = attrgetter("order")
@@ -46,8 +50,9 @@ _order = attrgetter("order")
 class Scheduler:
     """Sequences and blocks of one group; the only writer of both."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None):
         self.config = config
+        self.speculation = speculation  # None: nothing is drafted
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.tables = BlockTables(
@@ -104,6 +109,8 @@ class Scheduler:
         if sampling.prompt_logprobs is not None:
             siblings[0].prompt_logprobs = [None]  # nothing predicts the first token
         self.requests[request.request_id] = siblings
+        if self.speculation is not None:
+            self.speculation.start(siblings)
 
     # ------------------------------------------------------------------ schedule
 
@@ -118,6 +125,8 @@ class Scheduler:
             builder.add(sequence)
         if not builder.num_preempted:
             self._admit_waiting(builder, now)
+        if self.speculation is not None:
+            self._draft(builder, self.speculation)
         plan = builder.finish(self._num_steps)
         self._num_steps += plan is not None
         return plan
@@ -166,6 +175,29 @@ class Scheduler:
             decodes.append(ScheduledSequence(sequence, start, 1, 1, previous_row))
         builder.tokens_left -= len(decodes)
         builder.rows_left -= len(decodes)
+
+    def _draft(self, builder: PlanBuilder, speculation: Speculation) -> None:
+        """Let decodes guess ahead with what the step has left; nobody is kept waiting for a guess.
+
+        A draft takes no block that an admission would have to leave free.
+        """
+        device = self.tables.device
+        spare = device.num_free_blocks - self._watermark
+        for item, draft in speculation.propose(builder):
+            sequence = item.sequence
+            most = len(sequence.block_table) + max(0, spare)
+            room = min(most * self.config.block_size, sequence.max_length - 1) - item.start - 1
+            if (cut := speculation.cut(item, draft, room)) is None:
+                continue
+            num_tokens = 1 + len(cut.tokens)
+            while len(sequence.block_table) < device.blocks_for(item.start + num_tokens):
+                self.tables.grow(sequence)
+                spare -= 1
+            builder.extend(item, cut)
+
+    @property
+    def _watermark(self) -> int:
+        return math.ceil(self.config.watermark * self.config.num_blocks)
 
     def _grow(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """One more block, at the expense of the youngest; False if that is the sequence itself."""
@@ -230,7 +262,7 @@ class Scheduler:
         most = self.config.max_preemptions
         after = [*self.running, sequence]
         if all(other.num_preemptions < most for other in after):
-            return math.ceil(self.config.watermark * self.config.num_blocks)
+            return self._watermark
         blocks_for = self.tables.device.blocks_for
         growth = blocks_for(_most_computed(sequence)) - blocks_for(len(sequence.token_ids))
         for other in self.running:
@@ -242,62 +274,57 @@ class Scheduler:
     def commit(self, plan: StepPlan, mode: Mode, output: StepOutput, now: float) -> list[Event]:
         """Enter the results of a step: new tokens, full blocks, ends. In the order of the steps.
 
-        A sequence that has ended since the step was scheduled is passed over.
+        A sequence that has ended since the step was scheduled is passed over. Rows of a draft
+        after the first token that the step does not sample itself count for nothing.
         """
         check_output(plan, output)
         label, caches = mode.label, self.config.prefix_caching
         block_size = self.config.block_size
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
         events: list[Event] = []
-        row = -1
+        next_row = 0
         for item in plan.scheduled:
-            sequence, num_rows = item.sequence, item.num_rows
-            row += num_rows  # the last row of this item
+            sequence, first_row = item.sequence, next_row
+            next_row += item.num_rows
             if sequence.status is Status.FINISHED:
                 continue
             sequence.steps_by_mode[label] = sequence.steps_by_mode.get(label, 0) + 1
-            if not num_rows:
+            if not item.num_rows:
                 continue  # part of a prompt: whether it is finite shows in a later row
-            if not (finite[row] and (num_rows == 1 or all(finite[row - num_rows + 1 : row]))):
+            end, last = item.start + item.num_tokens, next_row  # of what counts
+            if item.draft is not None:
+                num_rejected = self._verify(item, tokens[first_row:next_row])
+                end, last = end - num_rejected, last - num_rejected
+                sequence.num_computed_tokens = end
+            if not (finite[first_row] and (last == first_row + 1 or all(finite[first_row:last]))):
                 events += self._end_request(sequence.siblings, "error", NON_FINITE, "non_finite")
                 continue
-            end = item.start + item.num_tokens
+            if sequence.wants_prompt_logprobs:
+                collect_prompt_logprobs(item, output, last - 1)
+            event = reason = None
+            if item.draft is not None or end == len(sequence.token_ids):
+                sampling_row = last - 1 if item.draft is None else first_row
+                sampled = tokens[sampling_row:last]
+                event, reason = append_tokens(sequence, sampled, output, sampling_row, now)
+                if self.speculation is not None:
+                    self.speculation.extend(sequence, event.token_ids)
             if sequence.block_table:  # else it has been preempted since
-                sequence.num_verified_tokens = end
+                sequence.num_verified_tokens = min(end, len(sequence.token_ids))
                 if caches and end // block_size > sequence.num_registered_blocks:
                     self.tables.register(sequence)
-            if sequence.wants_prompt_logprobs:
-                collect_prompt_logprobs(item, output, row)
-            if end == len(sequence.token_ids):
-                events.append(self._append(sequence, tokens[row], output, row, now))
+            if event is not None:
+                events.append(self._end(sequence, reason, event) if reason else event)
         return events
 
-    def _append(
-        self, sequence: Sequence, token: int, output: StepOutput, row: int, now: float
-    ) -> Event:
-        """The token that a row sampled, and what follows from it."""
-        token_ids, sampling = sequence.token_ids, sequence.request.sampling
-        event = Event(sequence.request.request_id, sequence.index)
-        sequence.num_pending_tokens -= 1
-        if sequence.first_token_seconds is None:
-            sequence.first_token_seconds = now
-            event.prompt_logprobs = sequence.prompt_logprobs
-        if len(token_ids) == sequence.max_length:  # max_tokens 0: the prompt was all
-            return self._end(sequence, "length", event)
-        token_ids.append(token)
-        sequence.last_token_seconds = now
-        event.token_ids = (token,)
-        if sampling.logprobs is not None:
-            event.logprobs = token_logprobs(output, row, sampling.logprobs)
-        if token in sequence.stop_ids and sequence.num_output_tokens > sampling.min_tokens:
-            event.stop_token_id = token
-            return self._end(sequence, "stop", event)
-        if len(token_ids) >= sequence.max_length:
-            return self._end(sequence, "length", event)
-        if sequence.constraint is not None and not _accepts(sequence.constraint, token):
-            event.error, event.error_code = DEAD_END, "constraint_failed"
-            return self._end(sequence, "error", event)
-        return event
+    def _verify(self, item: ScheduledSequence, sampled: list[int]) -> int:
+        """How many tokens of a draft were wrong, and all after the first that was."""
+        accepted = num_accepted(item, sampled)
+        sequence, num_drafted = item.sequence, len(item.draft_ids)
+        sequence.num_draft_tokens += num_drafted
+        sequence.num_accepted_tokens += accepted
+        if self.speculation is not None and item.draft is not None:
+            self.speculation.learn(sequence, item.draft, accepted)
+        return num_drafted - accepted
 
     # ----------------------------------------------------------------------- ends
 
@@ -351,6 +378,8 @@ class Scheduler:
         self.num_waiting_tokens -= sequence.num_prompt_tokens * is_waiting
         del queue[bisect.bisect_left(queue, sequence.order, key=_order)]
         sequence.status = Status.FINISHED
+        if self.speculation is not None:
+            self.speculation.end(sequence, reason)
         event.finish_reason = reason
         event.metrics = sequence.metrics()
         event.is_last = all(other.status is Status.FINISHED for other in sequence.siblings)
@@ -385,15 +414,6 @@ def _waits_for_prompt(sequence: Sequence) -> bool:
         and first.status is not Status.FINISHED
         and len(first.token_ids) == first.num_prompt_tokens
     )
-
-
-def _accepts(constraint: TokenConstraint, token: int) -> bool:
-    """Whether the output can go on; what a constraint raises ends its own request only."""
-    try:
-        return constraint.accept(token)
-    except Exception:
-        logger.exception("A constraint failed.")
-        return False
 
 
 def _most_computed(sequence: Sequence) -> int:

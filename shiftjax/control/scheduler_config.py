@@ -17,7 +17,7 @@ class SchedulerConfig:
 
     num_blocks: int
     block_size: int
-    max_num_seqs: int  # sequences and logit rows of a step
+    max_num_seqs: int  # sequences of a step, and its logit rows but for those of drafts
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     model: str = ""
@@ -26,6 +26,12 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     watermark: float = 0.01
     max_preemptions: int = 4
+    max_draft_rows: int = 0  # logit rows of a step with drafts, if more than `max_num_seqs`
+
+    @property
+    def max_rows(self) -> int:
+        """Logit rows of a step, at most."""
+        return max(self.max_num_seqs, self.max_draft_rows)
 
     def __post_init__(self):
         problems = [

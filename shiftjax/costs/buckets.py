@@ -9,14 +9,20 @@ SMALLEST_TOKENS = 8  # fewer rows are no faster: a decode step is bound by readi
 
 
 class Bucket(NamedTuple):
-    """The padded size of a step: tokens, and logit rows (which also caps its sequences)."""
+    """The padded size of a step: tokens, logit rows, and sequences where they are fewer."""
 
     tokens: int
     rows: int
+    max_seqs: int | None = None
 
-    def holds(self, tokens: int, rows: int) -> bool:
-        """Whether a step of so many tokens and logit rows fits."""
-        return self.tokens >= tokens and self.rows >= rows
+    @property
+    def seqs(self) -> int:
+        """Sequences: those of drafts have several rows."""
+        return self.rows if self.max_seqs is None else self.max_seqs
+
+    def holds(self, tokens: int, rows: int, seqs: int) -> bool:
+        """Whether a step of so many tokens, logit rows and sequences fits."""
+        return self.tokens >= tokens and self.rows >= rows and self.seqs >= seqs
 
 
 def doubling(max_tokens: int) -> tuple[int, ...]:
@@ -28,15 +34,26 @@ def doubling(max_tokens: int) -> tuple[int, ...]:
     return (*sizes, max_tokens)
 
 
-def make_buckets(sizes: Iterable[int], max_rows: int, layout: Layout) -> list[Bucket]:
+def make_buckets(
+    sizes: Iterable[int], max_seqs: int, layout: Layout, max_rows: int = 0
+) -> list[Bucket]:
     """Return a bucket per token count, padded so that P devices can split tokens and rows.
+
+    `max_rows` are the logit rows of a step with drafts, if more than its sequences.
 
     Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU. For
     the same reason BASE never leaves a device with a single token.
     """
-    devices, rows = layout.num_devices, max(max_rows, SMALLEST_TOKENS)
+    devices = layout.num_devices
+    seqs = round_up(max(max_seqs, SMALLEST_TOKENS), devices)
+    rows = max(seqs, max_rows)
     least = 2 * layout.sp if layout.sp > 1 else 1
     buckets = [
-        Bucket(round_up(max(n, least), devices), round_up(min(n, rows), devices)) for n in sizes
+        Bucket(
+            round_up(max(n, least), devices),
+            size := round_up(min(n, rows), devices),
+            min(size, seqs),
+        )
+        for n in sizes
     ]
     return list({bucket.tokens: bucket for bucket in buckets}.values())

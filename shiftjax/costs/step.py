@@ -173,10 +173,9 @@ class CostModel:
         """(tokens, rows) that the step is padded to; what fits no bucket is not padded."""
         if not self.buckets:
             return work.num_tokens, work.num_rows
-        rows = max(work.num_rows, work.num_sequences)
         for bucket in self.buckets:
-            if bucket.holds(work.num_tokens, rows):
-                return bucket
+            if bucket.holds(work.num_tokens, work.num_rows, work.num_sequences):
+                return bucket.tokens, bucket.rows
         return work.num_tokens, work.num_rows
 
     def mode_seconds(self, mode: Mode, size: tuple[int, int]) -> float:

@@ -1,7 +1,7 @@
 """A plan becomes padded arrays: the host side of a step, in NumPy.
 
 sequence        0    1    2         3            padding
-tokens          d    d    c c c c   c c c        0 0 0       decodes first, then chunks
+tokens          d    d    g g g g   c c c        0 0 0       decodes first, drafts, then chunks
 query_start_loc 0    1    2         6            9 9 9
 slot_mapping    the block and offset of each token; padding writes to the null block 0
 """
@@ -29,23 +29,24 @@ def step_inputs(
     starts = np.fromiter((s.start for s in scheduled), np.int32, count)
     lens = np.fromiter((s.num_tokens for s in scheduled), np.int32, count)
     rows = np.fromiter((s.num_rows for s in scheduled), np.int32, count)
-    query_start_loc = np.full(bucket.rows + 1, plan.num_tokens, np.int32)
+    query_start_loc = np.full(bucket.seqs + 1, plan.num_tokens, np.int32)
     query_start_loc[0] = 0
     ends = np.cumsum(lens, out=query_start_loc[1 : count + 1])
     positions = _ranges(starts, lens)
-    tables = _block_tables(plan, bucket.rows, pool.blocks_per_seq)
+    tables = _block_tables(plan, bucket.seqs, pool.blocks_per_seq)
     blocks = tables[np.repeat(np.arange(count), lens), positions // pool.block_size]
     slots = blocks * pool.block_size + positions % pool.block_size
     positions = _padded(positions, bucket.tokens)
     sample_rows = _padded(_ranges(ends - rows, rows), bucket.rows)
-    contexts = tables, _padded(starts + lens, bucket.rows), query_start_loc
-    work = backend.divide(*contexts, plan.num_decodes, num_tokens=bucket.tokens)
-    num_decodes = np.asarray(plan.num_decodes, np.int32)
+    contexts = tables, _padded(starts + lens, bucket.seqs), query_start_loc
+    num_decodes = plan.num_decodes + plan.num_drafts
+    work = backend.divide(*contexts, num_decodes, num_tokens=bucket.tokens, num_rows=bucket.rows)
+    contexts += (np.asarray(num_decodes, np.int32),)
     return StepInputs(
         token_ids=_padded(_token_ids(plan), bucket.tokens),
         positions=positions,
         sample_rows=sample_rows,
-        attention=AttentionMetadata(_padded(slots, bucket.tokens), *contexts, num_decodes, work),
+        attention=AttentionMetadata(_padded(slots, bucket.tokens), *contexts, work),
         sampling=scalars | {"positions": positions[sample_rows] + 1},
         key=key,
     )
@@ -83,4 +84,5 @@ def _token_ids(plan: StepPlan) -> list[int]:
             ids.append(item.sequence.token_ids[item.start])
         else:
             ids += item.sequence.token_ids[item.start : item.start + item.num_tokens]
+            ids += item.draft_ids
     return ids

@@ -147,15 +147,12 @@ class DeviceRunner:
 
     def program_for(self, plan: StepPlan) -> Program:
         """The smallest program that holds a plan. Raises `NoBucketError`."""
-        rows = max(plan.num_rows, len(plan.scheduled))
+        size = plan.num_tokens, plan.num_rows, len(plan.scheduled)
         for program in self.programs:
-            if program.bucket.holds(plan.num_tokens, rows):
+            if program.bucket.holds(*size):
                 return program
-        sizes = [tuple(program.bucket) for program in self.programs]
-        raise NoBucketError(
-            f"no compiled step for {plan.num_tokens} tokens and {rows} rows; "
-            f"(tokens, rows) compiled: {sizes}"
-        )
+        sizes = [(*program.bucket[:2], program.bucket.seqs) for program in self.programs]
+        raise NoBucketError(f"no step of (tokens, rows, sequences) {size} among {sizes}")
 
     def _place(self, neutral: RowMasks, tables: RowMasks | None) -> RowMasks:
         """Put the tables that differ from the neutral ones (not None) on the devices."""

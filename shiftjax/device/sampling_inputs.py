@@ -214,6 +214,11 @@ class _Block(NamedTuple):
     item: ScheduledSequence
     params: RowParams
 
+    @property
+    def sampling(self) -> range:
+        """The rows that sample: the last, and before it one for each token of a draft."""
+        return range(self.last - len(self.item.draft_ids), self.last + 1)
+
 
 def build_rows(
     plan: StepPlan, params: Mapping[Sequence, RowParams], num_rows: int, vocab_size: int
@@ -250,14 +255,16 @@ def _blocks(plan: StepPlan, params: Mapping[Sequence, RowParams]) -> list[_Block
 
 
 def _fill_scalars(scalars: dict[str, np.ndarray], blocks: list[_Block]) -> None:
-    """Write the parameters of the rows that sample: the last ones of each sequence."""
-    rows = np.array([block.last for block in blocks])
-    floats = np.array([block.params.floats for block in blocks], np.float32)
-    integers = np.array([block.params.integers for block in blocks], np.int32)
+    """Write the parameters of the rows that sample."""
+    rows = np.array([row for block in blocks for row in block.sampling])
+    counts = [len(block.sampling) for block in blocks]
+    floats = np.repeat(np.array([b.params.floats for b in blocks], np.float32), counts, axis=0)
+    integers = np.repeat(np.array([b.params.integers for b in blocks], np.int32), counts, axis=0)
+    seeds = np.repeat(np.array([b.params.seed_words for b in blocks], np.uint32), counts, axis=0)
     for names, columns in ((_FLOATS, floats.T), (_INTEGERS, integers.T)):
         for name, column in zip(names, columns, strict=True):
             scalars[name][rows] = column
-    scalars["seeds"][rows] = np.array([b.params.seed_words for b in blocks], np.uint32)
+    scalars["seeds"][rows] = seeds
 
 
 def _fill_targets(scalars: dict[str, np.ndarray], blocks: list[_Block]) -> None:
@@ -274,7 +281,9 @@ def _fill_targets(scalars: dict[str, np.ndarray], blocks: list[_Block]) -> None:
 def _bitmask_table(
     blocks: list[_Block], num_rows: int, vocab_size: int
 ) -> UInt32[np.ndarray, "rows words"] | None:
-    masks = [(block.last, _allowed(block)) for block in blocks]
+    masks = [
+        (row, _allowed(block, row - block.first)) for block in blocks for row in block.sampling
+    ]
     if all(mask is None for _, mask in masks):
         return None
     table = np.full((num_rows, _num_words(vocab_size)), ALL_ALLOWED, np.uint32)
@@ -284,20 +293,24 @@ def _bitmask_table(
     return table
 
 
-def _allowed(block: _Block) -> UInt32[np.ndarray, " words"] | None:
-    params, constraint = block.params, block.item.sequence.constraint
+def _allowed(block: _Block, row: int) -> UInt32[np.ndarray, " words"] | None:
+    """What a row of the item, counted from its first, may sample; None: anything."""
+    params, item, constraint = block.params, block.item, block.item.sequence.constraint
     allowed = params.allowed
-    if params.allowed_at_first is not None and block.item.bans_stop_ids:
+    if params.allowed_at_first is not None and item.bans_stop_ids(row):
         allowed = params.allowed_at_first
     if constraint is None:
         return allowed
-    return constraint.mask if allowed is None else constraint.mask & allowed
+    mask = constraint.mask if item.masks is None else item.masks[row]
+    return mask if allowed is None else mask & allowed
 
 
 def _bias_tables(
     blocks: list[_Block], num_rows: int
 ) -> tuple[Int32[np.ndarray, "rows entries"] | None, Float32[np.ndarray, "rows entries"] | None]:
-    biased = [(block.last, *block.params.bias) for block in blocks if block.params.bias]
+    biased = [
+        (row, *bias) for block in blocks if (bias := block.params.bias) for row in block.sampling
+    ]
     if not biased:
         return None, None
     all_ids = np.full((num_rows, MAX_LOGIT_BIAS), -1, np.int32)
@@ -311,7 +324,10 @@ def _bias_tables(
 def _count_table(
     blocks: list[_Block], num_rows: int, vocab_size: int
 ) -> UInt16[np.ndarray, "rows vocab"] | None:
-    """Count the committed output; a token in flight is added on the device (`pending_ids`)."""
+    """Count the committed output, and of a draft what stands before a row.
+
+    A token in flight is added on the device (`pending_ids`).
+    """
     if all(block.params.prompt_flags is None for block in blocks):
         return None
     table = np.zeros((num_rows, vocab_size), np.uint16)
@@ -321,6 +337,10 @@ def _count_table(
             continue
         output = np.array(sequence.token_ids[sequence.num_prompt_tokens :], np.int32)
         ids, counts = np.unique(output, return_counts=True)
-        table[block.last] = flags
-        table[block.last, ids] |= np.minimum(counts, MAX_COUNT).astype(np.uint16)
+        first, *others = block.sampling
+        table[first] = flags
+        table[first, ids] |= np.minimum(counts, MAX_COUNT).astype(np.uint16)
+        for row, token in zip(others, block.item.draft_ids, strict=True):
+            table[row] = table[row - 1]
+            table[row, token] += (table[row, token] & MAX_COUNT) < MAX_COUNT
     return table

@@ -48,13 +48,13 @@ def choose[M](
     seconds: Mapping[M, Callable[[int], float]] | None = None,
     drafting_seconds: float = 0.0,
 ) -> Choice[M]:
-    """By `options.choice`: `fixed`, `fill` or `by_cost`, which fills if there are no `seconds`."""
-    if options.choice == "fixed":
+    """By `options.draft_choice`; without `seconds` a step is filled."""
+    if options.draft_choice == "fixed":
         lengths = fixed(
             candidates, room, num_running, options.draft_max_seqs, options.draft_off_seqs
         )
         return Choice(lengths)
-    if options.choice == "cost" and seconds:
+    if options.draft_choice != "fill" and seconds:
         return by_cost(candidates, room, seconds, drafting_seconds)
     return Choice(fill(candidates, room, most_tokens))
 

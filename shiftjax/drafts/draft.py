@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from shiftjax.options import option
+
 
 class Claims(NamedTuple):
     """What a source says of its draft before anything is learned of it."""
@@ -20,30 +22,64 @@ class Draft(NamedTuple):
     drafter: str  # suffix, ngram, prediction, grammar or model
     keys: Claims  # what the outcome is learned under
 
+    def first(self, most: int) -> "Draft":
+        """The beginning of it, `most` tokens at most."""
+        if most >= len(self.tokens):
+            return self
+        most = max(0, most)
+        return self._replace(tokens=self.tokens[:most], survivals=self.survivals[:most])
+
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The settings of speculation, resolved; one value for an engine."""
+    """Guessing ahead of the model, by more than one token a step. The tokens stay the same."""
 
-    method: Literal["none", "ngram", "suffix", "model", "hybrid"] = "none"
-    max_draft_tokens: int = 16  # of a sequence in a step
-    choice: Literal["fill", "cost", "fixed"] = "fill"
-    corpus_tokens: int = 200_000  # of finished outputs, all corpora together; 0: none is kept
-    min_prob: float = 0.1  # a draft ends where the claimed probability of its path falls below
-    factor: float = 1.0  # a draft has at most factor * match + offset tokens
-    offset: float = 0.0
-    max_match: int = 32  # tokens; longer matches count as this long
-    lookup_min: int = 2  # tokens of the shortest and the longest key of ngram
-    lookup_max: int = 5
-    draft_max_seqs: int = 64  # fixed: only so many sequences draft; 0: all
-    draft_off_seqs: int = 0  # fixed: none does when so many run; 0: always
+    speculation: Literal["none", "ngram", "suffix"] = option(
+        "none", "what guesses: repeats in a request (ngram), or also in finished outputs (suffix)"
+    )
+    max_draft_tokens: int = option(
+        16, "guesses for a sequence in a step", flags=("--num-speculative-tokens",), low=1, high=256
+    )
+    draft_choice: Literal["auto", "fill", "cost", "fixed"] = option(
+        "auto",
+        "how many guesses: what a step pads anyway (fill), what pays by the cost model (cost; auto "
+        "with policy = cost), or as many as there are (fixed)",
+    )
+    max_draft_rows: int | None = option(
+        None,
+        "logit rows of a step with guesses; default: 4 * max_num_seqs, 256 at most",
+        low=1,
+        high=4096,
+    )
+    suffix_corpus_tokens: int = option(
+        200_000, "tokens of finished outputs that suffix keeps; 0: none", low=0, high=1 << 28
+    )
+    suffix_min_prob: float = option(
+        0.1, "a guess ends where its estimated probability falls below", low=0.0, high=1.0
+    )
+    suffix_factor: float = option(
+        1.0, "a guess has at most factor * match + offset tokens", low=0.0, high=64.0
+    )
+    suffix_offset: float = option(0.0, "see suffix_factor", low=0.0, high=256.0)
+    suffix_max_match: int = option(32, "longer matches count as this long", low=4, high=1024)
+    prompt_lookup_min: int = option(2, "tokens of ngram's shortest key", low=1, high=32)
+    prompt_lookup_max: int = option(5, "tokens of ngram's longest key", low=1, high=32)
+    draft_max_seqs: int = option(
+        64, "draft_choice = fixed: only the first so many sequences guess; 0: all", low=0, high=4096
+    )
+    draft_off_seqs: int = option(
+        0, "draft_choice = fixed: nobody guesses when so many run; 0: always", low=0, high=4096
+    )
 
     @property
     def copies(self) -> bool:
         """Whether drafts are copied from what a sequence has said before."""
-        return self.method in ("ngram", "suffix", "hybrid")
+        return self.speculation != "none"
 
     @property
     def keeps_corpus(self) -> bool:
         """Whether they are copied from finished outputs of others, too."""
-        return self.method in ("suffix", "hybrid") and self.corpus_tokens > 0
+        return self.speculation == "suffix" and self.suffix_corpus_tokens > 0
+
+
+NO_DRAFTS = DraftOptions()

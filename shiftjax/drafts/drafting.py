@@ -70,7 +70,7 @@ class Drafting:
         self.options = options
         self._search = make_search(options)
         self._corpora = Corpora(
-            self._search.sizes, options.corpus_tokens if options.keeps_corpus else 0
+            self._search.sizes, options.suffix_corpus_tokens if options.keeps_corpus else 0
         )
         self._acceptance = Acceptance()
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -142,7 +142,7 @@ class Drafting:
         if most < 1:
             return None
         tail = sequence.text.tokens[-self._search.max_match :]
-        drafter = "ngram" if self.options.method == "ngram" else "suffix"
+        drafter = "ngram" if self.options.speculation == "ngram" else "suffix"
         drafts = []
         if self.options.copies:
             guess = self._search.guess(tail, sequence.lookup, most)

@@ -54,12 +54,12 @@ class Search:
 
 def make_search(options: DraftOptions) -> Search:
     """The search of a method. Lengths of n-gram drafts do not depend on the match, as published."""
-    if options.method == "ngram":
-        sizes = tuple(range(options.lookup_max, options.lookup_min - 1, -1))
+    if options.speculation == "ngram":
+        sizes = tuple(range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1))
         most = options.max_draft_tokens
-        return Search(sizes, options.lookup_max, 0.0, most, options.min_prob)
-    lengths = options.factor, options.offset
-    return Search(SUFFIX_SIZES, options.max_match, *lengths, options.min_prob)
+        return Search(sizes, options.prompt_lookup_max, 0.0, most, options.suffix_min_prob)
+    lengths = options.suffix_factor, options.suffix_offset
+    return Search(SUFFIX_SIZES, options.suffix_max_match, *lengths, options.suffix_min_prob)
 
 
 def longest_matches(

@@ -73,7 +73,8 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert 0 < plan.num_tokens <= config.max_num_batched_tokens
     assert plan.num_tokens == sum(item.num_tokens for item in plan.scheduled)
     assert plan.num_rows == sum(item.num_rows for item in plan.scheduled)
-    assert max(plan.num_rows, len(plan.scheduled)) <= config.max_num_seqs
+    assert len(plan.scheduled) <= config.max_num_seqs
+    assert plan.num_rows <= (config.max_rows if plan.num_drafts else config.max_num_seqs)
     assert len({id(item.sequence) for item in plan.scheduled}) == len(plan.scheduled)
     for number, item in enumerate(plan.scheduled):
         assert 0 <= item.num_rows <= item.num_tokens > 0
@@ -170,8 +171,7 @@ class Listener:
             assert (event.metrics is None) == (event.finish_reason is None)
             outcome.events.append(event)
             outcome.token_ids += event.token_ids
-            if event.logprobs is not None:
-                outcome.logprobs.append(event.logprobs)
+            outcome.logprobs += event.logprobs
             if event.is_last:
                 self.ended.add(event.request_id)
 

@@ -280,7 +280,7 @@ def test_min_tokens_bans_stop_ids_with_a_token_in_flight():
     engine = make_engine(eos_token_ids=tuple(range(12)))  # 12 is the only other token
     outcomes = generate(engine, make_request("a", [1], min_tokens=5, max_tokens=9))
     assert outcomes["a", 0].token_ids[:5] == [12] * 5
-    banned = [p.scheduled[0].bans_stop_ids for p in runner_of(engine).plans]
+    banned = [p.scheduled[0].bans_stop_ids(0) for p in runner_of(engine).plans]
     assert banned[:5] == [True] * 5 and not any(banned[5:])
 
 

@@ -193,7 +193,7 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
     prompts = [rng.integers(2, 60, length).tolist() for length in (9, 70)]
     events = engines.run(built.engine, prompts, [greedy] * 2)
     return [
-        (token, event.logprobs.logprob)
+        (token, event.logprobs[0].logprob)
         for key in sorted(events)
         for event in events[key]
         for token in event.token_ids

@@ -1,0 +1,252 @@
+"""Drafts of any quality change no token, whatever else happens: preemption, swap, hits, cancels.
+
+The runner audits the KV behind every block table and every plan's budgets.
+"""
+
+import logging
+
+import pytest
+from echo_kit import (
+    VOCAB_SIZE,
+    Listener,
+    generate,
+    make_engine,
+    make_request,
+    reference,
+    run_to_end,
+    runner_of,
+)
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from test_engine_properties import FAST, check_tokens, engines, play, traffic
+
+from shiftjax.control.echo import echo_token
+from shiftjax.control.engine import Engine
+from shiftjax.control.request import Sequence
+from shiftjax.control.speculation import MOST_TURNS_BETWEEN_TRIALS, Prices, Speculation
+from shiftjax.drafts.draft import DraftOptions
+from shiftjax.drafts.drafting import Drafting
+
+
+class Guesses(Drafting):
+    """Drafts that are right in `quality` of ten tokens; None: right up to `wrong_at`."""
+
+    def __init__(self, quality: int | None = 10, wrong_at: int = 99, most: int = 8):
+        super().__init__(DraftOptions(draft_choice="fixed", draft_max_seqs=0))
+        self.quality, self.wrong_at, self.most, self.count = quality, wrong_at, most, 0
+        self.known: dict[Sequence, list[int]] = {}
+        self.ended: dict[Sequence, bool] = {}
+
+    def start(self, name, prompt, corpus, prediction=None, parent=None):
+        super().start(name, prompt, corpus, prediction, parent)
+        self.known[name] = list(prompt)
+
+    def extend(self, name, tokens):
+        super().extend(name, tokens)
+        self.known[name] += tokens
+
+    def draft(self, name, most):
+        assert self.known[name] == name.token_ids, "the history is not the sequence's"
+        guesses, last = [], name.token_ids[-1]
+        for place in range(min(most, self.most)):
+            position = len(name.token_ids) - 1 + place
+            token = echo_token(last, position, name.seed, VOCAB_SIZE)
+            self.count += 1
+            wrong = place >= self.wrong_at
+            if self.quality is not None:
+                wrong = (self.count * 2654435761 >> 8) % 10 >= self.quality
+            last = (token + wrong) % VOCAB_SIZE
+            guesses.append(last)
+        return self.rated(name, guesses, [0.5] * len(guesses), "guess") if guesses else None
+
+    def learn(self, name, draft, offered, accepted):
+        assert 0 <= accepted <= offered == len(draft.tokens)
+        super().learn(name, draft, offered, accepted)
+
+    def end(self, name, finished):
+        super().end(name, finished)
+        self.ended[name] = finished
+
+
+def let_draft(engine: Engine, guesses: Guesses) -> Engine:
+    for lane in engine.lanes:
+        config = lane.scheduler.config
+        prices = Prices((config.max_num_batched_tokens,))
+        overlap = engine.overlap
+        lane.scheduler.speculation = Speculation(
+            guesses, prices, max_rows=config.max_rows, overlap=overlap
+        )
+    return engine
+
+
+def counts(engine: Engine) -> tuple[int, int]:
+    """Tokens of drafts that were right, and wrong."""
+    tokens = [lane.scheduler.speculation.stats.tokens for lane in engine.lanes]
+    return sum(t["guess", "accepted"] for t in tokens), sum(t["guess", "rejected"] for t in tokens)
+
+
+@settings(FAST, max_examples=100)
+@given(engines(), traffic(), st.integers(1, 6), st.integers(0, 10))
+def test_drafts_change_nothing(engine, clients, most, quality):
+    let_draft(engine, Guesses(quality, most=most))
+    accepted, listener = play(engine, clients)
+    check_tokens(engine, accepted, listener, errors=set())
+    event(f"accepted some: {counts(engine)[0] > 0}")
+    event(f"preempted: {any(engine.stats().num_preemptions.values())}")
+    event(f"prefix hits: {engine.stats().num_prefix_hit_tokens > 0}")
+
+
+@settings(FAST, max_examples=80)
+@given(
+    engines(tightness=2, least_seqs=3),
+    traffic(least=8, most=12),
+    st.integers(1, 6),
+    st.integers(0, 10),
+)
+def test_drafts_in_a_small_pool(engine, clients, most, quality):
+    let_draft(engine, Guesses(quality, most=most))
+    accepted, listener = play(engine, clients)
+    check_tokens(engine, accepted, listener, errors=set())
+
+
+def test_a_right_draft_saves_its_steps():
+    alone = make_request("a", [1, 2], seed=3, max_tokens=25, ignore_eos=True)
+    engine = let_draft(make_engine(), Guesses(most=4))
+    outcomes = generate(engine, alone)
+    assert outcomes["a", 0].token_ids == reference(engine, alone, 0, 0)[0]
+    plans = runner_of(engine).plans
+    assert [plan.num_tokens for plan in plans] == [2, 5, 5, 5, 5, 4]  # 1 + 4 * 5 + 4
+    metrics = outcomes["a", 0].last.metrics
+    assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (19, 19)
+
+
+@pytest.mark.parametrize("wrong_at", range(4))
+@pytest.mark.parametrize("length", range(3, 9))
+def test_a_rejected_token_never_enters_the_prefix_cache(wrong_at, length):
+    """The owner is aborted before its next step, and the next request has its tokens."""
+    engine = make_engine(overlap=False, block_size=2, num_blocks=40)
+    prompt = list(range(1, 1 + length))
+    engine.add_request(make_request("a", prompt, max_tokens=12, seed=3, ignore_eos=True))
+    engine.step(0.0)
+    engine.step(1.0)
+    let_draft(engine, Guesses(None, wrong_at, most=4))
+    scheduler = engine.lanes[0].scheduler
+    (sequence,) = scheduler.requests["a"]
+    scheduler.speculation.start([sequence])
+    before = len(sequence.token_ids)
+    engine.step(2.0)
+    assert len(sequence.token_ids) == before + wrong_at + 1
+    tokens = list(sequence.token_ids)
+    engine.abort("a")
+    scheduler.speculation = None
+    engine.add_request(make_request("b", [*tokens, 1, 1], max_tokens=2, seed=1, ignore_eos=True))
+    run_to_end(engine, Listener())  # the audit compares what the blocks hold
+    assert engine.stats().num_failed_steps == 0
+    assert engine.stats().num_prefix_hit_tokens >= (len(tokens) - 1) // 2 * 2
+
+
+def test_drafts_fill_the_rows_and_no_more():
+    """More sequences and longer drafts than rows: `check_plan` of the runner holds the budgets."""
+    engine = let_draft(make_engine(max_num_seqs=5, num_blocks=100), Guesses())
+    requests = [make_request(f"r{i}", [1, i], seed=i, max_tokens=9, min_tokens=9) for i in range(9)]
+    outcomes = generate(engine, *requests)
+    for number, request in enumerate(requests):
+        expected = reference(engine, request, number, 0)[0]
+        assert outcomes[request.request_id, 0].token_ids == expected
+    assert max(plan.num_rows for plan in runner_of(engine).plans) == 5
+
+
+def test_nobody_is_preempted_for_a_draft():
+    """Three sequences fill the pool to its watermark: drafts shrink to the blocks that are held."""
+    config = {"num_blocks": 16, "block_size": 2, "watermark": 0.1, "max_num_seqs": 3}
+    engine = let_draft(make_engine(**config, max_draft_rows=24), Guesses())
+    requests = [
+        make_request(f"r{i}", [1] * 4, seed=i, max_tokens=7, ignore_eos=True) for i in range(3)
+    ]
+    generate(engine, *requests)
+    assert engine.stats().num_preemptions == {"recompute": 0, "swap": 0}
+    assert counts(engine)[0] > 0
+
+
+def test_drafts_leave_the_blocks_that_admissions_leave():
+    """A block more for each of several drafts in one step, and never one of the watermark's."""
+    config = {"num_blocks": 41, "block_size": 1, "watermark": 0.5, "max_num_seqs": 3}
+    engine = let_draft(make_engine(**config, max_draft_rows=30), Guesses())
+    free = []
+    for number in range(3):
+        prompt = [1, number]
+        request = make_request(f"r{number}", prompt, seed=number, max_tokens=12, ignore_eos=True)
+        engine.add_request(request)
+    while engine.has_work():
+        before = sum(len(s.block_table) for s in engine.lanes[0].scheduler.running)
+        engine.step(0.0)
+        used = engine.lanes[0].scheduler.num_used_blocks
+        free.append(40 - used)
+        assert free[-1] >= 19 or used <= before + 3, "a draft took what others may grow into"
+    assert min(free) < 22 and counts(engine)[0] > 0
+    assert engine.stats().num_failed_steps == 0
+
+
+class Broken(Guesses):
+    def draft(self, name, most):
+        if name.index == 1:
+            raise ValueError("out of guesses")
+        return super().draft(name, most)
+
+
+def test_a_drafter_that_raises_harms_nobody(caplog):
+    request = make_request("a", [1, 2], n=3, seed=3, max_tokens=20, ignore_eos=True)
+    engine = let_draft(make_engine(max_draft_rows=16), Broken())
+    with caplog.at_level(logging.ERROR):
+        outcomes = generate(engine, request)
+    for index in range(3):
+        outcome = outcomes["a", index]
+        assert outcome.token_ids == reference(engine, request, 0, index)[0]
+        assert (outcome.last.metrics.num_draft_tokens > 0) is (index != 1)
+    assert sum("drafter failed" in record.message for record in caplog.records) == 1
+
+
+def test_a_rejected_row_may_be_anything():
+    """Numbers that are not finite, in rows that count for nothing, harm nobody; else they do."""
+    for place, reason in ((2, "error"), (3, "length"), (4, "length")):
+        engine = let_draft(make_engine(), Guesses(None, wrong_at=2, most=4))
+        runner = runner_of(engine)
+        fetch = runner.fetch
+
+        def spoil(output, fetch=fetch, place=place):
+            output = fetch(output)
+            if len(output.is_finite) == 5:
+                output.is_finite[place] = False
+            return output
+
+        runner.fetch = spoil
+        outcome = generate(engine, make_request("a", [1], seed=3, max_tokens=9, ignore_eos=True))
+        assert outcome["a", 0].last.finish_reason == reason
+
+
+def test_without_drafts_a_group_plans_ahead_again():
+    """And tries again ever more seldom: nearly every step is planned with one in flight."""
+    engine = let_draft(make_engine(num_blocks=100), Guesses(most=0))
+    engine.limits = engine.limits.__class__(VOCAB_SIZE, 400, 396)
+    engine.add_request(make_request("a", [1], seed=3, max_tokens=300, ignore_eos=True))
+    ahead = []
+    while engine.has_work():
+        engine.step(0.0)
+        ahead.append(len(engine.lanes[0].in_flight) == 2 or not engine.has_work())
+    plans = runner_of(engine).plans
+    late = [item.previous_row < 0 for plan in plans for item in plan.scheduled]
+    trials = 300 / MOST_TURNS_BETWEEN_TRIALS + 5
+    assert 8 <= sum(late) <= 10 + trials
+
+
+def test_only_what_ends_by_itself_is_learned_from():
+    engine = let_draft(make_engine(), guesses := Guesses())
+    engine.add_request(make_request("whole", [1], seed=1, max_tokens=4, ignore_eos=True))
+    engine.add_request(make_request("gone", [2], seed=2, max_tokens=40, ignore_eos=True))
+    engine.step(0.0)
+    engine.step(1.0)
+    engine.step(2.0)
+    engine.abort("gone")
+    run_to_end(engine, Listener())
+    ended = {sequence.request.request_id: whole for sequence, whole in guesses.ended.items()}
+    assert ended == {"whole": True, "gone": False}
