@@ -75,7 +75,8 @@ def write_file(
 
     Peak host memory: one piece.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    # transformers refuses a file that names no framework of its list.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, info in tensors.items():
         header[name] = {
