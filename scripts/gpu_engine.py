@@ -16,35 +16,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from gpu_weights import hashed_weights, prompt
 
 from pallas_kernels.measure import Ceilings, PrefillShape
+from serving.bench.steps import Case, plan_of
 from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import layer_parameters
-from shiftjax.control.admission import RequestLimits
+from shiftjax.build import Built, assemble
+from shiftjax.config import EngineConfig
+from shiftjax.control.deployment import resolve
 from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import make_policy
-from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.costs.buckets import Bucket
+from shiftjax.control.request import Request, StepPlan
+from shiftjax.device.groups import Placed, define_steps
 from shiftjax.device.memory import GroupMemory
-from shiftjax.device.mesh import make_mesh
-from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.pack import step_inputs
-from shiftjax.device.place import define
-from shiftjax.device.pool import PoolOptions
-from shiftjax.device.programs import compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling_inputs import neutral_scalars
-from shiftjax.device.step import StepDef
-from shiftjax.models.attention_backend import choose_attention
+from shiftjax.device.sizing import measure
 from shiftjax.parallel.grid import Mode
-from shiftjax.parallel.layout import Layout
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
 NEAR_TIE = 0.15  # a margin, in logits, that bfloat16 may turn (tests/test_oracle.py)
@@ -70,11 +61,9 @@ class Sizes(NamedTuple):
         return 1 + -(-tokens // BLOCK_SIZE)
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def token_buckets(self) -> list[int]:
         """One for each batch and prompt."""
-        decode = {max(8, batch) for batch in self.batches}
-        rows = max(self.serve[0], 8)
-        return [*(Bucket(n, n) for n in sorted(decode)), *(Bucket(n, rows) for n in self.prompts)]
+        return sorted({*(max(8, batch) for batch in self.batches), *self.prompts})
 
 
 def golden_rows() -> Iterator[dict[str, Any]]:
@@ -98,51 +87,31 @@ def golden_rows() -> Iterator[dict[str, Any]]:
     llm.close()
 
 
-def make_runner(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> DeviceRunner:
-    """Return a runner on the first sp * tp devices."""
-    devices, layout = jax.devices()[: sp * tp], Layout(model, sp, tp)
-    mesh, dtype = make_mesh(devices, sp, tp), np.dtype(jnp.bfloat16)
-    attention = choose_attention(layout, devices[0], dtype, dtype, BLOCK_SIZE)
-    buckets = sizes.buckets
-    max_rows = max(bucket.rows for bucket in buckets)
-    weights = ModeWeights(define(model, layout, dtype), layout, "alias")
-    step = StepDef(weights, mesh, max_rows, attention)
-    longest = max((sizes.context, *sizes.prompts))
-    pool = PoolOptions(sizes.num_blocks, BLOCK_SIZE, -(-longest // BLOCK_SIZE), dtype)
-    memory = GroupMemory(weights, hashed_weights(step), mesh)
-    wanted = dict.fromkeys(buckets, layout.modes)
-    programs = compile_programs(step, pool, wanted, lambda *_: None)
-    return DeviceRunner(step, memory, pool, programs)
-
-
-def sequence(index: int, length: int, blocks: list[int]) -> Sequence:
-    """Return a sequence of `length` known tokens in these blocks."""
-    sampling = SamplingParams(temperature=0)
-    tokens = prompt(index, length)
-    return Sequence(
-        request=Request(str(index), tokens, sampling),
-        index=0,
-        seed=0,
-        order=(0, 0.0, index, 0),
-        token_ids=tokens,
-        num_prompt_tokens=length,
-        max_length=length + 1,
-        stop_ids=frozenset(),
-        siblings=[],
-        block_table=blocks,
+def make_engine(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> Built:
+    """Return an engine on the first sp * tp devices, on which the weights are made."""
+    config = EngineConfig.from_options(
+        dtype="bfloat16",
+        devices=sp * tp,
+        sp=sp,
+        tp=tp,
+        max_model_len=max(sizes.context, *sizes.prompts, sum(sizes.serve[1:])),
+        max_num_seqs=max(*sizes.batches, sizes.serve[0]),
+        max_num_batched_tokens=sizes.token_buckets[-1],
+        token_buckets=sizes.token_buckets,
+        block_size=BLOCK_SIZE,
+        num_blocks=sizes.num_blocks,
+        prefix_caching=False,
     )
+    devices = jax.devices()[: sp * tp]
+    deployment = resolve(config, model, measure(devices))
+    (step,) = define_steps(deployment, devices)
+    placed = Placed(step, GroupMemory(step.weights, hashed_weights(step), step.mesh))
+    return assemble(config, deployment, [placed], lambda *_: None)
 
 
 def make_plan(seqs: int, context: int, num_tokens: int) -> StepPlan:
     """Return a step of `seqs` sequences of `context` tokens, the last `num_tokens` of them new."""
-    each = -(-context // BLOCK_SIZE)
-    scheduled = []
-    for i in range(seqs):
-        blocks = list(range(1 + i * each, 1 + (i + 1) * each))
-        item = sequence(i, context, blocks)
-        scheduled.append(ScheduledSequence(item, context - num_tokens, num_tokens, 1, -1))
-    decodes = seqs if num_tokens == 1 else 0
-    return StepPlan(scheduled, seqs * num_tokens, seqs, decodes, [], [], step_id=0)
+    return plan_of(Case("", ((context - num_tokens, num_tokens),) * seqs), context)
 
 
 def median_seconds(action: Callable[[], Any], repeats: int) -> float:
@@ -203,19 +172,21 @@ def matrix_elements(model: ModelConfig) -> tuple[int, int]:
 
 def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     """Yield everything about one model; with several devices the modes are compared, too."""
-    runner = make_runner(model, sizes)
+    built = make_engine(model, sizes)
+    (runner,) = built.runners
     attention = {"model": model.name, "attention": runner.step.attention.name}
     yield from (row | attention for row in decode_rows(runner, sizes, ceilings))
     yield from (row | attention for row in prefill_rows(runner, sizes, ceilings))
-    yield greedy_row(runner) | attention
-    yield serve_row(runner, sizes, ceilings) | attention
+    yield greedy_row(built.engine) | attention
+    yield serve_row(built.engine, model, sizes, ceilings) | attention
     yield switch_row(runner, sizes) | attention
-    del runner  # its memory is wanted
+    del built, runner  # their memory is wanted
     count = jax.device_count()
     if count > 1:
         tp = 2 if count >= 4 else 1
         sizes = sizes._replace(prompts=())
-        yield switch_row(make_runner(model, sizes, count // tp, tp), sizes) | attention
+        (runner,) = make_engine(model, sizes, count // tp, tp).runners
+        yield switch_row(runner, sizes) | attention
 
 
 def decode_limit(model: ModelConfig, batch: int, context: int, ceilings: Ceilings) -> float:
@@ -257,22 +228,24 @@ def prefill_rows(
         yield what | {"predicted_seconds": limit} | found | rate | percent
 
 
-def greedy_row(runner: DeviceRunner, num_tokens: int = 16) -> dict[str, Any]:
+def greedy_row(engine: Engine, num_tokens: int = 16) -> dict[str, Any]:
     """Return what one prompt becomes: to be compared with what the peer makes of it."""
-    outputs, _ = serve(runner, [prompt(0, 32)], num_tokens)
+    outputs, _ = serve(engine, [prompt(0, 32)], num_tokens)
     return {"part": "greedy", "token_ids": outputs[0]}
 
 
-def serve_row(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> dict[str, Any]:
+def serve_row(
+    engine: Engine, model: ModelConfig, sizes: Sizes, ceilings: Ceilings
+) -> dict[str, Any]:
     """Serve requests that are all there at once, through the whole engine.
 
     Predicted: prompts one after the other at the GEMM rate, then steps of all sequences, half of
     their output long, at the copy bandwidth.
     """
-    model, (count, before, after) = runner.step.layout.model, sizes.serve
+    count, before, after = sizes.serve
     prompts = [prompt(i, before) for i in range(count)]
-    serve(runner, prompts, 2)  # allocations, first calls
-    _, seconds = serve(runner, prompts, after)
+    serve(engine, prompts, 2)  # allocations, first calls
+    _, seconds = serve(engine, prompts, after)
     steps = after * decode_limit(model, count, before + after // 2, ceilings)
     predicted = count * prefill_limit(model, before, ceilings) + steps
     what = {"part": "serve", "requests": count, "prompt": before, "output": after}
@@ -281,25 +254,9 @@ def serve_row(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> dict[st
 
 
 def serve(
-    runner: DeviceRunner, prompts: list[list[int]], num_tokens: int
+    engine: Engine, prompts: list[list[int]], num_tokens: int
 ) -> tuple[list[list[int]], float]:
-    """Generate greedily with an engine over the runner: the tokens, and the seconds it took."""
-    pool, model = runner.pool, runner.step.layout.model
-    most = runner.programs[-1].bucket.tokens
-    budgets = SchedulerConfig(
-        num_blocks=pool.num_blocks,
-        block_size=pool.block_size,
-        max_num_seqs=runner.programs[-1].bucket.rows,
-        max_num_batched_tokens=most,
-        model=model.name,
-        prefix_caching=False,
-    )
-    capacity = (pool.num_blocks - 1) * pool.block_size
-    longest = pool.blocks_per_seq * pool.block_size
-    limits = RequestLimits(model.vocab_size, longest, capacity)
-    lane = Lane(Scheduler(budgets), runner, runner.step.weights.modes)
-    policy = make_policy("threshold", most // 2, None)
-    engine = Engine([lane], policy, limits, overlap=True, seed=0, clock=time.monotonic)
+    """Generate greedily: the tokens, and the seconds it took."""
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     start = time.perf_counter()

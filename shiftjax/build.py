@@ -13,7 +13,7 @@ from shiftjax.control.policy import Policy, make_policy, wanted_modes
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.speculation import Speculation, prices_of
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
-from shiftjax.device.groups import compile_steps, place, start_runners
+from shiftjax.device.groups import Placed, compile_steps, place, start_runners
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
@@ -45,17 +45,29 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
     devices = jax.devices()[: config.parallel.devices]
     deployment = resolve(config, source.config, measure(devices))
     check_complete(source)
-    start = time.perf_counter()
+    begin = time.perf_counter()
     groups = place(deployment, devices, source, progress)
-    loaded = time.perf_counter()
+    load_seconds = time.perf_counter() - begin
+    return assemble(config, deployment, groups, progress, load_seconds)
+
+
+def assemble(
+    config: EngineConfig,
+    deployment: Deployment,
+    groups: list[Placed],
+    progress: Progress,
+    load_seconds: float = 0.0,
+) -> Built:
+    """Compile and start over weights that are in place. Raises ConfigError as `build` does."""
+    begin, step = time.perf_counter(), groups[0].step
+    devices = jax.devices()[: config.parallel.devices]
     policy = _make_policy(config, deployment, devices[0])
-    step = groups[0].step
     wanted = wanted_modes(policy, deployment.buckets, step.weights.modes)
     deployment, programs = compile_steps(deployment, step, wanted, devices, progress)
     runners = start_runners(deployment, groups, programs, config.model.seed)
-    compiled = time.perf_counter()
+    compile_seconds = time.perf_counter() - begin
     engine = _start(config, deployment, policy, runners)
-    return Built(deployment, engine, runners, loaded - start, compiled - loaded)
+    return Built(deployment, engine, runners, load_seconds, compile_seconds)
 
 
 def _make_policy(config: EngineConfig, deployment: Deployment, device: Device) -> Policy:

@@ -69,7 +69,7 @@ def plan_of(case: Case, max_length: int = MAX_LENGTH) -> StepPlan:
     blocks_each, items = max_length // BLOCK_SIZE, []
     for number, (start, count) in enumerate(case.spans):
         first = 1 + number * blocks_each
-        prompt = [7] * (start + count)
+        prompt = [(7 * number + 3 * i) % 200 for i in range(start + count)]
         sequence = Continuation(
             Request(str(number), prompt, SamplingParams(temperature=0.0)),
             index=0,
