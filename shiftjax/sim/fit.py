@@ -1,15 +1,15 @@
 """Fits a machine's constants to measured steps. No JAX.
 
 The model is `CostModel` itself. Its constants are positive and scale times by factors, so the fit
-is least squares of log(predicted / measured) over the logarithms of the constants, by
-Levenberg-Marquardt with a numerical Jacobian: a point that is 10% off counts the same whether it
-takes a millisecond or a second.
+is least squares of log(predicted / measured) over the logarithms of the constants, by SciPy's
+trust region: a point that is 10% off counts the same whether it takes a millisecond or a second.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.step import CostModel, Work
@@ -45,21 +45,18 @@ def fit_machine(
     start: Machine, points: Sequence[Point], costs_of: CostsOf, num_rounds: int = 60
 ) -> Machine:
     """The machine whose predictions are nearest to the measurements."""
-    names, damping = CONSTANTS, 1e-2
-    at = np.zeros(len(names))  # logarithms of factors on the start's constants
-    error = _residuals(start, at, points, costs_of)
-    for _ in range(num_rounds):
-        jacobian = _jacobian(start, at, points, costs_of, error)
-        normal = jacobian.T @ jacobian
-        step = np.linalg.solve(
-            normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ error
-        )
-        moved = at + np.clip(step, -1.0, 1.0)
-        new = _residuals(start, moved, points, costs_of)
-        better = new @ new < error @ error
-        at, error = (moved, new) if better else (at, error)
-        damping = damping / 3 if better else damping * 5
-    return scaled(start, dict(zip(names, np.exp(at).tolist(), strict=True)))
+
+    def factors(at: np.ndarray) -> dict[str, float]:
+        return dict(zip(CONSTANTS, np.exp(at).tolist(), strict=True))
+
+    def residuals(at: np.ndarray) -> np.ndarray:
+        predicted = _predictions(scaled(start, factors(at)), points, costs_of)
+        return np.concatenate([np.log(predicted / measured), PRIOR * at])
+
+    measured = np.array([point.seconds for point in points])
+    return scaled(
+        start, factors(least_squares(residuals, np.zeros(len(CONSTANTS)), max_nfev=num_rounds).x)
+    )
 
 
 def errors(machine: Machine, points: Sequence[Point], costs_of: CostsOf) -> np.ndarray:
@@ -89,22 +86,3 @@ def _ways(ways: tuple[Transfer, ...], latency: float, rate: float) -> tuple[Tran
 def _predictions(machine: Machine, points: Sequence[Point], costs_of: CostsOf) -> np.ndarray:
     models = {(p.sp, p.tp): costs_of(machine, p.sp, p.tp) for p in points}
     return np.array([models[p.sp, p.tp].serial_seconds(p.mode, p.work) for p in points])
-
-
-def _residuals(
-    start: Machine, at: np.ndarray, points: Sequence[Point], costs_of: CostsOf
-) -> np.ndarray:
-    machine = scaled(start, dict(zip(CONSTANTS, np.exp(at), strict=True)))
-    measured = np.array([point.seconds for point in points])
-    return np.concatenate([np.log(_predictions(machine, points, costs_of) / measured), PRIOR * at])
-
-
-def _jacobian(
-    start: Machine, at: np.ndarray, points: Sequence[Point], costs_of: CostsOf, here: np.ndarray
-) -> np.ndarray:
-    columns = []
-    for place in range(len(at)):
-        moved = at.copy()
-        moved[place] += 1e-3
-        columns.append((_residuals(start, moved, points, costs_of) - here) / 1e-3)
-    return np.stack(columns, axis=1)
