@@ -15,6 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -61,10 +62,11 @@ class DecodeShape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    kernel, unit = "decode", "GB/s"
 
     @property
-    def num_bytes(self) -> int:
-        """Keys and values, in 2-byte elements."""
+    def amount(self) -> int:
+        """Bytes of keys and values, in 2-byte elements."""
         return 2 * 2 * self.seqs * self.context * self.kv_heads * self.head_dim
 
 
@@ -77,10 +79,11 @@ class PrefillShape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    kernel, unit = "prefill", "TFLOP/s"
 
     @property
-    def num_flops(self) -> int:
-        """Two multiplications of a matrix by each pair of tokens that see each other."""
+    def amount(self) -> int:
+        """Operations: two products of a matrix with each pair of tokens that see each other."""
         pairs = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
         return 4 * self.heads * self.head_dim * pairs
 
@@ -92,11 +95,15 @@ class WriteShape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    kernel, unit = "kv write", "GB/s"
 
     @property
-    def num_bytes(self) -> int:
-        """Keys and values in 2-byte elements, read and written."""
+    def amount(self) -> int:
+        """Bytes of keys and values in 2-byte elements, read and written."""
         return 2 * 2 * 2 * self.tokens * self.kv_heads * self.head_dim
+
+
+Shape = DecodeShape | PrefillShape | WriteShape
 
 
 def chain_seconds(
@@ -134,9 +141,7 @@ def measure_ceilings(effort: Effort) -> Ceilings:
     return Ceilings(2 * effort.copy_bytes / copy, 2 * n**3 / gemm)
 
 
-def random_pool(
-    blocks: int, shape: DecodeShape | PrefillShape | WriteShape
-) -> tuple[jax.Array, jax.Array]:
+def random_pool(blocks: int, shape: Shape) -> tuple[jax.Array, jax.Array]:
     """Return a pool, bfloat16."""
     size = blocks, shape.kv_heads, shape.block_size, shape.head_dim
     keys = jax.random.split(jax.random.key(1))
@@ -147,7 +152,7 @@ def random_pool(
 def decode_seconds(shape: DecodeShape, config: KernelConfig, effort: Effort) -> float:
     """Time the decode kernel."""
     blocks_per_seq = -(-shape.context // shape.block_size)
-    copies = min(effort.calls, 1 + math.ceil(CACHE_BYTES / shape.num_bytes))
+    copies = min(effort.calls, 1 + math.ceil(CACHE_BYTES / shape.amount))
     blocks = shape.seqs * blocks_per_seq
     ids = 1 + np.random.default_rng(0).permutation(copies * blocks).astype(np.int32)
     tables = list(ids.reshape(copies, shape.seqs, blocks_per_seq))
@@ -195,41 +200,25 @@ def write_seconds(shape: WriteShape, write: Callable[..., Any], effort: Effort) 
     return chain_seconds(call, pool, (rows, slots), effort)
 
 
-def kernel_write_seconds(shape: WriteShape, effort: Effort) -> float:
-    """Time the kernel that writes keys and values."""
+def kernel_seconds(shape: Shape, config: KernelConfig, effort: Effort) -> float:
+    """Time the kernel that a shape is for."""
+    if isinstance(shape, DecodeShape):
+        return decode_seconds(shape, config, effort)
+    if isinstance(shape, PrefillShape):
+        return prefill_seconds(shape, config, effort)
+    return write_seconds(shape, partial(write_kv, interpret=effort.interpret), effort)
 
-    def write(*arrays):
-        return write_kv(*arrays, interpret=effort.interpret)
 
-    return write_seconds(shape, write, effort)
-
-
-def decode_row(shape: DecodeShape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
+def row_of(shape: Shape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
     """Return a row of results; the prediction is the ceiling's."""
-    return _row("decode", shape, seconds, shape.num_bytes, ceilings.bytes_per_second, "GB/s")
-
-
-def prefill_row(shape: PrefillShape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
-    """Return a row of results; the prediction is the ceiling's."""
-    peak = ceilings.flops_per_second
-    return _row("prefill", shape, seconds, shape.num_flops, peak, "TFLOP/s")
-
-
-def write_row(shape: WriteShape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
-    """Return a row of results; the prediction is the ceiling's."""
-    peak = ceilings.bytes_per_second
-    return _row("kv write", shape, seconds, shape.num_bytes, peak, "GB/s")
-
-
-def _row(
-    kernel: str, shape: Any, seconds: float, amount: int, ceiling: float, unit: str
-) -> dict[str, Any]:
+    is_compute = shape.unit == "TFLOP/s"
+    ceiling = ceilings.flops_per_second if is_compute else ceilings.bytes_per_second
     return {
-        "kernel": kernel,
+        "kernel": shape.kernel,
         "shape": shape._asdict(),
-        "predicted_us": amount / ceiling * 1e6,
+        "predicted_us": shape.amount / ceiling * 1e6,
         "us": seconds * 1e6,
-        "rate": amount / seconds / UNITS[unit],
-        "unit": unit,
-        "percent_of_ceiling": 100 * amount / seconds / ceiling,
+        "rate": shape.amount / seconds / UNITS[shape.unit],
+        "unit": shape.unit,
+        "percent_of_ceiling": 100 * shape.amount / seconds / ceiling,
     }

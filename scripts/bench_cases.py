@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.weights import layer_parameters
+
 if TYPE_CHECKING:
     from pallas_kernels.measure import Ceilings
 
@@ -88,54 +91,49 @@ def make_workload(case: Case) -> Workload:
 # ---------------------------------------------------------------------- physics
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What the arithmetic of a model needs, from its `config.json`; bfloat16."""
-
-    layer_weights: int
-    head_weights: int
-    kv_bytes: int  # per token of context
-    attention_flops: int  # per query and key
-
-    @classmethod
-    def of(cls, config: dict) -> "Cost":
-        """Count weights and flops."""
-        layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-        query = config["num_attention_heads"] * config["head_dim"]
-        kv = config["num_key_value_heads"] * config["head_dim"]
-        per_layer = hidden * (2 * query + 2 * kv + 3 * config["intermediate_size"])
-        head = hidden * config["vocab_size"]
-        return cls(layers * per_layer, head, layers * 2 * kv * 2, layers * 4 * query)
-
-    def prefill_flops(self, prompt_tokens: int) -> int:
-        """Of one prompt up to its first token; causal, so half of all pairs."""
-        pairs = prompt_tokens * (prompt_tokens + 1) // 2
-        return 2 * (self.layer_weights * prompt_tokens + self.head_weights) + (
-            self.attention_flops * pairs
-        )
-
-    def decode_flops(self, context: int) -> int:
-        """Of one token."""
-        return 2 * (self.layer_weights + self.head_weights) + self.attention_flops * context
-
-    def decode_bytes(self, num_steps: int, contexts: list[int]) -> int:
-        """Read by `num_steps` steps that between them decode a token of each context."""
-        weights = 2 * (self.layer_weights + self.head_weights)
-        return num_steps * weights + self.kv_bytes * sum(contexts)
+BF16_BYTES = 2
 
 
-def least_seconds(metric: str, work: Workload, cost: Cost, ceilings: "Ceilings") -> float:
+def prefill_flops(model: ModelConfig, num_tokens: int) -> int:
+    """Operations of one prompt up to its first token; causal, so half of all pairs."""
+    pairs = num_tokens * (num_tokens + 1) // 2
+    products = layer_parameters(model) * num_tokens + model.vocab_size * model.hidden_size
+    return 2 * products + _attention_flops(model) * pairs
+
+
+def _attention_flops(model: ModelConfig) -> int:
+    """Of a query and a key, in all layers."""
+    return 4 * model.num_layers * model.num_heads * model.head_dim
+
+
+def decode_flops(model: ModelConfig, contexts: list[int]) -> int:
+    """Operations of a token for each context."""
+    return 2 * _weights(model) * len(contexts) + _attention_flops(model) * sum(contexts)
+
+
+def _weights(model: ModelConfig) -> int:
+    """Of the matrices of the layers and of the LM head."""
+    return layer_parameters(model) + model.vocab_size * model.hidden_size
+
+
+def decode_bytes(model: ModelConfig, num_steps: int, contexts: list[int]) -> int:
+    """Read by `num_steps` steps that between them decode a token for each context; bfloat16."""
+    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return BF16_BYTES * (num_steps * _weights(model) + kv * sum(contexts))
+
+
+def least_seconds(metric: str, work: Workload, model: ModelConfig, ceilings: "Ceilings") -> float:
     """The time that a case would take if one ceiling were all that held it back."""
     flops = stream = 0
     if metric in ("prefill", "total"):
-        flops += sum(cost.prefill_flops(len(prompt)) for prompt in work.prompts)
-        stream += 2 * (cost.layer_weights + cost.head_weights)
+        flops += sum(prefill_flops(model, len(prompt)) for prompt in work.prompts)
+        stream += decode_bytes(model, 1, [])
     if metric in ("decode", "total"):
         contexts = [
             len(prompt) + i
             for prompt, n in zip(work.prompts, work.max_tokens, strict=True)
             for i in range(1, n)
         ]
-        flops += sum(map(cost.decode_flops, contexts))
-        stream += cost.decode_bytes(max(work.max_tokens) - 1, contexts)
+        flops += decode_flops(model, contexts)
+        stream += decode_bytes(model, max(work.max_tokens) - 1, contexts)
     return max(flops / ceilings.flops_per_second, stream / ceilings.bytes_per_second)

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING
 from bench_cases import (
     CASES,
     Case,
-    Cost,
     Workload,
     least_seconds,
     make_workload,
@@ -46,7 +45,9 @@ from bench_machine import describe_machine, measure_ceilings, wait_until_idle
 from bench_workers import OURS, Worker, commands
 from peers.prepare import default_work_dir, prepare
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.sim.experiments import as_text
+from shiftjax.weights.hf_config import read_config
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import Ceilings
@@ -171,14 +172,18 @@ def agreement(records: list[dict], num_requests: int, engine: str, reference: st
 
 
 def summarise(
-    records: list[dict], names: list[str], engines: list[str], cost: Cost, ceilings: "Ceilings"
+    records: list[dict],
+    names: list[str],
+    engines: list[str],
+    model: ModelConfig,
+    ceilings: "Ceilings",
 ) -> dict:
     """Medians and ratios: `{case: {engine: {...}}}`; ratios are the first engine over this one."""
     summary: dict = {}
     for name in names:
         case, summary[name] = CASES[name], {}
         work = make_workload(case)
-        ceiling = timed_tokens(case, work) / least_seconds(case.metric, work, cost, ceilings)
+        ceiling = timed_tokens(case, work) / least_seconds(case.metric, work, model, ceilings)
         baseline = rates(records, name, engines[0], work)
         for engine in engines:
             of_engine = rates(records, name, engine, work)
@@ -274,8 +279,8 @@ def main() -> None:
         worker.close()
     again = measure_ceilings()  # at both ends: what else runs then only lowers a ceiling
     ceilings = ceilings._make(map(max, zip(ceilings, again, strict=True)))
-    cost = Cost.of(json.loads((directory / "config.json").read_text()))
-    summary = summarise(records, args.cases, args.engines, cost, ceilings)
+    model = read_config(directory)
+    summary = summarise(records, args.cases, args.engines, model, ceilings)
     print_summary(summary, args.engines, ceilings)
     result = {
         "benchmark": "throughput",

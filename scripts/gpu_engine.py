@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from bench_cases import decode_bytes, prefill_flops
 from gpu_weights import hashed_weights, prompt
 
-from pallas_kernels.measure import Ceilings, PrefillShape
+from pallas_kernels.measure import Ceilings
 from serving.bench.steps import Case, plan_of
 from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.weights import layer_parameters
 from shiftjax.build import Built, assemble
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import resolve
@@ -40,7 +40,6 @@ from shiftjax.parallel.grid import Mode
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
 NEAR_TIE = 0.15  # a margin, in logits, that bfloat16 may turn (tests/test_oracle.py)
 BLOCK_SIZE = 16
-BF16_BYTES = 2
 
 
 class Sizes(NamedTuple):
@@ -165,11 +164,6 @@ def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str
     return {"device_seconds": device, "engine_seconds": engine, "bubble_seconds": engine - device}
 
 
-def matrix_elements(model: ModelConfig) -> tuple[int, int]:
-    """(elements of all matrices of the layers, of the LM head)."""
-    return layer_parameters(model), model.vocab_size * model.hidden_size
-
-
 def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     """Yield everything about one model; with several devices the modes are compared, too."""
     built = make_engine(model, sizes)
@@ -191,17 +185,7 @@ def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[di
 
 def decode_limit(model: ModelConfig, batch: int, context: int, ceilings: Ceilings) -> float:
     """Seconds in which the bytes of a decode step can be read."""
-    layers, head = matrix_elements(model)
-    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return BF16_BYTES * (layers + head + kv * batch * context) / ceilings.bytes_per_second
-
-
-def prefill_limit(model: ModelConfig, tokens: int, ceilings: Ceilings) -> float:
-    """Seconds in which the products of a prompt can be computed."""
-    layers, head = matrix_elements(model)
-    shape = PrefillShape(tokens, heads=model.num_heads, head_dim=model.head_dim)
-    flops = 2 * tokens * layers + 2 * 8 * head + model.num_layers * shape.num_flops
-    return flops / ceilings.flops_per_second
+    return decode_bytes(model, 1, [context] * batch) / ceilings.bytes_per_second
 
 
 def decode_rows(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -221,7 +205,7 @@ def prefill_rows(
     """Yield a row for each length: one prompt in one step."""
     for length in sizes.prompts:
         found = step_seconds(runner, make_plan(1, length, length), max(2, sizes.repeats // 4))
-        limit = prefill_limit(runner.step.layout.model, length, ceilings)
+        limit = prefill_flops(runner.step.layout.model, length) / ceilings.flops_per_second
         percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
         rate = {"tokens_per_second": length / found["device_seconds"]}
         what = {"part": "prefill step", "tokens": length}
@@ -247,7 +231,7 @@ def serve_row(
     serve(engine, prompts, 2)  # allocations, first calls
     _, seconds = serve(engine, prompts, after)
     steps = after * decode_limit(model, count, before + after // 2, ceilings)
-    predicted = count * prefill_limit(model, before, ceilings) + steps
+    predicted = count * prefill_flops(model, before) / ceilings.flops_per_second + steps
     what = {"part": "serve", "requests": count, "prompt": before, "output": after}
     rate = {"output_tokens_per_second": count * after / seconds}
     return what | {"predicted_seconds": predicted, "seconds": seconds} | rate

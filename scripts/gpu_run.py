@@ -93,18 +93,14 @@ def kernels(run: Run) -> Iterator[dict[str, Any]]:
         yield from bench_kernels.measure(jax.devices()[0].device_kind, 128, 16)
         return
     small = {"kv_heads": 2, "head_dim": 64}
-    decode, prefill = (
+    shapes = (
         measure.DecodeShape(2, 64, heads=4, **small),
         measure.PrefillShape(32, 16, heads=4, **small),
+        measure.WriteShape(8, **small),
     )
-    write = measure.WriteShape(8, **small)
-    yield measure.decode_row(
-        decode, measure.decode_seconds(decode, SMALL_CONFIG, run.effort), run.ceilings
-    )
-    yield measure.prefill_row(
-        prefill, measure.prefill_seconds(prefill, SMALL_CONFIG, run.effort), run.ceilings
-    )
-    yield measure.write_row(write, measure.kernel_write_seconds(write, run.effort), run.ceilings)
+    for shape in shapes:
+        seconds = measure.kernel_seconds(shape, SMALL_CONFIG, run.effort)
+        yield measure.row_of(shape, seconds, run.ceilings)
 
 
 def tuning(run: Run) -> Iterator[dict[str, Any]]:

@@ -31,8 +31,7 @@ from pallas_kernels.measure import (
     DecodeShape,
     Effort,
     PrefillShape,
-    decode_seconds,
-    prefill_seconds,
+    kernel_seconds,
 )
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
@@ -43,6 +42,7 @@ from pallas_kernels.tuned import FILE, to_row
 ROOT = Path(__file__).resolve().parent.parent
 CANDIDATES = Path(__file__).with_name("kernel_candidates.json")
 TABLE = ROOT / "pallas_kernels" / FILE
+KERNELS = {"prefill": (PrefillShape, PrefillConfig), "decode": (DecodeShape, DecodeConfig)}
 HEAD_DIMS, BLOCK_SIZES = (64, 128), (16, 32, 64, 128)
 PREFILL = {"kv_tile": (64, 128), "stages": (2, 3, 4), "ping_pong": (True, False)}
 # thread blocks on each of 132 multiprocessors, and the shared memory that leaves each of them
@@ -139,11 +139,9 @@ def times_of(
     kernel: str, settings: dict[str, Any], sizes: dict[str, int], shapes: Any, effort: Effort
 ) -> list[float]:
     """Seconds of one candidate at every shape."""
-    if kernel == "decode":
-        config = KernelConfig(decode=DecodeConfig(**settings))
-        return [decode_seconds(DecodeShape(*shape, **sizes), config, effort) for shape in shapes]
-    config = KernelConfig(prefill=PrefillConfig(**settings))
-    return [prefill_seconds(PrefillShape(*shape, **sizes), config, effort) for shape in shapes]
+    kind, config = KERNELS[kernel]
+    chosen = KernelConfig(**{kernel: config(**settings)})
+    return [kernel_seconds(kind(*shape, **sizes), chosen, effort) for shape in shapes]
 
 
 def tune(
@@ -171,11 +169,9 @@ def write_best(device_kind: str, rows: list[dict[str, Any]], path: Path = TABLE)
     sizes = rows[0]["head_dim"], rows[0]["block_size"]
     best = {
         kernel: min((row for row in rows if row["kernel"] == kernel), key=lambda row: row["score"])
-        for kernel in ("prefill", "decode")
+        for kernel in KERNELS
     }
-    config = KernelConfig(
-        PrefillConfig(**best["prefill"]["settings"]), DecodeConfig(**best["decode"]["settings"])
-    )
+    config = KernelConfig(**{k: KERNELS[k][1](**row["settings"]) for k, row in best.items()})
     new = to_row(device_kind, *sizes, config)
     table = json.loads(path.read_text(encoding="utf-8") if path.exists() else "[]")
     place = ("gpu", "head_dim", "block_size")

@@ -22,7 +22,7 @@ import gpu_run  # noqa: E402
 import tune_kernels  # noqa: E402
 from gpu_weights import make_weight  # noqa: E402
 
-from pallas_kernels.measure import Ceilings, DecodeShape, decode_row  # noqa: E402
+from pallas_kernels.measure import Ceilings, DecodeShape, row_of  # noqa: E402
 from pallas_kernels.tuned import from_row, read_table  # noqa: E402
 from serving.bench import kernels as bench_kernels  # noqa: E402
 from serving.cli.main import main  # noqa: E402
@@ -115,8 +115,8 @@ def test_an_alternative_that_does_not_run_says_so(capsys):
         raise RuntimeError("cuDNN is not found\nstack")
 
     times = {"fast": lambda: 1e-3, "cuDNN": no_cudnn}
-    rows = [decode_row(shape, 2e-4, ceilings)]
-    rows += bench_kernels._alternatives(decode_row, shape, times, ceilings)
+    rows = [row_of(shape, 2e-4, ceilings)]
+    rows += bench_kernels._alternatives(shape, times, ceilings)
     bench_kernels.print_rows("kernels", rows)
     out = capsys.readouterr().out
     first, fast, cudnn = (re.split(r"  +", line.strip()) for line in out.splitlines()[2:])

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,44 +94,34 @@ def measure(device_kind: str, head_dim: int, block_size: int) -> Iterator[dict[s
     ceilings = kernels.measure_ceilings(effort)
     yield {"kernel": "ceilings", "device": device_kind, "tuned": is_tuned} | ceilings._asdict()
     sizes = {"head_dim": head_dim, "block_size": block_size}
-    decodes = [kernels.DecodeShape(*shape, **sizes) for shape in DECODE_SHAPES]
-    prefills = [kernels.PrefillShape(*shape, **sizes) for shape in PREFILL_SHAPES]
-    for shape in decodes:
-        seconds = kernels.decode_seconds(shape, settings, effort)
-        yield kernels.decode_row(shape, seconds, ceilings)
-        times = {"cuDNN": lambda shape=shape: cudnn_decode_seconds(shape, effort)}
-        yield from _alternatives(kernels.decode_row, shape, times, ceilings)
-    for shape in prefills:
-        seconds = kernels.prefill_seconds(shape, settings, effort)
-        yield kernels.prefill_row(shape, seconds, ceilings)
-        times = {"cuDNN": lambda shape=shape: cudnn_prefill_seconds(shape, effort)}
-        yield from _alternatives(kernels.prefill_row, shape, times, ceilings)
-    for tokens in WRITE_TOKENS:
-        shape = kernels.WriteShape(tokens, **sizes)
-        yield kernels.write_row(shape, kernels.kernel_write_seconds(shape, effort), ceilings)
-        times = {"XLA": lambda shape=shape: xla_write_seconds(shape, effort)}
-        yield from _alternatives(kernels.write_row, shape, times, ceilings)
+    shapes = [
+        *(kernels.DecodeShape(*shape, **sizes) for shape in DECODE_SHAPES),
+        *(kernels.PrefillShape(*shape, **sizes) for shape in PREFILL_SHAPES),
+        *(kernels.WriteShape(tokens, **sizes) for tokens in WRITE_TOKENS),
+    ]
+    for shape in shapes:
+        yield kernels.row_of(shape, kernels.kernel_seconds(shape, settings, effort), ceilings)
+        name, seconds = ALTERNATIVES[shape.kernel]
+        yield from _alternatives(shape, {name: partial(seconds, shape, effort)}, ceilings)
     found = _torch_seconds(head_dim)
-    for row, shapes in ((kernels.decode_row, decodes), (kernels.prefill_row, prefills)):
-        for shape in shapes:
-            key = json.dumps([type(shape).__name__, *shape[:2]])
-            times = {name: lambda time=time: time for name, time in found.get(key, {}).items()}
-            yield from _alternatives(row, shape, times, ceilings)
+    for shape in shapes:
+        key = json.dumps([type(shape).__name__, *shape[:2]])
+        times = {name: lambda time=time: time for name, time in found.get(key, {}).items()}
+        yield from _alternatives(shape, times, ceilings)
 
 
 def _alternatives(
-    row: Callable[..., dict[str, Any]],
-    shape: Any,
-    times: dict[str, Callable[[], float]],
-    ceilings: Any,
+    shape: Any, times: dict[str, Callable[[], float]], ceilings: Any
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of what does the same work; without a chunk's context, which none of them has."""
+    from pallas_kernels.measure import row_of
+
     for name, measured in times.items():
         label = {"kernel": f"  {name}"}
-        if type(shape).__name__ == "PrefillShape" and shape.context:
+        if shape.kernel == "prefill" and shape.context:
             continue
         try:
-            yield row(shape, measured(), ceilings) | label
+            yield row_of(shape, measured(), ceilings) | label
         except Exception as error:  # cuDNN refuses shapes, and may be missing: not our kernels
             reason = str(error).strip().splitlines()[0][:160]
             yield label | {"shape": shape._asdict(), "unavailable": reason}
@@ -151,7 +142,7 @@ def cudnn_decode_seconds(shape: Any, effort: Any) -> float:
 
     from pallas_kernels.measure import CACHE_BYTES, chain_seconds
 
-    copies = 1 + CACHE_BYTES // shape.num_bytes
+    copies = 1 + CACHE_BYTES // shape.amount
     size = copies, shape.seqs, shape.context, shape.kv_heads, shape.head_dim
     k, v = (jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i in (1, 2))
     q = jax.random.normal(jax.random.key(3), (shape.seqs, 1, shape.heads, shape.head_dim))
@@ -179,6 +170,13 @@ def cudnn_prefill_seconds(shape: Any, effort: Any) -> float:
 
     rest = random(2, shape.kv_heads), random(3, shape.kv_heads)
     return chain_seconds(call, random(1, shape.heads), rest, effort)
+
+
+ALTERNATIVES = {
+    "decode": ("cuDNN", cudnn_decode_seconds),
+    "prefill": ("cuDNN", cudnn_prefill_seconds),
+    "kv write": ("XLA", xla_write_seconds),
+}
 
 
 def _torch_seconds(head_dim: int) -> dict[str, dict[str, float]]:
