@@ -3,13 +3,12 @@
 import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shiftjax.arch.formats import FORMATS, formats_of
 from shiftjax.control.deployment import Deployment
-from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
@@ -85,24 +84,6 @@ def saturation_rate(
     count = 4 * deployment.max_num_seqs * deployment.dp
     batch = [TraceRequest(0.0, prompt_tokens, output_tokens)] * count
     return count / makespan(replay(batch, target, deployment))
-
-
-def perturbed(target: Target, links: float, compute: float) -> Target:
-    """A machine whose links and products are this many times as fast: a model that errs."""
-    machine = target.machine
-
-    def faster(ways: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-        return tuple(way.scaled(1 / links, links) for way in ways)
-
-    flops = {name: rate * compute for name, rate in machine.matmul_flops.items()}
-    machine = replace(
-        machine,
-        matmul_flops=flops,
-        all_reduce=faster(machine.all_reduce),
-        all_to_all=faster(machine.all_to_all),
-        all_gather=faster(machine.all_gather),
-    )
-    return replace(target, machine=machine)
 
 
 def breakdown_by_context(

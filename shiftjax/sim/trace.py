@@ -153,20 +153,6 @@ def _spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     ]
 
 
-def save_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
-    """Write our own format."""
-    rows = (
-        {
-            "arrival_seconds": r.arrival_seconds,
-            "prompt_tokens": r.num_prompt_tokens,
-            "output_tokens": r.num_output_tokens,
-            "prefix_ids": list(r.prefix_ids),
-        }
-        for r in requests
-    )
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 # ------------------------------------------------------------------ windows and rates
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shiftjax.arch.formats import Formats
+from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
@@ -17,7 +18,7 @@ from shiftjax.sim.deployment import (
     memory_of,
     standard_deployments,
 )
-from shiftjax.sim.experiments import perturbed, saturation_rate
+from shiftjax.sim.experiments import saturation_rate
 from shiftjax.sim.metrics import (
     longest_mode,
     peak_throughput,
@@ -204,6 +205,24 @@ def test_the_cost_policy_is_never_more_than_2_percent_behind_the_best_fixed_mode
     for trace in rates:
         best = min(completion(trace, name) for name in ("sp", "tp", "shift"))
         assert completion(trace, "cost") <= 1.02 * best
+
+
+def perturbed(target: Target, links: float, compute: float) -> Target:
+    """A machine whose links and products are this many times as fast: a model that errs."""
+    machine = target.machine
+
+    def faster(ways: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(way.scaled(1 / links, links) for way in ways)
+
+    flops = {name: rate * compute for name, rate in machine.matmul_flops.items()}
+    machine = replace(
+        machine,
+        matmul_flops=flops,
+        all_reduce=faster(machine.all_reduce),
+        all_to_all=faster(machine.all_to_all),
+        all_gather=faster(machine.all_gather),
+    )
+    return replace(target, machine=machine)
 
 
 @pytest.mark.parametrize(("links", "compute"), [(0.5, 1.0), (2.0, 1.0), (1.0, 0.7), (1.0, 1.4)])

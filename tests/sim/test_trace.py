@@ -12,7 +12,6 @@ from shiftjax.sim.trace import (
     load_trace,
     on_off,
     poisson,
-    save_trace,
     scale_rate,
     window,
 )
@@ -29,6 +28,9 @@ BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 MOONCAKE = """{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]}
 {"timestamp": 0, "input_length": 1030, "output_length": 6, "hash_ids": [0, 1, 3]}
 {"timestamp": 3000, "input_length": 600, "output_length": 7, "hash_ids": [4, 1]}
+"""
+OWN = """{"arrival_seconds": 0, "prompt_tokens": 10, "output_tokens": 2}
+{"arrival_seconds": 1.5, "prompt_tokens": 700, "output_tokens": 3, "prefix_ids": [8, 9]}
 """
 
 
@@ -55,10 +57,9 @@ def test_mooncake_spreads_a_tick_and_keeps_the_ids(tmp_path):
     assert [r.prefix_ids for r in requests] == [(0, 1, 2), (0, 1, 3), (4, 1)]
 
 
-def test_our_own_format_comes_back(tmp_path):
+def test_our_own_format(tmp_path):
     requests = [TraceRequest(0.0, 10, 2), TraceRequest(1.5, 700, 3, (8, 9))]
-    save_trace(tmp_path / "own.jsonl", requests)
-    assert load_trace(tmp_path / "own.jsonl") == requests
+    assert load(tmp_path, OWN) == requests
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from serving.cli.main import main
-from shiftjax.sim.trace import TraceRequest, save_trace
 
 SYNTHETIC = ("mesh", "simulate", "--trace", "poisson")
 SMALL = ("--set", "rate=2", "--set", "seconds=5", "--set", "prompt_tokens=500")
@@ -48,9 +48,16 @@ def test_simulate_compares_and_writes_rows(capsys, tmp_path):
     assert page.count("<img") == 6 and "http" not in page.split("<body")[-1][:200]
 
 
+def write_trace(path: Path, count: int) -> None:
+    """Requests a second apart that share a prefix."""
+    lengths = {"prompt_tokens": 1100, "output_tokens": 4, "prefix_ids": [0, 1]}
+    rows = [json.dumps({"arrival_seconds": at} | lengths) for at in range(count)]
+    path.write_text("\n".join(rows))
+
+
 def test_the_options_reach_the_replay(capsys, tmp_path):
     trace = tmp_path / "trace.jsonl"
-    save_trace(trace, [TraceRequest(float(at), 1100, 4, (0, 1)) for at in range(3)])
+    write_trace(trace, 3)
     argv = ["mesh", "simulate", "--trace", str(trace), "--dtype", "fp8", "--compare", "shift"]
 
     def row(*options: str) -> dict:
@@ -70,7 +77,7 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     file, trace = tmp_path / "engine.yaml", tmp_path / "trace.jsonl"
     settings = "model: llama-8b\nsp: 4\ntp: 2\nprefix_caching: false\nport: 80\n"
     file.write_text(settings + "max_num_seqs: 4\nmax_num_batched_tokens: 512\n")
-    save_trace(trace, [TraceRequest(float(at), 1100, 4, (0, 1)) for at in range(2)])
+    write_trace(trace, 2)
     argv = ["mesh", "simulate", "--config", str(file), "--trace", str(trace), "--compare", "sp"]
 
     def rows(*options: str) -> list[dict]:
