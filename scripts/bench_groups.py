@@ -19,12 +19,11 @@ import time
 import numpy as np
 from bench_machine import describe_machine
 
-from shiftjax.build import build
+from serving.bench.steps import build_for_all_modes
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.settings import make_virtual_devices
-from shiftjax.weights.resolve import open_source, resolve_model
 
 CHUNK_TOKENS = 256
 STEADY_TOKENS = 40  # gaps that count as alone
@@ -32,22 +31,19 @@ STEADY_TOKENS = 40  # gaps that count as alone
 
 def start_engine(prompt_tokens: int) -> Engine:
     """Two groups of one device."""
-    config = EngineConfig.from_options(
-        model="random:smollm2-135m",
-        devices=2,
+    make_virtual_devices(EngineConfig.from_options(devices=2))
+    built = build_for_all_modes(
+        "random:smollm2-135m",
+        (8, CHUNK_TOKENS),
         dp=2,
         sp=1,
         tp=1,
         max_num_seqs=8,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        token_buckets=[8, CHUNK_TOKENS],
         max_model_len=prompt_tokens + 600,
         num_blocks=(prompt_tokens + 600) // 8,
         prefix_caching=False,
     )
-    make_virtual_devices(config)
-    source = open_source(resolve_model(config.model.model), seed=0)
-    return build(config, source, lambda *_: None).engine
+    return built.engine
 
 
 def one_round(engine: Engine, number: int, prompt_tokens: int) -> tuple[list[float], list[float]]:

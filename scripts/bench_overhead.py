@@ -33,6 +33,7 @@ import uvloop
 
 from serving.bench.client import Sample, parse_url
 from serving.bench.load import run_load
+from serving.bench.steps import generate
 from serving.run.listeners import Server
 from serving.run.progress import print_table
 from serving.run.serve import GIL_SECONDS
@@ -44,7 +45,7 @@ from shiftjax.control.echo import EchoRunner
 from shiftjax.control.engine import Engine
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
-from shiftjax.control.request import Request, SamplingParams, StepOutput
+from shiftjax.control.request import StepOutput
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
@@ -85,12 +86,9 @@ def make_engine(runner: TimedRunner, streams: int) -> Engine:
 def bare(streams: int, tokens: int, step_seconds: float) -> dict[str, float]:
     """The engine alone: no text, no sockets."""
     engine = make_engine(TimedRunner(VOCAB_SIZE, step_seconds), streams)
-    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    for number in range(streams):
-        engine.add_request(Request(f"r{number}", [number % 200] * PROMPT_TOKENS, sampling))
-    start, count = time.perf_counter(), 0
-    while engine.has_work():
-        count += sum(len(event.token_ids) for event in engine.step(time.monotonic()))
+    prompts = [[number % 200] * PROMPT_TOKENS for number in range(streams)]
+    start = time.perf_counter()
+    count = sum(map(len, generate(engine, prompts, tokens)))
     return {"tokens_per_second": count / (time.perf_counter() - start)}
 
 

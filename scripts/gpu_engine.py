@@ -21,14 +21,14 @@ from bench_cases import decode_bytes, prefill_flops
 from gpu_weights import hashed_weights, prompt
 
 from pallas_kernels.measure import Ceilings
-from serving.bench.steps import Case, plan_of
+from serving.bench.steps import Case, generate, plan_of
 from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
 from shiftjax.build import Built, assemble
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import resolve
 from shiftjax.control.engine import Engine
-from shiftjax.control.request import Request, StepPlan
+from shiftjax.control.request import StepPlan
 from shiftjax.device.groups import Placed, define_steps
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.pack import step_inputs
@@ -214,8 +214,8 @@ def prefill_rows(
 
 def greedy_row(engine: Engine, num_tokens: int = 16) -> dict[str, Any]:
     """Return what one prompt becomes: to be compared with what the peer makes of it."""
-    outputs, _ = serve(engine, [prompt(0, 32)], num_tokens)
-    return {"part": "greedy", "token_ids": outputs[0]}
+    (tokens,) = generate(engine, [prompt(0, 32)], num_tokens)
+    return {"part": "greedy", "token_ids": tokens}
 
 
 def serve_row(
@@ -228,28 +228,15 @@ def serve_row(
     """
     count, before, after = sizes.serve
     prompts = [prompt(i, before) for i in range(count)]
-    serve(engine, prompts, 2)  # allocations, first calls
-    _, seconds = serve(engine, prompts, after)
+    generate(engine, prompts, 2)  # allocations, first calls
+    start = time.perf_counter()
+    generate(engine, prompts, after)
+    seconds = time.perf_counter() - start
     steps = after * decode_limit(model, count, before + after // 2, ceilings)
     predicted = count * prefill_flops(model, before) / ceilings.flops_per_second + steps
     what = {"part": "serve", "requests": count, "prompt": before, "output": after}
     rate = {"output_tokens_per_second": count * after / seconds}
     return what | {"predicted_seconds": predicted, "seconds": seconds} | rate
-
-
-def serve(
-    engine: Engine, prompts: list[list[int]], num_tokens: int
-) -> tuple[list[list[int]], float]:
-    """Generate greedily: the tokens, and the seconds it took."""
-    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    start = time.perf_counter()
-    for i, token_ids in enumerate(prompts):
-        engine.add_request(Request(str(i), token_ids, greedy))
-    while engine.has_work():
-        for event in engine.step(time.monotonic()):
-            found[event.request_id] += event.token_ids
-    return list(found.values()), time.perf_counter() - start
 
 
 def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:

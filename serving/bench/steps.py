@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
+from shiftjax.control.engine import Engine
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, StepPlan
 from shiftjax.control.request import (
@@ -126,6 +127,18 @@ def build_for_all_modes(model: str, token_buckets: Sequence[int], **options: Any
         for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
             runner.compiled(program, mode)
     return built
+
+
+def generate(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """Continue prompts greedily, all at once, through the whole engine: `num_tokens` of each."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    tokens: dict[str, list[int]] = {str(n): [] for n in range(len(prompts))}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(Request(str(number), prompt, sampling))
+    while engine.has_work():
+        for event in engine.step(time.monotonic()):
+            tokens[event.request_id] += event.token_ids
+    return list(tokens.values())
 
 
 def start_runner(model: str, sp: int, tp: int) -> "DeviceRunner":

@@ -28,13 +28,13 @@ from serving.bench.steps import (
     Case,
     build_for_all_modes,
     device_kind,
+    generate,
     measure,
     plan_of,
 )
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.policy import FixedPolicy, work_of
-from shiftjax.control.request import Request, SamplingParams
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
 from shiftjax.options import ConfigError, shown, unknown_name
@@ -164,7 +164,7 @@ def _measured(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     meshes = _checked_meshes(options)
     make_virtual_devices(EngineConfig.from_options(devices=max(sp * tp for sp, tp in meshes)))
     rows: list[dict[str, Any]] = []
-    first: list[tuple[int, ...]] | None = None
+    first: list[list[int]] | None = None
     for sp, tp in meshes:
         built = _build(options, sp, tp)
         for mode in built.deployment.layout.modes:
@@ -186,18 +186,12 @@ def _build(options: Mapping[str, Any], sp: int, tp: int) -> "Built":
     )
 
 
-def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[tuple[int, ...]]:
+def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[list[int]]:
     """Greedy tokens of every prompt, all steps in one mode."""
     engine.policy = FixedPolicy(engine.lanes[0].modes.index(mode))
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    tokens: dict[str, list[int]] = {str(n): [] for n in range(len(PROMPTS))}
-    for number, prompt in enumerate(PROMPTS):
-        engine.add_request(Request(str(number), prompt, sampling))
-    while engine.has_work():
-        for event in engine.step(0.0):
-            tokens[event.request_id] += event.token_ids
+    tokens = generate(engine, PROMPTS, num_tokens)
     engine.flush_prefix_cache()
-    return [tuple(ids) for ids in tokens.values()]
+    return tokens
 
 
 def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
