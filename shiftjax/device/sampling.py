@@ -5,16 +5,17 @@ Order of operations, as in vLLM's sampler:
     token bitmask -> logit bias -> repetition, frequency, presence penalty -> temperature
     -> min_p -> top_k -> top_p (of what top_k left, renormalised) -> one draw
 
-A token is drawn by inverting the cumulative distribution at one uniform number made from (key,
-seed, position). Probabilities are fixed-point integers, about 30 bits per row
-(`_fixed_point_weights`). Integer sums do not depend on the order in which a device adds, so a
-token depends on its own logits, parameters, seed and position and on nothing else: not on the
-batch, the row, the mode or the shape of the step.
+A row draws the token with the largest p / noise (`token_noise`): every token has a number of its
+own, made from (key, seed, position, token). So the last bits of the logits, which depend on the
+batch and the mode, change a draw only where the two best are as close as that: logits that move
+by 1e-5 change about 1 draw in 100,000.
 
-Nothing is sorted. min_p, top_k and top_p are thresholds on the weight, found exactly by bisection
-(at most 31 masked sums). Tokens of equal weight, which is to say of probabilities closer than
-about 2**-29, are kept or dropped together: a tie at the threshold keeps more than k tokens, as in
-vLLM and transformers. `top_k=1` is the exception: it is greedy, and greedy takes the lowest index.
+Nothing is sorted. min_p, top_k and top_p are thresholds on the probability as a fixed-point
+integer, about 30 bits per row (`_fixed_point_weights`), whose sums do not depend on the order in
+which a device adds; they are found exactly by bisection (at most 31 masked sums). Tokens of equal
+weight, which is to say of probabilities closer than about 2**-29, are kept or dropped together: a
+tie at the threshold keeps more than k tokens, as in vLLM and transformers. `top_k=1` is the
+exception: it is greedy, and greedy takes the lowest index.
 """
 
 from typing import NamedTuple
@@ -24,17 +25,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped, UInt32
 
+from shiftjax.device.noise import token_noise
 from shiftjax.device.sampling_inputs import SamplingInputs
 
 __all__ = ["MAX_LOGPROBS", "SampleOutput", "SamplingInputs", "sample"]
 
 MAX_LOGPROBS = 20
-MAX_VOCAB = 2**19 - 1  # the integer sums of a row stay below 2**31 up to here
+MAX_VOCAB = 2**19 - 1  # the integer sums of top_p stay below 2**31 up to here
 CHUNK = 128  # rows are searched in two levels: chunks of the vocabulary, then inside one
 
 Rows = Int32[Array, " rows"]
 Logits = Float32[Array, "rows vocab"]
 Weights = Int32[Array, "rows vocab"]
+Odds = Float32[Array, "rows vocab"]  # exp((x - max) / temperature)
 
 
 class SampleOutput(NamedTuple):
@@ -62,12 +65,10 @@ def sample(
 
     A batch of greedy rows that asks for nothing else costs an argmax and a sum; the rest is
     behind `lax.cond`. Raises ValueError, while tracing, for a vocabulary over `MAX_VOCAB` or a
-    key of another kind than threefry, whose numbers would depend on the batch.
+    key of another kind than threefry.
     """
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"vocab_size {vocab_size} is over the sampler's limit of {MAX_VOCAB}")
-    if str(jax.random.key_impl(key)) != "threefry2x32":
-        raise ValueError(f"the key must be of kind threefry2x32, not {jax.random.key_impl(key)}")
     logits = logits[:, :vocab_size]
     greedy_ids, largest = _argmax(logits)
     # NaN and infinity times 0 are NaN; a maximum would not do, XLA's on CPU may skip a NaN
@@ -167,34 +168,52 @@ def _draw(
 ) -> Rows:
     """One token per row out of the distribution that min_p, top_k and top_p leave."""
     temperature = jnp.where(sampled, inputs.temperature, 1.0)
-    weights, one = _fixed_point_weights(logits, largest, temperature)
-    threshold = _threshold(weights, one, inputs, sampled)
-    kept = jnp.where(weights >= threshold[:, None], weights, 0)
-    return _invert_cdf(kept, _random_bits(key, inputs.seeds, inputs.positions))
+    filtered = sampled & ((inputs.min_p > 0.0) | (inputs.top_k > 0) | (inputs.top_p < 1.0))
+    least = lax.cond(
+        jnp.any(filtered),
+        lambda: _least_logits(logits, _odds(logits, largest, temperature), inputs, sampled),
+        lambda: jnp.full_like(largest, -jnp.inf),
+    )
+    kept = jnp.where(logits >= least[:, None], _odds(logits, largest, temperature), 0.0)
+    tokens = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return _argmax(kept / token_noise(key, inputs.seeds, inputs.positions, tokens))[0]
 
 
-def _fixed_point_weights(
+def _odds(
     logits: Logits, largest: Float32[Array, " rows"], temperature: Float32[Array, " rows"]
-) -> tuple[Weights, Rows]:
-    """`floor(e * one)` with `e = exp((x - max) / temperature)`; and `one`, a power of two per row.
+) -> Odds:
+    """Of every token against the best one. Cheaper to compute twice than to keep."""
+    return jnp.exp((logits - largest[:, None]) / temperature[:, None])
+
+
+def _least_logits(
+    logits: Logits, odds: Odds, inputs: SamplingInputs, sampled: Bool[Array, " rows"]
+) -> Float32[Array, " rows"]:
+    """The least logit that min_p, top_k and top_p keep in each row; -inf keeps all."""
+    weights, one = _fixed_point_weights(odds)
+    threshold = _threshold(weights, one, inputs, sampled)
+    return jnp.min(jnp.where(weights >= threshold[:, None], logits, jnp.inf), axis=-1)
+
+
+def _fixed_point_weights(odds: Odds) -> tuple[Weights, Rows]:
+    """`floor(odds * one)`; and `one`, a power of two per row.
 
     `one` is the weight of the best token, as large as keeps the sum of the row below 2**31. It
-    comes from an upper bound of sum(e) that is itself an exact integer sum: e in units of 2**-24,
-    added in two limbs of 12 bits. The sum of a row lies between 2**29 and 2**31.
+    comes from an upper bound of sum(odds) that is itself an exact integer sum: odds in units of
+    2**-24, added in two limbs of 12 bits. The sum of a row lies between 2**29 and 2**31.
     """
-    e = jnp.exp((logits - largest[:, None]) / temperature[:, None])
-    fine = (e * 2.0**24).astype(jnp.int32)
+    fine = (odds * 2.0**24).astype(jnp.int32)
     high, low = jnp.sum(fine >> 12, axis=-1), jnp.sum(fine & 0xFFF, axis=-1)
     # in units of 2**-12: the last terms are what the floors may have lost
-    bound = high + (low >> 12) + (logits.shape[-1] >> 12) + 2
+    bound = high + (low >> 12) + (odds.shape[-1] >> 12) + 2
     one = 1 << (lax.clz(bound) + 11)
-    return (e * one.astype(jnp.float32)[:, None]).astype(jnp.int32), one
+    return (odds * one.astype(jnp.float32)[:, None]).astype(jnp.int32), one
 
 
 def _threshold(
     weights: Weights, one: Rows, inputs: SamplingInputs, sampled: Bool[Array, " rows"]
 ) -> Rows:
-    """Least weight that min_p, top_k and top_p keep; at least 1, as 0 is never drawn."""
+    """Least weight that min_p, top_k and top_p keep: 0 where none is asked, else at least 1."""
     by_k = sampled & (inputs.top_k > 0)
     by_p = sampled & (inputs.top_p < 1.0)
 
@@ -210,7 +229,7 @@ def _threshold(
         return _bisect(weights, weights, (floor, jnp.where(by_p, one, floor)), held, target)
 
     min_p = jnp.ceil(inputs.min_p * one.astype(jnp.float32)).astype(jnp.int32)
-    threshold = jnp.maximum(min_p, 1)
+    threshold = jnp.maximum(min_p, (by_k | by_p).astype(jnp.int32))
     threshold = lax.cond(jnp.any(by_k), top_k, lambda floor: floor, threshold)
     return lax.cond(jnp.any(by_p), top_p, lambda floor: floor, threshold)
 
@@ -246,51 +265,6 @@ def _bisect(
         )
 
     return lax.while_loop(lambda state: jnp.any(searching(*state)), halve, (*bounds, held))[0]
-
-
-def _random_bits(
-    key: Key[Array, ""], seeds: UInt32[Array, "rows 2"], positions: Rows
-) -> UInt32[Array, " rows"]:
-    """32 uniform bits per row from (key, seed, position)."""
-
-    def bits(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> UInt32[Array, ""]:
-        folded = key
-        for data in (seed[0], seed[1], position):
-            folded = jax.random.fold_in(folded, data)
-        return jax.random.bits(folded, dtype=jnp.uint32)
-
-    return jax.vmap(bits)(seeds, positions)
-
-
-def _multiply_high(a: UInt32[Array, " rows"], b: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
-    """The upper 32 bits of a * b, in 16-bit digits.
-
-    `lax.mulhi` would do, but XLA cannot carry it through a sharded program (jax 0.11.2: "Unable
-    to convert MHLO to StableHLO").
-    """
-    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
-    a_high, a_low, b_high, b_low = a >> half, a & low, b >> half, b & low
-    carry = a_high * b_low + (a_low * b_low >> half)
-    middle = a_low * b_high + (carry & low)
-    return a_high * b_high + (carry >> half) + (middle >> half)
-
-
-def _invert_cdf(weights: Weights, bits: UInt32[Array, " rows"]) -> Rows:
-    """The token in whose stretch of the cumulative weights the uniform number falls."""
-    chunks = _chunks(weights, 0)
-    sums = jnp.sum(chunks, axis=-1)
-    total = jnp.sum(sums, axis=-1).astype(jnp.uint32)
-    point = _multiply_high(bits, total).astype(jnp.int32)  # uniform in [0, total)
-    chunk, point = _locate(sums, point)
-    token, _ = _locate(_pick(chunks, chunk), point)
-    return chunk * CHUNK + token
-
-
-def _locate(weights: Int32[Array, "rows n"], point: Rows) -> tuple[Rows, Rows]:
-    """First index whose cumulative weight exceeds the point, and the point counted from there."""
-    passed = jnp.cumsum(weights, axis=-1) <= point[:, None]
-    index = jnp.sum(passed.astype(jnp.int32), axis=-1)
-    return index, point - jnp.sum(jnp.where(passed, weights, 0), axis=-1)
 
 
 # --- log-probabilities ----------------------------------------------------------------------------

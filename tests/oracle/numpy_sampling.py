@@ -59,11 +59,20 @@ def keep(p: np.ndarray, threshold: float) -> np.ndarray:
     return p / p.sum()
 
 
-def acceptable(p: np.ndarray, uniform: float, tolerance: float) -> set[int]:
-    """Tokens that inverting the cumulative distribution may give, `uniform` being inexact."""
-    ends = np.cumsum(p)
-    first, last = (
-        np.searchsorted(ends, np.clip(uniform + shift, 0, ends[-1] - 1e-15), side="right")
-        for shift in (-tolerance, tolerance)
-    )
-    return {int(token) for token in range(first, last + 1) if p[token] > 0}
+def noise(words: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Exponential noise of the tokens of a row, from its two random words.
+
+    The hash is lowbias32 (github.com/skeeto/hash-prospector), twice.
+    """
+    bits = np.arange(num_tokens, dtype=np.uint64)
+    for word in words:
+        bits ^= np.uint64(word)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor) % np.uint64(2**32)
+    return -np.log1p(-(bits + 0.5) / 2**32)
+
+
+def winners(p: np.ndarray, row_noise: np.ndarray, tolerance: float) -> set[int]:
+    """Tokens of the largest p / noise, all that are closer to it than a relative `tolerance`."""
+    scores = p / row_noise
+    return {int(token) for token in np.flatnonzero(scores >= scores.max() * (1 - tolerance))}
