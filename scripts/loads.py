@@ -10,9 +10,8 @@ text then is the reference), finds the capacity with a closed loop, and then run
     bursts     500 requests in 0.1 s, then nothing until the server is idle, ten times
 
 A row for each: how the requests ended, how many of those that finished differ from their
-reference (numbers round differently in other batches, so a few may, above all where a draw from
-the far tail of the distribution falls on a neighbour), latency, the longest queue seen. The last
-line is JSON. Loopback only.
+reference (numbers round differently in other batches, so that one may where its two best tokens
+are that close), latency, the longest queue seen. The last line is JSON. Loopback only.
 """
 
 import argparse

@@ -10,9 +10,9 @@ own, made from (key, seed, position, token). So the last bits of the logits, whi
 batch and the mode, change a draw only where the two best are as close as that: logits that move
 by 1e-5 change about 1 draw in 100,000.
 
-Nothing is sorted. min_p, top_k and top_p are thresholds on the probability as a fixed-point
+Nothing is sorted. top_k and top_p are thresholds on the probability as a fixed-point
 integer, about 30 bits per row (`_fixed_point_weights`), whose sums do not depend on the order in
-which a device adds; they are found exactly by bisection (at most 31 masked sums). Tokens of equal
+which a device adds; they are found exactly by bisection (at most 35 masked sums). Tokens of equal
 weight, which is to say of probabilities closer than about 2**-29, are kept or dropped together: a
 tie at the threshold keeps more than k tokens, as in vLLM and transformers. `top_k=1` is the
 exception: it is greedy, and greedy takes the lowest index.
@@ -168,31 +168,31 @@ def _draw(
 ) -> Rows:
     """One token per row out of the distribution that min_p, top_k and top_p leave."""
     temperature = jnp.where(sampled, inputs.temperature, 1.0)
-    filtered = sampled & ((inputs.min_p > 0.0) | (inputs.top_k > 0) | (inputs.top_p < 1.0))
-    least = lax.cond(
-        jnp.any(filtered),
-        lambda: _least_logits(logits, _odds(logits, largest, temperature), inputs, sampled),
-        lambda: jnp.full_like(largest, -jnp.inf),
-    )
-    kept = jnp.where(logits >= least[:, None], _odds(logits, largest, temperature), 0.0)
     tokens = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    return _argmax(kept / token_noise(key, inputs.seeds, inputs.positions, tokens))[0]
+
+    def race(odds: Odds) -> Rows:
+        noise = token_noise(key, inputs.seeds, inputs.positions, tokens)
+        return _argmax(jnp.where(odds >= inputs.min_p[:, None], odds / noise, 0.0))[0]
+
+    def race_of_kept() -> Rows:
+        odds = _odds(logits, largest, temperature)
+        weights, one = _fixed_point_weights(odds)
+        threshold = _threshold(weights, one, inputs, sampled)
+        return race(jnp.where(weights >= threshold[:, None], odds, 0.0))
+
+    # in each branch by itself: fused with the race, the odds are never written to memory
+    return lax.cond(
+        jnp.any(sampled & ((inputs.top_k > 0) | (inputs.top_p < 1.0))),
+        race_of_kept,
+        lambda: race(_odds(logits, largest, temperature)),
+    )
 
 
 def _odds(
     logits: Logits, largest: Float32[Array, " rows"], temperature: Float32[Array, " rows"]
 ) -> Odds:
-    """Of every token against the best one. Cheaper to compute twice than to keep."""
+    """Of every token against the best one: 1 for that, 0 where the logit is -inf."""
     return jnp.exp((logits - largest[:, None]) / temperature[:, None])
-
-
-def _least_logits(
-    logits: Logits, odds: Odds, inputs: SamplingInputs, sampled: Bool[Array, " rows"]
-) -> Float32[Array, " rows"]:
-    """The least logit that min_p, top_k and top_p keep in each row; -inf keeps all."""
-    weights, one = _fixed_point_weights(odds)
-    threshold = _threshold(weights, one, inputs, sampled)
-    return jnp.min(jnp.where(weights >= threshold[:, None], logits, jnp.inf), axis=-1)
 
 
 def _fixed_point_weights(odds: Odds) -> tuple[Weights, Rows]:
@@ -213,7 +213,7 @@ def _fixed_point_weights(odds: Odds) -> tuple[Weights, Rows]:
 def _threshold(
     weights: Weights, one: Rows, inputs: SamplingInputs, sampled: Bool[Array, " rows"]
 ) -> Rows:
-    """Least weight that min_p, top_k and top_p keep: 0 where none is asked, else at least 1."""
+    """Least weight that top_k and then top_p keep of what min_p left: 0 in rows without either."""
     by_k = sampled & (inputs.top_k > 0)
     by_p = sampled & (inputs.top_p < 1.0)
 
@@ -229,7 +229,7 @@ def _threshold(
         return _bisect(weights, weights, (floor, jnp.where(by_p, one, floor)), held, target)
 
     min_p = jnp.ceil(inputs.min_p * one.astype(jnp.float32)).astype(jnp.int32)
-    threshold = jnp.maximum(min_p, (by_k | by_p).astype(jnp.int32))
+    threshold = jnp.where(by_k | by_p, jnp.maximum(min_p, 1), 0)
     threshold = lax.cond(jnp.any(by_k), top_k, lambda floor: floor, threshold)
     return lax.cond(jnp.any(by_p), top_p, lambda floor: floor, threshold)
 
@@ -255,7 +255,9 @@ def _bisect(
     def halve(state: tuple[Rows, Rows, Rows]) -> tuple[Rows, Rows, Rows]:
         low, high, held = state
         active = searching(*state)
-        middle = low + (high - low + 1) // 2
+        # in halves of their ratio first, as thresholds lie anywhere between one and one / 2**20
+        ratio_half = jnp.sqrt(low.astype(jnp.float32) * high.astype(jnp.float32)).astype(jnp.int32)
+        middle = jnp.where(high // 2 > low, ratio_half, low + (high - low + 1) // 2)
         total = _sum_from(weights, values, middle)
         up, down = active & (total >= target), active & (total < target)
         return (
