@@ -10,11 +10,13 @@ from serving.bench.flags import LOADS, MADE_UP
 from serving.bench.load import Outcome, run_load
 from serving.bench.report import errors, open_results, plot, queue_times, summary, write_json
 from serving.run.progress import print_table
+from shiftjax.config import EngineConfig
+from shiftjax.control.sampling_params import SamplingParams
 from shiftjax.options import ConfigError
 from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rate, window
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Run the load and report; 1 if a request failed."""
     target = parse_url(arguments.url, _read_key(arguments.key_file))
     requests = _requests(arguments)

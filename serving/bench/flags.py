@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from shiftjax.options import ConfigError
+
 MADE_UP = {"prompt_tokens": 128, "output_tokens": 64}
 # What shapes each kind of load, with defaults; a flag of another kind is refused.
 LOADS = {
@@ -65,6 +67,14 @@ def add_steps_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--meshes", default="1x1,4x2", help="SPxTP, ...; default 1x1,4x2")
     parser.add_argument("--repeats", type=int, default=5, help="runs per point, default 5")
     parser.add_argument("--out", type=Path, default=Path("machine.yaml"), help="file to write")
+
+
+def meshes_of(text: str, flag: str) -> list[tuple[int, int]]:
+    """(SP, TP) of every mesh in a text like 1x1,4x2. Raises ConfigError."""
+    pairs = [mesh.split("x") for mesh in text.split(",")]
+    if not all(len(sizes) == 2 and all(n.isdigit() and int(n) for n in sizes) for sizes in pairs):
+        raise ConfigError([f"{flag}: {text!r} is not SPxTP,..., say 4x2"])
+    return [(int(sp), int(tp)) for sp, tp in pairs]
 
 
 def add_kernels_flags(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shiftjax.llm import LLM
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
+def run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Measure and report."""
     counts = {
         name: getattr(arguments, name.replace("-", "_")) for name in OFFLINE[arguments.kind][1]

@@ -6,6 +6,7 @@ rest only to say how good it is. A switch between modes is timed too:
 the first step after one against the same step after itself.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serving.bench.flags import meshes_of
 from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
@@ -178,18 +180,20 @@ def measure_mesh(
     ]
 
 
-def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: Path) -> int:
+def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Measure, fit, say how good the fit is, write the machine file and the points."""
+    model, repeats, out = arguments.model, arguments.repeats, arguments.out
+    meshes = meshes_of(arguments.meshes, "--meshes")
     devices = max(sp * tp for sp, tp in meshes)
     make_virtual_devices(EngineConfig.from_options(devices=devices))
     measured: list[tuple[Case, Point]] = []
     switches: dict[str, dict[str, float]] = {}
     layouts: dict[tuple[int, int], Any] = {}
-    config = formats = kind = None
+    shape = formats = kind = None
     for sp, tp in meshes:
         runner = start_runner(model, sp, tp)
         dtype, kind = str(runner.step.model.dtype), device_kind(runner)
-        config, formats = runner.step.layout.model, formats_of(dtype)
+        shape, formats = runner.step.layout.model, formats_of(dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]
         measured += measure_mesh(runner, sp, tp, repeats)
         if sp > 1:
@@ -197,11 +201,11 @@ def run_bench(model: str, meshes: Sequence[tuple[int, int]], repeats: int, out: 
             switches[f"{sp}x{tp}"] = measure_switch(runner, plan, repeats)
         print(f"measured {sp}x{tp}: {len(measured)} points so far", flush=True)
         del runner
-    assert config is not None and formats is not None and kind is not None
+    assert shape is not None and formats is not None and kind is not None
     engine = load_engine("shiftjax")
 
     def costs_of(machine: Machine, sp: int, tp: int) -> CostModel:
-        return CostModel(config, sp, tp, machine, engine, formats, layouts[sp, tp])
+        return CostModel(shape, sp, tp, machine, engine, formats, layouts[sp, tp])
 
     _save_points(out.with_suffix(".jsonl"), measured, switches)
     start = replace(load_machine(machine_of(kind)), num_devices=devices)

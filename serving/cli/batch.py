@@ -19,6 +19,7 @@ from serving.run.start import open_llm
 from serving.server.async_engine import AsyncEngine
 from serving.server.service import Service
 from shiftjax.config import EngineConfig
+from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Summary:
     tokens: int = 0
 
 
-def run_batch(arguments: argparse.Namespace, config: EngineConfig) -> int:
+def run_batch(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Run a batch file; 1 if the output cannot be written to the end."""
     form = FORMATS[arguments.format]
     lines = _read_input(arguments)

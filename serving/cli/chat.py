@@ -1,10 +1,14 @@
 """A conversation at the terminal, or over a pipe."""
 
+import argparse
 import importlib
 import sys
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
+from serving.run.progress import print_table
+from serving.run.start import open_llm
+from shiftjax.config import EngineConfig
 from shiftjax.control.request import RequestError, SamplingParams
 from shiftjax.text.errors import ChatRequestError
 
@@ -16,7 +20,16 @@ Messages = list[dict[str, str]]
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."
 
 
-def run_chat(llm: "LLM", sampling: SamplingParams, system: str | None = None) -> None:
+def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Hold a conversation until the input ends."""
+    llm = open_llm(config)
+    _talk(llm, sampling, arguments.system)
+    if arguments.stats:
+        print_table("statistics", llm.stats())
+    return 0
+
+
+def _talk(llm: "LLM", sampling: SamplingParams, system: str | None) -> None:
     """Read messages from stdin until it ends, and stream the answers to stdout.
 
     A message or an answer that does not fit is reported on stderr and forgotten.

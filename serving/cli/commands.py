@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shiftjax
-from serving.cli.chat import run_chat
 from serving.run.progress import print_table, throughput
 from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
@@ -89,78 +88,6 @@ def _block(index: int, prompt: str, output: "RequestOutput") -> str:
         for one in output.outputs
     )
     return "\n".join(blocks)
-
-
-def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
-    """Hold a conversation until the input ends."""
-    llm = open_llm(config)
-    run_chat(llm, sampling, arguments.system)
-    if arguments.stats:
-        print_table("statistics", llm.stats())
-    return 0
-
-
-def _needs_serving(error: ModuleNotFoundError) -> ConfigError:
-    hint = "pip install 'shiftjax[serving]'"
-    return ConfigError([f"serving needs the package {error.name}: {hint}"])
-
-
-def serve(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
-    """Load the model and answer requests until told to stop."""
-    try:
-        from serving.run.serve import run_server
-    except ModuleNotFoundError as error:
-        raise _needs_serving(error) from None
-    return run_server(config, arguments.server)
-
-
-def batch(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
-    """Run a file of requests through the engine."""
-    try:
-        from serving.cli.batch import run_batch
-    except ModuleNotFoundError as error:
-        raise _needs_serving(error) from None
-    return run_batch(arguments, config)
-
-
-def bench_serve(
-    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
-) -> int:
-    """Put load on a server and print what it felt like."""
-    try:
-        from serving.bench.command import run
-    except ModuleNotFoundError as error:
-        raise _needs_serving(error) from None
-    return run(arguments)
-
-
-def bench_offline(
-    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
-) -> int:
-    """Measure an engine without a server."""
-    try:
-        from serving.bench.offline import run
-    except ModuleNotFoundError as error:
-        raise _needs_serving(error) from None
-    return run(arguments, config)
-
-
-def bench_steps(
-    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
-) -> int:
-    """Measure steps on this machine and write a machine file."""
-    from serving.bench.steps import run_bench
-    from serving.cli.simulate import mesh_of
-
-    meshes = [mesh_of(text, "--meshes") for text in arguments.meshes.split(",")]
-    return run_bench(arguments.model, meshes, arguments.repeats, arguments.out)
-
-
-def mesh_run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
-    """Run a file of experiments."""
-    from serving.cli.mesh_run import run_file
-
-    return run_file(arguments.file, arguments.out)
 
 
 def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:

@@ -89,7 +89,11 @@ def _run(argv: list[str]) -> int:
             sys.stdout.write("\n" + dump_part("server", asdict(arguments.server)))
         return OK
     module, _, name = arguments.run.rpartition(".")
-    command = getattr(importlib.import_module(f"serving.{module}"), name)
+    try:
+        command = getattr(importlib.import_module(f"serving.{module}"), name)
+    except ModuleNotFoundError as error:
+        hint = "pip install 'shiftjax[serving]'"
+        raise ConfigError([f"serving needs the package {error.name}: {hint}"]) from None
     return command(arguments, config, sampling)
 
 
@@ -100,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(subparsers)
     _add_chat(subparsers)
-    serve = _add(subparsers, "serve", "cli.commands.serve", "answer requests over HTTP and gRPC")
+    serve = _add(subparsers, "serve", "run.serve.run_server", "answer requests over HTTP and gRPC")
     add_config_flags(serve)
     add_server_flags(serve)
     serve.set_defaults(serves=True)
@@ -139,7 +143,7 @@ def _add_generate(subparsers: Any) -> None:
 
 
 def _add_chat(subparsers: Any) -> None:
-    parser = _add(subparsers, "chat", "cli.commands.chat", "talk to a model")
+    parser = _add(subparsers, "chat", "cli.chat.chat", "talk to a model")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
     # an answer ends by itself, or where the context does
@@ -148,7 +152,7 @@ def _add_chat(subparsers: Any) -> None:
 
 
 def _add_batch(subparsers: Any) -> None:
-    parser = _add(subparsers, "batch", "cli.commands.batch", "run a file of requests")
+    parser = _add(subparsers, "batch", "cli.batch.run_batch", "run a file of requests")
     parser.add_argument("input", type=Path, help="JSON lines: OpenAI's batch format, or plain")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--resume", action="store_true", help="do what the output file lacks")
@@ -162,13 +166,13 @@ def _add_bench(subparsers: Any) -> None:
     parser = _add(subparsers, "bench", None, "measure")
     kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
     text = "put load on any OpenAI-compatible server"
-    add_flags(_add(kinds, "serve", "cli.commands.bench_serve", text))
+    add_flags(_add(kinds, "serve", "bench.command.run", text))
     for kind, (text, _) in OFFLINE.items():
-        parser = _add(kinds, kind, "cli.commands.bench_offline", text)
+        parser = _add(kinds, kind, "bench.offline.run", text)
         add_offline_flags(parser, kind)
         add_config_flags(parser)
     text = "time steps of a model and fit a machine file"
-    add_steps_flags(_add(kinds, "steps", "cli.commands.bench_steps", text))
+    add_steps_flags(_add(kinds, "steps", "bench.steps.run_bench", text))
     text = "time the attention kernels of this GPU against its ceilings and the alternatives"
     add_kernels_flags(_add(kinds, "kernels", "bench.kernels.bench_kernels", text))
 

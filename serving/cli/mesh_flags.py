@@ -26,23 +26,15 @@ def add_commands(subparsers: Any, add: Add) -> None:
     mesh = add(subparsers, "mesh", None, "compare mesh configurations")
     commands = mesh.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_simulate(commands, add)
-    run = add(
-        commands,
-        "run",
-        "cli.commands.mesh_run",
-        "run the experiments of a file, measured and modelled",
-    )
+    text = "run the experiments of a file, measured and modelled"
+    run = add(commands, "run", "cli.mesh_run.run_file", text)
     run.add_argument("file", type=Path, help="YAML file of experiments, see docs/simulator.md")
     run.add_argument("--out", type=Path, default=Path("mesh-results"), metavar="DIR")
 
 
 def _add_simulate(commands: Any, add: Add) -> None:
-    parser = add(
-        commands,
-        "simulate",
-        "cli.simulate.simulate",
-        "replay a trace on a modelled machine",
-    )
+    text = "replay a trace on a modelled machine"
+    parser = add(commands, "simulate", "cli.simulate.simulate", text)
     _add_target(parser)
     parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
     parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")

@@ -17,6 +17,7 @@ decode and a prefill step beside the predicted ones. Everything lands in one fol
 and report.html.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,9 @@ NEEDED = ("machine", "model", "trace")
 MODELLED = (*NEEDED, "dtype", "kv_cache_dtype", "engine", "compare", "rates", *BUDGETS)
 
 
-def run_file(path: Path, out: Path) -> int:
+def run_file(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Run all experiments of a file; exit code 1 if tokens or bytes disagree somewhere."""
+    path, out = arguments.file, arguments.out
     options = _read(path)
     report, agree = Report(str(options.get("title", path.stem))), True
     if "measured" in options:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from serving.bench.flags import meshes_of
 from serving.cli.mesh_flags import COMPARED, MODEL
 from serving.run.flags import read_settings
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
@@ -114,7 +115,7 @@ def _compile(
 
     fitting = {(e.deployment.sp, e.deployment.tp): e.deployment for e in estimates if e.fits}
     if arguments.compile:
-        meshes = [mesh_of(text, "--compile") for text in arguments.compile.split(",")]
+        meshes = meshes_of(arguments.compile, "--compile")
     else:
         meshes = [mesh for mesh, deployment in fitting.items() if deployment.dp == 1]
     wrong = [f"--compile: {sp}x{tp} does not fit" for sp, tp in meshes if (sp, tp) not in fitting]
@@ -206,11 +207,3 @@ def _number(text: str, where: str) -> float | int:
         return float(text)
     except ValueError:
         raise ConfigError([f"{where}: {text!r} is no number"]) from None
-
-
-def mesh_of(text: str, where: str) -> tuple[int, int]:
-    """(SP, TP) of a text like 4x2. Raises ConfigError."""
-    sp, _, tp = text.partition("x")
-    if not (sp.isdigit() and tp.isdigit() and int(sp) and int(tp)):
-        raise ConfigError([f"{where}: {text!r} is not SPxTP, say 4x2"])
-    return int(sp), int(tp)

@@ -1,5 +1,6 @@
 """`shiftjax serve`: load a model behind listeners that are up, and run until told to stop."""
 
+import argparse
 import asyncio
 import contextlib
 import ctypes
@@ -37,8 +38,11 @@ GIL_SECONDS = 0.0002
 WARM_UP = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
-def run_server(config: EngineConfig, options: ServerOptions) -> int:
+def run_server(
+    arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
+) -> int:
     """Serve until a signal; returns the exit code. Raises what starting raises."""
+    options: ServerOptions = arguments.server
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
