@@ -1,41 +1,44 @@
-"""What `shiftjax batch` does: load a model, run a file, write the records."""
+"""What `shiftjax batch` does: a file through the engine that also serves, resumable.
+
+Records keep the order of the lines; each is written as soon as all before it are, so that what a
+broken run leaves is a beginning of the whole.
+"""
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import FileIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serving.cli.batch_lines import Line, read_lines
-from serving.cli.batch_run import FORMATS, Format, open_output, run_lines, to_text
+import msgspec
+
+from serving.cli.batch_formats import CHATS, FORMATS, ID_PREFIX, Format, Line, Record, read_lines
 from serving.run.flags import given_sampling
 from serving.run.progress import print_table, progress_bars, throughput
 from serving.run.serve import served_model
 from serving.run.start import open_llm
 from serving.server.async_engine import AsyncEngine
+from serving.server.errors import ServeError, internal_error
+from serving.server.schema import Wish, read_chat, read_completion
 from serving.server.service import Service
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, shown
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
 
+logger = logging.getLogger(__name__)
+
 QUEUE = 1 << 20  # sequences; a batch bounds itself
-
-
-@dataclass
-class Summary:
-    """What a run amounts to."""
-
-    lines: int = 0
-    errors: int = 0
-    ignoring: int = 0  # with fields that were ignored
-    tokens: int = 0
 
 
 def run_batch(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
@@ -44,38 +47,37 @@ def run_batch(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     lines = _read_input(arguments)
     todo = open_output(arguments.output, lines, arguments.resume, form)
     llm = open_llm(config)
-    start, summary = time.monotonic(), Summary()
+    start, counts = time.monotonic(), Counter[str]()
     try:
-        asyncio.run(_run(llm, todo, arguments, summary))
+        asyncio.run(_run(llm, todo, arguments, counts))
     except OSError as error:
         print(f"{arguments.output}: {error.strerror}; --resume continues", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{arguments.output}: interrupted; --resume continues", file=sys.stderr)
         raise
-    rows = {"lines": summary.lines, "errors": summary.errors}
-    rows |= {"with ignored fields": summary.ignoring} if summary.ignoring else {}
+    rows = {"lines": counts["lines"], "errors": counts["errors"]}
+    rows |= {"with ignored fields": counts["ignoring"]} if counts["ignoring"] else {}
     rows |= {"left out": len(lines) - len(todo)} | llm.stats()
-    print_table("batch", rows | throughput(summary.tokens, time.monotonic() - start))
+    print_table("batch", rows | throughput(counts["tokens"], time.monotonic() - start))
     return 0
 
 
 def _read_input(arguments: argparse.Namespace) -> list[Line]:
     """The lines. Raises ConfigError for a file or a flag that cannot be used."""
     defaults = given_sampling(arguments)
-    is_plain = arguments.format == "plain"
-    if defaults and not is_plain:
+    if defaults and arguments.format != "plain":
         given = ", ".join(defaults)
         raise ConfigError([f"{given}: only lines of --format plain have defaults"])
     try:
         with arguments.input.open("rb") as file:
-            return read_lines(file, defaults if is_plain else None)
+            return read_lines(file, FORMATS[arguments.format], defaults)
     except OSError as error:
         raise ConfigError([f"{arguments.input}: {error.strerror}"]) from None
 
 
 async def _run(
-    llm: "LLM", lines: list[Line], arguments: argparse.Namespace, summary: Summary
+    llm: "LLM", lines: list[Line], arguments: argparse.Namespace, counts: Counter[str]
 ) -> None:
     service, form = Service(arguments.server), FORMATS[arguments.format]
     limits = replace(service.options, max_num_queued_reqs=QUEUE, max_num_queued_tokens=1 << 40)
@@ -86,10 +88,13 @@ async def _run(
         with arguments.output.open("ab", buffering=0) as file, progress_bars() as progress:
             async with aclosing(run_lines(service, lines, num_at_once, form)) as records:
                 async for record in records:
-                    _append(file, to_text(record))
-                    _count(summary, record, form)
+                    _append(file, msgspec.json.encode(record) + b"\n")
+                    counts["lines"] += 1
+                    counts["errors"] += record.get("error") is not None
+                    counts["ignoring"] += "ignored_fields" in record
+                    counts["tokens"] += (form.usage(record) or {}).get("completion_tokens", 0)
                     if progress:
-                        progress("generating", summary.lines, len(lines))
+                        progress("generating", counts["lines"], len(lines))
     finally:
         await service.close()
 
@@ -106,9 +111,113 @@ def _append(file: FileIO, record: bytes) -> None:
         raise
 
 
-def _count(summary: Summary, record: dict, form: Format) -> None:
-    summary.lines += 1
-    summary.errors += record.get("error") is not None
-    summary.ignoring += "ignored_fields" in record
-    usage = form.usage(record)
-    summary.tokens += usage["completion_tokens"] if usage else 0
+# ---------------------------------------------------------------- running
+
+
+async def run_lines(
+    service: Service, lines: Sequence[Line], num_at_once: int, form: Format
+) -> AsyncGenerator[Record]:
+    """Records in the order of the lines; never more than so many requests in the engine."""
+    waiting: asyncio.Queue[asyncio.Task[Record]] = asyncio.Queue(4 * num_at_once)
+    room = asyncio.Semaphore(num_at_once)
+
+    async def one(line: Line) -> Record:
+        async with room:
+            return await _run_line(service, line, form)
+
+    async def start() -> None:
+        for line in lines:
+            await waiting.put(asyncio.create_task(one(line)))
+
+    starter = asyncio.create_task(start())
+    try:
+        for _ in lines:
+            yield await (await waiting.get())
+    finally:
+        starter.cancel()
+        while not waiting.empty():
+            waiting.get_nowait().cancel()
+
+
+async def _run_line(service: Service, line: Line, form: Format) -> Record:
+    if line.problem is not None:
+        return form.failure(line, ServeError("invalid", line.problem))
+    try:
+        _check_fields(line, service.options.strict)
+        name = f"{ID_PREFIX}{line.number}"
+        reader = read_chat if line.url == CHATS else read_completion
+        read = (lambda wish: wish) if isinstance(line.body, Wish) else reader
+        with await service.start(read, line.body, name) as generation:
+            for handle in generation.handles:
+                with suppress(ServeError):  # the format says what becomes of it
+                    await handle.result()
+            return form.answer(service, line, generation)
+    except ServeError as error:
+        return form.failure(line, error)
+    except Exception:  # a bug is that line's alone, as it is that request's in a server
+        logger.exception("Line %d failed.", line.number)
+        return form.failure(line, internal_error())
+
+
+def _check_fields(line: Line, strict: bool) -> None:
+    if line.unknown and strict:
+        raise ServeError("invalid", f"{line.unknown[0]} is not a field of a line.")
+    if isinstance(line.body, dict) and line.body.get("stream"):
+        raise ServeError("invalid", "stream has no meaning in a batch.", param="stream")
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def open_output(path: Path, lines: Sequence[Line], resume: bool, form: Format) -> list[Line]:
+    """The lines that `path` lacks; a record that was cut off is removed from it.
+
+    Raises ConfigError for a file that is not of this batch, or that exists without `resume`.
+    """
+    try:
+        if path.is_dir():
+            raise ConfigError([f"{path} is a directory"])
+        if not path.exists() or path.stat().st_size == 0:
+            path.touch()
+            return list(lines)
+        if not resume:
+            raise ConfigError([f"{path} exists; --resume continues it, or remove it"])
+        done = repair(path, form)
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from None
+    names = {line.number: line.name for line in lines}
+    for number, name in done.items():
+        if names.get(number) != name:
+            raise ConfigError([f"{path} is of another input: it has {shown(name)} at {number}"])
+    return [line for line in lines if line.number not in done]
+
+
+def repair(path: Path, form: Format) -> dict[int, str]:
+    """The id of every line with a record, by number; cuts off a last record that is not whole.
+
+    Raises ConfigError for a file that does not begin with records: it is not ours to continue.
+    """
+    done: dict[int, str] = {}
+    end = 0
+    data = path.read_bytes().splitlines(keepends=True)
+    for number, text in enumerate(data, start=1):
+        key = _record_key(text, form)
+        if key is None:
+            is_begun = text.startswith(form.start[: len(text)]) and not text.endswith(b"\n")
+            if number < len(data) or not (done or is_begun):
+                raise ConfigError([f"{path}, line {number}: no record of a batch; not resumed"])
+            break
+        done[key[0]] = key[1]
+        end += len(text)
+    with path.open("r+b") as file:
+        file.truncate(end)
+    return done
+
+
+def _record_key(text: bytes, form: Format) -> tuple[int, str] | None:
+    try:
+        number, name = form.key(msgspec.json.decode(text))
+    except Exception:  # JSON of any other kind, or none
+        return None
+    is_whole = text.endswith(b"\n") and isinstance(number, int) and isinstance(name, str)
+    return (number, name) if is_whole else None

@@ -11,19 +11,11 @@ from engines import checkpoint
 from kit import CHAT as CHATS
 from kit import COMPLETION, running_server
 
-from serving.cli.batch_lines import Line, read_lines
-from serving.cli.batch_run import (
-    OPENAI,
-    PLAIN,
-    Format,
-    open_output,
-    plain_record,
-    repair,
-    run_lines,
-    to_text,
-)
+from serving.cli.batch import open_output, repair, run_lines
+from serving.cli.batch_formats import OPENAI, PLAIN, Format, Line, plain_record, read_lines
 from serving.cli.commands import in_order
 from serving.cli.main import main
+from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, CompletionFields
 from serving.server.responses import Writer
 from serving.server.schema import Wish
@@ -51,7 +43,7 @@ def encoded(*lines: object) -> list[bytes]:
 
 
 def parse_plain(*lines: object, **defaults: object) -> list[Line]:
-    return read_lines(encoded(*lines), defaults)
+    return read_lines(encoded(*lines), PLAIN, defaults)
 
 
 def run(server, lines: list[Line], form: Format = OPENAI) -> list[dict]:
@@ -63,7 +55,7 @@ def run(server, lines: list[Line], form: Format = OPENAI) -> list[dict]:
 
 def test_records_keep_the_order_and_bad_lines_their_place():
     with running_server() as server:
-        lines = read_lines([*encoded(*LINES), b"\n", b"{", b'{"prompt": "\xff"}\n'])
+        lines = read_lines([*encoded(*LINES), b"\n", b"{", b'{"prompt": "\xff"}\n'], OPENAI)
         records = run(server, lines)
         server.assert_quiescent()
     assert [record["custom_id"] for record in records] == [
@@ -83,13 +75,13 @@ def test_records_keep_the_order_and_bad_lines_their_place():
 
 def test_results_are_those_of_the_server():
     with running_server() as server, server.client() as client:
-        (record,) = run(server, read_lines(encoded(LINES[1])))
+        (record,) = run(server, read_lines(encoded(LINES[1]), OPENAI))
         answer = client.post("/v1/completions", json=LINES[1]).json()
         assert record["response"]["body"]["choices"] == answer["choices"]
 
 
 def test_a_broken_run_is_continued_without_repeats(tmp_path):
-    lines = read_lines(encoded(*({"id": str(i), "prompt": "x"} for i in range(4))))
+    lines = read_lines(encoded(*({"id": str(i), "prompt": "x"} for i in range(4))), OPENAI)
     output = tmp_path / "out.jsonl"
     assert open_output(output, lines, False, OPENAI) == lines
     records = [{"id": f"batch_req_{n}", "custom_id": str(n - 1)} for n in (1, 2)]
@@ -102,7 +94,7 @@ def test_a_broken_run_is_continued_without_repeats(tmp_path):
     output.write_bytes(b"not a record\n" + whole)
     with pytest.raises(ConfigError, match="line 1"):
         open_output(output, lines, True, OPENAI)
-    others = read_lines(encoded(*({"id": f"other-{i}", "prompt": "x"} for i in range(4))))
+    others = read_lines(encoded(*({"id": f"other-{i}", "prompt": "x"} for i in range(4))), OPENAI)
     output.write_bytes(whole)
     with pytest.raises(ConfigError, match="another input"):
         open_output(output, others, True, OPENAI)
@@ -112,7 +104,7 @@ def test_a_broken_run_is_continued_without_repeats(tmp_path):
     "text", [b'{"prompt": "a line of an input"}\n', b"text without an end", b"[" * 100_000 + b"\n"]
 )
 def test_a_file_that_holds_no_record_is_not_touched(tmp_path, text):
-    lines = read_lines(encoded({"prompt": "x"}))
+    lines = read_lines(encoded({"prompt": "x"}), OPENAI)
     output = tmp_path / "out.jsonl"
     output.write_bytes(text)
     with pytest.raises(ConfigError, match="line 1: no record"):
@@ -122,7 +114,9 @@ def test_a_file_that_holds_no_record_is_not_touched(tmp_path, text):
 
 def test_what_editors_and_other_systems_write_is_read():
     plain, chat = encoded({"prompt": "x", "max_tokens": 1}, {"messages": CHAT["messages"]})
-    first, second = read_lines([b"\xef\xbb\xbf" + plain.replace(b"\n", b"\r\n"), b"\r\n", chat])
+    first, second = read_lines(
+        [b"\xef\xbb\xbf" + plain.replace(b"\n", b"\r\n"), b"\r\n", chat], OPENAI
+    )
     assert (first.problem, second.problem) == (None, None)
     assert (first.number, second.number) == (1, 3)
 
@@ -131,7 +125,7 @@ def test_nothing_of_a_line_is_dropped_in_silence():
     openai = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
     body = {"prompt": "x", "max_tokens": 1, "max_tokns": 7}
     bodiless = openai | {"custom_id": "b", "url": "/v1/chat/completions", "prompt": "x"}
-    lines = read_lines(encoded(openai | {"body": body, "priority": 3}, bodiless))
+    lines = read_lines(encoded(openai | {"body": body, "priority": 3}, bodiless), OPENAI)
     with running_server() as server:
         known, unknown = run(server, lines)
     with running_server(strict=True) as server:
@@ -151,7 +145,7 @@ def test_a_bug_is_one_lines_alone(monkeypatch):
 
     monkeypatch.setattr(Writer, "response", response)
     with running_server() as server:
-        lines = read_lines(encoded(*({"prompt": "x", "max_tokens": 1} for _ in range(3))))
+        lines = read_lines(encoded(*({"prompt": "x", "max_tokens": 1} for _ in range(3))), OPENAI)
         records = run(server, lines)
         server.assert_quiescent()
     assert [record["response"]["status_code"] for record in records] == [200, 500, 200]
@@ -223,7 +217,11 @@ def test_a_bad_line_is_refused_in_its_place(line, fragment):
     assert bad.problem is not None
     assert fragment in bad.problem
     assert "\n" not in bad.problem
-    assert PLAIN.refusal(bad) == {"id": "line-2", "line": 2, "error": bad.problem}
+    assert PLAIN.failure(bad, ServeError("invalid", "of no use")) == {
+        "id": "line-2",
+        "line": 2,
+        "error": bad.problem,
+    }
 
 
 def test_blank_lines_count_but_give_no_record():
@@ -259,7 +257,7 @@ def test_a_plain_record_has_all_that_was_asked_for():
     top = TokenLogprobs(5, -0.5, [5], [-0.5])
     one = CompletionOutput(0, "tëxt", [5], [top], "length")
     output = RequestOutput("r", "p", [1, 2], [one], prompt_logprobs=[None, top])
-    text = to_text(plain_record(Line(3, "a", COMPLETION, None), output))
+    text = msgspec.json.encode(plain_record(Line(3, "a", COMPLETION, None), output))
     logprob = {"token_id": 5, "logprob": -0.5, "top_ids": [5], "top_logprobs": [-0.5]}
     assert json.loads(text) == {
         "id": "a",
@@ -277,8 +275,7 @@ def test_a_plain_record_has_all_that_was_asked_for():
         "usage": {"prompt_tokens": 2, "completion_tokens": 1},
         "prompt_logprobs": [None, logprob],
     }
-    assert text.endswith(b"\n")
-    assert text.count(b"\n") == 1
+    assert b"\n" not in text
 
 
 def test_a_failed_line_says_so():
