@@ -18,7 +18,7 @@ and report.html.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from shiftjax.control.engine import Engine
 from shiftjax.control.policy import FixedPolicy, work_of
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
-from shiftjax.options import ConfigError, shown, unknown_name
+from shiftjax.options import ConfigError, unknown_name
 from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.experiments import (
@@ -55,94 +55,85 @@ if TYPE_CHECKING:
     from shiftjax.build import Built
 
 MAX_LENGTH = 128
+MAX_TOKENS = MAX_LENGTH // 2
 PROMPTS = ([5, 6, 7, 8] * 6, [9] * 17, [11, 12, 13] * 11, [4])
-MEASURED = {"model": "random:tiny", "meshes": [[4, 2]], "tokens": 16, "dtype": "float32"}
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+# What each part of a file may hold, with defaults where there are any.
+PARTS: Mapping[str, Any] = dict.fromkeys(("title", "measured", "modelled"))
+MEASURED = {"model": "random:tiny", "meshes": [[4, 2]], "tokens": 16, "dtype": "float32"}
 NEEDED = ("machine", "model", "trace")
-MODELLED = (*NEEDED, "dtype", "kv_cache_dtype", "engine", "compare", "rates", *BUDGETS)
+MODELLED: dict[str, Any] = dict.fromkeys((*NEEDED, "dtype", "kv_cache_dtype", "engine", *BUDGETS))
+MODELLED |= {"compare": ["dp", "tp", "shift"], "rates": [1.0]}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def _is_mesh(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_item, value))
+
+
+CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "modelled": (lambda value: isinstance(value, list), "must be a list"),
+    "meshes": (lambda value: _is_list(value, _is_mesh), "must be a list of [SP, TP]"),
+    "tokens": (lambda n: _is_count(n) and n <= MAX_TOKENS, f"must be 1 to {MAX_TOKENS}"),
+    "compare": (_is_list, "must be a list"),
+    "rates": (lambda value: _is_list(value, _is_rate), "must be a list of numbers above 0"),
+    **dict.fromkeys(BUDGETS, (_is_count, "must be a whole number of at least 1")),
+}
 
 
 def run_file(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Run all experiments of a file; exit code 1 if tokens or bytes disagree somewhere."""
     path, out = arguments.file, arguments.out
-    options = _read(path)
+    options = _checked(_read(path), PARTS, str(path))
     report, agree = Report(str(options.get("title", path.stem))), True
     if "measured" in options:
         rows, agree = _measured(_checked(options["measured"], MEASURED, "measured"))
         print(as_text(rows))
         write_rows(out, "measured", rows)
         report.table("measured on this machine", rows)
-    modelled = options.get("modelled", [])
-    if not isinstance(modelled, list):
-        raise ConfigError([f"{path}: modelled must be a list, got {shown(modelled)}"])
-    for number, experiment in enumerate(modelled, 1):
-        _modelled(
-            _checked_model(experiment, f"modelled {number}"), f"modelled-{number}", out, report
-        )
+    for number, values in enumerate(options.get("modelled", []), 1):
+        experiment = _checked(values, MODELLED, f"modelled {number}", NEEDED)
+        _modelled(experiment, f"modelled-{number}", out, report)
     out.mkdir(parents=True, exist_ok=True)
     report.save(out / "report.html")
     print(f"wrote {out / 'report.html'}")
     return 0 if agree else 1
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8")) or None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from None
-    known = ("title", "measured", "modelled")
-    if not isinstance(options, dict) or not options:
-        raise ConfigError([f"{path}: must map {', '.join(known)}"])
-    return _checked(options, dict.fromkeys(known), str(path))
 
 
-def _checked(options: Any, known: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options over their defaults; unknown ones are refused."""
+def _checked(
+    options: Any, known: Mapping[str, Any], where: str, needed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The options over their defaults. Raises ConfigError with everything that is wrong."""
     if not isinstance(options, dict):
-        raise ConfigError([f"{where}: must map names to values"])
+        raise ConfigError([f"{where}: must map {', '.join(known)} to values"])
     wrong = [f"{where}: {unknown_name(str(n), known)}" for n in options if n not in known]
+    wrong += [f"{where}: {name} is missing" for name in needed if name not in options]
+    wrong += [
+        f"{where}: {name} {CHECKS[name][1]}, got {str(value)[:80]}"
+        for name, value in options.items()
+        if name in known and name in CHECKS and not CHECKS[name][0](value)
+    ]
     if wrong:
         raise ConfigError(wrong)
     return {n: v for n, v in known.items() if v is not None} | options
-
-
-def _checked_model(experiment: Any, where: str) -> dict[str, Any]:
-    """A modelled experiment with its defaults. Raises ConfigError with everything wrong."""
-    options = {"compare": ["dp", "tp", "shift"], "rates": [1.0]}
-    options |= _checked(experiment, dict.fromkeys(MODELLED), where)
-    wrong = [f"{where}: {name} is missing" for name in NEEDED if name not in options]
-    for name in ("compare", "rates"):
-        if not isinstance(options[name], list) or not options[name]:
-            wrong.append(f"{where}: {name} must be a list, got {shown(options[name])}")
-    if isinstance(options["rates"], list):
-        bad = [rate for rate in options["rates"] if not _is_number(rate) or rate <= 0]
-        wrong += [f"{where}: rates must be above 0, got {shown(rate)}" for rate in bad]
-    bad = [n for n in BUDGETS if n in options and (type(options[n]) is not int or options[n] < 1)]
-    wrong += [f"{where}: {name} must be a whole number of at least 1" for name in bad]
-    if wrong:
-        raise ConfigError(wrong)
-    return options
-
-
-def _checked_meshes(options: Mapping[str, Any]) -> list[tuple[int, int]]:
-    meshes, tokens = options["meshes"], options["tokens"]
-    wrong = []
-    if not isinstance(meshes, list) or not meshes or not all(map(_is_mesh, meshes)):
-        wrong.append(f"measured: meshes must be a list of [SP, TP], got {str(meshes)[:80]}")
-    if type(tokens) is not int or not 1 <= tokens <= MAX_LENGTH // 2:
-        wrong.append(f"measured: tokens must be 1 to {MAX_LENGTH // 2}, got {shown(tokens)}")
-    if wrong:
-        raise ConfigError(wrong)
-    return [(sp, tp) for sp, tp in meshes]
-
-
-def _is_mesh(mesh: Any) -> bool:
-    sizes = mesh if isinstance(mesh, list) else []
-    return len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # ------------------------------------------------------------------ modelled
@@ -163,7 +154,7 @@ def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Repor
 
 def _measured(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     """(a row per mesh and mode, whether all of them agree)."""
-    meshes = _checked_meshes(options)
+    meshes = options["meshes"]
     make_virtual_devices(EngineConfig.from_options(devices=max(sp * tp for sp, tp in meshes)))
     rows: list[dict[str, Any]] = []
     first: list[list[int]] | None = None

@@ -40,7 +40,7 @@ def test_meshes_are_measured_and_agree(capsys, tmp_path):
         ("measured: {meshes: [[4]]}", "meshes must be a list of [SP, TP], got [[4]]"),
         ("measured: {tokens: 0}", "tokens must be 1 to 64, got 0"),
         ("modelled: [{machine: h200x8}]", "model is missing"),
-        ("modelled: [{machine: h200x8, model: tiny, trace: {}, rates: [-1]}]", "got -1"),
+        ("modelled: [{machine: h200x8, model: tiny, trace: {}, rates: [-1]}]", "above 0, got [-1]"),
         ("modelled: [{machine: h200x8, model: tiny, trace: {}, compare: dp}]", "must be a list"),
         ("modelled: [{machine: h200x8, model: tiny, trace: {}, max_num_seqs: 0}]", "at least 1"),
         ("modelled: [{machine: h200x8, model: tiny, trace: {}}]", "must map file or kind"),
