@@ -4,18 +4,15 @@ from importlib.metadata import version as installed
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from serving.http.generate import Generate
 from serving.http.guard import (
     LOOPBACK,
     Guard,
-    error_headers,
     read_body,
     send_json,
     warning_headers,
@@ -24,7 +21,7 @@ from serving.http.openapi import document
 from serving.http.page import page_routes
 from serving.server.errors import ServeError
 from serving.server.fields import DetokenizeFields, TokenizeFields
-from serving.server.schema import parse_json, unknown_names
+from serving.server.schema import parse_json, read_chat, read_completion, unknown_names
 from serving.server.service import Service
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]
@@ -35,8 +32,8 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
     endpoints = Endpoints(service)
     routes = [
-        Route("/v1/completions", Generate(service, service.complete), methods=["POST"]),
-        Route("/v1/chat/completions", Generate(service, service.chat), methods=["POST"]),
+        Route("/v1/completions", Generate(service, read_completion), methods=["POST"]),
+        Route("/v1/chat/completions", Generate(service, read_chat), methods=["POST"]),
         Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
         Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
         Route("/v1/models", endpoints.models),
@@ -50,35 +47,14 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
         Route("/openapi.json", endpoints.openapi),
         *(page_routes(service) if service.options.ui else ()),
     ]
-    handlers: dict[Any, Any] = {HTTPException: _http_error, ServeError: _serve_error}
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.router.redirect_slashes = False  # a redirect would repeat what the Host header says
+    # A redirect to a path with a slash would repeat what the Host header says.
+    app = Router(routes, redirect_slashes=False)
     is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
     return Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors (no such path, wrong method) as error objects."""
-    assert isinstance(error, HTTPException)
-    is_method = error.status_code == 405
-    kind = "no_method" if is_method else "not_found"
-    message = "This path has another method." if is_method else "There is no such path."
-    return _error_response(ServeError(kind, message), dict(error.headers or {}))
-
-
-async def _serve_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServeError)
-    return _error_response(error, {})
-
-
-def _error_response(error: ServeError, headers: dict[str, str]) -> Response:
-    ours = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return _json(error.body(), error.kind.status, headers | ours)
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(value)
-    return Response(body, status, headers, media_type="application/json")
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 class Raw:

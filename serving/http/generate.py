@@ -4,8 +4,9 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -14,7 +15,7 @@ from serving.http.guard import read_body, send_json, warning_headers
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
 from serving.server.responses import Writer
-from serving.server.schema import parse_json
+from serving.server.schema import Wish, parse_json
 from serving.server.service import Generation, Service
 from serving.server.write_limit import WriteLimit
 
@@ -29,14 +30,13 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-Start = Callable[..., Awaitable[Generation]]
 
 
 class Generate:
-    """An ASGI endpoint; `start` is `Service.complete` or `Service.chat`."""
+    """An ASGI endpoint; `read` is `read_completion` or `read_chat`."""
 
-    def __init__(self, service: Service, start: Start):
-        self._service, self._start = service, start
+    def __init__(self, service: Service, read: Callable[[Any], Wish]):
+        self._service, self._read = service, read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -46,7 +46,7 @@ class Generate:
         except ServeError as error:
             self._service.refuse(error)
             raise
-        generation = await self._start(values, scope["request_id"], timeout)
+        generation = await self._service.start(self._read, values, scope["request_id"], timeout)
         with generation:
             async with _watching(receive, generation):
                 if generation.wish.fields.stream:

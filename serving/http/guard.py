@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.server.errors import ServeError, internal_error
@@ -68,10 +69,11 @@ class Guard:
                 ]
             await send(message)
 
+        scope["app"] = self.app  # the router then raises its errors
         try:
             self._admit(scope, headers, given)
             await self.app(scope, receive, send_and_note)
-        except ServeError as error:
+        except (ServeError, HTTPException) as error:
             status = status or await _send_error(send_and_note, error)
         except ConnectionError:
             status = 499  # the client has gone
@@ -121,22 +123,24 @@ def _shown(path: str) -> str:
     return path[:80].encode("ascii", "backslashreplace").decode() if path.isprintable() else "?"
 
 
-async def _send_error(send: Send, error: ServeError) -> int:
-    """Answer with an error object."""
-    await send_json(send, error.body(), error.kind.status, error_headers(error))
-    return error.kind.status
-
-
-def error_headers(error: ServeError) -> list[tuple[bytes, bytes]]:
-    """What HTTP wants beside the body of an error."""
+async def _send_error(send: Send, error: ServeError | HTTPException) -> int:
+    """Answer with an error object and what HTTP wants beside it."""
     headers = []
+    if isinstance(error, HTTPException):
+        given = error.headers or {}
+        headers += [(name.lower().encode(), value.encode()) for name, value in given.items()]
+        is_method = error.status_code == 405
+        kind = "no_method" if is_method else "not_found"
+        words = "This path has another method." if is_method else "There is no such path."
+        error = ServeError(kind, words)
     if error.kind.retry_seconds is not None:
         headers.append((b"retry-after", str(error.kind.retry_seconds).encode()))
     if error.kind.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.kind.status in (408, 413, 431):
         headers.append((b"connection", b"close"))  # the rest of the body is not read
-    return headers
+    await send_json(send, error.body(), error.kind.status, headers)
+    return error.kind.status
 
 
 async def send_json(

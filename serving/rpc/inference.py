@@ -17,7 +17,7 @@ from serving.rpc.convert import (
 from serving.rpc.guard import method, request_id
 from serving.server.errors import ServeError, invalid
 from serving.server.handle import Delta, RequestHandle
-from serving.server.schema import MAX_VALUES
+from serving.server.schema import MAX_VALUES, read_chat, read_completion
 from serving.server.service import Generation, ServedModel, Service
 from serving.server.write_limit import WriteLimit
 
@@ -68,8 +68,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         values = prompt_values(request)
         values |= {"model": request.model or None, "request_id": request.request_id or None}
         values |= {"max_tokens": 0, "echo": True, "logprobs": request.num_top}
-        timeout = _time_left(context)
-        with await self._service.complete(values, request_id(context), timeout) as generation:
+        call = request_id(context), _time_left(context)
+        with await self._service.start(read_completion, values, *call) as generation:
             (handle,) = generation.handles
             await handle.result()
             return await self._service.write(_scores, generation)
@@ -125,9 +125,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def _start(
         self, request: pb.GenerateRequest, context: aio.ServicerContext, *, stream: bool
     ) -> Generation:
-        start = self._service.chat if is_chat(request) else self._service.complete
+        read = read_chat if is_chat(request) else read_completion
         values = generate_values(request, stream=stream)
-        return await start(values, request_id(context), _time_left(context))
+        return await self._service.start(read, values, request_id(context), _time_left(context))
 
 
 def _result(generation: Generation) -> pb.GenerateResult:

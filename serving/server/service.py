@@ -15,7 +15,7 @@ from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
-from serving.server.schema import Wish, prompts_of, read, read_chat, read_completion
+from serving.server.schema import Wish, prompts_of, read
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
 from shiftjax.control.request import Request
@@ -156,18 +156,6 @@ class Service:
 
     # ------------------------------------------------------------------ generations
 
-    async def complete(
-        self, values: Any, request_id: str | None = None, timeout: float | None = None
-    ) -> Generation:
-        """Start what the body of a completion asks for. The caller closes it."""
-        return await self.start(read_completion, values, request_id, timeout)
-
-    async def chat(
-        self, values: Any, request_id: str | None = None, timeout: float | None = None
-    ) -> Generation:
-        """Start what the body of a chat asks for. The caller closes it."""
-        return await self.start(read_chat, values, request_id, timeout)
-
     async def start(
         self,
         read_fields: Callable[[Any], Wish],
@@ -175,7 +163,7 @@ class Service:
         request_id: str | None = None,
         timeout: float | None = None,
     ) -> Generation:
-        """Start what a reader finds in a body. The caller closes it."""
+        """Start what `read_completion` or `read_chat` finds in a body. The caller closes it."""
         try:
             _, engine = self.running()
             wish = read_fields(values)

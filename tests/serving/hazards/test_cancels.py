@@ -13,6 +13,7 @@ from kit import COMPLETION, events, make_engine, running_server
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.server.errors import ServeError
+from serving.server.schema import read_completion
 
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
 VICTIM = LONG | {"request_id": "victim"}
@@ -102,13 +103,13 @@ def test_cancel_just_before_the_end(server, client, load):
 def test_cancel_after_the_end_and_twice(server, client):
     async def run() -> None:
         body = {"prompt": "x", "max_tokens": 2}
-        generation = await server.service.complete(body)
+        generation = await server.service.start(read_completion, body)
         before = aborts(server)
         with generation:
             await generation.handles[0].result()
             generation.cancel()
         assert aborts(server) == before
-        generation = await server.service.complete(LONG)
+        generation = await server.service.start(read_completion, LONG)
         with generation:
             generation.cancel()
             generation.cancel()
@@ -125,7 +126,7 @@ def test_the_work_stops_within_two_steps(server, client, how):
     async def run() -> None:
         timeout = 0.1 if how == "expire" else None
         body = LONG | {"stream": True, "request_id": "stops", "n": 2}
-        generation = await server.service.complete(body, timeout=timeout)
+        generation = await server.service.start(read_completion, body, timeout=timeout)
         with generation:
             async for _ in generation.handles[0]:
                 if how != "expire":

@@ -18,6 +18,7 @@ from serving.bench.client import Sample, complete, parse_url
 from serving.bench.load import open_loop
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from serving.server.schema import read_completion
 
 PATH = "/v1/completions"
 SCHEMA = {
@@ -267,7 +268,9 @@ def test_priorities_go_first(server):
         order: list[str] = []
         names = {f"low-{i}": 5 for i in range(24)} | {"high": -5}
         generations = [
-            await server.service.complete(body_of([7, 8, 9], priority=priority, request_id=name))
+            await server.service.start(
+                read_completion, body_of([7, 8, 9], priority=priority, request_id=name)
+            )
             for name, priority in names.items()
         ]
 

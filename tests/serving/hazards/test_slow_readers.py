@@ -11,6 +11,7 @@ from kit import CHAT, COMPLETION, USER, Running, read_all, running_server
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.server import handle
+from serving.server.schema import read_completion
 
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
 
@@ -65,7 +66,7 @@ def test_a_reader_who_never_comes_is_bounded(monkeypatch):
     with running_server() as server:
 
         async def run() -> str:
-            generation = await server.service.complete(LONG | {"stream": True})
+            generation = await server.service.start(read_completion, LONG | {"stream": True})
             with generation:
                 while not generation.handles[0].is_ended:
                     await asyncio.sleep(0.005)
