@@ -9,6 +9,7 @@ from serving.bench.client import FAILURES, Target, get, parse_url
 from serving.bench.flags import LOADS, MADE_UP
 from serving.bench.load import Outcome, run_load
 from serving.bench.report import errors, open_results, plot, queue_times, summary, write_json
+from serving.run.flags import read_secret_lines
 from serving.run.progress import print_table
 from shiftjax.config import EngineConfig
 from shiftjax.control.sampling_params import SamplingParams
@@ -18,7 +19,8 @@ from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rat
 
 def run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Run the load and report; 1 if a request failed."""
-    target = parse_url(arguments.url, _read_key(arguments.key_file))
+    keys = read_secret_lines("--key-file", arguments.key_file) if arguments.key_file else [None]
+    target = parse_url(arguments.url, keys[0])
     requests = _requests(arguments)
     if not requests:
         raise ConfigError(["the load has no requests: more seconds, or a higher rate"])
@@ -34,19 +36,6 @@ def run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingP
     if arguments.plots:
         plot(outcome, Path(arguments.plots))
     return 1 if failures else 0
-
-
-def _read_key(path: str | None) -> str | None:
-    """The first key of a file of keys."""
-    if path is None:
-        return None
-    try:
-        keys = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError([f"--key-file {path}: cannot be read"]) from None
-    if not keys:
-        raise ConfigError([f"--key-file {path}: is empty"])
-    return keys[0]
 
 
 def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from serving.server.options import ServerOptions, server_problems
@@ -174,3 +175,14 @@ def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
     if problems:
         raise ConfigError(problems)
     return sampling
+
+
+def read_secret_lines(name: str, path: str) -> list[str]:
+    """The lines of a file of secrets; raises ConfigError if there are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError([f"{name}: {path} cannot be read"]) from None
+    if not lines:
+        raise ConfigError([f"{name}: {path} is empty"])
+    return lines

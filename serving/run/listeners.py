@@ -5,7 +5,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import uvicorn
 
@@ -13,6 +12,7 @@ from serving.http.app import make_app
 from serving.http.protocol import BoundedProtocol, tune
 from serving.rpc.admin import AdminServicer
 from serving.rpc.listen import GrpcServer
+from serving.run.flags import read_secret_lines
 from serving.server.options import ServerOptions
 from serving.server.service import Service
 from serving.server.tls import Certificates
@@ -161,14 +161,3 @@ def read_keys(options: ServerOptions) -> tuple[str, ...]:
     if options.api_key_file is not None:
         keys += read_secret_lines("api_key_file", options.api_key_file)
     return tuple(keys)
-
-
-def read_secret_lines(name: str, path: str) -> list[str]:
-    """The lines of a file of secrets; raises ConfigError if there are none."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError([f"{name}: {path} cannot be read"]) from None
-    if not lines:
-        raise ConfigError([f"{name}: {path} is empty"])
-    return lines

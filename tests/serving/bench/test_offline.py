@@ -62,7 +62,7 @@ def test_startup(tmp_path):
         (("serve", "--url=http://[::1"), "--url must be like"),
         (("serve", "--ttft-limit=0"), "--ttft-limit must be more than 0, got 0.0"),
         (("serve", "--tpot-limit=nan"), "--tpot-limit must be more than 0, got nan"),
-        (("serve", "--key-file=/dev/null"), "--key-file /dev/null: is empty"),
+        (("serve", "--key-file=/dev/null"), "--key-file: /dev/null is empty"),
         (("serve", "--json=/absent/row"), "--json /absent/row: No such file"),
         (("serve", "--plots=/dev/null/x"), "--plots /dev/null/x: Not a directory"),
         (("latency", "--json=/absent/row"), "--json /absent/row: No such file"),
