@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
@@ -139,25 +139,20 @@ def request_id(context: aio.ServicerContext) -> str:
 async def abort(context: aio.ServicerContext, error: ServeError, name: str | None = None) -> None:
     """End the call with the error's status and its details."""
     code = grpc.StatusCode[error.kind.grpc]
-    details = [any_pb2.Any() for _ in range(4)]
+    status = status_pb2.Status(code=code.value[0], message=error.message)
     info = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)
-    messages: list[Any] = [info]
+    status.details.add().Pack(info)
     if error.violations or error.kind_name == "invalid":
         violations = error.violations or ((error.param or "", error.message),)
         bad = error_details_pb2.BadRequest()
         for field, description in violations:
             bad.field_violations.add(field=field, description=description)
-        messages.append(bad)
+        status.details.add().Pack(bad)
     if error.kind.retry_seconds is not None:
         delay = duration_pb2.Duration(seconds=error.kind.retry_seconds)
-        messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     if name is not None:
-        messages.append(error_details_pb2.RequestInfo(request_id=name))
-    for slot, message in zip(details, messages, strict=False):
-        slot.Pack(message)
-    status = status_pb2.Status(
-        code=code.value[0], message=error.message, details=details[: len(messages)]
-    )
+        status.details.add().Pack(error_details_pb2.RequestInfo(request_id=name))
     metadata: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
     if name is not None:
         metadata = (*metadata, (REQUEST_ID, name))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from serving.server.engine_thread import Command, EngineThread, Turn
+from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
 from serving.server.options import ServerOptions
@@ -81,7 +81,7 @@ class AsyncEngine:
         self._engine, self._tokenizer, self._observers = engine, tokenizer, observers
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(engine, self._loop, self._deliver)
-        self._is_draining = False
+        self.is_draining = False  # the end has begun
         self._num_obeyed = 0
         self._submitted: dict[int, tuple[int, int]] = {}  # command -> sequences, prompt tokens
         self._quiet = asyncio.Event()
@@ -97,7 +97,7 @@ class AsyncEngine:
         """
         if self.failure is not None:
             raise ServeError("starting", "The engine has failed and is being restarted.")
-        if self._is_draining:
+        if self.is_draining:
             raise ServeError("draining", "The server is shutting down and takes no new requests.")
         on_the_way = self._submitted.values()
         num_queued = self.stats.num_waiting + sum(n for n, _ in on_the_way)
@@ -144,7 +144,7 @@ class AsyncEngine:
         for request, prompt, size in zip(requests, prompts, sizes, strict=True):
             handle = self._accept(request, prompt, streams)
             self._submitted[self._thread.num_posted + 1] = size
-            self._post(partial(Engine.admit, request=handle.request))
+            self._thread.post(partial(Engine.admit, request=handle.request))
             if timeout is not None:
                 handle.expire_at(self._loop, self._loop.time() + timeout)
             handles.append(handle)
@@ -158,7 +158,7 @@ class AsyncEngine:
             replace(request, request_id=name),
             prompt,
             self._tokenizer,
-            lambda index: self._post(lambda engine: engine.finish(name, index, "stop")),
+            lambda index: self._thread.post(lambda engine: engine.finish(name, index, "stop")),
         )
         handle = RequestHandle(assembler, public, self._ended, self._released, streams=streams)
         self.handles[name] = handle
@@ -166,9 +166,6 @@ class AsyncEngine:
         self._quiet.clear()
         self.counts.accepted += 1
         return handle
-
-    def _post(self, command: Command) -> None:
-        self._thread.post(command)
 
     # ------------------------------------------------------------------ ends
 
@@ -178,7 +175,7 @@ class AsyncEngine:
             self.counts.finished += 1
         else:
             name = handle.request.request_id
-            self._post(lambda engine: engine.abort(name))
+            self._thread.post(lambda engine: engine.abort(name))
             is_cancel = error.kind_name in ("cancelled", "aborted", "slow_reader", "deadline")
             self.counts.cancelled += is_cancel
             self.counts.failed += not is_cancel
@@ -260,12 +257,7 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         """Whether new requests are taken."""
-        return self.failure is None and not self._is_draining and self._thread.is_alive
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the end has begun."""
-        return self._is_draining
+        return self.failure is None and not self.is_draining and self._thread.is_alive
 
     def stalled_seconds(self) -> float:
         """How long unfinished requests have waited for a step; 0 if there is no work."""
@@ -296,12 +288,12 @@ class AsyncEngine:
             except Exception as error:
                 future.set_exception(error)
 
-        self._post(command)
+        self._thread.post(command)
         return await asyncio.wrap_future(future)
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; those in flight go on."""
-        self._is_draining = True
+        self.is_draining = True
 
     async def drain(self, timeout: float) -> bool:
         """Wait for the requests in flight; after `timeout` end the rest. False if there were any.

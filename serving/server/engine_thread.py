@@ -84,7 +84,7 @@ class EngineThread:
             while not self._is_stopping:
                 events = self._obey()
                 self._has_room.wait()
-                self._publish(self._step(events) if self.engine.has_work() else self._idle(events))
+                self._publish(self._turn(events))
         except BaseException as error:
             logger.critical("The engine failed for good.", exc_info=error)
             turn = Turn(time.monotonic(), [], self._stats, self._num_obeyed, failure=error)
@@ -111,13 +111,15 @@ class EngineThread:
                     events += self.engine.mend(error)
         return events
 
-    def _step(self, events: list[Event]) -> Turn:
-        events += self.engine.step(time.monotonic())
-        now = time.monotonic()
-        self.progress_at = self.engine.waits_since(now)
+    def _turn(self, events: list[Event]) -> Turn:
+        """Step if there is work, and say how things are."""
+        steps: tuple[tuple[str, float], ...] = ()
+        if self.engine.has_work():
+            events += self.engine.step(time.monotonic())
+            self.progress_at = self.engine.waits_since(time.monotonic())
+            steps = tuple(self.engine.ended_steps)
         self._stats = self.engine.stats()
-        steps = tuple(self.engine.ended_steps)
-        return Turn(now, events, self._stats, self._num_obeyed, steps)
+        return Turn(time.monotonic(), events, self._stats, self._num_obeyed, steps)
 
     def _wait(self, lanes: Sequence[Lane]) -> None:
         """Until one of these groups has a step ready, or a command may have work for another."""
@@ -128,10 +130,6 @@ class EngineThread:
                 or any(lane.is_ready for lane in lanes)
             )
         )
-
-    def _idle(self, events: list[Event]) -> Turn:
-        self._stats = self.engine.stats()
-        return Turn(time.monotonic(), events, self._stats, self._num_obeyed)
 
     def _publish(self, turn: Turn) -> None:
         self._turns.append(turn)

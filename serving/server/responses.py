@@ -9,11 +9,13 @@ from serving.server.fields import ChatFields, CompletionFields
 from serving.server.handle import Delta, RequestHandle
 from serving.server.service import Generation
 from shiftjax.control.request import TokenLogprobs
+from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 Json = dict[str, Any]
+News = Delta | CompletionOutput  # which is all news at once
 
 
 class Writer:
@@ -58,18 +60,11 @@ class Writer:
 
     def _choice(self, number: int, handle: RequestHandle, index: int) -> Json:
         output = handle.output.outputs[index]
-        delta = Delta(
-            index,
-            output.text,
-            output.token_ids,
-            output.logprobs or [],
-            output.finish_reason,
-            output.stop_reason,
-        )
-        choice = self._completion(number, handle, delta) if not self._is_chat else {}
         if self._is_chat:
             message = {"role": "assistant", "content": output.text, "refusal": None}
-            choice = self._chat_choice(number, handle, delta, {"message": message})
+            choice = self._chat_choice(number, handle, output, {"message": message})
+        else:
+            choice = self._completion(number, handle, output)
         if self._fields.prompt_logprobs is not None:
             entries = handle.output.prompt_logprobs or []
             choice["prompt_logprobs"] = [entry and self._by_id(entry) for entry in entries]
@@ -117,10 +112,10 @@ class Writer:
     def _place(self, number: int, index: int) -> int:
         return number * self._generation.wish.sampling.n + index
 
-    def _chat_choice(self, number: int, handle: RequestHandle, delta: Delta, content: Json) -> Json:
+    def _chat_choice(self, number: int, handle: RequestHandle, delta: News, content: Json) -> Json:
         logprobs = None
         if handle.request.sampling.logprobs is not None:
-            logprobs = {"content": [self._chat_logprob(each) for each in delta.logprobs]}
+            logprobs = {"content": [self._chat_logprob(each) for each in delta.logprobs or ()]}
         return {
             "index": self._place(number, delta.index),
             **content,
@@ -128,9 +123,9 @@ class Writer:
             **self._end(delta),
         }
 
-    def _completion(self, number: int, handle: RequestHandle, delta: Delta) -> Json:
+    def _completion(self, number: int, handle: RequestHandle, delta: News) -> Json:
         place = self._place(number, delta.index)
-        entries: list[TokenLogprobs | None] = list(delta.logprobs)
+        entries: list[TokenLogprobs | None] = list(delta.logprobs or ())
         token_ids, text = delta.token_ids, delta.text
         is_first = place not in self._begun
         self._begun.add(place)
@@ -146,7 +141,7 @@ class Writer:
         choice = {"index": place, "text": text, "logprobs": logprobs, **self._end(delta)}
         return choice | ({"token_ids": token_ids} if self._fields.return_token_ids else {})
 
-    def _end(self, delta: Delta) -> Json:
+    def _end(self, delta: News) -> Json:
         return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
     def _prompt_text(self, handle: RequestHandle) -> str:

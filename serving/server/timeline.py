@@ -9,7 +9,6 @@ import numpy as np
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
-from shiftjax.control.request import RequestMetrics
 
 BUCKET_SECONDS = 0.5
 NUM_BUCKETS = 240
@@ -72,6 +71,7 @@ class Timeline:
 
 def row_of(handle: RequestHandle, end: float | None) -> dict[str, Any]:
     """A request as plain values; `end` None: it goes on."""
+    metrics = handle.output.metrics
     return {
         "id": handle.public_id[:24],
         "arrival": handle.request.arrival_seconds,
@@ -79,15 +79,10 @@ def row_of(handle: RequestHandle, end: float | None) -> dict[str, Any]:
         "reason": "finished" if handle.error is None else handle.error.code,
         "prompt_tokens": len(handle.request.prompt_token_ids),
         "output_tokens": handle.num_output_tokens,
-        **_phases(handle.output.metrics),
+        "queue": metrics and metrics.queue_seconds,
+        "ttft": metrics and metrics.ttft_seconds,
+        "preemptions": metrics.num_preemptions if metrics else 0,
     }
-
-
-def _phases(metrics: RequestMetrics | None) -> dict[str, Any]:
-    if metrics is None:
-        return {"queue": None, "ttft": None, "preemptions": 0}
-    queue, ttft = metrics.queue_seconds, metrics.ttft_seconds
-    return {"queue": queue, "ttft": ttft, "preemptions": metrics.num_preemptions}
 
 
 def _percentiles(values: deque[float]) -> list[float]:
