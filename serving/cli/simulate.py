@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -199,11 +200,7 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 
 def _number(text: str, where: str) -> float | int:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError([f"{where}: {text!r} is no number"]) from None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise ConfigError([f"{where}: {text!r} is no number"])

@@ -35,23 +35,15 @@ class Fault(NamedTuple):
     forever: bool
 
 
-def _exit() -> None:
-    os._exit(EXIT_CODE)
-
-
-def _fail() -> None:
-    raise FaultError("a fault on purpose")
-
-
-def _run_out_of_memory() -> None:
-    raise RuntimeError("RESOURCE_EXHAUSTED: a fault on purpose")
+def _raise(error: Exception) -> None:
+    raise error
 
 
 ACTIONS: Mapping[str, Callable[[], None]] = {
-    "raise": _fail,
+    "raise": lambda: _raise(FaultError("a fault on purpose")),
     "delay": lambda: time.sleep(DELAY_SECONDS),
-    "oom": _run_out_of_memory,
-    "exit": _exit,
+    "oom": lambda: _raise(RuntimeError("RESOURCE_EXHAUSTED: a fault on purpose")),
+    "exit": lambda: os._exit(EXIT_CODE),
     "hang": lambda: time.sleep(86400),
     "nan": lambda: None,  # done to the result of `fetch`
 }

@@ -19,25 +19,16 @@ def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback |
     if not console.is_terminal or not sys.stdout.isatty():
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
-        yield _callback(bars)
-
-
-def _callback(bars: Progress) -> ProgressCallback:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     tasks: dict[str, Any] = {}
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
 
-    def show(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total)
-        bars.update(tasks[stage], completed=done, total=total)
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
 
-    return show
+        yield show
 
 
 def print_table(title: str, rows: Mapping[str, Any], *, stderr: bool = True) -> None:

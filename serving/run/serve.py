@@ -12,7 +12,9 @@ import resource
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from uvicorn.loops.auto import auto_loop_factory
 
 from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
 from serving.run.listeners import Server, read_keys
@@ -53,9 +55,8 @@ def run_server(
     _use_all_descriptors()
     sys.setswitchinterval(GIL_SECONDS)
     faulthandler.enable()  # a library that aborts leaves at least its stack
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        code = runner.run(Process(config, options, keys, faults).run())
-    return code
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        return runner.run(Process(config, options, keys, faults).run())
 
 
 def _use_all_descriptors() -> None:
@@ -63,14 +64,6 @@ def _use_all_descriptors() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:  # no wheel for this platform
-        return None
-    return uvloop.new_event_loop
 
 
 class Process:
