@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.bench.client import FAILURES, Target, get, parse_url
-from serving.bench.flags import LOADS, MADE_UP
+from serving.bench.flags import LOADS
 from serving.bench.load import Outcome, run_load
 from serving.bench.report import errors, open_results, plot, queue_times, summary, write_json
 from serving.run.flags import read_secret_lines
@@ -61,20 +61,11 @@ def _load(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
         f"--{_flag(name)} has no meaning for a load of --{kind}"
         for name in sorted(given.keys() - LOADS[kind].keys() - {kind})
     ]
+    limits = {name: getattr(arguments, name) for name in ("ttft_limit", "tpot_limit")}
     problems += [
-        f"--{_flag(name)} must be more than 0, got {values[name]}"
-        for name in ("seconds", "rate", "cv", "speed", "clients", "requests")
-        if name in values and not 0 < values[name] < 1e9
-    ]
-    problems += [
-        f"--{_flag(name)} must be 1 or more, got {values[name]}"
-        for name in MADE_UP
-        if name in values and values[name] < 1
-    ]
-    problems += [
-        f"--{_flag(name)} must be more than 0, got {limit}"
-        for name in ("ttft_limit", "tpot_limit")
-        if (limit := getattr(arguments, name)) is not None and not limit > 0
+        f"--{_flag(name)} must be more than 0, got {value}"
+        for name, value in (values | limits).items()
+        if name != "load_seed" and value is not None and not 0 < value < 1e9
     ]
     if problems:
         raise ConfigError(problems)

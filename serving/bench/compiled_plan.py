@@ -8,6 +8,8 @@ the same for every layer. Temporaries do not grow with the layers.
 
 import importlib.metadata
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from serving.bench.compiled import collective_bytes
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.options import ConfigError
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 TARGETS = Path(__file__).parents[1] / "targets"
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 FEW, MANY = 2, 4  # layers; XLA's choices have a period of two
+# An asynchronous collective is counted where it is done: its start may return its operand, too.
+_COLLECTIVE = re.compile(
+    r" = (\(?[a-z0-9]+\[.*?\)?) (all-to-all|all-reduce|all-gather)(?:-done)?\("
+)
+_ARRAY = re.compile(r"([a-z]+)(\d+)[a-z0-9]*\[([\d,]*)\]")
 
 
 class Compiled(NamedTuple):
@@ -168,3 +174,18 @@ def _devices(chip: str, count: int) -> "list[Device]":
         platform="cuda", target_config=description, topology=f"1x1x{count}"
     )
     return list(topologies.make_mesh(topology, (count,), ("x",)).devices.flat)
+
+
+def collective_bytes(text: str) -> Counter[str]:
+    """Bytes of the results of every kind of collective in a compiled program, on one device."""
+    found: Counter[str] = Counter()
+    for shape, kind in _COLLECTIVE.findall(text):
+        found[kind] += sum(_array_bytes(*array) for array in _ARRAY.findall(shape))
+    return found
+
+
+def _array_bytes(_kind: str, bits: str, sizes: str) -> int:
+    count = 1
+    for size in sizes.split(","):
+        count *= int(size) if size else 1
+    return count * int(bits) // 8

@@ -84,30 +84,25 @@ def errors(outcome: Outcome) -> dict[str, int]:
 
 def plot(outcome: Outcome, directory: Path) -> list[Path]:
     """Distributions of every metric, and output tokens per second over time, as SVG files."""
-    from matplotlib.figure import Figure
-
-    good, made = outcome.answered, []
+    good = outcome.answered
     columns = {name: latencies(good, name) for name in LATENCIES} | {"itl": _gaps(good)}
-    for name, values in columns.items():
-        figure = Figure(figsize=(6, 4), layout="constrained")
-        axes = figure.subplots()
+    made = [_new_axes(name, f"{name} (s)", "share of values") for name in columns]
+    for axes, values in zip(made, columns.values(), strict=True):
         axes.plot(sorted(values), np.linspace(0, 1, len(values)))
-        axes.set(xlabel=f"{name} (s)", ylabel="share of values", title=name)
-        made.append(directory / f"{name}.svg")
-        figure.savefig(made[-1])
-    return [*made, _plot_tokens(good, directory)]
+    times = [time for sample in good for time in sample.token_times]
+    start = min((sample.sent_at for sample in good), default=0.0)
+    counts, edges = np.histogram(np.array(times) - start, bins=60)
+    made.append(_new_axes("throughput", "time (s)", "token events per second"))
+    made[-1].stairs(counts / np.diff(edges), edges)
+    paths = [directory / f"{axes.get_title()}.svg" for axes in made]
+    for axes, path in zip(made, paths, strict=True):
+        axes.figure.savefig(path)
+    return paths
 
 
-def _plot_tokens(samples: Sequence[Sample], directory: Path) -> Path:
+def _new_axes(title: str, x: str, y: str) -> Any:
     from matplotlib.figure import Figure
 
-    times = [time for sample in samples for time in sample.token_times]
-    start = min((sample.sent_at for sample in samples), default=0.0)
-    counts, edges = np.histogram(np.array(times) - start, bins=60)
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.stairs(counts / np.diff(edges), edges)
-    axes.set(xlabel="time (s)", ylabel="token events per second", title="throughput")
-    path = directory / "throughput.svg"
-    figure.savefig(path)
-    return path
+    axes = Figure(figsize=(6, 4), layout="constrained").subplots()
+    axes.set(title=title, xlabel=x, ylabel=y)
+    return axes

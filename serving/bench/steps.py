@@ -24,9 +24,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, StepPlan
-from shiftjax.control.request import (
-    Sequence as Continuation,
-)
+from shiftjax.control.request import Sequence as Continuation
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
@@ -44,6 +42,8 @@ DECODES = (1, 4, 8, 16, 32)
 DECODE_CONTEXTS = (64, 256, 512, 1024, 1536)
 CHUNKS = (24, 64, 120, 256, 500)
 CHUNK_STARTS = (0, 512, 1024)
+SIZES = {"max_model_len": MAX_LENGTH, "max_num_seqs": MAX_SEQS}
+SIZES |= {"num_blocks": 1 + MAX_SEQS * MAX_LENGTH // BLOCK_SIZE}
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,8 @@ def measure_switch(runner: "DeviceRunner", plan: StepPlan, repeats: int) -> dict
     times: dict[str, list[float]] = {f"{a.label}->{b.label}": [] for a, b in pairs}
     for _ in range(4 * repeats):
         for first, then in pairs:
-            runner.fetch(runner.run(plan, first, None))
-            start = time.perf_counter()
-            runner.fetch(runner.run(plan, then, None))
-            times[f"{first.label}->{then.label}"].append(time.perf_counter() - start)
+            measure(runner, plan, first)
+            times[f"{first.label}->{then.label}"].append(measure(runner, plan, then))
     return {pair: statistics.median(values) for pair, values in times.items()}
 
 
@@ -141,20 +139,6 @@ def generate(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> l
         for event in engine.step(time.monotonic()):
             tokens[event.request_id] += event.token_ids
     return list(tokens.values())
-
-
-def start_runner(model: str, sp: int, tp: int) -> "DeviceRunner":
-    """An engine's runner, ready to run steps of the grid."""
-    built = build_for_all_modes(
-        model,
-        TOKEN_BUCKETS,
-        sp=sp,
-        tp=tp,
-        max_model_len=MAX_LENGTH,
-        max_num_seqs=MAX_SEQS,
-        num_blocks=1 + MAX_SEQS * MAX_LENGTH // BLOCK_SIZE,
-    )
-    return built.runners[0]
 
 
 def device_kind(runner: "DeviceRunner") -> str:
@@ -191,7 +175,7 @@ def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     layouts: dict[tuple[int, int], Any] = {}
     shape = formats = kind = None
     for sp, tp in meshes:
-        runner = start_runner(model, sp, tp)
+        (runner,) = build_for_all_modes(model, TOKEN_BUCKETS, sp=sp, tp=tp, **SIZES).runners
         dtype, kind = str(runner.step.model.dtype), device_kind(runner)
         shape, formats = runner.step.layout.model, formats_of(dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]

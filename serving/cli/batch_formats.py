@@ -19,7 +19,6 @@ from serving.server.fields import ChatFields, CompletionFields
 from serving.server.responses import Writer
 from serving.server.schema import Wish
 from serving.server.service import Generation, Service
-from shiftjax.control.request import TokenLogprobs
 from shiftjax.options import ConfigError, shown
 from shiftjax.outputs import CompletionOutput, RequestOutput
 
@@ -203,7 +202,7 @@ def plain_record(line: Line, output: RequestOutput) -> Record:
         },
     }
     if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [_logprobs(entry) for entry in output.prompt_logprobs]
+        record["prompt_logprobs"] = [each and each._asdict() for each in output.prompt_logprobs]
     errors = [one.error for one in output.outputs if one.error]
     return record | {"error": errors[0]} if errors else record
 
@@ -212,12 +211,8 @@ def _completion(output: CompletionOutput) -> Record:
     names = ("index", "text", "token_ids", "finish_reason", "stop_reason")
     record = {name: getattr(output, name) for name in names}
     if output.logprobs is not None:
-        record["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
+        record["logprobs"] = [each._asdict() for each in output.logprobs]
     return record
-
-
-def _logprobs(entry: TokenLogprobs | None) -> Record | None:
-    return None if entry is None else entry._asdict()
 
 
 PLAIN = Format(

@@ -17,7 +17,7 @@ from shiftjax.options import ConfigError
 from shiftjax.settings import make_virtual_devices
 
 if TYPE_CHECKING:
-    from shiftjax.llm import LLM
+    from shiftjax.llm import Deltas
     from shiftjax.outputs import RequestOutput
 
 
@@ -28,8 +28,9 @@ def generate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         raise ConfigError(["no prompt was given: write one, or name a file with --prompts"])
     llm = open_llm(config)
     start = time.monotonic()
-    streams = len(prompts) == 1 and sampling.n == 1
-    outputs = list((_streamed if streams else _blocks)(llm, prompts, sampling))
+    is_one = len(prompts) == 1 and sampling.n == 1
+    with closing(llm.stream(prompts, sampling)) as stream:
+        outputs = list(_streamed(stream) if is_one else _blocks(stream, prompts))
     if arguments.stats:
         num_tokens = sum(len(one.token_ids) for out in outputs for one in out.outputs)
         rows = llm.stats() | throughput(num_tokens, time.monotonic() - start)
@@ -50,23 +51,19 @@ def _read_prompts(file: str | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _streamed(
-    llm: "LLM", prompts: list[str], sampling: SamplingParams
-) -> Iterator["RequestOutput"]:
-    with closing(llm.stream(prompts, sampling)) as stream:
-        for _, delta, output in stream:
-            print(delta, end="", flush=True)
-            if output is not None:
-                yield output
+def _streamed(stream: "Deltas") -> Iterator["RequestOutput"]:
+    for _, delta, output in stream:
+        print(delta, end="", flush=True)
+        if output is not None:
+            yield output
     print()
 
 
-def _blocks(llm: "LLM", prompts: list[str], sampling: SamplingParams) -> Iterator["RequestOutput"]:
-    with closing(llm.stream(prompts, sampling)) as stream:
-        finished = ((index, output) for index, _, output in stream if output is not None)
-        for index, output in enumerate(in_order(finished)):
-            print(_block(index, prompts[index], output), flush=True)
-            yield output
+def _blocks(stream: "Deltas", prompts: list[str]) -> Iterator["RequestOutput"]:
+    finished = ((index, output) for index, _, output in stream if output is not None)
+    for index, output in enumerate(in_order(finished)):
+        print(_block(index, prompts[index], output), flush=True)
+        yield output
 
 
 def in_order[T](pairs: Iterable[tuple[int, T]]) -> Iterator[T]:

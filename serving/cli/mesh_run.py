@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from serving.bench.compiled import collective_bytes
+from serving.bench.compiled_plan import collective_bytes
 from serving.bench.steps import (
     Case,
     build_for_all_modes,

@@ -26,12 +26,7 @@ from shiftjax.sim.experiments import (
     write_rows,
 )
 from shiftjax.sim.planning import Estimate, Workload, all_deployments, estimate, recommend
-from shiftjax.sim.report import (
-    Report,
-    breakdown_bars,
-    memory_bars,
-    roofline,
-)
+from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.trace import TraceRequest
 
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")

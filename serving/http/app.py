@@ -10,13 +10,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from serving.http.generate import Generate
-from serving.http.guard import (
-    LOOPBACK,
-    Guard,
-    read_body,
-    send_json,
-    warning_headers,
-)
+from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
 from serving.http.openapi import document
 from serving.http.page import page_routes
 from serving.server.errors import ServeError
@@ -131,14 +125,11 @@ class Endpoints:
 
     async def ready(self, request: Request) -> Response:
         """GET /health/ready: requests are taken."""
-        self._raise_unless_ready()
-        return _json({"status": "ready"})
-
-    def _raise_unless_ready(self) -> None:
         _, engine = self._service.running()
         engine.check_room(0)
         if not engine.is_ready:
             raise ServeError("starting", "The engine does not run.")
+        return _json({"status": "ready"})
 
     async def progress(self, request: Request) -> Response:
         """GET /health/progress: steps finish, if there is work."""

@@ -22,6 +22,7 @@ from shiftjax.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_RECENT = 1024  # ended requests whose ids are remembered
+STOPPED = "draining", "The server shut down before the request ended."  # kind, message
 
 
 @dataclass
@@ -247,8 +248,7 @@ class AsyncEngine:
 
     def _fail(self, failure: BaseException) -> None:
         self.failure = failure
-        for handle in list(self.handles.values()):
-            handle.fail(ServeError("starting", "The engine failed; the request did not finish."))
+        self._end_all("starting", "The engine failed; the request did not finish.")
         if self.on_failure is not None:
             self.on_failure()
 
@@ -306,18 +306,17 @@ class AsyncEngine:
                 await self._quiet.wait()
             return True
         except TimeoutError:
-            self.end_all()
+            self._end_all(*STOPPED)
             return False
 
-    def end_all(self) -> None:
-        """End every request now, because the server stops."""
+    def _end_all(self, kind: str, message: str) -> None:
         for handle in list(self.handles.values()):
-            handle.fail(ServeError("draining", "The server shut down before the request ended."))
+            handle.fail(ServeError(kind, message))
 
     async def close(self) -> bool:
         """End everything and leave the thread; False if a step hangs."""
         self.stop_accepting()
-        self.end_all()
+        self._end_all(*STOPPED)
         return await self._loop.run_in_executor(None, self._thread.stop)
 
 

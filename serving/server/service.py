@@ -55,11 +55,6 @@ class Generation:
     handles: list[RequestHandle]
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def num_logprobs(self) -> int:
-        """About how many log-probabilities have come; to write many takes a while."""
-        return sum(handle.num_logprobs for handle in self.handles)
-
     def cancel(self) -> None:
         """The client has gone."""
         for handle in self.handles:
@@ -239,7 +234,7 @@ class Service:
 
     async def write[T](self, function: Callable[[Generation], T], generation: Generation) -> T:
         """What a function makes of a generation; other requests go on if that takes long."""
-        if generation.num_logprobs <= INLINE_LOGPROBS:
+        if sum(handle.num_logprobs for handle in generation.handles) <= INLINE_LOGPROBS:
             return function(generation)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, generation)

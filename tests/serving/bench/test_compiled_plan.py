@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from serving.bench.compiled import collective_bytes
-from serving.bench.compiled_plan import PACKAGES
+from serving.bench.compiled_plan import PACKAGES, collective_bytes
 from serving.cli.main import main
 
 HLO = """
