@@ -49,14 +49,14 @@ def run_server(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keys = read_keys(options)
-    fault = fault_of()
-    faults = (parse_fault(fault),) if fault else ()
+    text = fault_of()
+    fault = parse_fault(text) if text else None
     make_virtual_devices(config)
     _use_all_descriptors()
     sys.setswitchinterval(GIL_SECONDS)
     faulthandler.enable()  # a library that aborts leaves at least its stack
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        return runner.run(Process(config, options, keys, faults).run())
+        return runner.run(Process(config, options, keys, fault).run())
 
 
 def _use_all_descriptors() -> None:
@@ -74,9 +74,9 @@ class Process:
         config: EngineConfig,
         options: ServerOptions,
         keys: tuple[str, ...],
-        faults: tuple[Fault, ...] = (),
+        fault: Fault | None,
     ):
-        self._config, self._options, self._faults = config, options, faults
+        self._config, self._options, self._fault = config, options, fault
         self._service = Service(options)
         self._server = Server(self._service, keys, self._begin_end)
         self._stop = asyncio.Event()
@@ -120,10 +120,8 @@ class Process:
 
     async def _open(self) -> None:
         """Load, compile, run a first step, then take requests."""
-        options = self._options
-        load = open_llm
-        for fault in self._faults:
-            load = faulty(fault, load) if fault.point == LOADING else load
+        options, fault = self._options, self._fault
+        load = faulty(fault, open_llm) if fault and fault.point == LOADING else open_llm
         self._llm = llm = await asyncio.to_thread(load, self._config)
         engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, options)
         # On the thread of all later steps: its first one opens files, for which there may be no
@@ -131,9 +129,8 @@ class Process:
         await engine.call(lambda _: prove(llm))
         engine.on_failure = self._on_failure
         self._service.open(served_model(llm, options), engine)
-        for fault in self._faults:
-            if fault.point != LOADING:
-                install(fault, llm.engine, self._service)
+        if fault and fault.point != LOADING:
+            install(fault, llm.engine, self._service)
         _settle_memory()
         with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
             print(*self._server.addresses(), sep="\n", flush=True)
