@@ -1,0 +1,124 @@
+"""Lengths and mode against every combination there is."""
+
+from itertools import accumulate, product
+from operator import mul
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shiftjax.drafts.choice import Room, by_cost, choose, fill, fixed
+from shiftjax.drafts.draft import DraftOptions
+
+BUCKETS = (4, 8, 16)
+
+rates = st.floats(0.01, 1.0)
+drafts = st.lists(st.lists(rates, max_size=3), max_size=4).map(
+    lambda found: [(f"s{i}", list(accumulate(p, mul))) for i, p in enumerate(found)]
+)
+rooms = st.builds(Room, st.integers(1, 18), st.integers(0, 9), st.integers(0, 9), st.just(BUCKETS))
+
+
+def every_choice(candidates, room):
+    """(lengths by name, expected tokens) of all that fits."""
+    names = [name for name, _ in candidates]
+    for lengths in product(*(range(len(survivals) + 1) for _, survivals in candidates)):
+        if sum(lengths) <= room.most:
+            gain = sum(sum(s[:n]) for (_, s), n in zip(candidates, lengths, strict=True))
+            yield {name: n for name, n in zip(names, lengths, strict=True) if n}, gain
+
+
+def padded(table):
+    """Seconds of a step by the bucket that holds it; larger than all of them: a long time."""
+    return lambda tokens: next((table[b] for b in BUCKETS if b >= tokens), 99.0)
+
+
+costs = st.fixed_dictionaries(
+    {b: st.floats(0.5, 9.0).map(lambda seconds, b=b: seconds + b / 4) for b in BUCKETS}
+)
+
+
+@given(drafts, rooms, costs, costs, st.floats(0, 2))
+def test_cost_finds_the_best_of_all_lengths_and_modes(candidates, room, base, shift, drafting):
+    seconds = {"base": padded(base), "shift": padded(shift)}
+
+    def rate(lengths, gain, mode):
+        cost = seconds[mode](room.base_tokens + sum(lengths.values()))
+        return (room.base_tokens + gain) / (cost + (drafting if lengths else 0.0))
+
+    choice = by_cost(candidates, room, seconds, drafting)
+    everything = list(every_choice(candidates, room))
+    best = max(rate(*some, mode) for some in everything for mode in seconds)
+    gain = next(gain for lengths, gain in everything if lengths == choice.lengths)
+    assert rate(choice.lengths, gain, choice.mode) == pytest.approx(best)
+
+
+@given(drafts, rooms, st.none() | st.integers(0, 20))
+def test_fill_takes_the_most_probable_tokens_that_cost_nothing(candidates, room, most_tokens):
+    lengths = fill(candidates, room, most_tokens)
+    num, base = sum(lengths.values()), room.base_tokens
+    bucket = next((b for b in BUCKETS if b >= base), base)
+    free = bucket - base
+    if most_tokens is not None and base <= most_tokens:
+        free = min(free, most_tokens - base)
+    assert num == min(free, room.most, sum(len(survivals) for _, survivals in candidates))
+    gains = [(some, gain) for some, gain in every_choice(candidates, room)]
+    gain = next(gain for some, gain in gains if some == lengths)
+    assert gain == pytest.approx(max(g for some, g in gains if sum(some.values()) == num))
+
+
+def test_drafts_move_the_crossing_of_the_modes():
+    """One mode is cheap for few tokens, the other for many."""
+    seconds = {"shift": lambda n: 8 + 0.03 * n, "base": lambda n: 11 + 0.014 * n}
+    candidates = [(i, [0.9, 0.8, 0.7]) for i in range(64)]
+    room = Room(64, 10**6, 10**6, (64, 128, 256))
+    with_drafts = by_cost(candidates, room, seconds)
+    assert with_drafts.mode == "base" and sum(with_drafts.lengths.values()) == 192
+    assert by_cost([], room, seconds) == ({}, "shift")
+
+
+def test_drafting_time_is_a_cost():
+    room, seconds = Room(1, 9, 9, (1, 2)), {"base": lambda n: 1.0 if n < 2 else 1.2}
+    assert by_cost([("a", [0.5])], room, seconds).lengths == {"a": 1}
+    assert by_cost([("a", [0.5])], room, seconds, drafting_seconds=0.4).lengths == {}
+
+
+def test_the_fixed_rule_has_two_caps():
+    candidates = [(i, [0.5, 0.5]) for i in range(4)]
+    room = Room(4, 99, 99, (64,))
+    assert fixed(candidates, room, 4, max_seqs=2, off_seqs=0) == {0: 2, 1: 2}
+    assert fixed(candidates, room, 4, max_seqs=0, off_seqs=5) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert fixed(candidates, room, 4, max_seqs=0, off_seqs=4) == {}
+    assert fixed(candidates, room._replace(rows_left=3), 4, 0, 0) == {0: 2, 1: 1}
+    assert fixed(candidates, room._replace(tokens_left=1), 4, 0, 0) == {0: 1}
+    assert fixed(candidates, room._replace(buckets=(8,)), 4, 0, 0) == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize("rule", ["fill", "cost", "fixed"])
+def test_the_setting_picks_the_rule(rule):
+    options = DraftOptions(method="suffix", choice=rule, draft_max_seqs=1)
+    candidates = [("a", [0.9, 0.1]), ("b", [0.8, 0.7])]
+    room = Room(1, 9, 9, (3, 4))
+    seconds = {"shift": lambda n: 1.0}
+    expected = {
+        "fill": ({"a": 1, "b": 1}, None),
+        "cost": ({"a": 1, "b": 2}, "shift"),
+        "fixed": ({"a": 2}, None),
+    }
+    assert choose(options, candidates, room, num_running=2, seconds=seconds) == expected[rule]
+    assert choose(options, candidates, room, most_tokens=2)[1] is None
+
+
+def test_the_cost_rule_without_a_cost_model_fills():
+    options = DraftOptions(method="suffix", choice="cost")
+    assert choose(options, [("a", [0.9] * 9)], Room(1, 9, 9, (3, 8))) == ({"a": 2}, None)
+
+
+@pytest.mark.parametrize(
+    "room", [Room(1, 0, 9, (8,)), Room(1, 9, 0, (8,)), Room(9, 9, 9, (8,)), Room(1, 9, 9, ())]
+)
+def test_without_room_there_are_no_drafts(room):
+    for rule in ("fill", "cost", "fixed"):
+        options = DraftOptions(method="suffix", choice=rule)
+        found = choose(options, [("a", [0.9])], room, num_running=1, seconds={"m": lambda n: 1.0})
+        assert found.lengths == {}

@@ -1,0 +1,257 @@
+"""Sequences that draft: what they copy from, what they may not see, and odd input."""
+
+import random
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shiftjax.drafts.draft import DraftOptions
+from shiftjax.drafts.drafting import INLINE_TOKENS, Drafting
+
+SUFFIX = DraftOptions(method="suffix")
+ANSWER = [11, 12, 13, 14, 15, 16, 17, 18]
+
+token_lists = st.lists(st.integers(0, 2), max_size=40)
+
+
+def tokens_of(drafting, name, most=16):
+    draft = drafting.draft(name, most)
+    return draft.tokens if draft else []
+
+
+def finish(drafting, name, output, corpus=None, finished=True):
+    drafting.start(name, [1, 2], corpus)
+    drafting.extend(name, output)
+    drafting.end(name, finished)
+
+
+@given(token_lists, token_lists, st.sampled_from(["suffix", "ngram"]))
+def test_a_prompt_and_an_output_are_one_text(prompt, output, method):
+    """The prompt is sorted, the output is chained; drafts are those of one chained text."""
+    drafting = Drafting(DraftOptions(method=method, max_match=8))
+    drafting.start("split", prompt, None)
+    drafting.start("whole", [], None)
+    drafting.extend("whole", prompt)
+    for token in output:
+        drafting.extend("split", [token])
+        drafting.extend("whole", [token])
+        assert drafting.draft("split", 9) == drafting.draft("whole", 9)
+
+
+def test_drafts_are_at_most_as_long_as_asked():
+    drafting = Drafting(DraftOptions(method="suffix", max_draft_tokens=3))
+    drafting.start("a", ANSWER * 2, None)
+    assert tokens_of(drafting, "a") == [11, 12, 13]
+    assert tokens_of(drafting, "a", 2) == [11, 12]
+    assert drafting.draft("a", 0) is None and drafting.draft("a", -1) is None
+
+
+def test_a_finished_output_drafts_for_the_next_request():
+    drafting = Drafting(SUFFIX)
+    finish(drafting, "a", ANSWER)
+    drafting.start("b", [3, 4], None)
+    drafting.extend("b", ANSWER[:4])
+    draft = drafting.draft("b", 16)
+    assert draft is not None and draft.tokens == ANSWER[4:] and draft.drafter == "suffix"
+    assert drafting.num_corpus_tokens == len(ANSWER)
+
+
+def test_prompts_never_enter_the_corpus():
+    drafting = Drafting(SUFFIX)
+    drafting.start("a", ANSWER, None)
+    drafting.extend("a", [5])
+    drafting.end("a", finished=True)
+    drafting.start("b", ANSWER[:4], None)
+    assert tokens_of(drafting, "b") == [] and drafting.num_corpus_tokens == 1
+
+
+def test_an_aborted_output_never_enters_the_corpus():
+    drafting = Drafting(SUFFIX)
+    finish(drafting, "a", ANSWER, finished=False)
+    drafting.start("b", ANSWER[:4], None)
+    assert tokens_of(drafting, "b") == [] and drafting.num_corpus_tokens == 0
+
+
+def test_a_running_output_is_seen_by_nobody_else():
+    drafting = Drafting(SUFFIX)
+    drafting.start("a", [1, 2], None)
+    drafting.extend("a", ANSWER)
+    drafting.start("b", ANSWER[:4], None)
+    assert tokens_of(drafting, "b") == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), token_lists), max_size=12), token_lists)
+def test_texts_of_another_key_never_draft(finished, prompt):
+    """Drafts for one key are the same, token for token, whatever the others said."""
+    shared, alone = Drafting(SUFFIX), Drafting(SUFFIX)
+    for name, (key, output) in enumerate(finished):
+        finish(shared, name, output, corpus=key)
+        if key == 0:
+            finish(alone, name, output, corpus=key)
+    for drafting in (shared, alone):
+        drafting._corpora.work(10**6)
+        drafting.start("last", prompt, 0)
+    assert shared.draft("last", 9) == alone.draft("last", 9)
+
+
+def test_a_prediction_is_followed_from_its_first_token_and_found_again():
+    drafting = Drafting(SUFFIX)
+    expected = [*ANSWER, 21, 22, 23, 24, 25]
+    drafting.start("a", [1, 2], None, prediction=expected)
+    draft = drafting.draft("a", 4)
+    assert draft is not None and draft.tokens == ANSWER[:4] and draft.drafter == "prediction"
+    drafting.extend("a", ANSWER[:2])
+    assert tokens_of(drafting, "a", 3) == ANSWER[2:5]
+    drafting.extend("a", [99])  # not as predicted
+    assert tokens_of(drafting, "a") == []
+    drafting.extend("a", ANSWER[3:7])
+    assert tokens_of(drafting, "a") == [18, 21, 22, 23]
+    drafting.extend("a", expected[7:])
+    assert tokens_of(drafting, "a") == []
+
+
+def test_a_prediction_is_of_one_request_alone():
+    drafting = Drafting(SUFFIX)
+    drafting.start("a", [1, 2], None, prediction=ANSWER)
+    drafting.start("b", [1, 2], None)
+    assert tokens_of(drafting, "a") and tokens_of(drafting, "b") == []
+
+
+def test_continuations_of_a_request_see_each_other():
+    drafting = Drafting(SUFFIX)
+    for name in ("a0", "a1"):
+        drafting.start(name, [1, 2, 3, 4], None, parent="a")
+    drafting.start("b", [1, 2, 3, 4], None, parent="b")
+    drafting.extend("a0", ANSWER)
+    assert tokens_of(drafting, "a1") == ANSWER[:4]  # the prompt is the match
+    drafting.extend("a1", ANSWER[:2])
+    assert tokens_of(drafting, "a1") == ANSWER[2:]
+    assert tokens_of(drafting, "b") == []
+    drafting.end("a0", finished=False)
+    assert tokens_of(drafting, "a1") == ANSWER[2:]
+    drafting.end("a1", finished=False)
+    drafting.start("a2", [1, 2, 3, 4], None, parent="a")
+    assert tokens_of(drafting, "a2") == []
+    assert set(drafting._families) == {"a", "b"}
+
+
+def test_a_long_prompt_is_indexed_elsewhere_and_used_when_that_is_done():
+    drafting, gate = Drafting(SUFFIX), threading.Event()
+    drafting._indexer.submit(gate.wait)  # the thread is busy
+    prompt = [*range(100, 100 + INLINE_TOKENS), *ANSWER]
+    drafting.start("a", prompt, None)
+    drafting.extend("a", [110, 111])
+    assert drafting.draft("a", 8) is None
+    drafting.extend("a", [7, 8, 9, 7, 8])
+    assert tokens_of(drafting, "a") == [9, 7]  # from the output
+    gate.set()
+    drafting._sequences["a"].family.prompt.result(timeout=60)
+    drafting.extend("a", ANSWER[:4])
+    assert tokens_of(drafting, "a") == ANSWER[4:]
+    drafting.close()
+
+
+def test_what_ends_before_its_index_is_made_costs_none():
+    drafting, gate = Drafting(SUFFIX), threading.Event()
+    drafting._indexer.submit(gate.wait)
+    drafting.start("a", range(10_000), None)
+    prompt = drafting._sequences["a"].family.prompt
+    drafting.end("a", finished=True)
+    assert prompt.cancelled()
+    gate.set()
+    drafting.close()
+
+
+def test_what_the_drafts_of_a_sequence_are_worth_is_learned():
+    drafting = Drafting(SUFFIX)
+    for name in ("good", "bad"):
+        drafting.start(name, ANSWER * 3, None)
+        draft = drafting.draft(name, 8)
+        assert draft is not None and draft.survivals == [1.0] * 8
+    for _ in range(30):
+        for name, accepted in (("good", 8), ("bad", 0)):
+            draft = drafting.draft(name, 8)
+            assert draft is not None
+            drafting.learn(name, draft, offered=8, accepted=accepted)
+    good, bad = drafting.draft("good", 8), drafting.draft("bad", 8)
+    assert good is not None and bad is not None
+    assert drafting.record("good") > 1 > drafting.record("bad")
+    assert good.survivals[0] > 2 * bad.survivals[0]
+
+
+def test_the_source_that_was_right_is_taken():
+    """Own text and corpus disagree; after some steps the better one is known."""
+    drafting = Drafting(SUFFIX)
+    finish(drafting, "old", [11, 12, 13, 14, 77, 78])
+    drafting.start("a", [*ANSWER[:6], *ANSWER[:4]], None)
+    draft = drafting.draft("a", 2)
+    assert draft is not None and draft.tokens == [15, 16]
+    for _ in range(12):
+        drafting.learn("a", draft, offered=2, accepted=0)
+    assert tokens_of(drafting, "a", 2) == [77, 78]
+
+
+def test_drafts_made_elsewhere_are_rated_and_learned():
+    drafting = Drafting(DraftOptions(method="model"))
+    drafting.start("a", ANSWER * 2, None)
+    assert drafting.draft("a", 8) is None
+    draft = drafting.rated("a", [5, 6], [0.5, 0.5], "model")
+    assert draft.survivals == [0.5, 0.25] and draft.drafter == "model"
+    for _ in range(50):
+        drafting.learn("a", draft, offered=2, accepted=2)
+    assert drafting.rated("a", [5, 6], [0.5, 0.5], "model").survivals[1] > 0.6
+    drafting.end("a", finished=True)
+    assert drafting.num_corpus_tokens == 0
+
+
+def test_n_grams_keep_no_corpus():
+    drafting = Drafting(DraftOptions(method="ngram"))
+    finish(drafting, "a", ANSWER)
+    drafting.start("b", [*ANSWER, 11, 12], None)
+    draft = drafting.draft("b", 4)
+    assert draft is not None and (draft.tokens, draft.drafter) == ([13, 14, 15, 16], "ngram")
+    assert drafting.num_corpus_tokens == 0
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix", "model", "hybrid"])
+@pytest.mark.parametrize("prompt", [[], [7], [7] * 50, [2**31 - 1, 0]])
+def test_odd_input_is_no_error(method, prompt):
+    drafting = Drafting(DraftOptions(method=method, corpus_tokens=5))
+    for name in range(3):
+        drafting.start(name, prompt, ("adapter", "salt"), prediction=prompt)
+        drafting.draft(name, 8)
+        drafting.extend(name, [])
+        for most in (-1, 0, 1, 100):
+            drafting.extend(name, [7])
+            drafting.draft(name, most)
+        drafting.end(name, finished=True)
+    assert drafting.num_corpus_tokens <= 5
+
+
+def test_names_are_checked():
+    drafting = Drafting(SUFFIX)
+    drafting.start("a", [], None)
+    with pytest.raises(ValueError, match="called 'a' already"):
+        drafting.start("a", [], None)
+    for call in (drafting.draft, drafting.extend, drafting.end):
+        with pytest.raises(KeyError):
+            call("b", [])  # pyright: ignore
+
+
+def test_the_same_calls_make_the_same_drafts():
+    def traffic():
+        rng, drafting, made = random.Random(7), Drafting(SUFFIX), []
+        for name in range(30):
+            drafting.start(name, rng.choices(range(5), k=20), name % 2)
+            for _ in range(15):
+                drafting.extend(name, rng.choices(range(5), k=rng.randint(1, 4)))
+                draft = drafting.draft(name, 8)
+                made.append(draft)
+                if draft:
+                    drafting.learn(name, draft, len(draft.tokens), rng.randint(0, 2))
+            drafting.end(name, finished=rng.random() < 0.8)
+        return made
+
+    assert traffic() == traffic()
