@@ -4,11 +4,13 @@ from itertools import accumulate, product
 from operator import mul
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.drafts.choice import Room, by_cost, choose, fill, fixed
 from shiftjax.drafts.draft import DraftOptions
+
+steady = settings(deadline=None, derandomize=True)
 
 BUCKETS = (4, 8, 16)
 
@@ -38,6 +40,7 @@ costs = st.fixed_dictionaries(
 )
 
 
+@steady
 @given(drafts, rooms, costs, costs, st.floats(0, 2))
 def test_cost_finds_the_best_of_all_lengths_and_modes(candidates, room, base, shift, drafting):
     seconds = {"base": padded(base), "shift": padded(shift)}
@@ -53,6 +56,7 @@ def test_cost_finds_the_best_of_all_lengths_and_modes(candidates, room, base, sh
     assert rate(choice.lengths, gain, choice.mode) == pytest.approx(best)
 
 
+@steady
 @given(drafts, rooms, st.none() | st.integers(0, 20))
 def test_fill_takes_the_most_probable_tokens_that_cost_nothing(candidates, room, most_tokens):
     lengths = fill(candidates, room, most_tokens)

@@ -4,13 +4,15 @@ from array import array
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.drafts import corpora
 from shiftjax.drafts.corpora import Corpora
 from shiftjax.drafts.history import History
 from shiftjax.drafts.search import SUFFIX_SIZES
+
+steady = settings(deadline=None, derandomize=True)
 
 BUDGET = 20
 EVERYTHING = 10**6
@@ -62,6 +64,7 @@ def three_corpora():
         yield
 
 
+@steady
 @given(st.lists(adds, max_size=30))
 def test_bounds_are_exact_and_nothing_remains(history):
     some, model = Corpora(SUFFIX_SIZES, BUDGET), Model()
@@ -80,6 +83,7 @@ def test_bounds_are_exact_and_nothing_remains(history):
             assert corpus.places(run, 12) == expected.places(run, 12)
 
 
+@steady
 @given(st.lists(adds, max_size=20))
 def test_between_slices_only_kept_texts_of_the_key_are_found(history):
     some, model = Corpora(SUFFIX_SIZES, BUDGET), Model()

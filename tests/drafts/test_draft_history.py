@@ -3,15 +3,24 @@
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from suffix_oracle import guess
 
 from shiftjax.drafts import sorted_index
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.history import History
-from shiftjax.drafts.search import MOST_PLACES, SUFFIX_SIZES, Search, follow, make_search
+from shiftjax.drafts.search import (
+    MOST_PLACES,
+    SUFFIX_SIZES,
+    Search,
+    follow,
+    longest_matches,
+    make_search,
+)
 from shiftjax.drafts.sorted_index import SortedIndex
+
+steady = settings(deadline=None, derandomize=True)
 
 SUFFIX = make_search(DraftOptions(method="suffix"))
 NGRAM = make_search(DraftOptions(method="ngram", max_draft_tokens=6))
@@ -30,12 +39,14 @@ def history_of(texts, sizes=SUFFIX_SIZES) -> History:
     return history
 
 
+@steady
 @given(st.lists(token_lists, max_size=5), token_lists, st.integers(0, 8))
 def test_a_guess_is_that_of_a_search_through_everything(texts, context, most):
     found = SUFFIX.guess(array("i", context[-32:]), history_of(texts).places, most)
     assert tuple(found) == guess(context, texts, most)
 
 
+@steady
 @given(
     token_lists, st.floats(0.2, 2.0), st.floats(0.0, 3.0), st.floats(0.0, 1.0), st.integers(1, 9)
 )
@@ -46,6 +57,7 @@ def test_every_setting_is_obeyed(text, factor, offset, floor, max_match):
     assert tuple(found) == guess(text, [text], 16, **settings)
 
 
+@steady
 @given(token_lists, st.integers(0, 8))
 def test_n_grams_are_the_same_search_with_other_lengths(text, most):
     found = NGRAM.guess(array("i", text[-5:]), history_of([text], NGRAM_SIZES).places, most)
@@ -53,6 +65,7 @@ def test_n_grams_are_the_same_search_with_other_lengths(text, most):
     assert tuple(found) == guess(text, [text], most, **lengths)
 
 
+@steady
 @given(token_lists, st.sampled_from([SUFFIX_SIZES, NGRAM_SIZES]))
 def test_sorting_finds_what_the_dictionary_finds(text, sizes):
     history, index = history_of([text], sizes), SortedIndex(array("i", text), sizes)
@@ -63,6 +76,7 @@ def test_sorting_finds_what_the_dictionary_finds(text, sizes):
             assert index.ends(key, MOST_PLACES) == places
 
 
+@steady
 @given(token_lists, st.lists(st.integers(1, 7), max_size=20))
 def test_a_history_may_grow_in_pieces(text, pieces):
     grown = History(SUFFIX_SIZES)
@@ -89,6 +103,7 @@ def test_tokens_whose_hashes_collide_are_no_match(monkeypatch):
 
     assert SUFFIX.guess(array("i", [0, 2, 3, 9]), lookup, 4) == ([5, 6, 7], [1.0] * 3, 3)
     assert SUFFIX.guess(array("i", [0, 0, 0, 9]), lookup, 4) == ([4], [0.5], 1)
+    assert longest_matches(array("i", [0, 2, 3, 9]), lookup([9], 4), 4) == (4, [])
 
 
 def test_places_vote_and_the_path_ends_below_the_floor():
