@@ -118,10 +118,8 @@ class Drafting:
         text = family.history.add(tokens, first=max(1, len(tokens)))
         if self.options.copies:
             family.history.index(text, len(tokens) + 1)
-        expected = None
-        if prediction:
-            expected = _Prediction(array("i", prediction), self._index(array("i", prediction)))
-        self._sequences[name] = _Sequence(family, text, len(tokens), parent, corpus, expected)
+        expected = None if prediction is None else self._predict(array("i", prediction))
+        self._sequences[name] = _Sequence(family, text, len(prompt), parent, corpus, expected)
 
     def extend(self, name: Hashable, tokens: Sequence[int]) -> None:
         """Tokens of a sequence were committed."""
@@ -190,6 +188,9 @@ class Drafting:
     def close(self) -> None:
         """End the thread that builds indices."""
         self._indexer.shutdown(cancel_futures=True)
+
+    def _predict(self, tokens: array[int]) -> _Prediction:
+        return _Prediction(tokens, self._index(tokens))
 
     def _index(self, tokens: array[int]) -> Future[SortedIndex]:
         """The index of these tokens as they are now: there if they are few, else to come."""

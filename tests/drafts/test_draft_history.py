@@ -15,7 +15,6 @@ from shiftjax.drafts.search import (
     SUFFIX_SIZES,
     Search,
     follow,
-    longest_matches,
     make_search,
 )
 from shiftjax.drafts.sorted_index import SortedIndex
@@ -103,7 +102,11 @@ def test_tokens_whose_hashes_collide_are_no_match(monkeypatch):
 
     assert SUFFIX.guess(array("i", [0, 2, 3, 9]), lookup, 4) == ([5, 6, 7], [1.0] * 3, 3)
     assert SUFFIX.guess(array("i", [0, 0, 0, 9]), lookup, 4) == ([4], [0.5], 1)
-    assert longest_matches(array("i", [0, 2, 3, 9]), lookup([9], 4), 4) == (4, [])
+
+    def crowded(key, most):
+        return [(text, 9)] if len(key) == 4 else lookup(key, most)
+
+    assert SUFFIX.guess(array("i", [0, 2, 3, 9]), crowded, 4) == ([5, 6, 7], [1.0] * 3, 3)
 
 
 def test_places_vote_and_the_path_ends_below_the_floor():
@@ -114,6 +117,12 @@ def test_places_vote_and_the_path_ends_below_the_floor():
     assert follow(places, 9, min_prob=0.34) == ([2, 3], [1.0, 2 / 3])
     assert follow(places, 2) == ([2, 3], [1.0, 2 / 3])
     assert follow([], 2) == ([], [])
+
+
+def test_only_the_most_recent_places_vote():
+    text = [5, 1] + [5, 2] * 6 + [5, 3] * 6
+    found = SUFFIX.guess(array("i", [8, 5]), history_of([text]).places, 4)
+    assert tuple(found) == ([3], [0.5], 1) == guess([8, 5], [text], 4)
 
 
 @pytest.mark.parametrize("text", [[], [7], [7, 7], [7] * 100])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import INLINE_TOKENS, Drafting
 
-steady = settings(deadline=None, derandomize=True)
+short = settings(deadline=None, derandomize=True, max_examples=40)
 
 SUFFIX = DraftOptions(method="suffix")
 ANSWER = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -29,7 +29,7 @@ def finish(drafting, name, output, corpus=None, finished=True):
     drafting.end(name, finished)
 
 
-@steady
+@short
 @given(token_lists, token_lists, st.sampled_from(["suffix", "ngram"]))
 def test_a_prompt_and_an_output_are_one_text(prompt, output, method):
     """The prompt is sorted, the output is chained; drafts are those of one chained text."""
@@ -85,7 +85,7 @@ def test_a_running_output_is_seen_by_nobody_else():
     assert tokens_of(drafting, "b") == []
 
 
-@steady
+@short
 @given(st.lists(st.tuples(st.integers(0, 2), token_lists), max_size=12), token_lists)
 def test_texts_of_another_key_never_draft(finished, prompt):
     """Drafts for one key are the same, token for token, whatever the others said."""
