@@ -66,7 +66,7 @@ class Corpora:
             most -= stop - start
             if stop < text.stop:
                 self._leaving.appendleft((corpus, text, stop))
-        while self._entering and most > 0:
+        while self._entering:
             corpus, text = self._entering[0]
             if text.number in corpus.texts:
                 stop = min(len(text.tokens) + 1, text.stop + most)

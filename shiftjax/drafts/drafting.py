@@ -108,7 +108,7 @@ class Drafting:
             raise ValueError(f"There is a sequence called {name!r} already.")
         self._corpora.work(START_WORK)
         tokens = array("i", prompt)
-        family = self._families.get(parent) if parent is not None else None
+        family = self._families.get(parent)
         if family is None:
             repeated = tokens if self.options.copies else array("i")
             family = _Family(History(self._search.sizes), self._index(repeated))
@@ -208,7 +208,7 @@ class Drafting:
         done = len(sequence.text.tokens) - sequence.num_prompt
         recent = min(done, len(tail))
         is_aligned = prediction.tokens[done - recent : done] == tail[len(tail) - recent :]
-        if done < len(prediction.tokens) and is_aligned:
+        if is_aligned:
             match = self._search.max_match
             return Guess(*follow([(prediction.tokens, done)], most), match)
         return self._search.guess(tail, prediction.lookup, most)

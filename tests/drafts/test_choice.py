@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from shiftjax.drafts.choice import Room, by_cost, choose, fill, fixed
 from shiftjax.drafts.draft import DraftOptions
 
-steady = settings(deadline=None, derandomize=True)
+steady = settings(deadline=None, derandomize=True, max_examples=200)
 
 BUCKETS = (4, 8, 16)
 
 rates = st.floats(0.01, 1.0)
-drafts = st.lists(st.lists(rates, max_size=3), max_size=4).map(
+drafts = st.lists(st.lists(rates, max_size=3), min_size=1, max_size=4).map(
     lambda found: [(f"s{i}", list(accumulate(p, mul))) for i, p in enumerate(found)]
 )
-rooms = st.builds(Room, st.integers(1, 18), st.integers(0, 9), st.integers(0, 9), st.just(BUCKETS))
+budgets = st.sampled_from([9, 5, 3, 1, 0])
+bases = st.sampled_from(range(1, 19))
+rooms = st.builds(Room, bases, budgets, budgets, st.just(BUCKETS))
 
 
 def every_choice(candidates, room):
