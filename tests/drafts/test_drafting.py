@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.drafts.draft import DraftOptions
-from shiftjax.drafts.drafting import INLINE_TOKENS, Drafting
+from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Drafting
 
 short = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -17,6 +17,21 @@ ANSWER = [11, 12, 13, 14, 15, 16, 17, 18]
 
 seeds = st.integers(0, 10**6)
 token_lists = seeds.map(lambda seed: random.Random(seed).choices(range(3), k=seed % 41))
+
+
+@pytest.fixture
+def busy():
+    """(drafting, release): the thread that builds indices does nothing until released."""
+    drafting, gate = Drafting(SUFFIX), threading.Event()
+    drafting._indexer.submit(gate.wait, 60)
+
+    def release():
+        gate.set()
+        drafting._indexer.submit(int).result()  # what came before is done
+
+    yield drafting, release
+    gate.set()
+    drafting.close()
 
 
 def tokens_of(drafting, name, most=16):
@@ -30,15 +45,18 @@ def finish(drafting, name, output, corpus=None, finished=True):
     drafting.end(name, finished)
 
 
-@short
-@given(token_lists, token_lists, st.sampled_from(["suffix", "ngram"]))
-def test_a_prompt_and_an_output_are_one_text(prompt, output, method):
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+@pytest.mark.parametrize("num_prompt", [0, 1, 3, 30, 200])
+@pytest.mark.parametrize("num_symbols", [2, 4])
+def test_a_prompt_and_an_output_are_one_text(method, num_prompt, num_symbols):
     """The prompt is sorted, the output is chained; drafts are those of one chained text."""
-    drafting = Drafting(DraftOptions(method=method, max_match=8))
+    rng = random.Random(num_prompt)
+    prompt = rng.choices(range(num_symbols), k=num_prompt)
+    drafting = Drafting(DraftOptions(method=method))
     drafting.start("split", prompt, None)
     drafting.start("whole", [], None)
     drafting.extend("whole", prompt)
-    for token in output:
+    for token in rng.choices(range(num_symbols), k=60):
         drafting.extend("split", [token])
         drafting.extend("whole", [token])
         assert drafting.draft("split", 9) == drafting.draft("whole", 9)
@@ -142,32 +160,50 @@ def test_continuations_of_a_request_see_each_other():
     assert set(drafting._families) == {"a", "b"}
 
 
-def test_a_long_prompt_is_indexed_elsewhere_and_used_when_that_is_done():
-    drafting, gate = Drafting(SUFFIX), threading.Event()
-    drafting._indexer.submit(gate.wait)  # the thread is busy
+def test_a_long_prompt_is_indexed_elsewhere_and_used_when_that_is_done(busy):
+    drafting, release = busy
     prompt = [*range(100, 100 + INLINE_TOKENS), *ANSWER]
     drafting.start("a", prompt, None)
     drafting.extend("a", [110, 111])
     assert drafting.draft("a", 8) is None
     drafting.extend("a", [7, 8, 9, 7, 8])
     assert tokens_of(drafting, "a") == [9, 7]  # from the output
-    gate.set()
-    index = drafting._sequences["a"].family.prompt.result(timeout=60)
+    release()
+    index = drafting._sequences["a"].family.prompt.result()
     assert index.ends([7], 9) == []  # of the prompt alone, whatever was said since
     drafting.extend("a", ANSWER[:4])
     assert tokens_of(drafting, "a") == ANSWER[4:]
-    drafting.close()
 
 
-def test_what_ends_before_its_index_is_made_costs_none():
-    drafting, gate = Drafting(SUFFIX), threading.Event()
-    drafting._indexer.submit(gate.wait)
+def test_a_long_prediction_is_followed_before_it_is_indexed(busy):
+    drafting, release = busy
+    expected = [*range(100, 100 + INLINE_TOKENS), *ANSWER]
+    drafting.start("a", [1, 2], None, prediction=expected)
+    assert tokens_of(drafting, "a", 2) == [100, 101]
+    drafting.extend("a", ANSWER[:4])
+    assert drafting.draft("a", 8) is None
+    release()
+    assert tokens_of(drafting, "a") == ANSWER[4:]
+
+
+def test_what_ends_before_its_index_is_made_costs_none(busy):
+    drafting, _ = busy
     drafting.start("a", range(10_000), None)
     prompt = drafting._sequences["a"].family.prompt
     drafting.end("a", finished=True)
     assert prompt.cancelled()
-    gate.set()
-    drafting.close()
+
+
+def test_a_long_output_is_indexed_in_slices():
+    drafting = Drafting(SUFFIX)
+    output = [*range(100, 100 + 3 * START_WORK), *ANSWER]
+    finish(drafting, "a", output)
+    drafting.start("b", ANSWER[:4], None)
+    drafting.start("c", [], None)
+    assert tokens_of(drafting, "b") == []
+    for _ in range(3 * START_WORK // EXTEND_WORK):
+        drafting.extend("c", [5])
+    assert tokens_of(drafting, "b") == ANSWER[4:]
 
 
 def test_what_the_drafts_of_a_sequence_are_worth_is_learned():
