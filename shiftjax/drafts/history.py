@@ -67,7 +67,7 @@ class History:
         return text
 
     def index(self, text: Text, stop: int) -> None:
-        """Index the places of a text below `stop`, which is at most its length + 1."""
+        """Index the next places of a text, up to `stop`, excluded; its length + 1 at most."""
         shards, append, masks = self._shards, text.before.append, self._masks
         place = text.number << TEXT_SHIFT | text.stop
         for code in self._codes(text, text.stop, stop):
@@ -77,7 +77,7 @@ class History:
                 append(latest.get(key, NOWHERE))
                 latest[key] = place
             place += 1
-        text.stop = max(text.stop, stop)
+        text.stop = stop
 
     def forget(self, text: Text, start: int, stop: int) -> None:
         """Take the places `start .. stop - 1` of a removed text, the oldest, out of the index."""
