@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--most-texts", type=int, help="replay only the first of them")
     flags = parser.parse_args()
     encode = load_tokenizer(flags.tokenizer).encode
-    options = DraftOptions(method=flags.method, max_draft_tokens=flags.max_draft_tokens)
+    options = DraftOptions(speculation=flags.method, max_draft_tokens=flags.max_draft_tokens)
     drafting, counts = Drafting(options), Counter()
     lines = flags.texts.read_text().splitlines()[: flags.most_texts]
     for name, line in enumerate(map(json.loads, lines)):

@@ -36,6 +36,7 @@ from serving.bench.steps import (
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.policy import FixedPolicy, work_of
+from shiftjax.control.request import SamplingParams
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
 from shiftjax.options import ConfigError, unknown_name

@@ -102,7 +102,7 @@ def test_the_fixed_rule_has_two_caps():
 
 @pytest.mark.parametrize("rule", ["fill", "cost", "fixed"])
 def test_the_setting_picks_the_rule(rule):
-    options = DraftOptions(method="suffix", choice=rule, draft_max_seqs=1)
+    options = DraftOptions(speculation="suffix", draft_choice=rule, draft_max_seqs=1)
     candidates = [("a", [0.9, 0.1]), ("b", [0.8, 0.7])]
     room = Room(1, 9, 9, (3, 4))
     seconds = {"shift": lambda n: 1.0}
@@ -116,7 +116,7 @@ def test_the_setting_picks_the_rule(rule):
 
 
 def test_the_cost_rule_without_a_cost_model_fills():
-    options = DraftOptions(method="suffix", choice="cost")
+    options = DraftOptions(speculation="suffix", draft_choice="cost")
     assert choose(options, [("a", [0.9] * 9)], Room(1, 9, 9, (3, 8))) == ({"a": 2}, None)
 
 
@@ -125,6 +125,6 @@ def test_the_cost_rule_without_a_cost_model_fills():
 )
 def test_without_room_there_are_no_drafts(room):
     for rule in ("fill", "cost", "fixed"):
-        options = DraftOptions(method="suffix", choice=rule)
+        options = DraftOptions(speculation="suffix", draft_choice=rule)
         found = choose(options, [("a", [0.9])], room, num_running=1, seconds={"m": lambda n: 1.0})
         assert found.lengths == {}

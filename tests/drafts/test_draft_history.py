@@ -22,8 +22,8 @@ from shiftjax.drafts.sorted_index import SortedIndex
 
 steady = settings(deadline=None, derandomize=True)
 
-SUFFIX = make_search(DraftOptions(method="suffix"))
-NGRAM = make_search(DraftOptions(method="ngram", max_draft_tokens=6))
+SUFFIX = make_search(DraftOptions(speculation="suffix"))
+NGRAM = make_search(DraftOptions(speculation="ngram", max_draft_tokens=6))
 NGRAM_SIZES = (5, 4, 3, 2)
 
 seeds = st.integers(0, 10**6)

@@ -12,7 +12,7 @@ from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Dra
 
 short = settings(deadline=None, derandomize=True, max_examples=40)
 
-SUFFIX = DraftOptions(method="suffix")
+SUFFIX = DraftOptions(speculation="suffix")
 ANSWER = [11, 12, 13, 14, 15, 16, 17, 18]
 
 seeds = st.integers(0, 10**6)
@@ -52,7 +52,7 @@ def test_a_prompt_and_an_output_are_one_text(method, num_prompt, num_symbols):
     """The prompt is sorted, the output is chained; drafts are those of one chained text."""
     rng = random.Random(num_prompt)
     prompt = rng.choices(range(num_symbols), k=num_prompt)
-    drafting = Drafting(DraftOptions(method=method))
+    drafting = Drafting(DraftOptions(speculation=method))
     drafting.start("split", prompt, None)
     drafting.start("whole", [], None)
     drafting.extend("whole", prompt)
@@ -63,7 +63,7 @@ def test_a_prompt_and_an_output_are_one_text(method, num_prompt, num_symbols):
 
 
 def test_drafts_are_at_most_as_long_as_asked():
-    drafting = Drafting(DraftOptions(method="suffix", max_draft_tokens=3))
+    drafting = Drafting(DraftOptions(speculation="suffix", max_draft_tokens=3))
     drafting.start("a", ANSWER * 2, None)
     assert tokens_of(drafting, "a") == [11, 12, 13]
     assert tokens_of(drafting, "a", 2) == [11, 12]
@@ -239,7 +239,7 @@ def test_the_source_that_was_right_is_taken():
 
 
 def test_drafts_made_elsewhere_are_rated_and_learned():
-    drafting = Drafting(DraftOptions(method="model"))
+    drafting = Drafting(DraftOptions(speculation="model"))
     drafting.start("a", ANSWER * 2, None)
     assert drafting.draft("a", 8) is None
     draft = drafting.rated("a", [5, 6], [0.5, 0.5], "model")
@@ -252,7 +252,7 @@ def test_drafts_made_elsewhere_are_rated_and_learned():
 
 
 def test_n_grams_keep_no_corpus():
-    drafting = Drafting(DraftOptions(method="ngram"))
+    drafting = Drafting(DraftOptions(speculation="ngram"))
     finish(drafting, "a", ANSWER)
     drafting.start("b", [*ANSWER, 11, 12], None)
     draft = drafting.draft("b", 4)
@@ -263,7 +263,7 @@ def test_n_grams_keep_no_corpus():
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix", "model", "hybrid"])
 @pytest.mark.parametrize("prompt", [[], [7], [7] * 50, [2**31 - 1, 0]])
 def test_odd_input_is_no_error(method, prompt):
-    drafting = Drafting(DraftOptions(method=method, corpus_tokens=5))
+    drafting = Drafting(DraftOptions(speculation=method, suffix_corpus_tokens=5))
     for name in range(3):
         drafting.start(name, prompt, ("adapter", "salt"), prediction=prompt)
         drafting.draft(name, 8)
