@@ -161,10 +161,18 @@ BROKEN_RULES = [
     ({"num_host_blocks": 8}, "num_host_blocks = 8 is used by preemption = swap only"),
     ({"num_blocks": 5, "max_model_len": 65}, "hold 64 tokens (block 0 is reserved), less than"),
     ({"token_buckets": [64, 512]}, "token_buckets end at 512, but a step may have"),
+    ({"speculation": "suffix", "draft_choice": "cost"}, "draft_choice = cost needs policy = cost"),
+    ({"speculation": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min = 6 is above"),
+]
+UNREAD = [
+    ({"max_draft_tokens": 4}, "max_draft_tokens has no meaning with speculation = none"),
+    ({"speculation": "ngram", "suffix_factor": 2.0}, "with speculation = ngram"),
+    ({"speculation": "suffix", "prompt_lookup_max": 9}, "with speculation = suffix"),
+    ({"speculation": "suffix", "draft_max_seqs": 9}, "with draft_choice = auto"),
 ]
 
 
-@pytest.mark.parametrize(("options", "fragment"), BROKEN_RULES)
+@pytest.mark.parametrize(("options", "fragment"), BROKEN_RULES + UNREAD)
 def test_options_that_contradict_each_other_are_one_line(options, fragment):
     (problem,) = problems_of(**options)
     assert fragment in problem

@@ -239,7 +239,7 @@ def test_the_source_that_was_right_is_taken():
 
 
 def test_drafts_made_elsewhere_are_rated_and_learned():
-    drafting = Drafting(DraftOptions(speculation="model"))
+    drafting = Drafting(DraftOptions())
     drafting.start("a", ANSWER * 2, None)
     assert drafting.draft("a", 8) is None
     draft = drafting.rated("a", [5, 6], [0.5, 0.5], "model")
