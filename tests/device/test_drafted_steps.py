@@ -89,7 +89,7 @@ def test_sampled_tokens_are_those_without_drafts(built, quality):
             frequency_penalty=0.3 * (i % 3),
             presence_penalty=0.2 * (i % 2),
             repetition_penalty=1.2,
-            logit_bias={7: 2.5, 11: -3.0} if i % 3 else None,
+            logit_bias={20: 5.0, 21: 4.0, 22: 4.0, 23: -5.0} if i % 3 else None,
             stop_token_ids=(7, 12, 13, 14),
             seed=i,
             n=1 + i % 2,
