@@ -138,7 +138,7 @@ NAMES = ("accepted", "draft")
 
 def main() -> None:
     """Measure every workload at every number of streams, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one stream, 3 rounds, few tokens")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
