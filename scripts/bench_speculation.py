@@ -16,6 +16,9 @@ outputs that are the plain ones' to the last token: all in float32; in bfloat16 
 as good as equal, and plain decoding alone and in a batch differ there, too. `tokens_per_step` is
 what a sequence gets from a step that it decodes in.
 
+`--seeds N` also takes N seeded requests at temperature 1, each alone and all together by every
+engine, and counts those that differ. `--streams` without a number leaves the workloads out.
+
 Prints a row per workload, streams and engine, then one line of JSON. `--output FILE` appends the
 rows with every round.
 """
@@ -111,6 +114,24 @@ def measure(llm: LLM, prompts: list[str], num_tokens: int) -> tuple[float, list[
     return time.perf_counter() - start, outputs
 
 
+def changed(engines: dict[str, LLM], num: int, num_tokens: int) -> dict[str, int]:
+    """Of so many seeded requests at temperature 1, how many are not what they are alone.
+
+    Alone without drafts; together, as many as an engine runs at once, by every engine.
+    """
+    prompts = islice(cycle(questions(None)), num)
+    pairs = [
+        (prompt, SamplingParams(seed=seed, max_tokens=num_tokens))
+        for seed, prompt in enumerate(prompts)
+    ]
+    alone = [engines["plain"].generate([p], s)[0].outputs[0].token_ids for p, s in pairs]
+    found = {}
+    for name, llm in engines.items():
+        together = llm.generate([p for p, _ in pairs], [s for _, s in pairs])
+        found[name] = sum(o.outputs[0].token_ids != a for o, a in zip(together, alone, strict=True))
+    return found
+
+
 def summary(rounds: list[tuple[float, list[RequestOutput]]], plain: list) -> dict:
     """One engine at one workload, beside the plain engine's rounds."""
     speed = [sum(len(o.outputs[0].token_ids) for o in out) / s for s, out in rounds]
@@ -144,19 +165,25 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--prompts", type=Path, help="questions: JSON lines with `turns`")
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="also: so many seeded requests, alone and together"
+    )
     parser.add_argument("--output", type=Path, help="a file to which rows are appended")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.tokens, args.streams = 3, 48, [1]
-    most = max(8, *args.streams)
+    most = max([8, *args.streams])
     sizes = {"max_num_seqs": most, "max_num_batched_tokens": 128, "max_model_len": 1024}
     sizes |= {"num_blocks": 1 + most * 64, "dtype": args.dtype, "devices": 1}
     names = dict.fromkeys(["plain", *args.engines])
     engines = {name: LLM(args.model, **sizes, **ENGINES[name]) for name in names}
     found: dict[str, dict] = {}
+    if args.seeds:
+        found["seeded"] = changed(engines, args.seeds, args.tokens)
+        print(f"of {args.seeds} seeded requests not what they are alone: {found['seeded']}")
     workloads = {"edit": edits(), "agent": calls(), "chat": questions(args.prompts)}
     for workload, prompts in workloads.items():
         for streams in args.streams:
@@ -175,7 +202,8 @@ def main() -> None:
                 if args.output:
                     with args.output.open("a") as file:
                         file.write(json.dumps(row | {"machine": describe_machine()}) + "\n")
-    print(json.dumps({key: {k: row[k] for k in SHOWN} for key, row in found.items()}))
+    shown = {key: {k: row[k] for k in SHOWN if k in row} or row for key, row in found.items()}
+    print(json.dumps(shown))
 
 
 SHOWN = ("tokens_equal", "tokens_per_step", "ratio_to_plain")
