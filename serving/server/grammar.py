@@ -56,7 +56,11 @@ class GrammarState:
         """`mask` after none, one, two ... of these tokens, as far as the grammar can go on."""
         masks, matcher = [self.mask], self._matcher
         taken = 0
-        for token_id in draft[: matcher.validate_tokens(draft)]:  # a wrong one breaks the matcher
+        for token_id in draft:
+            # A token that the mask forbids would break the matcher; what follows a complete output
+            # is its end, which `rollback` does not count.
+            if not _allows(masks[-1], token_id) or matcher.is_stopped():
+                break
             matcher.consume_token(token_id)
             taken += 1
             mask = self._compute()
@@ -77,6 +81,11 @@ class GrammarState:
             known = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
             words[: len(known)] = known[: self._num_words]
         return words
+
+
+def _allows(mask: np.ndarray, token_id: int) -> bool:
+    """Whether a token's bit is set; an id that the tokenizer does not know has none."""
+    return token_id < 32 * len(mask) and bool(int(mask[token_id // 32]) >> (token_id % 32) & 1)
 
 
 class Grammars:
