@@ -36,6 +36,8 @@ def generate_values(request: pb.GenerateRequest, *, stream: bool) -> dict[str, A
     values |= {"priority": request.priority, "stream": stream}
     if request.HasField("cache_salt"):
         values["cache_salt"] = request.cache_salt
+    if request.HasField("prediction"):
+        values["prediction"] = {"type": "content", "content": request.prediction}
     return values
 
 
@@ -133,6 +135,7 @@ def usage_message(handle: RequestHandle) -> pb.Usage:
         prompt_tokens=counts["prompt_tokens"],
         completion_tokens=counts["completion_tokens"],
         cached_tokens=counts["prompt_tokens_details"]["cached_tokens"],
+        **counts.get("completion_tokens_details", {}),
     )
 
 

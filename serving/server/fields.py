@@ -41,6 +41,20 @@ class StructuredOutputs(msgspec.Struct):
     json_object: bool | None = None
 
 
+class TextPart(msgspec.Struct):
+    """A part of a text."""
+
+    type: str
+    text: str
+
+
+class Prediction(msgspec.Struct):
+    """What the client expects as output (OpenAI's Predicted Outputs): text, or its parts."""
+
+    type: str
+    content: str | list[TextPart]
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What completions and chats have in common. None: not given."""
 
@@ -67,6 +81,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
@@ -123,6 +138,7 @@ NESTED: Mapping[str, type[msgspec.Struct]] = {
     "response_format": ResponseFormat,
     "json_schema": JsonSchema,
     "structured_outputs": StructuredOutputs,
+    "prediction": Prediction,
 }
 
 # Fields that others have and this server has not, with the values that ask for nothing.
@@ -137,7 +153,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in-memory", "in_memory"),
     "reasoning_effort": (),

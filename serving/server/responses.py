@@ -207,14 +207,26 @@ def _finite(logprob: float) -> float:
 
 
 def usage(handles: Sequence[RequestHandle]) -> Json:
-    """Tokens in and out, as far as they have come; cached ones once the request has ended."""
+    """Tokens in and out, as far as they have come; details once the requests have ended."""
     num_prompt = sum(len(handle.request.prompt_token_ids) for handle in handles)
     num_output = sum(handle.num_output_tokens for handle in handles)
     metrics = [handle.output.metrics for handle in handles]
     cached = sum(each.num_cached_tokens for each in metrics if each is not None)
-    return {
+    counts: Json = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(handle.request.prediction is not None for handle in handles):
+        counts["completion_tokens_details"] = _prediction_details(handles)
+    return counts
+
+
+def _prediction_details(handles: Sequence[RequestHandle]) -> Json:
+    """What the model agreed with of what was guessed from predictions, and the rest of it."""
+    outputs = (output for handle in handles for output in handle.output.outputs)
+    metrics = [m for output in outputs if (m := output.metrics) is not None]
+    accepted = sum(each.num_accepted_prediction_tokens for each in metrics)
+    rejected = sum(each.num_prediction_tokens for each in metrics) - accepted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}

@@ -18,6 +18,7 @@ from serving.server.fields import (
     ChatFields,
     CompletionFields,
     GenerationFields,
+    Prediction,
     ResponseFormat,
     StructuredOutputs,
 )
@@ -56,6 +57,7 @@ class Wish:
     sampling: SamplingParams
     grammar: GrammarSource | None
     unknown: tuple[str, ...]  # names of fields that nobody knows
+    prediction: str | None = None  # the output that the client expects
 
     @property
     def priority(self) -> int:
@@ -211,7 +213,7 @@ def _wish(
         sampling = SamplingParams(**given)
     except SamplingError as error:
         raise _sampling_error(error, fields) from None
-    return Wish(fields, sampling, _grammar_source(fields), unknown)
+    return Wish(fields, sampling, _grammar_source(fields), unknown, _predicted(fields.prediction))
 
 
 def _sampling_error(error: SamplingError, fields: GenerationFields) -> ServeError:
@@ -245,6 +247,20 @@ def _check_common(fields: GenerationFields) -> None:
         raise invalid("metadata", words)
     if fields.prompt_logprobs is not None and fields.stream:
         raise invalid("prompt_logprobs", "cannot be streamed; use echo and logprobs")
+
+
+def _predicted(prediction: Prediction | None) -> str | None:
+    """The expected output as one text; none is expected where that is empty."""
+    if prediction is None:
+        return None
+    if prediction.type != "content":
+        raise invalid("prediction.type", "must be content")
+    if isinstance(prediction.content, str):
+        return prediction.content or None
+    for index, part in enumerate(prediction.content):
+        if part.type != "text":
+            raise invalid(f"prediction.content[{index}].type", "must be text")
+    return "".join(part.text for part in prediction.content) or None
 
 
 def _check_prompt(prompt: str | list[Any]) -> None:

@@ -188,6 +188,7 @@ class Service:
         engine.check_room(num_prompts * wish.sampling.n)
         prompts = await self._encode(wish)
         states = await self._constrain(wish, num_prompts)
+        prediction = await self._predict(wish)
         name = fields.request_id or request_id or uuid.uuid4().hex
         requests = [
             Request(
@@ -198,6 +199,7 @@ class Service:
                 priority=wish.priority,
                 cache_salt=fields.cache_salt,
                 constraints=tuple(states[index * wish.sampling.n :][: wish.sampling.n]),
+                prediction=prediction,
             )
             for index, (_, ids) in enumerate(prompts)
         ]
@@ -213,6 +215,12 @@ class Service:
         if self.grammars is None:
             raise invalid("response_format", "needs a tokenizer, which this model has not")
         return await self.grammars.start(wish.grammar, num_prompts * wish.sampling.n)
+
+    async def _predict(self, wish: Wish) -> tuple[int, ...] | None:
+        """The tokens of the expected output, which begins where a prompt ends."""
+        if wish.prediction is None:
+            return None
+        return tuple(await self.texts.encode(wish.prediction, special=False, field="prediction"))
 
     # ------------------------------------------------------------------ text and tokens
 

@@ -38,10 +38,10 @@ class Texts:
             raise invalid(field, "needs a tokenizer, which this model has not: send token ids")
         return self._tokenizer
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> list[int]:
         """Token ids of a text. Raises `ServeError` for one that no context could hold."""
-        tokenizer = self.tokenizer_for("prompt")
-        self._check_length(len(text), "prompt")
+        tokenizer = self.tokenizer_for(field)
+        self._check_length(len(text), field)
         if len(text) <= INLINE_CHARACTERS:
             return tokenizer.encode(text, special)
         return await self._in_thread(lambda: tokenizer.encode(text, special))

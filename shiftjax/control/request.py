@@ -110,6 +110,8 @@ class RequestMetrics:
     steps_by_mode: dict[str, int]
     num_draft_tokens: int = 0  # guessed ahead of sampling
     num_accepted_tokens: int = 0  # of them, those that sampling then took
+    num_prediction_tokens: int = 0  # of the guessed ones, those copied from `Request.prediction`
+    num_accepted_prediction_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -150,6 +152,8 @@ class Sequence:
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_prediction_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None: not asked for
     first_scheduled_seconds: float | None = None
     first_token_seconds: float | None = None
@@ -184,6 +188,8 @@ class Sequence:
             steps_by_mode=dict(self.steps_by_mode),
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            num_prediction_tokens=self.num_prediction_tokens,
+            num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
         )
 
 

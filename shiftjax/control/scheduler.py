@@ -322,6 +322,9 @@ class Scheduler:
         sequence, num_drafted = item.sequence, len(item.draft_ids)
         sequence.num_draft_tokens += num_drafted
         sequence.num_accepted_tokens += accepted
+        if item.draft is not None and item.draft.drafter == "prediction":
+            sequence.num_prediction_tokens += num_drafted
+            sequence.num_accepted_prediction_tokens += accepted
         if self.speculation is not None and item.draft is not None:
             self.speculation.learn(sequence, item.draft, accepted)
         return num_drafted - accepted
