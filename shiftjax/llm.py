@@ -71,8 +71,9 @@ class LLM:
         self._compiles.start()
 
     def close(self) -> None:
-        """Stop counting compilations; the rest is freed with the object."""
+        """Stop counting compilations, and indexing; the rest is freed with the object."""
         self._compiles.stop()
+        self.engine.close()
 
     # ------------------------------------------------------------------- prompts
 

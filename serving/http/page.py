@@ -51,7 +51,7 @@ def _now(service: Service) -> dict[str, Any]:
     """What the page says of the present; requests that have not ended among them."""
     engine, model = service.engine, service.model
     if engine is None or model is None:
-        load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0}
+        load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0, "drafts": False}
         return {"state": "loading", "model": "", "mesh": "", "load": load, "open": []}
     stats = engine.stats
     unfinished = (handle for handle in engine.handles.values() if not handle.is_ended)
@@ -64,6 +64,7 @@ def _now(service: Service) -> dict[str, Any]:
             "waiting": stats.num_waiting,
             "kv": stats.kv_usage,
             "switches": sum(stats.mode_switches.values()),
+            "drafts": stats.drafts is not None,
         },
         "open": [row_of(handle, None) for handle in islice(unfinished, NUM_OPEN)],
     }

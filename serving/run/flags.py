@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from serving.run import speculative_config
 from serving.server.options import ServerOptions, server_problems
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
 from shiftjax.control.sampling_params import SamplingError, SamplingParams
@@ -42,6 +43,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("configuration", SOURCES)
     group.add_argument("--config", metavar="FILE", help="YAML file of settings (name: value)")
     group.add_argument("--print-config", action="store_true", help="print the settings and end")
+    group.add_argument(
+        speculative_config.FLAG, metavar="JSON", help="drafts, in vLLM's or Arctic's names"
+    )
     for name, part in PARTS.items():
         settings = settings_of(part)
         _add_flags(parser.add_argument_group(f"{name} settings"), settings.values())
@@ -134,8 +138,20 @@ def _config_from(arguments: argparse.Namespace) -> EngineConfig:
     Every command reads both, so that one file and one environment do for all.
     """
     given = {name: getattr(arguments, name, None) for name in (*SETTINGS, *SERVER_SETTINGS)}
+    if arguments.speculative_config is not None:
+        given |= _speculative(arguments.speculative_config, given)
     config, arguments.server = read_settings(given, arguments.config)
     return config
+
+
+def _speculative(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `--speculative-config`, none of which another flag may give, too."""
+    settings = speculative_config.translated(text)
+    twice = [SETTINGS[name].flags[0] for name in settings if given[name] is not None]
+    if twice:
+        lines = [f"{flag} and {speculative_config.FLAG} say the same: drop one" for flag in twice]
+        raise ConfigError(lines)
+    return settings
 
 
 def read_settings(given: Mapping[str, Any], path: str | None) -> tuple[EngineConfig, ServerOptions]:

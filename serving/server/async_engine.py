@@ -317,7 +317,10 @@ class AsyncEngine:
         """End everything and leave the thread; False if a step hangs."""
         self.stop_accepting()
         self._end_all(*STOPPED)
-        return await self._loop.run_in_executor(None, self._thread.stop)
+        has_ended = await self._loop.run_in_executor(None, self._thread.stop)
+        if has_ended:  # nobody else touches the engine any more
+            self._engine.close()
+        return has_ended
 
 
 def _validate(request: Request, engine: Engine) -> None:

@@ -20,6 +20,7 @@ from serving.server.async_engine import AsyncEngine
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
+from shiftjax.control.speculation import DraftStats
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
@@ -49,6 +50,7 @@ HISTOGRAMS: Mapping[str, tuple[Any, ...]] = {
     "request_generation_tokens": ("Generated tokens of a request.", SIZE_BUCKETS),
     "request_params_n": ("Continuations asked for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
     "step_duration_seconds": ("Duration of a step.", STEP_BUCKETS, "mode"),
+    "draft_seconds": ("Host time to guess ahead in a turn.", STEP_BUCKETS),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of accepted requests.", ()),
@@ -94,6 +96,7 @@ class Metrics(Collector):
         self._labels = {"model_name": "", "engine": "0"}
         self._info: Mapping[str, str] = {}
         self._num_programs, self._num_compiles = 0, lambda: 0
+        self._draft_seconds = 0.0  # until the last turn
         self._counters: dict[Series, int] = {
             (name, ()): 0 for name, (_, extra) in COUNTERS.items() if not extra
         }
@@ -176,6 +179,10 @@ class Metrics(Collector):
         """The engine has finished a turn."""
         for mode, seconds in turn.steps:
             self._observe("step_duration_seconds", seconds, mode)
+        drafts = turn.stats.drafts
+        if drafts is not None and drafts.seconds > self._draft_seconds:
+            self._observe("draft_seconds", drafts.seconds - self._draft_seconds)
+            self._draft_seconds = drafts.seconds
 
     def _count(self, name: str, amount: int, *labels: str) -> None:
         self._counters[name, labels] = self._counters.get((name, labels), 0) + amount
@@ -200,6 +207,8 @@ class Metrics(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks held.", stats.kv_usage)
         yield self._gauge("last_step_age_seconds", "Since the last step.", engine.last_step_age)
         yield from self._engine_counters(stats)
+        if stats.drafts is not None:
+            yield from self._draft_metrics(stats.drafts)
         info = InfoMetricFamily(f"{self.prefix}:config", "The deployment.", labels=[*self._labels])
         info.add_metric([*self._labels.values()], dict(self._info))
         yield info
@@ -238,6 +247,22 @@ class Metrics(Collector):
         pairs = permutations(stats.steps_by_mode, 2)
         switches = {pair: stats.mode_switches.get(pair, 0) for pair in pairs}
         yield self._total("mode_switches", "Changes of mode.", switches, "from", "to")
+
+    def _draft_metrics(self, drafts: DraftStats) -> Iterator[Metric]:
+        """vLLM's counters of speculation, then ours."""
+        yield self._total("spec_decode_num_drafts", "Drafts.", {(): drafts.num_drafts})
+        num_tokens, num_accepted = drafts.tokens.total(), drafts.num_accepted
+        yield self._total("spec_decode_num_draft_tokens", "Guessed tokens.", {(): num_tokens})
+        name = "spec_decode_num_accepted_tokens"
+        yield self._total(name, "Guessed tokens that were right.", {(): num_accepted})
+        places = {(str(place),): count for place, count in sorted(drafts.accepted_at.items())}
+        yield self._total(f"{name}_per_pos", "Right ones by place.", places, "position")
+        labels = "drafter", "outcome"
+        yield self._total("draft_tokens", "Guessed tokens by source.", drafts.tokens, *labels)
+        steps = {(mode,): count for mode, count in drafts.steps.items()}
+        yield self._total("draft_steps", "Steps with drafts.", steps, "mode")
+        size = drafts.num_corpus_tokens
+        yield self._gauge("draft_corpus_tokens", "Tokens of finished outputs kept.", size)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=[*self._labels])

@@ -24,6 +24,7 @@ class Timeline:
         self._requests: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
         self._ttft: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._tpot: deque[float] = deque(maxlen=NUM_LATENCIES)
+        self._num_accepted = 0  # guessed tokens that were right, until the last turn
 
     def rejected(self, error: ServeError) -> None:
         """Refused requests leave no trace here."""
@@ -40,6 +41,9 @@ class Timeline:
         bucket["running"] = max(bucket["running"], stats.num_running)
         bucket["waiting"] = max(bucket["waiting"], stats.num_waiting)
         bucket["kv"] = max(bucket["kv"], stats.kv_usage)
+        if stats.drafts is not None:
+            bucket["accepted"] += stats.drafts.num_accepted - self._num_accepted
+            self._num_accepted = stats.drafts.num_accepted
 
     def ended(self, handle: RequestHandle, now: float) -> None:
         """Keep the phases of a request."""
@@ -53,7 +57,7 @@ class Timeline:
     def _bucket(self, now: float) -> dict[str, Any]:
         start = now // BUCKET_SECONDS * BUCKET_SECONDS
         if not self._buckets or self._buckets[-1]["at"] < start:
-            gauges = {"running": 0, "waiting": 0, "kv": 0.0, "tokens": 0}
+            gauges = {"running": 0, "waiting": 0, "kv": 0.0, "tokens": 0, "accepted": 0}
             self._buckets.append({"at": start, "base": 0, "between": 0, "shift": 0, **gauges})
         return self._buckets[-1]
 

@@ -234,6 +234,12 @@ function draw(data) {
   $("model").textContent = data.model;
   $("mesh").textContent = data.mesh;
   bars("modes", data, ["base", "between", "shift"], 1 / data.bucket_seconds);
+  $("drafts").hidden = !data.load.drafts;
+  if (data.load.drafts) {
+    const steps = (bucket) => Math.max(1, bucket.base + bucket.between + bucket.shift);
+    const buckets = data.buckets.map((each) => ({ ...each, accepted: each.accepted / steps(each) }));
+    bars("accepted", { ...data, buckets }, ["accepted"], 1);
+  }
   bars("batch", data, ["running", "waiting"], 1);
   bars("tokens", data, ["tokens"], 1 / data.bucket_seconds);
   bars("kv", data, ["kv"], 100, 100);

@@ -19,6 +19,7 @@ from shiftjax.control.request import (
     derive_seed,
 )
 from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.speculation import DraftStats, total_stats
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class EngineStats:
     num_preemptions: dict[str, int]  # recompute, swap
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
+    drafts: DraftStats | None  # None: nobody drafts
 
 
 class Engine:
@@ -169,6 +171,9 @@ class Engine:
         num_waiting = len(self._queued) + len(lane.scheduler.waiting)
         mode = self.policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
         self._steps_by_mode[mode.label] += 1
+        speculation = lane.scheduler.speculation
+        if plan.num_drafts and speculation is not None:
+            speculation.stats.steps[mode.label] += 1
         if lane.last_mode not in (None, mode):
             self._mode_switches[lane.last_mode.label, mode.label] += 1
         lane.last_mode = mode
@@ -235,6 +240,7 @@ class Engine:
             num_preemptions={kind: preemptions[kind] for kind in ("recompute", "swap")},
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
+            drafts=total_stats(scheduler.speculation for scheduler in schedulers),
         )
 
     def mend(self, error: Exception) -> list[Event]:
@@ -251,6 +257,12 @@ class Engine:
         """Make every cached block worthless; running sequences keep theirs."""
         for lane in self.lanes:
             lane.scheduler.tables.device.clear_cache()
+
+    def close(self) -> None:
+        """End what works in the background; requests that come later are served without it."""
+        for lane in self.lanes:
+            if lane.scheduler.speculation is not None:
+                lane.scheduler.speculation.close()
 
     def check(self) -> None:
         """Conservation in every lane. Raises `RuntimeError` at the first breach."""

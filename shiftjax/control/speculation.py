@@ -70,12 +70,34 @@ def prices_of(policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...]
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counters since the start."""
+    """Counters since the start, and how much is kept to copy from."""
 
     num_drafts: int = 0
     accepted_at: Counter[int] = field(default_factory=Counter)  # by place in the draft
     tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # by drafter, outcome
+    steps: Counter[str] = field(default_factory=Counter)  # with drafts, by mode
     seconds: float = 0.0  # of the host, to guess and to choose
+    num_corpus_tokens: int = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens of drafts that the steps sampled themselves."""
+        return self.accepted_at.total()
+
+
+def total_stats(groups: Iterable["Speculation | None"]) -> DraftStats | None:
+    """A copy of what all groups have counted; None where none drafts."""
+    stats = [group.stats_now() for group in groups if group is not None]
+    if not stats:
+        return None
+    return DraftStats(
+        sum(each.num_drafts for each in stats),
+        sum((each.accepted_at for each in stats), Counter()),
+        sum((each.tokens for each in stats), Counter()),
+        sum((each.steps for each in stats), Counter()),
+        sum(each.seconds for each in stats),
+        sum(each.num_corpus_tokens for each in stats),
+    )
 
 
 class Speculation:
@@ -121,6 +143,15 @@ class Speculation:
         """A sequence has ended; what came to its end by itself may be learned from."""
         self._ask(sequence, self._drafting.end, sequence, reason in ("stop", "length"))
         self._without.discard(sequence)
+
+    def close(self) -> None:
+        """End what drafts in the background."""
+        self._drafting.close()
+
+    def stats_now(self) -> DraftStats:
+        """The counters, which go on counting, beside what is kept now."""
+        self.stats.num_corpus_tokens = self._drafting.num_corpus_tokens
+        return self.stats
 
     # ------------------------------------------------------------------ a step
 

@@ -187,6 +187,41 @@ def test_drafts_leave_the_blocks_that_admissions_leave():
     assert engine.stats().num_failed_steps == 0
 
 
+def test_the_stats_are_those_of_all_groups():
+    engine = let_draft(make_engine(dp=2), Guesses())
+    requests = [
+        make_request(f"r{i}", [1, i], seed=i, max_tokens=9, ignore_eos=True) for i in range(4)
+    ]
+    generate(engine, *requests)
+    each = [lane.scheduler.speculation.stats for lane in engine.lanes]
+    assert all(stats.num_drafts for stats in each)
+    drafts = engine.stats().drafts
+    assert drafts.num_drafts == sum(stats.num_drafts for stats in each)
+    assert drafts.num_accepted == drafts.tokens["guess", "accepted"] == counts(engine)[0]
+    assert sum(drafts.steps.values()) == sum(
+        plan.num_drafts > 0 for group in range(2) for plan in runner_of(engine, group).plans
+    )
+    assert drafts.tokens == each[0].tokens + each[1].tokens
+    assert drafts.accepted_at == each[0].accepted_at + each[1].accepted_at
+    before = drafts.num_drafts
+    generate(engine, make_request("again", [1, 2], seed=1, max_tokens=9, ignore_eos=True))
+    assert drafts.num_drafts == before < engine.stats().drafts.num_drafts  # a copy
+    assert make_engine().stats().drafts is None
+
+
+def test_a_closed_engine_leaves_no_thread_behind():
+    """Requests that come later are drafted for without the index of a long prompt, or not."""
+    engine = let_draft(make_engine(), Guesses())
+    drafting = engine.lanes[0].scheduler.speculation._drafting
+    drafting._indexer.submit(int).result()
+    (thread,) = drafting._indexer._threads
+    engine.close()
+    assert not thread.is_alive()
+    request = make_request("a", [1, 2], seed=3, max_tokens=9, ignore_eos=True)
+    outcomes = generate(engine, request)
+    assert outcomes["a", 0].token_ids == reference(engine, request, 0, 0)[0]
+
+
 class Broken(Guesses):
     def draft(self, name, most):
         if name.index == 1:

@@ -28,6 +28,9 @@ from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.control.speculation import Prices, Speculation
+from shiftjax.drafts.draft import DraftOptions
+from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Group
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.tokenizer import Tokenizer
@@ -121,6 +124,14 @@ def make_engine(
     runner.check = check
     lane = Lane(Scheduler(config), runner, Group(0, 2).modes)
     return Engine([lane], make_policy("threshold", 32), limits, seed=5, clock=time.monotonic)
+
+
+def make_drafting_engine(**drafts) -> Engine:
+    """The same, with drafts by `DraftOptions`."""
+    engine = make_engine()
+    drafting = Drafting(DraftOptions(**drafts))
+    engine.lanes[0].scheduler.speculation = Speculation(drafting, Prices((128,)), max_rows=64)
+    return engine
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import re
 
-from kit import make_engine, running_server
+from kit import make_drafting_engine, make_engine, running_server
 
 FILES = ("/ui", "/ui/app.js", "/ui/style.css")
 
@@ -47,3 +47,18 @@ def test_the_data_shows_modes_queue_and_requests():
         assert row["output_tokens"] == 80
         assert 0 <= row["queue"] <= row["ttft"] <= row["end"] - row["arrival"]
         assert len(data["ttft"]) == len(data["tpot"]) == 3
+
+
+def test_the_data_shows_accepted_drafts():
+    body = {"prompt": "p", "max_tokens": 40, "seed": 1, "ignore_eos": True}
+    engine = make_drafting_engine(speculation="suffix")
+    with running_server(engine) as server, server.client() as client:
+        for _ in range(2):
+            client.post("/v1/completions", json=body)
+        server.assert_quiescent()
+        data = client.get("/ui/data").json()
+        accepted = engine.stats().drafts.num_accepted
+        assert sum(bucket["accepted"] for bucket in data["buckets"]) == accepted > 20
+        assert data["load"]["drafts"] is True
+    with running_server() as server, server.client() as client:
+        assert client.get("/ui/data").json()["load"]["drafts"] is False

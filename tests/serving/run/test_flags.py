@@ -23,6 +23,7 @@ def test_the_flags_are_those_of_the_fields(command):
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert expected <= flags
     fixed = {"--config", "--print-config", "--help", "-h", "--stats", "--prompts", "--system"}
+    fixed |= {"--speculative-config"}
     negations = {f for f in flags if f.startswith("--no-")}
     sampling = (
         set() if command == "check" else {f for s in SAMPLING_SETTINGS.values() for f in s.flags}

@@ -2,7 +2,7 @@
 
 import grpc
 import pytest
-from kit import metric_total, metric_values, running_server
+from kit import make_drafting_engine, metric_total, metric_values, running_server
 
 
 @pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
@@ -35,6 +35,46 @@ def test_what_happens_is_counted(prefix):
         assert metric_total(values, name + "recompiles_after_warmup_total") == 0
         labels = {key for (found, key) in values if found == name + "num_requests_running"}
         assert labels == {(("engine", "0"), ("model_name", "echo"))}
+
+
+def test_drafts_are_counted_by_vllms_names_and_ours():
+    """The same request again is drafted from what the first one left in the corpus."""
+    body = {"prompt": "hello", "max_tokens": 30, "seed": 1, "ignore_eos": True}
+    with (
+        running_server(make_drafting_engine(speculation="suffix")) as server,
+        server.client() as client,
+    ):
+
+        def total(name: str, **labels: str) -> float:
+            return metric_total(values, f"shiftjax:{name}", **labels)
+
+        client.post("/v1/completions", json=body)
+        server.assert_quiescent()
+        values = metric_values(client)
+        assert total("draft_corpus_tokens") == 30
+        before = total("spec_decode_num_accepted_tokens_total")
+        steps = total("steps_total")
+        client.post("/v1/completions", json=body)
+        server.assert_quiescent()
+        values = metric_values(client)
+        accepted = total("spec_decode_num_accepted_tokens_total")
+        assert 10 < accepted - before < 30
+        assert total("steps_total") - steps < 30 - (accepted - before) + 4
+        assert total("spec_decode_num_accepted_tokens_per_pos_total") == accepted
+        first = total("spec_decode_num_accepted_tokens_per_pos_total", position="0")
+        assert 0 < first <= total("spec_decode_num_drafts_total")
+        drafted = total("spec_decode_num_draft_tokens_total")
+        assert total("draft_tokens_total", outcome="accepted") == accepted
+        assert total("draft_tokens_total", drafter="suffix") == drafted >= accepted
+        num_steps = total("draft_steps_total")
+        assert 0 < num_steps == total("draft_steps_total", mode="shift")
+        assert num_steps <= total("spec_decode_num_drafts_total")
+        assert total("draft_seconds_count") >= num_steps and total("draft_seconds_sum") > 0
+
+
+def test_nothing_is_said_of_drafts_where_there_are_none():
+    with running_server() as server, server.client() as client:
+        assert not [name for name, _ in metric_values(client) if "spec_decode" in name]
 
 
 def test_every_refusal_of_a_generation_is_counted_once():

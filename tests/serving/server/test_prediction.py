@@ -2,13 +2,19 @@
 
 import grpc
 import pytest
-from kit import CHAT, COMPLETION, USER, VOCAB_SIZE, events, is_error, make_engine, running_server
+from kit import (
+    CHAT,
+    COMPLETION,
+    USER,
+    VOCAB_SIZE,
+    events,
+    is_error,
+    make_drafting_engine,
+    running_server,
+)
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from shiftjax.control.speculation import Prices, Speculation
-from shiftjax.drafts.draft import DraftOptions
-from shiftjax.drafts.drafting import Drafting
 
 LENGTH = 40
 SHAPE = f"[a-z]{{{LENGTH}}}"  # so that tokens become text and text the same tokens
@@ -20,10 +26,7 @@ DETAILS = "completion_tokens_details"
 @pytest.fixture(scope="module")
 def server():
     """Drafts come from predictions alone: nobody says these texts twice."""
-    engine = make_engine()
-    drafting = Drafting(DraftOptions(speculation="ngram", prompt_lookup_min=5))
-    engine.lanes[0].scheduler.speculation = Speculation(drafting, Prices((128,)), max_rows=64)
-    with running_server(engine) as running:
+    with running_server(make_drafting_engine(speculation="ngram", prompt_lookup_min=5)) as running:
         yield running
 
 
