@@ -1,4 +1,4 @@
-"""`--speculative-config`: vLLM's and Arctic Inference's names for drafts as settings of ours. No JAX.
+"""`--speculative-config`: vLLM's and Arctic Inference's names for drafts as settings of ours.
 
 https://docs.vllm.ai/en/latest/features/spec_decode (method, num_speculative_tokens, ...) and
 Arctic Inference's documentation of suffix decoding.

@@ -161,7 +161,8 @@ class AsyncEngine:
             self._tokenizer,
             lambda index: self._thread.post(lambda engine: engine.finish(name, index, "stop")),
         )
-        handle = RequestHandle(assembler, public, self._ended, self._released, streams=streams)
+        interval = self._options.stream_interval if streams else None
+        handle = RequestHandle(assembler, public, self._ended, self._released, interval)
         self.handles[name] = handle
         self._names[public] = handle
         self._quiet.clear()

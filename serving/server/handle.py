@@ -32,7 +32,8 @@ class RequestHandle:
     Leaving the context releases everything, whatever happened before: an unfinished request is
     aborted. A handle ends exactly once, in `error` None or not; nothing that comes later counts.
     Iterating gives lists of deltas, one per continuation that has news: what comes while nobody
-    reads is merged, up to `MAX_BUFFERED_TOKENS`, beyond which the reader is too slow.
+    reads is merged, up to `MAX_BUFFERED_TOKENS`, beyond which the reader is too slow. The first
+    token, `stream_interval` tokens and an end are news; None: only the end is.
     """
 
     def __init__(
@@ -41,8 +42,7 @@ class RequestHandle:
         public_id: str,
         on_end: Callable[["RequestHandle"], None],
         on_close: Callable[["RequestHandle"], None],
-        *,
-        streams: bool,
+        stream_interval: int | None,
     ):
         self.request = assembler.request
         self.public_id = public_id  # the id that the client knows
@@ -50,7 +50,7 @@ class RequestHandle:
         self.is_ended = False
         self.last_token_at: dict[int, float] = {}  # by continuation, for metrics
         self._assembler = assembler
-        self._streams = streams
+        self._interval = stream_interval  # tokens that are news; None: nobody reads on the way
         self._deltas: dict[int, Delta] = {}
         self._num_buffered_tokens = 0
         self._news = asyncio.Event()
@@ -86,8 +86,11 @@ class RequestHandle:
         num_before, was_open = len(output.token_ids), output.finish_reason is None
         text = self._assembler.apply(event)
         new_ids = output.token_ids[num_before:]  # a stop string may have cut the event's
-        if self._streams and was_open and (new_ids or text or output.finish_reason):
+        if self._interval is not None and was_open and (new_ids or text or output.finish_reason):
             self._buffer(event, text, new_ids)
+            is_first = num_before == 0
+            if is_first or output.finish_reason or self._num_buffered_tokens >= self._interval:
+                self._news.set()
         if event.finish_reason == "error":
             self.fail(_engine_error(event))
         elif event.is_last:
@@ -102,7 +105,6 @@ class RequestHandle:
         delta.logprobs += event.logprobs[: len(new_ids)]
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         self._num_buffered_tokens += len(new_ids)
-        self._news.set()
         if self._num_buffered_tokens > MAX_BUFFERED_TOKENS:
             self.fail(ServeError("slow_reader", "The client reads too slowly; the stream ended."))
 

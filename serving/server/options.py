@@ -56,6 +56,12 @@ class ServerOptions:
     grammar_timeout: float = option(
         2.0, "seconds that compiling a grammar or schema may take", low=0.01, high=60.0
     )
+    stream_interval: int = option(
+        1,
+        "tokens that a stream delivers together, at least; the first comes at once",
+        low=1,
+        high=4096,
+    )
     strict: bool = option(False, "refuse unknown fields instead of ignoring them with a warning")
     metrics_prefix: str = option("shiftjax", "prefix of metric names, as `vllm` for its dashboards")
     profile_dir: str | None = option(

@@ -1,7 +1,7 @@
 """The HTTP front end over an engine without a model, through a real socket."""
 
 import pytest
-from kit import BOS, EOS, byte_tokenizer, events
+from kit import BOS, EOS, byte_tokenizer, events, running_server
 
 
 def test_a_completion(client):
@@ -91,3 +91,18 @@ def test_the_end_of_sequence_ends(client):
     body = {"prompt": "q", "max_tokens": 200, "logit_bias": {str(EOS): 1.0}}
     (choice,) = client.post("/v1/completions", json=body).json()["choices"]
     assert choice["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize("interval", [1, 8])
+def test_a_stream_delivers_so_many_tokens_together(interval):
+    body = {"prompt": "hello", "max_tokens": 30, "seed": 1, "ignore_eos": True}
+    asked = body | {"stream": True, "return_token_ids": True}
+    with running_server(stream_interval=interval) as server, server.client() as client:
+        whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        server.runner.step_seconds = 0.005  # so that the stream is read in between
+        choices = [c["choices"][0] for c in events(client.post("/v1/completions", json=asked).text)]
+    sizes = [len(choice["token_ids"]) for choice in choices]
+    assert "".join(choice["text"] for choice in choices) == whole
+    assert sum(sizes) == 30
+    assert all(size >= interval for size in sizes[1:-1])
+    assert 1 < len(sizes) <= 2 + 29 // interval
