@@ -76,6 +76,18 @@ def test_structured_output(client):
         assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("content", ["x", [{"type": "text", "text": "x"}]])
+def test_a_predicted_output(client, content):
+    answer = client.chat.completions.create(
+        model="echo",
+        messages=MESSAGES,
+        max_tokens=3,
+        prediction={"type": "content", "content": content},
+    )
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
 def test_the_models(client):
     assert [model.id for model in client.models.list()] == ["echo", "echo-alias"]
     assert client.models.retrieve("echo").id == "echo"
