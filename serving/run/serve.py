@@ -24,6 +24,7 @@ from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
+from shiftjax.control.speculation import DraftStats
 from shiftjax.settings import fault_of, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 OK, ENGINE_FAILED = 0, 75
 WATCH_SECONDS = 0.5  # between looks of the watchdog
+DRAFT_LOG_SECONDS = 10.0  # between lines about drafts, while there are any
 # How long a busy event loop may keep the engine waiting for the GIL, or the reverse. With Python's
 # 5 ms a step that has ended waits that long, and all streams get fewer tokens.
 GIL_SECONDS = 0.0002
@@ -94,9 +96,10 @@ class Process:
             loop.add_signal_handler(signal.SIGHUP, self._server.certificates.reload)
         try:
             await self._open()
-            watchdog = asyncio.create_task(self._watch())
+            tasks = [asyncio.create_task(work()) for work in (self._watch, self._log_drafts)]
             await self._stop.wait()
-            watchdog.cancel()
+            for task in tasks:
+                task.cancel()
         finally:
             await self._server.stop(self._options.shutdown_timeout if self._code == OK else 0)
             has_ended = await self._service.close()
@@ -139,6 +142,19 @@ class Process:
         self._code = ENGINE_FAILED
         self._begin_end()
 
+    async def _log_drafts(self) -> None:
+        """A line every `DRAFT_LOG_SECONDS` while something drafts."""
+        engine = self._service.engine
+        assert engine is not None
+        before = engine.stats.drafts
+        while before is not None:
+            await asyncio.sleep(DRAFT_LOG_SECONDS)
+            now = engine.stats.drafts or before
+            line = drafts_line(before, now, DRAFT_LOG_SECONDS)
+            if line is not None:
+                logger.info(line)
+            before = now
+
     async def _watch(self) -> None:
         """End the process when steps hang for too long.
 
@@ -160,6 +176,20 @@ class Process:
                 self._on_failure()
                 return
             was_late = is_late
+
+
+def drafts_line(before: DraftStats, now: DraftStats, seconds: float) -> str | None:
+    """What drafts did between two looks `seconds` apart; None: there were none."""
+    num_drafts = now.num_drafts - before.num_drafts
+    if not num_drafts:
+        return None
+    accepted = now.num_accepted - before.num_accepted
+    share = accepted / (now.tokens.total() - before.tokens.total())
+    host = (now.seconds - before.seconds) / seconds
+    return (
+        f"drafts: {1 + accepted / num_drafts:.2f} tokens per drafted step of a sequence, "
+        f"{share:.0%} of guesses accepted, {host:.1%} of the time spent guessing"
+    )
 
 
 def prove(llm: "LLM") -> None:

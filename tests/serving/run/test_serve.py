@@ -3,17 +3,20 @@
 import shutil
 import signal
 import socket
+from collections import Counter
 
 import grpc
 import httpx
 import pytest
 from engines import checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kit import EOS, VOCAB_SIZE, byte_tokenizer, events
+from kit import EOS, VOCAB_SIZE, byte_tokenizer, events, metric_total, metric_values
 from oracle import numpy_llama
 from served import PROMPT, SLOW, in_background, serve
 
 from serving.run.faults import EXIT_CODE
+from serving.run.serve import drafts_line
+from shiftjax.control.speculation import DraftStats
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -161,3 +164,27 @@ def test_a_fault_needs_permission(model, cache_dir, monkeypatch):
         code, _, err = served.end()
         assert code == 2
         assert "SHIFTJAX_TESTING=1" in err
+
+
+def test_a_server_that_drafts_says_the_same(model, cache_dir, expected):
+    """Later answers are copied from the first, which the corpus has."""
+    with serve(model[0], cache_dir, "--speculation=suffix", "--max-draft-rows=4") as served:
+        served.wait_for("/health/ready", 200)
+        for _ in range(3):
+            assert served.tokens() == expected
+        values = metric_values(served.client)
+        accepted = metric_total(values, "shiftjax:spec_decode_num_accepted_tokens_total")
+        assert accepted >= len(expected)
+        assert metric_total(values, "shiftjax:recompiles_after_warmup_total") == 0
+        assert "Traceback" not in served.end_well()
+
+
+def test_the_line_about_drafts_is_of_the_time_between_two_looks():
+    before = DraftStats(10, Counter({0: 10}), Counter({("suffix", "accepted"): 10}), seconds=1.0)
+    assert drafts_line(before, before, 10.0) is None
+    tokens = Counter({("suffix", "accepted"): 40, ("suffix", "rejected"): 30})
+    now = DraftStats(20, Counter({0: 20, 1: 20}), tokens, seconds=1.5)
+    assert drafts_line(before, now, 10.0) == (
+        "drafts: 4.00 tokens per drafted step of a sequence, 50% of guesses accepted, "
+        "5.0% of the time spent guessing"
+    )
