@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import llguidance
@@ -25,15 +26,29 @@ REGEX_META = frozenset("\\.+*?()|[]{}^$#&-~")
 
 
 class GrammarState:
-    """A `TokenConstraint`: where one continuation is in its grammar."""
+    """A `TokenConstraint`: where one continuation is in its grammar.
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_words: int):
+    A matcher does not survive an error, and a draft may go where a limit of the parser is, though
+    the output never does: then the matcher is made again, and nothing more is drafted.
+    """
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        num_words: int,
+        start: llguidance.LLMatcher | None = None,
+        tokens: Sequence[int] = (),
+    ):
         self._matcher, self._num_words = matcher, num_words
+        self._start = start or matcher.deep_copy()  # at the beginning; all copies share it
+        self._tokens = [*tokens]  # accepted
+        self._is_drafting = True
         self.mask = self._compute()
 
     def copy(self) -> "GrammarState":
         """A state of its own at the same place."""
-        return GrammarState(self._matcher.deep_copy(), self._num_words)
+        matcher = self._matcher.deep_copy()
+        return GrammarState(matcher, self._num_words, self._start, self._tokens)
 
     @property
     def is_dead(self) -> bool:
@@ -49,6 +64,7 @@ class GrammarState:
         """Move on by a token; False if nothing can follow."""
         if not self._matcher.consume_token(token_id):
             return False
+        self._tokens.append(token_id)
         self.mask = self._compute()
         return not self.is_dead
 
@@ -56,7 +72,7 @@ class GrammarState:
         """`mask` after none, one, two ... of these tokens, as far as the grammar can go on."""
         masks, matcher = [self.mask], self._matcher
         taken = 0
-        for token_id in draft:
+        for token_id in draft if self._is_drafting else ():
             # A token that the mask forbids would break the matcher; what follows a complete output
             # is its end, which `rollback` does not count.
             if not _allows(masks[-1], token_id) or matcher.is_stopped():
@@ -64,15 +80,25 @@ class GrammarState:
             matcher.consume_token(token_id)
             taken += 1
             mask = self._compute()
-            if not mask.any():
+            if matcher.is_error() or not mask.any():
                 break
             masks.append(mask)
-        matcher.rollback(taken)
+        if not self._is_broken():
+            matcher.rollback(taken)
         return masks
 
     def forced_tokens(self, most: int) -> list[int]:
         """The usual tokens, `most` at most, of the text that must come next."""
-        return self._matcher.compute_ff_tokens()[:most]
+        tokens = self._matcher.compute_ff_tokens()[:most] if self._is_drafting else []
+        return [] if self._is_broken() else tokens
+
+    def _is_broken(self) -> bool:
+        """Whether guessing has met a limit; the matcher is then where it was, at some expense."""
+        if not self._matcher.is_error():
+            return False
+        self._matcher, self._is_drafting = self._start.deep_copy(), False
+        self._matcher.consume_tokens(self._tokens)
+        return True
 
     def _compute(self) -> np.ndarray:
         """The mask in the words of the model, whose vocabulary may be padded."""

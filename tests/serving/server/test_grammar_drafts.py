@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import llguidance
 import numpy as np
 import pytest
 from kit import EOS, VOCAB_SIZE, byte_tokenizer, make_engine
@@ -106,6 +107,28 @@ def test_forced_tokens_are_what_must_come(grammars):
     for token in TOKENIZER.encode("ern", False):
         assert state.accept(token)
     assert state.is_stopped and state.forced_tokens(9) == []
+
+
+def test_a_draft_that_meets_a_limit_of_the_parser_harms_nothing(grammars):
+    """The number of ways to read x, xx, xxx ... grows; ys are no trouble."""
+    grammar = llguidance.LLMatcher.grammar_from_lark('start: "a" y? s\ny: "y"+\ns: s s | "x"')
+    limits = llguidance.LLParserLimits(step_max_items=40)
+    matcher = llguidance.LLMatcher(grammars._open_tokenizer(), grammar, log_level=0, limits=limits)
+    a, x, y = (TOKENIZER.encode(text, False)[0] for text in "axy")
+    state = GrammarState(matcher, num_words=9)
+    afterwards = masks_one_by_one(state, [a] + [y] * 4 + [x] * 2)[-1]
+    for token in (a, y, y):
+        assert state.accept(token)
+    plain, expected = state.copy(), [state.mask.tolist()]
+    while plain.accept(x):
+        expected.append(plain.mask.tolist())
+    assert 2 < len(expected) < 40, "the limit is not met"
+    assert as_lists(state.draft_masks([x] * 40)) == expected
+    assert state.mask.tolist() == state._compute().tolist() == expected[0]
+    assert as_lists(state.draft_masks([x, x])) == expected[:1]  # to try costs as much again
+    assert state.forced_tokens(4) == []
+    assert all(state.accept(token) for token in (y, y, x, x))
+    assert state.mask.tolist() == afterwards
 
 
 # ---------------------------------------------------------------- through an engine
