@@ -4,12 +4,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shiftjax.control.request import SamplingParams
+    from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "Embedder", "SamplingParams"]
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "shiftjax.llm", "SamplingParams": "shiftjax.control.request"}
+_HOMES = {
+    "LLM": "shiftjax.llm",
+    "Embedder": "shiftjax.embedder",
+    "SamplingParams": "shiftjax.control.request",
+}
 
 
 def __getattr__(name: str):

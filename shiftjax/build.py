@@ -41,7 +41,7 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
-    _use_compile_cache(config)
+    use_compile_cache(config)
     devices = jax.devices()[: config.parallel.devices]
     deployment = resolve(config, source.config, measure(devices))
     check_complete(source)
@@ -105,7 +105,7 @@ def _lane(
     return Lane(Scheduler(budgets, speculation), runner, modes)
 
 
-def _use_compile_cache(config: EngineConfig) -> None:
+def use_compile_cache(config: EngineConfig) -> None:
     """Point JAX at the persistent cache; every program counts, however quick to compile."""
     directory = compile_cache_dir(config)
     if directory is not None:

@@ -60,7 +60,7 @@ class LLM:
             verify_checksums(location.path, progress)
         source = open_source(location, seed=config.model.seed)
         self.config = config
-        self.tokenizer = _open_tokenizer(config, location)
+        self.tokenizer = open_tokenizer(config, location)
         self._template: ChatTemplate | None = None
         self._num_requests = 0
         self._backlog: list[Event] = []
@@ -236,7 +236,7 @@ def _unicode() -> Iterator[None]:
         raise RequestError(words) from None
 
 
-def _open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer | None:
+def open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer | None:
     """Load the tokenizer; None for a model that comes without: it takes and gives token ids."""
     path = Path(config.model.tokenizer) if config.model.tokenizer else location.path
     if path is None:

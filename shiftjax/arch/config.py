@@ -1,4 +1,4 @@
-"""What a decoder looks like: the numbers that weights, sharding and steps derive from. No JAX."""
+"""What a model looks like: the numbers that weights, sharding and steps derive from. No JAX."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -30,15 +30,28 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """What makes a model an encoder: BERT (arXiv 1810.04805), and RoBERTa's way to count positions.
+
+    Every token sees all of its text, norms follow what they norm and have a bias, positions are
+    learnt. `max_position_embeddings` of its config are those that a text can have.
+    """
+
+    num_token_types: int = 2  # only the first is used: a text is not told from a second one
+    position_offset: int = 0  # of the first token in the table; RoBERTa: 1 + its pad_token_id
+    layer_norm_eps: float = 1e-12
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """One decoder of the Llama family; variants are flags here, not files elsewhere.
+    """One decoder of the Llama family, or an encoder; variants are flags here, not files elsewhere.
 
     Sizes count elements. `head_dim` stands on its own because Qwen3 has
     `num_heads * head_dim != hidden_size`.
     """
 
     name: str
-    architecture: str  # Hugging Face model_type: llama, mistral, qwen2, qwen3
+    architecture: str  # Hugging Face model_type: llama, mistral, qwen2, qwen3, bert ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,6 +69,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k before rope (Qwen3)
     experts: Experts | None = None  # in place of the MLP: can be planned for, not loaded
+    encoder: Encoder | None = None  # None: a decoder
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shiftjax.arch.config import ModelConfig, RopeScaling
+from shiftjax.arch.config import Encoder, ModelConfig, RopeScaling
 
 _COLUMNS = (
     "hidden_size",
@@ -29,6 +29,12 @@ _TINY = {
     "max_position_embeddings": 512,
     "bos_token_id": 0,
     "eos_token_ids": (1,),
+}
+_TINY_BERT = {
+    "architecture": "bert",
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "encoder": Encoder(),
 }
 _SMOLLM2 = {
     "architecture": "llama",
@@ -76,6 +82,7 @@ _PRESETS = (
     preset("tiny-qwen2", _TINY, 64, 128, 2, 8, 4, 8, architecture="qwen2", attention_bias=True),
     preset("tiny-qwen3", _TINY, 64, 128, 2, 8, 4, 16, architecture="qwen3", qk_norm=True),
     preset("tiny-mistral", _TINY, 64, 128, 2, 8, 4, 8, architecture="mistral", sliding_window=32),
+    preset("tiny-bert", _TINY_BERT, 64, 128, 2, 4, 4, 16),
     preset("smollm2-135m", _SMOLLM2, 576, 1536, 30, 9, 3, 64, **_TIED),
     preset("llama-3.2-1b", _LLAMA3, 2048, 8192, 16, 32, 8, 64, **_LESS, **_TIED),
     preset("llama-3.1-8b", _LLAMA3, 4096, 14_336, 32, 32, 8, 128),

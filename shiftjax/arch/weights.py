@@ -129,9 +129,49 @@ def _norm(name: str, width: int, source: str) -> Weight:
     return Weight(name, (width,), (None,), f"{source}.weight", "norm")
 
 
-_LLAMA = Family("llama", _llama)
+def _bert(config: ModelConfig) -> Iterator[Weight]:
+    """An encoder, which every device holds whole: no axis is split."""
+    assert config.encoder is not None
+    hidden, encoder = config.hidden_size, config.encoder
+    for name, num, source in (
+        ("tokens", config.vocab_size, "word"),
+        ("positions", config.max_position_embeddings + encoder.position_offset, "position"),
+        ("token_types", encoder.num_token_types, "token_type"),
+    ):
+        tensor = f"embeddings.{source}_embeddings.weight"
+        yield Weight(name, (num, hidden), (None, None), tensor, "table")
+    yield from _layer_norm("norm", hidden, "embeddings.LayerNorm")
+    layer = list(_bert_layer(hidden, config.intermediate_size))
+    for index in range(config.num_layers):
+        for weight in layer:
+            source = f"encoder.layer.{index}.{weight.source}"
+            yield weight._replace(name=f"layers.{index}.{weight.name}", source=source)
+
+
+def _bert_layer(hidden: int, intermediate: int) -> Iterator[Weight]:
+    """The matrices of a layer with their biases, and the norm after each residual."""
+    for name, shape, source in (
+        ("q", (hidden, hidden), "attention.self.query"),
+        ("k", (hidden, hidden), "attention.self.key"),
+        ("v", (hidden, hidden), "attention.self.value"),
+        ("o", (hidden, hidden), "attention.output.dense"),
+        ("up", (intermediate, hidden), "intermediate.dense"),
+        ("down", (hidden, intermediate), "output.dense"),
+    ):
+        yield from _projection(Weight(name, shape, (None, None), source), has_bias=True)
+    yield from _layer_norm("attention_norm", hidden, "attention.output.LayerNorm")
+    yield from _layer_norm("output_norm", hidden, "output.LayerNorm")
+
+
+def _layer_norm(name: str, width: int, source: str) -> Iterator[Weight]:
+    yield _norm(name, width, source)
+    yield Weight(f"{name}_bias", (width,), (None,), f"{source}.bias", "bias")
+
+
+_LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
+    | {"bert": _BERT, "roberta": _BERT, "xlm-roberta": _BERT}
 )
 """The family of every `ModelConfig.architecture`."""
 

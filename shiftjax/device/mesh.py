@@ -37,6 +37,12 @@ def grid_mesh(devices: Sequence[Device], grid: Grid, groups: Sequence[Group]) ->
     return _mesh(places, len(groups), grid.tp, 1, groups[0].width)
 
 
+def rows_mesh(devices: Sequence[Device]) -> Mesh:
+    """Return the mesh of devices that each hold a whole model: as many groups of one."""
+    grid = Grid(1, len(devices))
+    return grid_mesh(devices, grid, grid.groups(1))
+
+
 def mesh_of(mesh: Mesh, mode: Mode) -> Mesh:
     """Return the mesh of the same group in another mode: the same devices in the same order."""
     return _mesh(mesh.devices.flat, mesh.shape["tp"], mode.width // mode.sp, mode.sp)
@@ -70,6 +76,16 @@ def payload_spec() -> P:
 def rows_spec() -> P:
     """Return the spec of arrays whose first dimension is logit rows, split for sampling."""
     return P(ALL_AXES)
+
+
+def packed_spec() -> P:
+    """Return the spec of packed texts `[3, rows, width]`: rows over all devices of all groups."""
+    return P(None, ("dp", *ALL_AXES))
+
+
+def embeddings_spec() -> P:
+    """Return the spec of the embeddings of packed texts `[rows, slots, hidden]`."""
+    return P(("dp", *ALL_AXES))
 
 
 def replicated_spec() -> P:

@@ -20,7 +20,6 @@ from shiftjax.arch.weights import Weight, family_of, weights_of
 from shiftjax.device.mesh import named, weight_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
-from shiftjax.models.llama import Llama
 from shiftjax.parallel.grid import STORED_AXES
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.source import TensorSource, check_finite
@@ -37,8 +36,8 @@ class ModelDef:
     declared: tuple[Weight, ...]  # in their stored shapes
     dtype: np.dtype
 
-    def merge(self, leaves: tuple[jax.Array, ...]) -> Llama:
-        """Return the model over these weights; call it inside the step."""
+    def merge(self, leaves: tuple[jax.Array, ...]) -> Any:
+        """Return the family's module over these weights; call it inside the step."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 

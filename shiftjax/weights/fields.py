@@ -10,8 +10,8 @@ from shiftjax.weights.source import CheckpointError
 _MAX_JSON_BYTES = 64 << 20
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object; raise CheckpointError for anything else."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Read one JSON object, or a list where that is the `kind`; CheckpointError for all else."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: has more than {_MAX_JSON_BYTES} bytes")
@@ -22,8 +22,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: must be a JSON object, found {type(data).__name__}")
+    if not isinstance(data, kind):
+        what = "object" if kind is dict else "list"
+        raise CheckpointError(f"{path}: must be a JSON {what}, found {type(data).__name__}")
     return data
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
+from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.source import CheckpointError
 
@@ -13,6 +14,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **ENCODERS,
 }
 # What transformers assumes where a file says nothing.
 _HEAD_DIM = {"qwen3": 128}
@@ -43,6 +45,8 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{file}: model_type must be one of {known}, found {architecture!r}")
+    if architecture in ENCODERS:
+        return parse_encoder(fields, name, architecture)
     _refuse_unsupported(fields)
     rope_theta, rope_scaling = _rope(fields)
     bos = fields.token_ids("bos_token_id")
@@ -174,6 +178,8 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Written in the layout of transformers 4, which version 5 reads too. Raises CheckpointError
     for a combination that Hugging Face's model types cannot say.
     """
+    if config.encoder is not None:
+        return encoder_to_json(config, dtype)
     data: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.architecture]],
         "model_type": config.architecture,

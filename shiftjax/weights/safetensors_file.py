@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from shiftjax.arch.formats import DTYPES
-from shiftjax.weights.source import CheckpointError, TensorInfo, bounds
+from shiftjax.weights.source import CheckpointError, TensorInfo, bounds, is_ignored
 
 _SIZE_BYTES = 8
 _DTYPES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]}
@@ -33,7 +33,8 @@ def _opened(path: Path) -> Iterator[Any]:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return what the file holds; raise CheckpointError if its header is not what it must be."""
     with _opened(path) as file:
-        entries = {name: file.get_slice(name) for name in file.offset_keys()}
+        names = (name for name in file.offset_keys() if not is_ignored(name))
+        entries = {name: file.get_slice(name) for name in names}
         found = {name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
     problems = [f"{path}: header names {name} more than once" for name in _repeated(path)]
     problems += [

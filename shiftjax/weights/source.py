@@ -10,8 +10,12 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import EMBEDDING, LM_HEAD, expected_tensors
 from shiftjax.weights.errors import CheckpointError
 
-# Buffers that old versions of transformers saved although they follow from the configuration.
-_IGNORED = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
+# Buffers that old versions of transformers saved although they follow from the configuration, and
+# the layer that BERT was trained with and that embeddings don't use.
+_IGNORED = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|embeddings\.position_ids|pooler\.dense\.(weight|bias)"
+)
 _CHUNK_BYTES = 64 << 20
 
 
@@ -57,6 +61,11 @@ class TensorSource(Protocol):
         ...
 
 
+def is_ignored(name: str) -> bool:
+    """Whether a checkpoint may hold a tensor of this name that no model has."""
+    return _IGNORED.fullmatch(name) is not None
+
+
 def bounds(info: TensorInfo, index: tuple[slice, ...]) -> tuple[slice, ...]:
     """Complete `index` to one slice with start and stop per dimension."""
     if len(index) > len(info.shape):
@@ -83,7 +92,7 @@ def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tu
 def check_complete(source: TensorSource) -> None:
     """Raise CheckpointError unless the source holds exactly the tensors of its model.
 
-    Two kinds of extra tensors are accepted. Rotary `inv_freq` buffers are recomputed. An
+    Two kinds of extra tensors are accepted. What `is_ignored` is recomputed or not needed. An
     `lm_head.weight` beside tied embeddings is not used, and must therefore equal the embedding
     element by element (read here in pieces of 64 MiB).
     """
@@ -113,7 +122,7 @@ def _missing(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> I
 
 def _unexpected(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     for name, info in source.tensors.items():
-        if name not in expected and not any(rule.fullmatch(name) for rule in _IGNORED):
+        if name not in expected and not is_ignored(name):
             yield (
                 f"{info.file}: tensor {name}: expected no such tensor in a {source.config.name} of "
                 f"{source.config.num_layers} layers, found shape {_show(info.shape)}"

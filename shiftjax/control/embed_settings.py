@@ -1,0 +1,85 @@
+"""What the settings of the engine come to for an encoder. No JAX."""
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import DTYPES
+from shiftjax.arch.weights import num_parameters
+from shiftjax.config import SETTINGS, EngineConfig
+from shiftjax.control.deployment import Devices
+from shiftjax.control.embed import EmbedShape
+from shiftjax.options import ConfigError, shown
+
+LEAST_WIDTH = 128  # tokens of a row: attention within it is 6% of the work (hidden size 384)
+# Settings that an encoder has no use for must be left as they are.
+USED = frozenset(
+    (
+        *("model", "tokenizer", "dtype", "max_model_len", "seed", "cache_dir", "memory_fraction"),
+        *("sp", "tp", "pp", "dp", "devices", "max_num_seqs", "max_num_batched_tokens"),
+    )
+)
+
+
+def embed_dtype(config: EngineConfig) -> str:
+    """The number format of weights and activations: float32 unless another one is asked for.
+
+    bfloat16 is no quicker for these small models on a CPU, and moves embeddings that are compared
+    with stored ones (docs/log.md).
+    """
+    return "float32" if config.model.dtype == "auto" else config.model.dtype
+
+
+def num_devices_of(config: EngineConfig, num_present: int) -> int:
+    """How many devices share the rows of a step: as configured, or all there are."""
+    parallel = config.parallel
+    if parallel.devices is not None:
+        return parallel.devices
+    if parallel.sp or parallel.tp or parallel.dp > 1:
+        return parallel.dp * (parallel.sp or 1) * (parallel.tp or 1)
+    return num_present
+
+
+def check_encoder(config: EngineConfig, model: ModelConfig, devices: Devices) -> None:
+    """Raise ConfigError for a model that is no encoder or is too large, and for idle settings."""
+    if model.encoder is None:
+        raise ConfigError([f"{model.name} is a decoder: it generates text, and embeds none"])
+    problems = [
+        f"{name} = {shown(value)} has no meaning for {model.name}, an encoder: drop it"
+        for name, value in config.flat().items()
+        if name not in USED and value != SETTINGS[name].default
+    ]
+    wanted, limit = config.model.max_model_len, model.max_position_embeddings
+    if wanted is not None and wanted > limit:
+        problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
+    used = num_devices_of(config, devices.num_devices)
+    if used > devices.num_devices:
+        problems.append(f"{used} devices are asked for, but this machine has {devices.num_devices}")
+    num_bytes = num_parameters(model) * DTYPES[embed_dtype(config)].itemsize
+    room = int(config.cache.memory_fraction * devices.total_bytes)
+    if num_bytes > room:
+        problems.append(
+            f"{model.name} has {num_bytes / 1e9:.1f} GB of weights, which every device holds "
+            f"whole, but {room / 1e9:.1f} GB of one may be used"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def embed_shape(
+    config: EngineConfig, model: ModelConfig, max_length: int, num_devices: int
+) -> EmbedShape:
+    """The sizes of steps: widths doubling up to the longest text, rows up to the budget.
+
+    `max_num_batched_tokens` and `max_num_seqs` are those of a device.
+    """
+    longest = min(max_length, config.model.max_model_len or max_length)
+    widths = [LEAST_WIDTH]
+    while widths[-1] < longest:
+        widths.append(2 * widths[-1])
+    widths[-1] = longest
+    budget, rows = config.scheduler.max_num_batched_tokens, []
+    for width in widths:
+        counts = [1]
+        while 2 * counts[-1] * width <= budget:
+            counts.append(2 * counts[-1])
+        rows.append(tuple(count * num_devices for count in counts))
+    most = config.scheduler.max_num_seqs * num_devices
+    return EmbedShape(tuple(widths), tuple(rows), most, model.hidden_size)

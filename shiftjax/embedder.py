@@ -1,0 +1,196 @@
+"""The Python API of encoders: `Embedder` turns texts into embeddings."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from shiftjax.arch.formats import DTYPES
+from shiftjax.arch.pooling import Pooling
+from shiftjax.build import use_compile_cache
+from shiftjax.config import EngineConfig
+from shiftjax.control.embed import EmbedEngine, Text
+from shiftjax.control.embed_settings import (
+    check_encoder,
+    embed_dtype,
+    embed_shape,
+    num_devices_of,
+)
+from shiftjax.control.errors import RequestError
+from shiftjax.device.embed_step import EmbedDeviceRunner, EmbedStep
+from shiftjax.device.mesh import rows_mesh
+from shiftjax.device.place import define, load
+from shiftjax.device.programs import CompileCounter, Progress
+from shiftjax.device.sizing import measure
+from shiftjax.llm import open_tokenizer
+from shiftjax.parallel.layout import Layout
+from shiftjax.settings import make_virtual_devices
+from shiftjax.text.embedding_inputs import Input, InputReader
+from shiftjax.weights.checksums import verify_checksums
+from shiftjax.weights.encoder_config import read_pooling
+from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.source import TensorSource, check_complete
+
+CHUNK = 1024  # texts that are tokenized at a time; a step or more is in flight meanwhile
+
+
+class Embedder:
+    """An encoder, loaded and compiled, that embeds texts.
+
+    Keyword arguments are the settings of `shiftjax.config` that an encoder has: the model, its
+    devices, the budgets of a step and the compilation cache. Every device holds the whole model;
+    `dp * sp * tp`, or `devices`, says how many share the rows of a step (default: all there are).
+
+        embedder = Embedder("minilm-l6")
+        embedder.embed(["What is a mode?", "How a step splits its tokens."]).shape  # (2, 384)
+
+    Raises:
+        ConfigError: settings that cannot be used, or a model that is no encoder.
+        CheckpointError, TokenizerError: the model cannot be found or read.
+    """
+
+    def __init__(
+        self, model: str = "minilm-l6", *, progress: Progress | None = None, **options: Any
+    ):
+        self._start(EngineConfig.from_options(model=model, **options), progress or _silent)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> "Embedder":
+        """Build from a finished config; `progress(stage, done, total)` is called while it loads."""
+        embedder = cls.__new__(cls)
+        embedder._start(config, progress or _silent)
+        return embedder
+
+    def _start(self, config: EngineConfig, progress: Progress) -> None:
+        make_virtual_devices(config)
+        location = resolve_model(config.model.model)
+        if location.path is not None and location.kind != "random":
+            verify_checksums(location.path, progress)
+        source = open_source(location, seed=config.model.seed)
+        directory = location.path if location.path and location.path.is_dir() else None
+        pooling = read_pooling(directory, source.config)
+        self.config, self.model = config, source.config
+        self.runner = _start_runner(config, source, pooling, progress)
+        self.reader = InputReader(
+            open_tokenizer(config, location),
+            pooling,
+            source.config.vocab_size,
+            self.runner.shape.widths[-1],
+        )
+        self._engine = EmbedEngine(self.runner)
+        self._num_texts = 0
+        self._compiles = CompileCounter()
+        self._compiles.start()
+
+    def close(self) -> None:
+        """Stop counting compilations; the rest is freed with the object."""
+        self._compiles.stop()
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs compiled since the start was complete; more than 0 is a bug."""
+        return self._compiles.count
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of `embed` since the start; `fill` is the share of tokens that were no padding.
+
+        A server's engines count for themselves.
+        """
+        stats = self._engine.stats
+        fill = stats.num_tokens / max(1, stats.num_computed_tokens)
+        return {
+            "steps": stats.num_steps,
+            "tokens": stats.num_tokens,
+            "fill": fill,
+            "compiles_after_warmup": self.num_compiles,
+        }
+
+    def embed(
+        self,
+        texts: Input | Sequence[Input],
+        *,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        progress: Progress | None = None,
+    ) -> np.ndarray:
+        """Return the embeddings, float32 `[texts, hidden]`, in the order of the texts.
+
+        `prompt_name` names a prompt of the model that is put before every text; `truncate` cuts
+        texts that are too long, which are refused otherwise.
+
+        Raises:
+            RequestError: a text or a prompt's name that cannot be used; a text whose step failed.
+        """
+        many = as_inputs(texts)
+        first, self._num_texts = self._num_texts, self._num_texts + len(many)
+        found = np.zeros((len(many), self.model.hidden_size), np.float32)
+        try:
+            for done, (place, embedding) in enumerate(
+                self._embed(self._read(many, prompt_name, truncate, first)), 1
+            ):
+                found[place - first] = embedding
+                if progress is not None:
+                    progress("embedding", done, len(many))
+        finally:
+            for key in range(first, first + len(many)):  # those that an error has left
+                self._engine.cancel(key)
+        return found
+
+    def _read(
+        self, inputs: list[Input], prompt_name: str | None, truncate: bool, first: int
+    ) -> Iterator[list[Text]]:
+        most = self.reader.max_length if truncate else 0
+        for start in range(0, len(inputs), CHUNK):
+            some = inputs[start : start + CHUNK]
+            ids = self.reader.read(some, prompt_name, most, start)
+            yield [Text(first + start + i, each) for i, each in enumerate(ids)]
+
+    def _embed(self, chunks: Iterator[list[Text]]) -> Iterator[tuple[int, np.ndarray]]:
+        """Keep half a chunk waiting, so that steps are full and the next texts are ready."""
+        engine, chunk = self._engine, next(chunks, None)
+        while chunk is not None or engine.has_work():
+            if chunk is not None and engine.stats.num_waiting < CHUNK // 2:
+                for text in chunk:
+                    engine.add(text)
+                chunk = next(chunks, None)
+            for key, embedding, error, _ in engine.step(time.monotonic()):
+                if embedding is None:
+                    raise RequestError(error or "")
+                yield cast(int, key), embedding
+
+
+def _start_runner(
+    config: EngineConfig, source: TensorSource, pooling: Pooling, progress: Progress
+) -> EmbedDeviceRunner:
+    """Place the weights on every device and compile the steps.
+
+    Raises:
+        ConfigError: what the options ask for does not fit the model or the machine.
+        CheckpointError: the checkpoint is not what its config says.
+    """
+    use_compile_cache(config)
+    model, memory = source.config, measure(jax.devices())
+    check_encoder(config, model, memory)
+    check_complete(source)
+    devices = jax.devices()[: num_devices_of(config, memory.num_devices)]
+    mesh, layout = rows_mesh(devices), Layout(model, 1, 1)
+    defined = define(model, layout, DTYPES[embed_dtype(config)])
+    leaves = load(defined, layout, mesh, source, progress)
+    shape = embed_shape(config, model, pooling.max_length, len(devices))
+    step = EmbedStep(defined, mesh, pooling)
+    return EmbedDeviceRunner(step, cast(tuple[jax.Array, ...], leaves), shape, progress)
+
+
+def as_inputs(texts: Input | Sequence[Input]) -> list[Input]:
+    """Return the inputs as a list; a single one may come without."""
+    if isinstance(texts, str):
+        return [texts]
+    if texts and all(isinstance(item, int | np.integer) for item in texts):
+        return [cast(Sequence[int], texts)]
+    return list(cast(Sequence[Input], texts))
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Show nothing."""
