@@ -79,6 +79,8 @@ class Embedder:
             source.config.vocab_size,
             self.runner.shape.widths[-1],
         )
+        self.dtype = embed_dtype(config)
+        self.num_devices = self.runner.num_devices
         self._engine = EmbedEngine(self.runner)
         self._num_texts = 0
         self._compiles = CompileCounter()

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from serving.http.embeddings import embedding_routes
 from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
 from serving.http.openapi import document
@@ -28,6 +29,7 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
     routes = [
         Route("/v1/completions", Generate(service, read_completion), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, read_chat), methods=["POST"]),
+        *embedding_routes(service),
         Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
         Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
         Route("/v1/models", endpoints.models),
@@ -115,6 +117,7 @@ class Endpoints:
                 "root": model.name,
                 "parent": None,
                 "max_model_len": limits.max_model_len,
+                "task": model.task,
             }
             for name in model.names
         ]

@@ -42,13 +42,13 @@ class Generate:
         """Serve one request."""
         try:
             body = await read_body(scope, receive, self._service.options.max_request_bytes)
-            values, timeout = parse_json(body), _timeout(scope)
+            values, timeout = parse_json(body), timeout_of(scope)
         except ServeError as error:
             self._service.refuse(error)
             raise
         generation = await self._service.start(self._read, values, scope["request_id"], timeout)
         with generation:
-            async with _watching(receive, generation):
+            async with watching(receive, generation.cancel):
                 if generation.wish.fields.stream:
                     await self._stream(generation, send, scope.get("abort"))
                 else:
@@ -163,13 +163,13 @@ async def _merged(generation: Generation) -> AsyncGenerator[tuple[int, list[Delt
 
 
 @asynccontextmanager
-async def _watching(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Cancel the generation as soon as the client hangs up."""
+async def watching(receive: Receive, cancel: Callable[[], object]) -> AsyncIterator[None]:
+    """Call `cancel` as soon as the client hangs up."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        generation.cancel()
+        cancel()
 
     task = asyncio.create_task(watch())
     try:
@@ -180,7 +180,7 @@ async def _watching(receive: Receive, generation: Generation) -> AsyncIterator[N
             await task
 
 
-def _timeout(scope: Scope) -> float | None:
+def timeout_of(scope: Scope) -> float | None:
     """Seconds that the client gives, by header."""
     text = dict(scope["headers"]).get(TIMEOUT_HEADER)
     if text is None:

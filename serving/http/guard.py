@@ -21,7 +21,7 @@ BODY_SECONDS = 30.0  # that a client has for sending a body
 HEALTH = frozenset(("/health", "/health/live", "/health/ready", "/health/progress"))
 PUBLIC = HEALTH | {"/ui", "/ui/app.js", "/ui/style.css"}  # static files: they hold no secret
 QUIET = HEALTH | {"/metrics", "/ui/data"}  # asked again and again: not worth a line each
-GENERATIONS = frozenset(("/v1/completions", "/v1/chat/completions"))
+GENERATIONS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank"))
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "[::1]"))
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 
@@ -147,7 +147,13 @@ async def send_json(
     send: Send, value: object, status: int = 200, headers: Collection[tuple[bytes, bytes]] = ()
 ) -> None:
     """Answer with JSON."""
-    body = msgspec.json.encode(value)
+    await send_body(send, msgspec.json.encode(value), status, headers)
+
+
+async def send_body(
+    send: Send, body: bytes, status: int = 200, headers: Collection[tuple[bytes, bytes]] = ()
+) -> None:
+    """Answer with the text of JSON."""
     length = str(len(body)).encode()
     fixed = [(b"content-type", b"application/json"), (b"content-length", length)]
     await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})

@@ -5,11 +5,14 @@ from typing import Any
 
 import msgspec
 
+from serving.server.embedding import EmbeddingFields, RerankFields
 from serving.server.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 
 BODIES = {
     "/v1/completions": (CompletionFields, "Continue prompts"),
     "/v1/chat/completions": (ChatFields, "Answer a conversation"),
+    "/v1/embeddings": (EmbeddingFields, "Embed texts"),
+    "/v1/rerank": (RerankFields, "Order documents by their likeness to a query"),
     "/tokenize": (TokenizeFields, "Token ids of a text or a conversation"),
     "/detokenize": (DetokenizeFields, "The text of token ids"),
 }

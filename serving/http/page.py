@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from serving.server.async_embedder import AsyncEmbedder
 from serving.server.service import Service
 from serving.server.timeline import row_of
 
@@ -54,10 +55,12 @@ def _now(service: Service) -> dict[str, Any]:
         load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0, "drafts": False}
         return {"state": "loading", "model": "", "mesh": "", "load": load, "open": []}
     stats = engine.stats
-    unfinished = (handle for handle in engine.handles.values() if not handle.is_ended)
+    handles = () if isinstance(engine, AsyncEmbedder) else engine.handles.values()
+    unfinished = (handle for handle in handles if not handle.is_ended)
     return {
         "state": "ready" if service.is_ready else "not ready",
         "model": model.name,
+        "task": model.task,
         "mesh": model.info.get("mesh", ""),
         "load": {
             "running": stats.num_running,

@@ -49,6 +49,11 @@ class InferenceStub:
                 request_serializer=serving_dot_proto_dot_shiftjax__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_shiftjax__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/shiftjax.v1.Inference/Embed',
+                request_serializer=serving_dot_proto_dot_shiftjax__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_shiftjax__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/shiftjax.v1.Inference/Tokenize',
                 request_serializer=serving_dot_proto_dot_shiftjax__pb2.TokenizeRequest.SerializeToString,
@@ -89,6 +94,13 @@ class InferenceServicer:
 
     def Score(self, request, context):
         """Log-probabilities of the tokens of a prompt; nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embeddings of texts or token ids; the model must be an encoder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +147,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=serving_dot_proto_dot_shiftjax__pb2.ScoreRequest.FromString,
                     response_serializer=serving_dot_proto_dot_shiftjax__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=serving_dot_proto_dot_shiftjax__pb2.EmbedRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_shiftjax__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -238,6 +255,33 @@ class Inference:
             '/shiftjax.v1.Inference/Score',
             serving_dot_proto_dot_shiftjax__pb2.ScoreRequest.SerializeToString,
             serving_dot_proto_dot_shiftjax__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shiftjax.v1.Inference/Embed',
+            serving_dot_proto_dot_shiftjax__pb2.EmbedRequest.SerializeToString,
+            serving_dot_proto_dot_shiftjax__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

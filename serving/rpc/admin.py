@@ -110,7 +110,7 @@ class AdminServicer(pb_grpc.AdminServicer):
         self, request: pb.FlushPrefixCacheRequest, context: aio.ServicerContext
     ) -> pb.FlushPrefixCacheResponse:
         """Forget the cached prefixes; running requests keep theirs."""
-        _, engine = self._service.running()
+        _, engine = self._service.generating()
         await engine.call(lambda core: core.flush_prefix_cache())
         return pb.FlushPrefixCacheResponse()
 
@@ -133,5 +133,5 @@ class AdminServicer(pb_grpc.AdminServicer):
         return pb.StopProfileResponse()
 
     async def _on_engine_thread(self, function: Callable[[], None]) -> None:
-        _, engine = self._service.running()
+        _, engine = self._service.generating()
         await engine.call(lambda core: function())

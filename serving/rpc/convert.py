@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from serving.proto import shiftjax_pb2 as pb
 from serving.server.errors import ServeError, invalid
 from serving.server.handle import RequestHandle
@@ -15,6 +17,7 @@ SCALARS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "max_tokens", "min_tokens", "prompt_logprobs"),
 )
+EMBED_OPTIONS = ("dimensions", "truncate_prompt_tokens", "prompt_name")
 LISTS = ("allowed_token_ids", "stop", "stop_token_ids")
 REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
@@ -102,6 +105,26 @@ def sampling_values(request: pb.GenerateRequest) -> dict[str, Any]:
         name = "json" if constraint == "json_schema" else constraint
         values["structured_outputs"] = {name: getattr(sampling, constraint)}
     return values
+
+
+def embed_values(request: pb.EmbedRequest) -> dict[str, Any]:
+    """The body that an HTTP client would send for the same texts. Raises `ServeError`."""
+    texts = bounded("texts", request.texts)
+    lengths = bounded("lengths", request.lengths)
+    if bool(texts) == bool(lengths):
+        raise invalid("texts", "or token_ids and lengths must be given, and only one of them")
+    if len(request.token_ids) != 4 * sum(lengths):
+        words = f"must have 4 bytes for each of {sum(lengths)} tokens, as lengths has it"
+        raise invalid("token_ids", f"{words}, not {len(request.token_ids)}")
+    ids, start = np.frombuffer(request.token_ids, "<i4").tolist(), 0
+    pieces = []
+    for length in lengths:
+        pieces.append(ids[start : start + length])
+        start += length
+    values: dict[str, Any] = {"input": texts or pieces, "priority": request.priority}
+    values |= {"model": request.model or None, "request_id": request.request_id or None}
+    given = (name for name in EMBED_OPTIONS if request.HasField(name))
+    return values | {name: getattr(request, name) for name in given}
 
 
 # ---------------------------------------------------------------- results

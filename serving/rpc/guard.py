@@ -25,7 +25,7 @@ from serving.server.headers import (
 logger = logging.getLogger(__name__)
 
 DOMAIN = "shiftjax"
-GENERATIONS = ("Generate", "GenerateOnce", "Score")
+GENERATIONS = ("Generate", "GenerateOnce", "Score", "Embed")
 DETAILS_KEY = "grpc-status-details-bin"
 
 

@@ -7,6 +7,7 @@ from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc.convert import (
     bounded,
     completion,
+    embed_values,
     finished,
     generate_values,
     is_chat,
@@ -15,6 +16,7 @@ from serving.rpc.convert import (
     usage_message,
 )
 from serving.rpc.guard import method, request_id
+from serving.server.embedding import embed
 from serving.server.errors import ServeError, invalid
 from serving.server.handle import Delta, RequestHandle
 from serving.server.schema import MAX_VALUES, read_chat, read_completion
@@ -75,6 +77,26 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             return await self._service.write(_scores, generation)
 
     @method
+    async def Embed(
+        self, request: pb.EmbedRequest, context: aio.ServicerContext
+    ) -> pb.EmbedResponse:
+        """Embeddings as one matrix."""
+        try:
+            values = embed_values(request)
+        except ServeError as error:
+            self._service.refuse(error)
+            raise
+        name, timeout = request_id(context), _time_left(context)
+        _, found = await embed(self._service, values, name, timeout)
+        return pb.EmbedResponse(
+            request_id=found.id,
+            model=found.model,
+            embeddings=found.matrix.astype("<f4", copy=False).tobytes(),
+            dim=found.matrix.shape[1],
+            num_tokens=found.num_tokens,
+        )
+
+    @method
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: aio.ServicerContext
     ) -> pb.TokenizeResponse:
@@ -120,6 +142,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             created=model.created,
+            task=model.task,
         )
 
     async def _start(

@@ -18,17 +18,20 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
 from serving.run.listeners import Server, read_keys
-from serving.run.start import StartError, open_llm
+from serving.run.start import StartError, open_model
+from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
+from shiftjax.control.errors import RequestError
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import DraftStats
 from shiftjax.settings import fault_of, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
+    from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
 
 logger = logging.getLogger(__name__)
@@ -84,7 +87,7 @@ class Process:
         self._stop = asyncio.Event()
         self._signal: int | None = None
         self._code = OK
-        self._llm: LLM | None = None
+        self._model: LLM | Embedder | None = None  # keeps what was loaded
 
     async def run(self) -> int:
         """From the first listener to the last; the exit code."""
@@ -123,9 +126,17 @@ class Process:
 
     async def _open(self) -> None:
         """Load, compile, run a first step, then take requests."""
+        fault = self._fault
+        load = faulty(fault, open_model) if fault and fault.point == LOADING else open_model
+        self._model = model = await asyncio.to_thread(load, self._config)
+        is_encoder = hasattr(model, "embed")
+        await (self._open_embedder(model) if is_encoder else self._open_llm(model))
+        _settle_memory()
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
+            print(*self._server.addresses(), sep="\n", flush=True)
+
+    async def _open_llm(self, llm: "LLM") -> None:
         options, fault = self._options, self._fault
-        load = faulty(fault, open_llm) if fault and fault.point == LOADING else open_llm
-        self._llm = llm = await asyncio.to_thread(load, self._config)
         engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, options)
         # On the thread of all later steps: its first one opens files, for which there may be no
         # room when clients have come.
@@ -134,9 +145,18 @@ class Process:
         self._service.open(served_model(llm, options), engine)
         if fault and fault.point != LOADING:
             install(fault, llm.engine, self._service)
-        _settle_memory()
-        with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
-            print(*self._server.addresses(), sep="\n", flush=True)
+
+    async def _open_embedder(self, embedder: "Embedder") -> None:
+        """Embed a first text, then take requests."""
+        options, observers = self._options, self._service.observers
+        try:
+            await asyncio.to_thread(embedder.embed, [[0]])
+        except RequestError as error:
+            raise StartError(f"the first step failed, see above: {error}") from None
+        vocab_size = embedder.model.vocab_size
+        engine = AsyncEmbedder(embedder.runner, vocab_size, observers, options)
+        engine.on_failure = self._on_failure
+        self._service.open(served_encoder(embedder, options), engine)
 
     def _on_failure(self) -> None:
         self._code = ENGINE_FAILED
@@ -211,8 +231,7 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
     """What the front ends know of a loaded model."""
     tokenizer = llm.tokenizer
     source = tokenizer.chat_template if tokenizer is not None else None
-    given = options.served_model_name or llm.config.model.model
-    names = tuple(name.strip() for name in given.split(",") if name.strip())
+    names = _names(options.served_model_name or llm.config.model.model)
     cache, stats = llm.engine.lanes[0].scheduler.config, llm.stats()
     info = {
         "mesh": stats["mesh"],
@@ -225,6 +244,23 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
     # With SP = 1 the two modes of a program are one step.
     programs = sum(len(set(p.steps.values())) for runner in llm.runners for p in runner.programs)
     return ServedModel(names, tokenizer, template, info, programs, lambda: llm.num_compiles)
+
+
+def served_encoder(embedder: "Embedder", options: ServerOptions) -> ServedModel:
+    """What the front ends know of a loaded encoder."""
+    info = {
+        "mesh": f"devices={embedder.num_devices}",
+        "dtype": str(embedder.dtype),
+        "instances": str(options.instances),
+    }
+    names = _names(options.served_model_name or embedder.config.model.model)
+    runner, reader = embedder.runner, embedder.reader
+    compiles = lambda: embedder.num_compiles  # noqa: E731
+    return ServedModel(names, reader.tokenizer, None, info, runner.num_programs, compiles, reader)
+
+
+def _names(given: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in given.split(",") if name.strip())
 
 
 def _leave(code: int) -> None:

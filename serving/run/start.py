@@ -1,12 +1,13 @@
 """Starting an engine with something to look at meanwhile."""
 
 import resource
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shiftjax.config import EngineConfig
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
+    from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
 
 LEAST_ADDRESS_SPACE = 2 << 30  # bytes that JAX's libraries, threads and a tiny model take
@@ -18,6 +19,23 @@ class StartError(Exception):
 
 def open_llm(config: EngineConfig) -> "LLM":
     """Load and compile, with bars on a terminal. Raises StartError for want of memory."""
+    return _opened(config, "LLM")
+
+
+def open_embedder(config: EngineConfig) -> "Embedder":
+    """The same for an encoder."""
+    return _opened(config, "Embedder")
+
+
+def open_model(config: EngineConfig) -> "LLM | Embedder":
+    """Open an encoder as an embedder and all else as a language model."""
+    from shiftjax.weights.resolve import open_source, resolve_model
+
+    source = open_source(resolve_model(config.model.model))
+    return open_llm(config) if source.config.encoder is None else open_embedder(config)
+
+
+def _opened(config: EngineConfig, name: str) -> Any:
     from serving.run.progress import progress_bars
     from shiftjax.control.engine import is_out_of_memory
     from shiftjax.settings import make_virtual_devices
@@ -25,10 +43,10 @@ def open_llm(config: EngineConfig) -> "LLM":
     _check_address_space()
     make_virtual_devices(config)
     try:
-        from shiftjax.llm import LLM
+        import shiftjax
 
         with progress_bars() as progress:
-            return LLM.from_config(config, progress=progress)
+            return getattr(shiftjax, name).from_config(config, progress=progress)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

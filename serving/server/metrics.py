@@ -16,10 +16,13 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
+from serving.server.embed_thread import EmbedTurn
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
+from shiftjax.control.embed import EmbedStats
 from shiftjax.control.speculation import DraftStats
 
 FIRST_TOKEN_BUCKETS = (
@@ -35,6 +38,7 @@ REQUEST_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+FILL_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 SIZE_BUCKETS = tuple(float(n * 10**e) for e in range(6) for n in (1, 2, 5))
 
 HISTOGRAMS: Mapping[str, tuple[Any, ...]] = {
@@ -51,6 +55,8 @@ HISTOGRAMS: Mapping[str, tuple[Any, ...]] = {
     "request_params_n": ("Continuations asked for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
     "step_duration_seconds": ("Duration of a step.", STEP_BUCKETS, "mode"),
     "draft_seconds": ("Host time to guess ahead in a turn.", STEP_BUCKETS),
+    "embedding_queue_time_seconds": ("Arrival of a text to its step.", FIRST_TOKEN_BUCKETS),
+    "embedding_rows_fill": ("Tokens of texts over tokens computed.", FILL_BUCKETS),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of accepted requests.", ()),
@@ -58,6 +64,8 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "request_success": ("Requests that ended.", ("finished_reason",)),
     "requests_rejected": ("Requests refused at the door.", ("reason",)),
     "requests_aborted": ("Requests ended before they were complete.", ("reason",)),
+    "embedding_texts": ("Texts that came out of an embedder.", ("outcome",)),
+    "embedding_texts_moved": ("Texts of an instance that stalled or ended.", ()),
     "nan_rows": ("Requests ended by numbers that are not finite.", ()),
 }
 
@@ -92,7 +100,7 @@ class Metrics(Collector):
     def __init__(self, prefix: str = "shiftjax"):
         self.prefix = prefix
         self.registry = CollectorRegistry(auto_describe=False)
-        self._engine: AsyncEngine | None = None
+        self._engine: AsyncEngine | AsyncEmbedder | None = None
         self._labels = {"model_name": "", "engine": "0"}
         self._info: Mapping[str, str] = {}
         self._num_programs, self._num_compiles = 0, lambda: 0
@@ -110,7 +118,7 @@ class Metrics(Collector):
     def open(
         self,
         model_name: str,
-        engine: AsyncEngine,
+        engine: AsyncEngine | AsyncEmbedder,
         info: Mapping[str, str],
         num_programs: int,
         num_compiles: Callable[[], int],
@@ -183,6 +191,32 @@ class Metrics(Collector):
         if drafts is not None and drafts.seconds > self._draft_seconds:
             self._observe("draft_seconds", drafts.seconds - self._draft_seconds)
             self._draft_seconds = drafts.seconds
+
+    def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
+        """An instance of an embedder has finished a turn."""
+        computed = turn.stats.num_computed_tokens - before.num_computed_tokens
+        if computed:
+            real = turn.stats.num_tokens - before.num_tokens
+            self._observe("embedding_rows_fill", real / computed)
+        for result in turn.results:
+            self._count("embedding_texts", 1, "ok" if result.error is None else "error")
+            self._observe("embedding_queue_time_seconds", result.queue_seconds)
+
+    def moved(self, num_texts: int) -> None:
+        """Texts went from one instance to others."""
+        self._count("embedding_texts_moved", num_texts)
+
+    def embedding_ended(self, num_tokens: int, seconds: float, error: ServeError | None) -> None:
+        """A request for embeddings has ended."""
+        self._count("prompt_tokens", num_tokens)
+        self._observe("request_prompt_tokens", num_tokens)
+        self._observe("e2e_request_latency_seconds", seconds)
+        if error is None:
+            self._count("request_success", 1, "stop")
+            return
+        is_abort = error.kind.status in (499, 504, 409)
+        self._count("request_success", 1, "abort" if is_abort else "error")
+        self._count("requests_aborted", 1, error.code)
 
     def _count(self, name: str, amount: int, *labels: str) -> None:
         self._counters[name, labels] = self._counters.get((name, labels), 0) + amount

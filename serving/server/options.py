@@ -67,6 +67,12 @@ class ServerOptions:
     profile_dir: str | None = option(
         None, "folder for the profiles that the Admin service makes; default: none are made"
     )
+    instances: int = option(
+        1, "threads that embed, over one copy of the weights of an encoder", low=1, high=64
+    )
+    matryoshka_dimensions: tuple[int, ...] | None = option(
+        None, "lengths to which embeddings may be cut; default: none, the model must be made for it"
+    )
     ui: bool = option(True, "serve the page /ui")
 
 
@@ -83,6 +89,8 @@ def server_problems(options: ServerOptions) -> list[str]:
         problems.append(f"port and grpc_port are both {options.port}: HTTP and gRPC need their own")
     if options.served_model_name is not None and not options.served_model_name.strip(" ,"):
         problems.append("served_model_name holds no name")
+    if any(each < 1 for each in options.matryoshka_dimensions or ()):
+        problems.append("matryoshka_dimensions must be positive")
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.metrics_prefix) is None:
         problems.append("metrics_prefix must be letters, digits and _: it begins names of metrics")
     return problems

@@ -119,7 +119,7 @@ def _unknown_in(kind: type[msgspec.Struct], values: dict[str, Any], place: str) 
     unknown: list[str] = []
     for name, value in values.items():
         path = place + name
-        if path in UNSUPPORTED:
+        if path in UNSUPPORTED and name not in kind.__struct_fields__:
             _check_harmless(path, value, UNSUPPORTED[path], "is not supported by this server")
         elif name not in kind.__struct_fields__:
             unknown += [path] * (name not in FOREIGN.get(kind, {}))

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.errors import ServeError, invalid
 from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
@@ -20,6 +21,7 @@ from serving.server.texts import Texts
 from serving.server.timeline import Timeline
 from shiftjax.control.request import Request
 from shiftjax.text.chat import ChatTemplate
+from shiftjax.text.embedding_inputs import InputReader
 from shiftjax.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # for texts that come and answers that go
@@ -37,7 +39,13 @@ class ServedModel:
     info: Mapping[str, str] = field(default_factory=dict)  # labels of the metric config_info
     num_programs: int = 0  # compiled before the first request
     num_compiles: Callable[[], int] = lambda: 0  # since then
+    reader: InputReader | None = None  # of an encoder's inputs
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def task(self) -> str:
+        """What it does: generate or embed."""
+        return "generate" if self.reader is None else "embed"
 
     @property
     def name(self) -> str:
@@ -76,18 +84,18 @@ class Service:
         self.metrics = Metrics(options.metrics_prefix)
         self.timeline = Timeline()
         self.model: ServedModel | None = None
-        self.engine: AsyncEngine | None = None
+        self.engine: AsyncEngine | AsyncEmbedder | None = None
         self.listeners: list[Callable[[bool], None]] = []
         self.grammars: Grammars | None = None
         self._texts: Texts | None = None
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
-    def open(self, model: ServedModel, engine: AsyncEngine) -> None:
+    def open(self, model: ServedModel, engine: AsyncEngine | AsyncEmbedder) -> None:
         """Begin to serve."""
         self.model, self.engine = model, engine
         longest = engine.request_limits.max_model_len
         self._texts = Texts(model.tokenizer, model.template, longest, self._threads)
-        if model.tokenizer is not None:
+        if model.tokenizer is not None and model.task == "generate":
             vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
             self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
         self.metrics.open(model.name, engine, model.info, model.num_programs, model.num_compiles)
@@ -128,11 +136,27 @@ class Service:
         """Whether steps finish; true while there is nothing to do."""
         return self.engine is None or self.engine.makes_progress
 
-    def running(self) -> tuple[ServedModel, AsyncEngine]:
+    def running(self) -> tuple[ServedModel, AsyncEngine | AsyncEmbedder]:
         """The model and its engine. Raises `ServeError` while there is none."""
         if self.model is None or self.engine is None:
             raise ServeError("starting", "The server is still loading its model.")
         return self.model, self.engine
+
+    def generating(self) -> tuple[ServedModel, AsyncEngine]:
+        """The model and its engine. Raises `ServeError` for an encoder, too."""
+        model, engine = self.running()
+        if isinstance(engine, AsyncEmbedder):
+            message = f"{model.name} is an encoder: it embeds texts (/v1/embeddings, /v1/rerank)."
+            raise ServeError("invalid", message, param="model", code="wrong_task")
+        return model, engine
+
+    def embedding(self) -> tuple[ServedModel, AsyncEmbedder]:
+        """The encoder and what runs it. Raises `ServeError` for a decoder, too."""
+        model, engine = self.running()
+        if not isinstance(engine, AsyncEmbedder):
+            message = f"{model.name} is a decoder: it generates text, and has no embeddings."
+            raise ServeError("invalid", message, param="model", code="wrong_task")
+        return model, engine
 
     @property
     def texts(self) -> Texts:
@@ -160,7 +184,7 @@ class Service:
     ) -> Generation:
         """Start what `read_completion` or `read_chat` finds in a body. The caller closes it."""
         try:
-            _, engine = self.running()
+            _, engine = self.generating()
             wish = read_fields(values)
             return await self._submit(engine, wish, request_id, timeout)
         except ServeError as error:
@@ -244,8 +268,12 @@ class Service:
         """What a function makes of a generation; other requests go on if that takes long."""
         if sum(handle.num_logprobs for handle in generation.handles) <= INLINE_LOGPROBS:
             return function(generation)
+        return await self.in_thread(function, generation)
+
+    async def in_thread[T](self, function: Callable[..., T], *arguments: Any) -> T:
+        """What a function returns that takes long."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, function, generation)
+        return await loop.run_in_executor(self._threads, function, *arguments)
 
     async def tokenize(self, values: Any) -> tuple[ServedModel, TokenizeFields, list[int]]:
         """The token ids of a text or a conversation."""

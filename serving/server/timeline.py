@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from serving.server.embed_thread import EmbedTurn
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
+from shiftjax.control.embed import EmbedStats
 
 BUCKET_SECONDS = 0.5
 NUM_BUCKETS = 240
@@ -45,6 +47,21 @@ class Timeline:
             bucket["accepted"] += stats.drafts.num_accepted - self._num_accepted
             self._num_accepted = stats.drafts.num_accepted
 
+    def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
+        """Count texts and tokens of an embedder's step, and what it computed."""
+        bucket, stats = self._bucket(turn.at), turn.stats
+        bucket["texts"] += len(turn.results)
+        bucket["tokens"] += stats.num_tokens - before.num_tokens
+        bucket["computed"] += stats.num_computed_tokens - before.num_computed_tokens
+        bucket["running"] = max(bucket["running"], before.num_running)
+        bucket["waiting"] = max(bucket["waiting"], stats.num_waiting)
+
+    def moved(self, num_texts: int) -> None:
+        """Texts that went to another instance leave no trace here."""
+
+    def embedding_ended(self, num_tokens: int, seconds: float, error: ServeError | None) -> None:
+        """Nor do requests for embeddings, which have no phases."""
+
     def ended(self, handle: RequestHandle, now: float) -> None:
         """Keep the phases of a request."""
         metrics = handle.output.metrics
@@ -57,7 +74,8 @@ class Timeline:
     def _bucket(self, now: float) -> dict[str, Any]:
         start = now // BUCKET_SECONDS * BUCKET_SECONDS
         if not self._buckets or self._buckets[-1]["at"] < start:
-            gauges = {"running": 0, "waiting": 0, "kv": 0.0, "tokens": 0, "accepted": 0}
+            counts = dict.fromkeys(("tokens", "accepted", "texts", "computed"), 0)
+            gauges = {"running": 0, "waiting": 0, "kv": 0.0, **counts}
             self._buckets.append({"at": start, "base": 0, "between": 0, "shift": 0, **gauges})
         return self._buckets[-1]
 

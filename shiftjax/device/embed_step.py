@@ -75,6 +75,7 @@ class EmbedDeviceRunner:
         self, step: EmbedStep, leaves: Sequence[jax.Array], shape: EmbedShape, progress: Progress
     ):
         self.shape = shape
+        self.num_devices = step.mesh.size
         self.num_programs = sum(map(len, shape.rows))
         self._leaves = tuple(leaves)
         self._spread = named(step.mesh, packed_spec())
