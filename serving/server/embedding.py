@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048  # in one request
 DIGITS = 9  # of a float32 in JSON: fewer could be another number
+LEAST_FLOAT32 = 1e-45
 
 
 class EmbeddingFields(msgspec.Struct, kw_only=True):
@@ -221,7 +222,7 @@ def embedding_body(fields: EmbeddingFields, found: Embeddings) -> bytes:
 def shortened(matrix: np.ndarray) -> np.ndarray:
     """The same float32 numbers as float64 with `DIGITS` digits, which JSON writes in half."""
     wide = matrix.astype(np.float64)
-    digits = DIGITS - 1 - np.floor(np.log10(np.maximum(np.abs(wide), 1e-30)))
+    digits = DIGITS - 1 - np.floor(np.log10(np.maximum(np.abs(wide), LEAST_FLOAT32)))
     scale = 10.0**digits
     return np.round(wide * scale) / scale
 

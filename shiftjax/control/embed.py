@@ -187,13 +187,14 @@ class EmbedEngine:
         return results
 
     def _failed_step(self, plan: EmbedPlan, error: Exception, now: float) -> list[Embedded]:
-        """Try again with half the rows, once; then the texts of that half fail alone."""
+        """Try again with half the rows (of one row, half the texts), once; then that half fails."""
         self._failed += 1
         logger.exception("A step of %d texts failed.", len(plan.texts), exc_info=error)
         if not plan.is_retry:
-            half = -(-len(plan.rows) // 2)
-            self._retry(plan.rows[:half], plan.width)
-            self._retry(plan.rows[half:], plan.width)
+            rows = plan.rows if len(plan.rows) > 1 else [[text] for text in plan.texts]
+            half = -(-len(rows) // 2)
+            self._retry(rows[:half], plan.width)
+            self._retry(rows[half:], plan.width)
             return []
         words = "The step that was to embed this text failed."
         return [out for text in plan.texts for out in self._end(text, now, error=words)]
