@@ -116,38 +116,38 @@ class Embedder:
         prompt_name: str | None = None,
         truncate: bool = False,
         progress: Progress | None = None,
+        first: int = 0,
     ) -> np.ndarray:
         """Return the embeddings, float32 `[texts, hidden]`, in the order of the texts.
 
         `prompt_name` names a prompt of the model that is put before every text; `truncate` cuts
-        texts that are too long, which are refused otherwise.
+        texts that are too long, which are refused otherwise. Messages count texts from `first`.
 
         Raises:
             RequestError: a text or a prompt's name that cannot be used; a text whose step failed.
         """
         many = as_inputs(texts)
-        first, self._num_texts = self._num_texts, self._num_texts + len(many)
         found = np.zeros((len(many), self.model.hidden_size), np.float32)
+        keys, self._num_texts = self._num_texts, self._num_texts + len(many)
+        most = self.reader.max_length if truncate else 0
+        chunks = (
+            [
+                Text(keys + start + place, ids)
+                for place, ids in enumerate(
+                    self.reader.read(many[start : start + CHUNK], prompt_name, most, first + start)
+                )
+            ]
+            for start in range(0, len(many), CHUNK)
+        )
         try:
-            for done, (place, embedding) in enumerate(
-                self._embed(self._read(many, prompt_name, truncate, first)), 1
-            ):
-                found[place - first] = embedding
+            for done, (key, embedding) in enumerate(self._embed(chunks), 1):
+                found[key - keys] = embedding
                 if progress is not None:
                     progress("embedding", done, len(many))
         finally:
-            for key in range(first, first + len(many)):  # those that an error has left
+            for key in range(keys, keys + len(many)):  # those that an error has left
                 self._engine.cancel(key)
         return found
-
-    def _read(
-        self, inputs: list[Input], prompt_name: str | None, truncate: bool, first: int
-    ) -> Iterator[list[Text]]:
-        most = self.reader.max_length if truncate else 0
-        for start in range(0, len(inputs), CHUNK):
-            some = inputs[start : start + CHUNK]
-            ids = self.reader.read(some, prompt_name, most, start)
-            yield [Text(first + start + i, each) for i, each in enumerate(ids)]
 
     def _embed(self, chunks: Iterator[list[Text]]) -> Iterator[tuple[int, np.ndarray]]:
         """Keep half a chunk waiting, so that steps are full and the next texts are ready."""

@@ -109,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_server_flags(serve)
     serve.set_defaults(serves=True)
     _add_batch(subparsers)
+    _add_embed(subparsers)
     _add_bench(subparsers)
     _add_convert(subparsers)
     text = "check settings and model, print the plan"
@@ -159,6 +160,15 @@ def _add_batch(subparsers: Any) -> None:
     text = "of records; plain: texts and token ids, and sampling flags are defaults of the lines"
     parser.add_argument("--format", choices=("openai", "plain"), default="openai", help=text)
     add_sampling_flags(parser)
+    add_config_flags(parser)
+
+
+def _add_embed(subparsers: Any) -> None:
+    parser = _add(subparsers, "embed", "cli.embed.run_embed", "embed the lines of a file")
+    parser.add_argument("input", type=Path, help="a text a line; .jsonl: strings or {text: ...}")
+    parser.add_argument("output", type=Path, help="the matrix [texts, dimensions], a .npy file")
+    parser.add_argument("--prompt-name", metavar="NAME", help="a prompt of the model, before each")
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
     add_config_flags(parser)
 
 

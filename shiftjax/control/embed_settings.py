@@ -40,7 +40,8 @@ def num_devices_of(config: EngineConfig, num_present: int) -> int:
 def check_encoder(config: EngineConfig, model: ModelConfig, devices: Devices) -> None:
     """Raise ConfigError for a model that is no encoder or is too large, and for idle settings."""
     if model.encoder is None:
-        raise ConfigError([f"{model.name} is a decoder: it generates text, and embeds none"])
+        words = "is a decoder: it generates text, and embeds none; minilm-l6 is an encoder"
+        raise ConfigError([f"{model.name} {words}"])
     problems = [
         f"{name} = {shown(value)} has no meaning for {model.name}, an encoder: drop it"
         for name, value in config.flat().items()
