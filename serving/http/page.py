@@ -53,7 +53,14 @@ def _now(service: Service) -> dict[str, Any]:
     engine, model = service.engine, service.model
     if engine is None or model is None:
         load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0, "drafts": False}
-        return {"state": "loading", "model": "", "mesh": "", "load": load, "open": []}
+        return {
+            "state": "loading",
+            "model": "",
+            "task": "generate",
+            "mesh": "",
+            "load": load,
+            "open": [],
+        }
     stats = engine.stats
     handles = () if isinstance(engine, AsyncEmbedder) else engine.handles.values()
     unfinished = (handle for handle in handles if not handle.is_ended)

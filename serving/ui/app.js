@@ -220,15 +220,25 @@ function latency(data) {
 function tiles(data) {
   const seconds = 5;
   const last = data.buckets.filter((bucket) => bucket.at > data.now - seconds);
-  const rate = last.reduce((sum, bucket) => sum + bucket.tokens, 0) / seconds;
+  const sum = (name) => last.reduce((total, bucket) => total + bucket[name], 0);
   $("tile-running").textContent = data.load.running;
   $("tile-waiting").textContent = data.load.waiting;
-  $("tile-tokens").textContent = short(rate);
+  $("tile-tokens").textContent = short(sum("tokens") / seconds);
+  $("tile-texts").textContent = short(sum("texts") / seconds);
+  $("tile-fill").textContent = `${short(100 * sum("tokens") / Math.max(1, sum("computed")))} %`;
   $("tile-kv").textContent = `${short(100 * data.load.kv)} %`;
   $("tile-switches").textContent = data.load.switches.toLocaleString("en");
 }
 
+// What only a decoder, or only an encoder, has.
+function showTask(task) {
+  for (const element of document.querySelectorAll("[data-task]")) {
+    element.hidden = element.dataset.task !== task;
+  }
+}
+
 function draw(data) {
+  showTask(data.task);
   $("state").textContent = data.state;
   $("state").className = data.state;
   $("model").textContent = data.model;

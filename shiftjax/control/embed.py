@@ -19,6 +19,7 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2  # steps: one is computed while the next one is packed
+ATTENTION_COST = 3  # operations of a product with weights: 15% at width 256 over 128 (docs/log.md)
 LOOKAHEAD = 64  # texts behind those of a step that may fill its holes
 
 
@@ -284,9 +285,10 @@ def _pack(taken: Sequence, more: Sequence, width: int, shape: EmbedShape) -> Emb
 def _cost_per_token(plan: EmbedPlan, shape: EmbedShape) -> float:
     """Work for each real token: products with weights, and with the tokens of the same row.
 
-    Of a layer's 24 * hidden**2 + 4 * width * hidden operations a token, the second grows with the
-    row; with `intermediate_size = 4 * hidden`, as encoders have it.
+    A layer has 24 * hidden**2 operations a token, with `intermediate_size = 4 * hidden` as encoders
+    have it, and 4 * width * hidden of attention, each of which takes as long as `ATTENTION_COST`.
     """
     computed = plan.width * shape.num_rows(plan.width, len(plan.rows))
     real = sum(len(text.token_ids) for text in plan.texts)
-    return computed * (1 + plan.width / (6 * shape.hidden_size)) / real
+    attention = ATTENTION_COST * plan.width / (6 * shape.hidden_size)
+    return computed * (1 + attention) / real

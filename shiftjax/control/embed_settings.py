@@ -21,8 +21,8 @@ USED = frozenset(
 def embed_dtype(config: EngineConfig) -> str:
     """The number format of weights and activations: float32 unless another one is asked for.
 
-    bfloat16 is no quicker for these small models on a CPU, and moves embeddings that are compared
-    with stored ones (docs/log.md).
+    bfloat16 is twice as quick on a CPU, but moves embeddings, which are compared with stored ones,
+    by ten thousand times the rounding of float32 (docs/log.md).
     """
     return "float32" if config.model.dtype == "auto" else config.model.dtype
 

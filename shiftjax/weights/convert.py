@@ -21,6 +21,10 @@ _COPIED = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    # of sentence-transformers, with the configurations in numbered folders
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
 
 
@@ -90,6 +94,8 @@ def _write_tokenizer(location: ModelLocation, directory: Path) -> None:
 
         load_tokenizer(location.path).save(directory)
         return
-    for name in _COPIED:
+    numbered = (path.relative_to(location.path) for path in location.path.glob("[0-9]_*/*.json"))
+    for name in (*_COPIED, *numbered):
         if (location.path / name).is_file():
+            (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(location.path / name, directory / name)

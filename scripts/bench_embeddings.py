@@ -1,0 +1,145 @@
+"""Embed the same texts here and with sentence-transformers: CPU seconds per token, and likeness.
+
+    python scripts/bench_embeddings.py --reference REFERENCE_PYTHON [--rounds 3] [--out FILE]
+
+REFERENCE_PYTHON is an interpreter with sentence-transformers. Contenders take turns, each in a
+process of its own on one core, and only CPU time of the embedding itself counts: on a machine with
+other load that is what stays comparable. What it should show: products with weights are nearly
+all of the work (2 * 10.6 million operations a token for MiniLM-L6), so tokens that are computed for
+nothing, padding, decide. `computed` counts them; packed rows have some 10%, batches of 32 as they
+come some 75%.
+
+Texts are made of words of the documentation, with lengths as in a collection of passages:
+log-normal, median 30 words. One JSON line per contender ends it.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+NUM_TEXTS, MEDIAN_WORDS, SIGMA, MOST_WORDS = 500, 30, 0.8, 180
+BATCH = 32
+
+
+def make_texts() -> list[str]:
+    """The texts, the same every time."""
+    chance = random.Random(11)
+    words = [word for path in sorted(ROOT.glob("docs/*.md")) for word in path.read_text().split()]
+    words = [word for word in words if word.isascii() and word.isalpha()]
+    sizes = (MEDIAN_WORDS * chance.lognormvariate(0, SIGMA) for _ in range(NUM_TEXTS))
+    return [" ".join(chance.choices(words, k=min(MOST_WORDS, 1 + int(n)))) for n in sizes]
+
+
+def run_ours(texts: list[str], dtype: str) -> tuple[np.ndarray, dict]:
+    """Embed in packed rows."""
+    from shiftjax import Embedder
+
+    embedder = Embedder("minilm-l6", dtype=dtype, cache_dir="none", devices=1)
+    embedder.embed(texts[:BATCH], truncate=True)
+    before, start = embedder.stats(), time.process_time()
+    found = embedder.embed(texts, truncate=True)
+    seconds, after = time.process_time() - start, embedder.stats()
+    tokens = after["tokens"] - before["tokens"]
+    return found, {"tokens": tokens, "computed": after["computed"] - before["computed"]} | {
+        "cpu_seconds": seconds
+    }
+
+
+def run_reference(texts: list[str], is_sorted: bool) -> tuple[np.ndarray, dict]:
+    """Embed in padded batches: sorted by length, as sentence-transformers does it, or as given."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    torch.set_num_threads(1)
+    model = SentenceTransformer(os.environ["MINILM"], device="cpu")
+    lengths = [min(256, len(model.tokenizer(text)["input_ids"])) for text in texts]
+    order = sorted(range(len(texts)), key=lambda i: -lengths[i]) if is_sorted else range(len(texts))
+    batches = [order[start : start + BATCH] for start in range(0, len(texts), BATCH)]
+    model.encode(texts[:BATCH], batch_size=BATCH)
+    found, start = np.zeros((len(texts), 384), np.float32), time.process_time()
+    for batch in batches:
+        found[list(batch)] = model.encode([texts[i] for i in batch], batch_size=BATCH)
+    seconds = time.process_time() - start
+    computed = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    return found, {"tokens": sum(lengths), "computed": computed, "cpu_seconds": seconds}
+
+
+CONTENDERS = {
+    "packed float32": lambda texts: run_ours(texts, "float32"),
+    "packed bfloat16": lambda texts: run_ours(texts, "bfloat16"),
+    "sentence-transformers, sorted": lambda texts: run_reference(texts, True),
+    "sentence-transformers, as they come": lambda texts: run_reference(texts, False),
+}
+
+
+def measure(name: str, python: str, folder: Path) -> tuple[np.ndarray, dict]:
+    """Run one contender in a process of its own."""
+    found, environ = folder / "found.npy", {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [python, __file__, "--only", name, "--out", str(found)]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    return np.load(found), json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Take turns, print a table, end with JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reference", help="a Python with sentence-transformers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        found, numbers = CONTENDERS[arguments.only](make_texts())
+        np.save(arguments.out, found)
+        print(json.dumps(numbers))
+        return
+    from shiftjax.weights.resolve import resolve_model
+
+    os.environ["MINILM"] = str(resolve_model("minilm-l6").path)
+    pythons = {
+        name: sys.executable if name.startswith("packed") else arguments.reference
+        for name in CONTENDERS
+        if name.startswith("packed") or arguments.reference
+    }
+    runs: dict[str, list[dict]] = {name: [] for name in pythons}
+    embeddings: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(arguments.rounds):
+            for name, python in pythons.items():
+                embeddings[name], numbers = measure(name, python, Path(folder))
+                runs[name].append(numbers)
+    baseline = list(embeddings.values())[-1]
+    lines = []
+    for name, numbers in runs.items():
+        seconds = statistics.median(each["cpu_seconds"] for each in numbers)
+        one = numbers[0]
+        row = {
+            "contender": name,
+            "texts": NUM_TEXTS,
+            "tokens": one["tokens"],
+            "fill": round(one["tokens"] / one["computed"], 3),
+            "tokens_per_cpu_second": round(one["tokens"] / seconds),
+            "rounds": [round(one["tokens"] / each["cpu_seconds"]) for each in numbers],
+            "least_cosine": float((embeddings[name] * baseline).sum(1).min()),
+        }
+        lines.append(json.dumps(row))
+        fill, rate, least = row["fill"], row["tokens_per_cpu_second"], row["least_cosine"]
+        print(f"{name:36} fill {fill:.2f}  {rate:6d} tokens per CPU second  cosine {least:.7f}")
+    print(*lines, sep="\n")
+    if arguments.out:
+        arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
