@@ -61,7 +61,12 @@ def test_rows_are_split_and_nothing_is_exchanged():
     assert not collectives(step.as_text())
     assert all(len(leaf.sharding.device_set) == 4 for leaf in embedder.runner._leaves)
     assert all(leaf.sharding.is_fully_replicated for leaf in embedder.runner._leaves)
-    assert step.output_shardings.num_devices == 4
+    for sharding, shape in (
+        (step.input_shardings[0][1], (3, 4, 64)),
+        (step.output_shardings, (4, 8, 64)),
+    ):
+        rows = shape.index(4)
+        assert sharding.shard_shape(shape) == (*shape[:rows], 1, *shape[rows + 1 :])
 
 
 def test_a_prompt_stands_before_the_text_and_files_say_how_to_pool(tmp_path):

@@ -33,17 +33,17 @@ class CountingEmbedder(AsyncEmbedder):
         counts = self.counts
         assert counts.accepted == counts.finished + counts.cancelled + counts.failed
         assert not (self.handles or self._places or self._instances.has_work)
-        assert self._instances.num_tokens == 0
+        assert all(instance.num_tokens == 0 for instance in self._instances._all)
         return await super().close()
 
 
 class InstanceRunner(SumRunner):
-    """What is told of a thread happens in it: `dies` at its n-th step, `stalls` until the gate."""
+    """What is told of a thread happens in it: `dies` at its n-th step, `stalls` until its gate."""
 
-    def __init__(self, dies: dict[str, int] | None = None, stalls: str = ""):
+    def __init__(self, dies: dict[str, int] | None = None, stalls: tuple[str, ...] = ()):
         super().__init__(RUNNER_SHAPE)
-        self.dies, self.stalls = dies or {}, stalls
-        self.gate = threading.Event()
+        self.dies = dies or {}
+        self.gates = {name: threading.Event() for name in stalls}
         self.steps = Counter()
 
     def fetch(self, handle):
@@ -51,8 +51,8 @@ class InstanceRunner(SumRunner):
         self.steps[name] += 1
         if self.steps[name] == self.dies.get(name):
             raise SystemExit  # which nothing below the thread catches
-        if name == self.stalls:
-            self.gate.wait()
+        if name in self.gates:
+            self.gates[name].wait()
         return super().fetch(handle)
 
 
@@ -94,16 +94,15 @@ def test_10_000_texts_with_cancels_and_a_killed_instance_none_lost_none_twice():
 
 def test_a_stalled_instance_loses_its_texts_to_another_and_comes_back():
     async def main() -> None:
-        runner = InstanceRunner(stalls="embed-0")
-        embedder = CountingEmbedder(runner, instances=2, stall_timeout=0.05)
+        runner = InstanceRunner(stalls=("embed-0",))
+        embedder = CountingEmbedder(runner, instances=2, stall_timeout=0.2)
         moved = []
         embedder.moved = moved.append
         texts = texts_of(random.Random(4), 60)
         assert_right(await embedder.embed("a", texts), texts)
         assert sum(moved) > 10
-        assert not runner.gate.is_set()
-        runner.stalls = ""
-        runner.gate.set()  # what it computed meanwhile is nobody's any more
+        assert not runner.gates["embed-0"].is_set()
+        runner.gates["embed-0"].set()  # what it computed meanwhile is nobody's any more
         for turn in range(100):
             assert_right(await embedder.embed(f"b{turn}", texts), texts)
             if not any(instance.is_out for instance in embedder._instances._all):
@@ -115,14 +114,36 @@ def test_a_stalled_instance_loses_its_texts_to_another_and_comes_back():
     asyncio.run(main())
 
 
+def test_what_comes_late_from_an_instance_that_was_taken_out_is_dropped():
+    """Although the other one, which has its texts by then, is later still."""
+
+    async def main() -> None:
+        runner = InstanceRunner(stalls=("embed-0", "embed-1"))
+        embedder = CountingEmbedder(runner, instances=2, stall_timeout=0.2)
+        moved = asyncio.Event()
+        embedder.moved = lambda num_texts: moved.set()
+        asked = asyncio.ensure_future(embedder.embed("a", [[1, 2, 3]]))
+        await moved.wait()
+        embedder._instances._stall_seconds = 60.0  # the other one may take as long as it likes
+        runner.gates["embed-0"].set()
+        while embedder._instances._all[0].is_out:  # until its turn has come
+            await asyncio.sleep(0.005)
+        assert not asked.done()
+        runner.gates["embed-1"].set()
+        assert_right(await asked, [[1, 2, 3]])
+        assert await embedder.close()
+
+    asyncio.run(main())
+
+
 def test_without_another_instance_nothing_is_taken_out():
     async def main() -> None:
-        runner = InstanceRunner(stalls="embed-0")
-        embedder = CountingEmbedder(runner, stall_timeout=0.05)
+        runner = InstanceRunner(stalls=("embed-0",))
+        embedder = CountingEmbedder(runner, stall_timeout=0.2)
         asked = asyncio.ensure_future(embedder.embed("a", [[1]]))
         while embedder.makes_progress:
             await asyncio.sleep(0.01)
-        runner.gate.set()
+        runner.gates["embed-0"].set()
         assert_right(await asked, [[1]])
         assert embedder.makes_progress
         assert await embedder.close()
@@ -150,7 +171,7 @@ def test_when_the_last_instance_dies_requests_end_and_the_process_hears_of_it():
 
 def test_deadline_abort_duplicate_full_queue_and_drain():
     async def main() -> None:
-        runner = InstanceRunner(stalls="embed-0")
+        runner = InstanceRunner(stalls=("embed-0",))
         embedder = CountingEmbedder(runner, max_num_queued_reqs=2, max_num_queued_tokens=8)
         with pytest.raises(ServeError, match="deadline"):
             await embedder.embed("late", [[1]], timeout=0.02)
@@ -172,7 +193,7 @@ def test_deadline_abort_duplicate_full_queue_and_drain():
         await asyncio.sleep(0)
         with pytest.raises(ServeError, match="shutting down"):
             await embedder.embed("fourth", [[1]])
-        runner.gate.set()
+        runner.gates["embed-0"].set()
         assert_right(await first, [[1, 2]])
         assert await drained
         assert await embedder.close()
