@@ -38,7 +38,7 @@ def exponent(columns: int) -> int:
 
 def hashed_weights(step: StepDef) -> tuple[jax.Array, ...]:
     """Return every weight as it is stored; the memory beside them is about one of them."""
-    specs = [weight_spec(weight.axes, STORED_AXES) for weight in step.model.declared]
+    specs = [weight_spec(weight, STORED_AXES) for weight in step.model.declared]
     return tuple(
         make_weight(weight, step.model.dtype, named(step.mesh, spec))
         for weight, spec in zip(step.model.declared, specs, strict=True)

@@ -17,7 +17,7 @@ from shiftjax.device.place import define, load
 from shiftjax.device.pool import PoolOptions, make_pools
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.layers import Context, rope_tables
+from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.weights.huggingface import HuggingFaceSource
@@ -49,8 +49,8 @@ def silent(_stage: str, _done: int, _total: int) -> None:
     """A progress callback that shows nothing."""
 
 
-def prefill_plan(token_ids: list[int], block_size: int = BLOCK_SIZE) -> StepPlan:
-    """A plan that computes one prompt in one step, in blocks 1, 2, 3 ..."""
+def prefill_plan(token_ids: list[int], num_rows: int, block_size: int = BLOCK_SIZE) -> StepPlan:
+    """A plan that computes one prompt in one step, with its last rows, in blocks 1, 2, 3 ..."""
     blocks = list(range(1, 2 + len(token_ids) // block_size))
     sequence = Sequence(
         request=Request("r", token_ids, SamplingParams()),
@@ -65,7 +65,8 @@ def prefill_plan(token_ids: list[int], block_size: int = BLOCK_SIZE) -> StepPlan
         block_table=blocks,
     )
     n = len(token_ids)
-    return StepPlan([ScheduledSequence(sequence, 0, n, 1, -1)], n, 1, 0, [], [], step_id=0)
+    item = ScheduledSequence(sequence, 0, n, num_rows, -1)
+    return StepPlan([item], n, num_rows, 0, [], [], step_id=0)
 
 
 def forward(
@@ -76,10 +77,12 @@ def forward(
     mode: Mode,
     strategy: str,
     least_size: int = 0,
+    num_rows: int | None = None,
 ):
     """Return (hidden states after embedding and each layer, logits of all tokens), NumPy.
 
-    Prompts are padded to `least_size` tokens at least: those of one size compile once.
+    Prompts are padded to `least_size` tokens at least: those of one size compile once. With
+    `num_rows`, logits are those of so many last tokens, and then of the first one.
     """
     source = HuggingFaceSource(directory)
     layout = Layout(source.config, sp, tp)
@@ -92,7 +95,9 @@ def forward(
     attention = xla_attention(source.config.head_dim, source.config.sliding_window, BLOCK_SIZE)
     pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, np.dtype(np.float32))
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
-    inputs = step_inputs(prefill_plan(token_ids), bucket, pool, attention, {}, no_key)
+    late = source.config.num_late_layers > 0
+    plan = prefill_plan(token_ids, len(token_ids) if num_rows is None else num_rows)
+    inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, has_late_layers=late)
     parallel = Parallel(layout, mode)
 
     def run(params, pools, inputs):
@@ -100,7 +105,9 @@ def forward(
         rope = rope_tables(parallel.local_tokens(inputs.positions), source.config)
         context = Context(rope, inputs.attention, attention, parallel)
         hidden, pools = llama(parallel.local_tokens(inputs.token_ids), pools, context)
-        logits = llama.logits(hidden[-1], jnp.arange(tokens, dtype=jnp.int32), parallel)
+        rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
+        last, pools = llama.take_rows(hidden[-1], rows, pools, context)
+        logits = llama.logits(last, parallel)
         return hidden, parallel.all_rows(logits), pools
 
     pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)

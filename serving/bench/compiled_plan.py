@@ -109,11 +109,11 @@ def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
 
 
 def _whole(target: Target, deployment: Deployment, mode: Mode) -> Compiled:
-    """The step of the whole model, on the line through two shallow ones."""
+    """The step of the whole model, on the line through two shallow ones if its layers are alike."""
     layers = deployment.layout.model.num_layers
-    many = _compile(target, deployment, mode, min(layers, MANY))
-    if layers <= MANY:
-        return many
+    if layers <= MANY or deployment.layout.model.num_late_layers:
+        return _compile(target, deployment, mode, layers)
+    many = _compile(target, deployment, mode, MANY)
     few = _compile(target, deployment, mode, FEW)
     whole = Compiled(
         *(b + (layers - MANY) * (b - a) // (MANY - FEW) for a, b in zip(few, many, strict=True))
@@ -146,7 +146,7 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     tokens = deployment.max_num_batched_tokens
     one = replace(deployment, layout=layout, dp=1, weights="alias", token_buckets=(tokens,))
     one = replace(one, max_model_len=tokens)
-    (bucket,), pool = one.buckets, pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
+    bucket, pool = one.buckets[-1], pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
     (step,) = define_steps(one, _devices(_chip(target), layout.num_devices))
     pools = abstract_pools(step.mesh, layout, pool.num_blocks, pool.block_size, pool.dtype)
     inputs = abstract_inputs(step, pool, bucket)

@@ -51,7 +51,7 @@ class ModelConfig:
     """
 
     name: str
-    architecture: str  # Hugging Face model_type: llama, mistral, qwen2, qwen3, bert ...
+    architecture: str  # Hugging Face model_type: llama, llama_swiftkv, qwen2, qwen3, bert ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -71,5 +71,16 @@ class ModelConfig:
     experts: Experts | None = None  # in place of the MLP: can be planned for, not loaded
     encoder: Encoder | None = None  # None: a decoder
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
+    num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_early_layers(self) -> int:
+        """Layers that compute every token: all, but for SwiftKV (arXiv 2410.03960, section 3.1)."""
+        return self.num_layers if self.num_kv_layers is None else self.num_kv_layers
+
+    @property
+    def num_late_layers(self) -> int:
+        """Layers that compute logit rows alone; the early ones' output gives all their KV."""
+        return self.num_layers - self.num_early_layers

@@ -33,6 +33,8 @@ class Weight(NamedTuple):
     kind: Literal["matrix", "table", "norm", "bias"] = "matrix"  # table: embedding, LM head
     transposed: bool = False
     tied_to: str | None = None  # the weight whose memory it shares
+    in_shift: bool = False  # split over all devices in every mode, as SHIFT splits it
+    stacked: tuple[str, ...] = ()  # tensors along the second dimension, in place of `source`
 
     @property
     def num_elements(self) -> int:
@@ -40,10 +42,24 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def parts(self) -> "tuple[Weight, ...]":
+        """The weights that are stacked in it, each of one tensor; itself where none are."""
+        if not self.stacked:
+            return (self,)
+        part = self._replace(
+            shape=(self.shape[0], *self.shape[2:]),
+            axes=(self.axes[0], *self.axes[2:]),
+            stacked=(),
+        )
+        return tuple(part._replace(source=source) for source in self.stacked)
+
+    @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of what a checkpoint has of it, where heads are not told from widths."""
         if self.tied_to is not None:
             return {}
+        if self.stacked:
+            return {name: shape for part in self.parts for name, shape in part.tensors.items()}
         if self.kind in ("norm", "bias"):
             return {self.source: (self.num_elements,)}
         if self.axes[0] == "experts":
@@ -64,15 +80,40 @@ class Family(NamedTuple):
 def _llama(config: ModelConfig) -> Iterator[Weight]:
     vocab, hidden = config.vocab_size, config.hidden_size
     yield Weight("embed", (vocab, hidden), ("vocab", None), EMBEDDING, "table")
-    layer = list(_llama_layer(config))
+    early, late = list(_llama_layer(config)), list(_late_layer(config))
     for index in range(config.num_layers):
-        for weight in layer:
+        for weight in early if index < config.num_early_layers else late:
             source = f"model.layers.{index}.{weight.source}"
             yield weight._replace(name=f"layers.{index}.{weight.name}", source=source)
+    yield from _swiftkv(config)
     yield _norm("norm", hidden, "model.norm")
     source, tied_to = (EMBEDDING, "embed") if config.tie_word_embeddings else (LM_HEAD, None)
-    head = Weight("lm_head", (vocab, hidden), ("lm_vocab", None), source, "table")
-    yield head._replace(tied_to=tied_to)
+    head = Weight("lm_head", (vocab, hidden), ("vocab", None), source, "table")
+    yield head._replace(tied_to=tied_to, in_shift=True)
+
+
+def _late_layer(config: ModelConfig) -> Iterator[Weight]:
+    """A layer that computes logit rows alone, which are few in every mode: all devices split it."""
+    for weight in _llama_layer(config):
+        if weight.axes[0] != "kv_heads":
+            source = weight.source.replace("q_proj", "q_proj_swiftkv")
+            yield weight._replace(source=source, in_shift=weight.axes[0] is not None)
+
+
+def _swiftkv(config: ModelConfig) -> Iterator[Weight]:
+    """What makes the late layers' keys and values: one product for all of them, k before v."""
+    if config.num_kv_layers is None:
+        return
+    yield _norm("swiftkv.norm", config.hidden_size, "model.norm_swiftkv")
+    if not config.num_late_layers:
+        return
+    layers = range(config.num_early_layers, config.num_layers)
+    sources = [f"model.layers.{i}.self_attn.{n}_proj_swiftkv" for n in "kv" for i in layers]
+    shape = config.num_kv_heads, len(sources), config.head_dim, config.hidden_size
+    matrix = Weight("swiftkv.kv", shape, ("kv_heads", None, None, None), "")
+    for weight in _projection(matrix, config.attention_bias):
+        stacked = tuple(f"{source}{weight.source}" for source in sources)
+        yield weight._replace(source="", stacked=stacked, in_shift=True)
 
 
 def _llama_layer(config: ModelConfig) -> Iterator[Weight]:
@@ -170,7 +211,7 @@ def _layer_norm(name: str, width: int, source: str) -> Iterator[Weight]:
 
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
+    {"llama": _LLAMA, "llama_swiftkv": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
     | {"bert": _BERT, "roberta": _BERT, "xlm-roberta": _BERT}
 )
 """The family of every `ModelConfig.architecture`."""

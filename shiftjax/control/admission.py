@@ -22,6 +22,7 @@ class RequestLimits:
     num_kv_tokens: int
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()
+    computes_prompts: bool = True  # False: the last layers compute output tokens only (SwiftKV)
     adapters: frozenset[str] = frozenset()
 
     def max_length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
@@ -100,6 +101,12 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
             raise RequestError(
                 f"{name} must be at most {limits.max_logprobs} on this server.", name
             )
+    if sampling.prompt_logprobs is not None and not limits.computes_prompts:
+        message = (
+            "This model computes its last layers for output tokens only, so prompt "
+            "log-probabilities do not exist."
+        )
+        raise RequestError(message, "prompt_logprobs")
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         for token in getattr(sampling, name) or ():
             _check_in_vocabulary(f"{name}:", token, name, limits)

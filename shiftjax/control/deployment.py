@@ -129,6 +129,7 @@ class Deployment:
             max_model_len=self.max_model_len,
             num_kv_tokens=(self.num_blocks - 1) * self.block_size,
             eos_token_ids=model.eos_token_ids,
+            computes_prompts=model.num_late_layers == 0,
         )
 
     def costs(self, machine: Machine, engine: EngineOverhead) -> CostModel:

@@ -152,10 +152,10 @@ def wanted_modes(
     policy: Policy, buckets: Sequence[Bucket], modes: Sequence[Mode]
 ) -> dict[Bucket, list[Mode]]:
     """The modes that a policy may choose in each bucket; the smallest bucket comes first."""
-    wanted, least = {}, 1
+    wanted: dict[Bucket, list[Mode]] = {}
     for bucket in buckets:
-        wanted[bucket] = policy.wanted(modes, least, bucket)
-        least = bucket.tokens + 1
+        smaller = (one.tokens for one in wanted if one.tokens < bucket.tokens)
+        wanted[bucket] = policy.wanted(modes, 1 + max(smaller, default=0), bucket)
     return wanted
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from shiftjax.parallel.layout import Layout, round_up
 
 SMALLEST_TOKENS = 8  # fewer rows are no faster: a decode step is bound by reading the weights
+MANY_TOKENS = 64  # from here on a model whose late layers compute rows alone gains by few rows
 
 
 class Bucket(NamedTuple):
@@ -42,7 +43,8 @@ def make_buckets(
     `max_rows` are the logit rows of a step with drafts, if more than its sequences.
 
     Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU. For
-    the same reason BASE never leaves a device with a single token.
+    the same reason BASE never leaves a device with a single token. Where layers compute rows
+    alone, large sizes come with few rows, too: a prompt has one.
     """
     devices = layout.num_devices
     seqs = round_up(max(max_seqs, SMALLEST_TOKENS), devices)
@@ -56,4 +58,9 @@ def make_buckets(
         )
         for n in sizes
     ]
-    return list({bucket.tokens: bucket for bucket in buckets}.values())
+    buckets = list({bucket.tokens: bucket for bucket in buckets}.values())
+    if not layout.model.num_late_layers:
+        return buckets
+    least_rows = round_up(SMALLEST_TOKENS, devices)
+    few = [one._replace(rows=least_rows) for one in buckets if one.tokens >= MANY_TOKENS]
+    return sorted({*buckets, *few})

@@ -48,20 +48,34 @@ def embedding_collectives(
     return [move] if move.num_devices > 1 else []
 
 
+def gather_collectives(
+    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
+) -> list[Collective]:
+    """What SwiftKV moves before its late layers: all tokens go everywhere, for their KV."""
+    if not layout.model.num_late_layers or mode.sp == 1:
+        return []
+    size = num_tokens * layout.model.hidden_size * activation_bytes
+    return [Collective("all-gather", mode.sp, size, 1)]
+
+
 def row_collectives(
     layout: Layout, mode: Mode, num_rows: int, activation_bytes: int
 ) -> list[Collective]:
-    """What the logit rows of a step move.
+    """What the logit rows of a step move: in late layers, which run as in SHIFT, and after them.
 
-    Where tokens are split the sampled rows cross SP; the logits change from a slice of the
-    vocabulary to a slice of the rows; what was sampled goes everywhere.
+    Where tokens are split the sampled rows cross SP, unless late layers have them everywhere; the
+    logits change from a slice of the vocabulary to a slice of the rows; what was sampled goes
+    everywhere.
     """
     size, row = layout.num_devices, layout.model.hidden_size * activation_bytes
+    late = layer_collectives(layout, layout.shift, num_rows, activation_bytes)
     moves = [
+        *_times(late, layout.model.num_late_layers),
         Collective("all-to-all", size, num_rows * layout.vocab_size * LOGIT_BYTES // size, 1),
         Collective("all-gather", size, num_rows * SAMPLE_BYTES, 1),
     ]
-    moves.append(Collective("all-reduce", mode.sp, num_rows * row, 1))
+    if not layout.model.num_late_layers:
+        moves.append(Collective("all-reduce", mode.sp, num_rows * row, 1))
     return [move for move in moves if move.num_devices > 1]
 
 
@@ -70,12 +84,16 @@ def step_collectives(
 ) -> list[Collective]:
     """All collectives of a step, with those of every layer."""
     layers = layer_collectives(layout, mode, num_tokens, activation_bytes)
-    num_layers = layout.model.num_layers
     return [
-        *(move._replace(num_times=move.num_times * num_layers) for move in layers),
+        *_times(layers, layout.model.num_early_layers),
+        *gather_collectives(layout, mode, num_tokens, activation_bytes),
         *embedding_collectives(layout, mode, num_tokens, activation_bytes),
         *row_collectives(layout, mode, num_rows, activation_bytes),
     ]
+
+
+def _times(moves: list[Collective], count: int) -> list[Collective]:
+    return [move._replace(num_times=move.num_times * count) for move in moves if count]
 
 
 def _reduce(

@@ -35,13 +35,16 @@ def temporary_bytes(
 ) -> int:
     """Estimate a step's temporaries: activations of the hungrier mode, and logits.
 
-    BASE splits its `num_tokens` over SP; SHIFT's largest step has `num_shift_tokens`.
+    BASE splits its `num_tokens` over SP; SHIFT's largest step has `num_shift_tokens`. The keys and
+    values of late layers are made together, before and after the rotation, of all tokens at once.
     """
     hidden, inner = layout.model.hidden_size, layout.intermediate_size
     base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
     shift = num_shift_tokens * (4 * hidden + 3 * inner // layout.num_devices)
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
-    return max(base, shift) * formats.activation_bytes + logits
+    late_kv = 2 * layout.model.num_late_layers * layout.kv_heads_per_device * layout.model.head_dim
+    gathered = 2 * max(num_tokens, num_shift_tokens) * (hidden + late_kv) if late_kv else 0
+    return max(base, shift, gathered) * formats.activation_bytes + logits
 
 
 def weight_bytes(layout: Layout, formats: Formats) -> int:
@@ -61,7 +64,7 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
     copied = (
         weight
         for weight in weights_of(layout.model)
-        if weight.axes[0] is not None and (weight.axes[0] != "lm_vocab" or weight.tied_to)
+        if weight.axes[0] is not None and (not weight.in_shift or weight.tied_to)
         if strategy == "replicate" or weight.kind == "bias"
     )
     return sum(_shard_bytes(weight, layout, formats, layout.shift) for weight in copied)
@@ -69,6 +72,7 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
 
 def _shard_bytes(weight: Weight, layout: Layout, formats: Formats, mode: Mode) -> int:
     """Bytes of the part of one weight that a device has in a mode."""
+    mode = layout.shift if weight.in_shift else mode
     sizes = zip(weight.axes, layout.stored(weight).shape, strict=True)
     width = formats.weight_bytes if weight.kind == "matrix" else formats.activation_bytes
     return width * math.prod(_local_size(axis, size, layout, mode) for axis, size in sizes)
@@ -78,6 +82,4 @@ def _local_size(axis: str | None, size: int, layout: Layout, mode: Mode) -> int:
     """The part of a stored dimension that a device has in a mode."""
     if axis == "kv_heads" and mode != layout.base:
         return len(layout.kv_heads_of_ranks(mode)[0])
-    if axis == "lm_vocab":
-        return size // layout.num_devices
     return size if axis in (None, "experts") else size // layout.ways(mode)

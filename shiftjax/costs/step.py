@@ -23,6 +23,8 @@ collectives (`collectives.py`)
     whatever TP is, and O(n d / SP) for Ulysses: communication per computation grows as TP for TP
     and stays constant for SP
 norms, rotary, activation: bytes read and written over the memory's rate, on n' tokens
+late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all n tokens, one
+    product with 2 m D columns for each of these layers, and before it n d gathered over SP
 host: added, or hidden behind the devices where the engine overlaps the two
 pipeline stages and replicas: `pipeline_seconds`
 """
@@ -38,6 +40,7 @@ from shiftjax.costs.collectives import (
     LOGIT_BYTES,
     Collective,
     embedding_collectives,
+    gather_collectives,
     layer_collectives,
     row_collectives,
 )
@@ -209,29 +212,48 @@ class CostModel:
             layers = self.model.num_layers * self._queueing
             decodes += rounds * layers * machine.attention_round_seconds
         chunks = max(work.attention_pairs * pair, work.chunk_context_tokens * read)
-        return StepCost(attention=decodes + chunks)
+        late = self.model.num_late_layers / self.model.num_layers
+        # A late layer reads the context for a prompt's last row alone: as if every chunk had one.
+        rows = work.chunk_context_tokens * max(read, pair)
+        return StepCost(attention=decodes + (1 - late) * chunks + late * rows)
 
     def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
-        """All layers and the embedding, but for attention over the context."""
+        """The layers that compute all tokens, and the embedding; without attention over contexts.
+
+        Of late layers, their keys and values.
+        """
         layout, config, width = self.layout, self.model, self.formats.activation_bytes
         padded = round_up(num_tokens, mode.sp)
-        local = padded // mode.sp
-        products, num_products = self._layer_products(mode, local)
-        moves = layer_collectives(layout, mode, padded, width)
-        kernels = num_products + 1 + self.engine.kernels_per_layer
-        kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
-        num_kernels = config.num_layers * kernels + self.engine.kernels_per_step
-        cost = StepCost(
-            matmul=config.num_layers * products,
-            elementwise=config.num_layers * self._elementwise_seconds(mode, padded, local),
-            collectives=config.num_layers * self._move(moves)
-            + self._move(embedding_collectives(layout, mode, padded, width)),
+        cost, num_kernels = self._layers_cost(mode, padded, config.num_early_layers)
+        num_kernels += self.engine.kernels_per_step
+        moves = embedding_collectives(layout, mode, padded, width)
+        moves += gather_collectives(layout, mode, padded, width)
+        late_kv = 2 * config.num_late_layers * layout.kv_heads_per_device * config.head_dim
+        cost = cost._replace(
+            matmul=cost.matmul
+            + (self._product(padded, config.hidden_size, late_kv) if late_kv else 0.0),
+            collectives=cost.collectives + self._move(moves),
             launch=num_kernels * self.machine.kernel_seconds * self._queueing,
         )
         if num_tokens <= self.engine.graph_tokens:
             return cost
         eager = num_kernels * self.engine.eager_kernel_seconds
         return cost._replace(launch=cost.launch + max(0.0, eager - cost.device))
+
+    def _layers_cost(self, mode: Mode, num_tokens: int, count: int) -> tuple[StepCost, int]:
+        """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp."""
+        local = num_tokens // mode.sp
+        products, num_products = self._layer_products(mode, local)
+        moves = layer_collectives(self.layout, mode, num_tokens, self.formats.activation_bytes)
+        kernels = num_products + 1 + self.engine.kernels_per_layer
+        kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
+        cost = StepCost(
+            matmul=count * products,
+            elementwise=count * self._elementwise_seconds(mode, num_tokens, local),
+            collectives=count * self._move(moves),
+            launch=count * kernels * self.machine.kernel_seconds * self._queueing,
+        )
+        return cost, count * kernels
 
     def _layer_products(self, mode: Mode, rows: int) -> tuple[float, int]:
         """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device."""
@@ -288,7 +310,7 @@ class CostModel:
         return numbers * self.formats.activation_bytes / rate * self._queueing
 
     def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:
-        """The LM head, split over all devices, and what the logits move."""
+        """The LM head, split over all devices, what the logits move, and late layers."""
         if not num_rows:
             return StepCost()
         machine, formats, layout = self.machine, self.formats, self.layout
@@ -298,7 +320,10 @@ class CostModel:
         rate = machine.memory_bytes_per_second * machine.memory_efficiency
         read = (hidden * formats.activation_bytes + rows * LOGIT_BYTES) * columns / rate
         moves = row_collectives(layout, mode, rows, formats.activation_bytes)
-        return StepCost(matmul=self._together(compute, read), collectives=self._move(moves))
+        late, _ = self._layers_cost(layout.shift, rows, self.model.num_late_layers)
+        return late._replace(
+            matmul=late.matmul + self._together(compute, read), collectives=self._move(moves)
+        )
 
     def _move(self, moves: list[Collective]) -> float:
         """Seconds of collectives, one after the other."""

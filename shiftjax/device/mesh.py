@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES, Device, Grid, Group, Mode
 
 
@@ -54,13 +55,18 @@ def _mesh(places: Iterable[Device], *sizes: int) -> Mesh:
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def weight_spec(axes: tuple[str | None, ...], split: tuple[str, ...] = WEIGHT_AXES) -> P:
-    """Return the spec of a weight with these logical axes, split over the mesh axes `split`.
+def weight_spec(weight: Weight, split: tuple[str, ...] = WEIGHT_AXES) -> P:
+    """Return the spec of a weight, split over the mesh axes `split`.
 
-    The LM head (`lm_vocab`) is split over all devices in every mode: a step samples few rows, so
-    its cost is the reading of the weight, and 1/P of it is least.
+    What computes logit rows alone (LM head, late layers) is split over all devices in every mode:
+    a step has few rows, so the cost is the reading of the weight, and 1/P of it is least.
     """
-    return P(*(axis and (ALL_AXES if axis == "lm_vocab" else split) for axis in axes))
+    return P(*(axis and (ALL_AXES if weight.in_shift else split) for axis in weight.axes))
+
+
+def view_spec() -> P:
+    """Return the spec of a weight whose first dimension a mode splits."""
+    return P(WEIGHT_AXES)
 
 
 def pool_spec() -> P:

@@ -6,7 +6,8 @@
     replicate   a separate copy, w / ways more per device: the published way (arXiv 2509.16495,
                 section 3.3.2) and a control
 
-The LM head is split over all devices in every mode; a tied one is the embedding in that split.
+LM head and late layers are split over all devices in every mode: they are no mode's alone. A tied
+head is the embedding in that split.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ class ModeWeights(NamedTuple):
         """Return the spec with which each weight enters a step, of any mode."""
         split = STORED_AXES if self.strategy == "slice" else WEIGHT_AXES
         return tuple(
-            weight_spec(("vocab", None) if self._is_sliced_head(weight) else weight.axes, split)
+            weight_spec(weight._replace(in_shift=self._is_in_shift(weight)), split)
             for weight in self.model.declared
         )
 
@@ -104,17 +105,17 @@ class ModeWeights(NamedTuple):
 
     def _is_viewed(self, weight: Weight, mode: Mode) -> bool:
         """Whether a mode has an array of its own of this weight."""
-        is_split_anew = weight.axes[0] not in (None, "lm_vocab") and mode != self.layout.base
-        return is_split_anew and self.strategy != "slice"
+        is_split_anew = weight.axes[0] is not None and mode != self.layout.base
+        return is_split_anew and not weight.in_shift and self.strategy != "slice"
 
-    def _is_sliced_head(self, weight: Weight) -> bool:
-        return self.strategy == "slice" and weight.tied_to is not None
+    def _is_in_shift(self, weight: Weight) -> bool:
+        """Whether it enters a step split over all devices; a tied head is sliced in the step."""
+        return weight.in_shift and not (self.strategy == "slice" and weight.tied_to is not None)
 
     def _slice(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
         axis = weight.axes[0]
-        if axis == "lm_vocab":
-            mode = self.layout.shift if self._is_sliced_head(weight) else self.layout.base
-        if axis is None or mode == self.layout.base:
+        mode = self.layout.shift if weight.in_shift else mode
+        if axis is None or mode == self.layout.base or self._is_in_shift(weight):
             return stored
         places = range(self.layout.num_devices)
         starts = [self.layout.shard_offset(axis, mode, place) for place in places]

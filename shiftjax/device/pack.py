@@ -8,11 +8,12 @@ slot_mapping    the block and offset of each token; padding writes to the null b
 
 import numpy as np
 
+from pallas_kernels.rows import Rows
 from shiftjax.control.request import StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.step import StepInputs
-from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention import AttentionMetadata, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 
 
@@ -23,8 +24,13 @@ def step_inputs(
     backend: AttentionBackend,
     scalars: dict[str, np.ndarray],
     key: np.ndarray,
+    *,
+    has_late_layers: bool = False,
 ) -> StepInputs:
-    """Lay out a plan and its attention work in a bucket; `scalars` are those of `RowInputs`."""
+    """Lay out a plan and its attention work in a bucket; `scalars` are those of `RowInputs`.
+
+    With `has_late_layers`, the work of logit rows alone, too.
+    """
     scheduled, count = plan.scheduled, len(plan.scheduled)
     starts = np.fromiter((s.start for s in scheduled), np.int32, count)
     lens = np.fromiter((s.num_tokens for s in scheduled), np.int32, count)
@@ -36,8 +42,14 @@ def step_inputs(
     tables = _block_tables(plan, bucket.seqs, pool.blocks_per_seq)
     blocks = tables[np.repeat(np.arange(count), lens), positions // pool.block_size]
     slots = blocks * pool.block_size + positions % pool.block_size
+    picked = _ranges(ends - rows, rows)
+    late = None
+    if has_late_layers:
+        row_seqs = np.repeat(np.arange(count, dtype=np.int32), rows)
+        late_work = backend.divide_rows(Rows(row_seqs, positions[picked] + 1), bucket.rows)
+        late = RowMetadata(np.asarray(len(picked), np.int32), late_work)
     positions = _padded(positions, bucket.tokens)
-    sample_rows = _padded(_ranges(ends - rows, rows), bucket.rows)
+    sample_rows = _padded(picked, bucket.rows)
     contexts = tables, _padded(starts + lens, bucket.seqs), query_start_loc
     num_decodes = plan.num_decodes + plan.num_drafts
     work = backend.divide(*contexts, num_decodes, num_tokens=bucket.tokens, num_rows=bucket.rows)
@@ -47,6 +59,7 @@ def step_inputs(
         positions=positions,
         sample_rows=sample_rows,
         attention=AttentionMetadata(_padded(slots, bucket.tokens), *contexts, work),
+        late=late,
         sampling=scalars | {"positions": positions[sample_rows] + 1},
         key=key,
     )

@@ -78,7 +78,7 @@ def _load_one(
     weight: Weight, dtype: np.dtype, layout: Layout, mesh: Mesh, source: TensorSource
 ) -> jax.Array:
     """Read what this process stores of one weight and put each device's shard on it."""
-    sharding = named(mesh, weight_spec(weight.axes, STORED_AXES))
+    sharding = named(mesh, weight_spec(weight, STORED_AXES))
     places = sharding.addressable_devices_indices_map(weight.shape)
     ranges = {
         device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])
@@ -99,27 +99,39 @@ def _read_shards(
 ) -> dict[tuple[int, int], np.ndarray]:
     """Return the rows `[start, stop)` of a stored weight for each range, padding as zeros."""
     axis = weight.axes[0]
-    rows = np.arange(weight.shape[0]) if axis is None else layout.source_rows(axis)
-    wanted = np.concatenate([rows[start:stop] for start, stop in ranges])
-    first, last = _bounds(wanted)
+    mode = layout.stored_in(weight)
+    rows = np.arange(weight.shape[0]) if axis is None else layout.source_rows(axis, mode)
     tail = weight.shape[1:]
-    per_row = tail[0] if axis in ("heads", "kv_heads") else 1  # one stored row is a whole head
+    shards = {each: aligned_zeros((each[1] - each[0], *tail), dtype) for each in ranges}
+    for nth, part in enumerate(weight.parts):
+        place = (slice(None), nth) if weight.stacked else ()
+        _fill_shards({each: shard[place] for each, shard in shards.items()}, part, rows, source)
+    return shards
+
+
+def _fill_shards(
+    shards: dict[tuple[int, int], np.ndarray],
+    weight: Weight,
+    rows: np.ndarray,
+    source: TensorSource,
+) -> None:
+    """Read one tensor and copy it into the shards of each range; `rows`: the checkpoint's rows."""
+    first, last = _bounds(np.concatenate([rows[start:stop] for start, stop in shards]))
+    tail = weight.shape[1:]
+    # One stored row is a whole head.
+    per_row = tail[0] if weight.axes[0] in ("heads", "kv_heads") else 1
     span = slice(first * per_row, last * per_row)
     info = source.tensors[weight.source]
     index = (span,) + (slice(None),) * (len(info.shape) - 1)
     block = source.read(weight.source, index[::-1] if weight.transposed else index)
     check_finite(weight.source, block, info.file)
     block = (block.T if weight.transposed else block).reshape(last - first, *tail)
-    shards = {}
-    for start, stop in ranges:
-        shard = aligned_zeros((stop - start, *tail), dtype)
+    for (start, stop), shard in shards.items():
         real = rows[start:stop] >= 0
         if real.all() and (np.diff(rows[start:stop]) == 1).all():
             shard[:] = block[rows[start] - first : rows[stop - 1] + 1 - first]
         else:
             shard[real] = block[rows[start:stop][real] - first]
-        shards[start, stop] = shard
-    return shards
 
 
 def _bounds(rows: np.ndarray) -> tuple[int, int]:

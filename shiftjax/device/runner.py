@@ -92,7 +92,13 @@ class DeviceRunner:
         self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
         rows = build_rows(plan, self._row_params, program.bucket.rows, model.vocab_size)
         inputs = step_inputs(
-            plan, program.bucket, self.pool, self.step.attention, rows.scalars, self._key
+            plan,
+            program.bucket,
+            self.pool,
+            self.step.attention,
+            rows.scalars,
+            self._key,
+            has_late_layers=model.num_late_layers > 0,
         )
         flat = jax.device_put(program.packing.pack(inputs), self._replicated)
         tables = self._place(program.tables, rows.tables)

@@ -21,10 +21,10 @@ from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
 from shiftjax.device.sampling import sample
 from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs
-from shiftjax.models.attention import AttentionMetadata, LayerPool
+from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.layers import Context, rope_tables
+from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.parallel.grid import ALL_AXES, Mode
 from shiftjax.parallel.layout import Layout
 
@@ -43,6 +43,7 @@ class StepInputs(NamedTuple):
     positions: Int[Any, " tokens"]
     sample_rows: Int[Any, " rows"]  # which token's hidden state each logit row comes from
     attention: AttentionMetadata
+    late: RowMetadata | None  # of models with layers that compute logit rows alone
     sampling: dict[str, Any]  # the per-row scalars of SamplingInputs, less pending_ids
     key: UInt32[Any, " 2"]
 
@@ -164,7 +165,9 @@ class StepDef:
         rope = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(rope, inputs.attention, self.attention, parallel)
         hidden, pools = model(parallel.local_tokens(ids), pools, context)
-        logits = model.logits(hidden[-1], inputs.sample_rows, parallel)
+        rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
+        last, pools = model.take_rows(hidden[-1], rows, pools, context)
+        logits = model.logits(last, parallel)
         sampled = inputs.sample_rows
         pending = jnp.where(inputs.token_ids[sampled] < 0, ids[sampled], -1)
         scalars = inputs.sampling | {"pending_ids": pending}

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shiftjax.device.mesh import mesh_of, named, weight_spec
+from shiftjax.device.mesh import mesh_of, named, view_spec
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
@@ -43,7 +43,7 @@ def array_in_mode(
         if device in shards
     ]
     shape = (rows * layout.ways(mode), *stored.shape[1:])
-    sharding = named(mesh_of(mesh, mode), weight_spec((axis,)))
+    sharding = named(mesh_of(mesh, mode), view_spec())
     return jax.make_array_from_single_device_arrays(shape, sharding, views)
 
 

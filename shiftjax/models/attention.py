@@ -51,6 +51,13 @@ class AttentionMetadata(NamedTuple):
     work: Any  # who computes what: AttentionWork here; kernels bring their own
 
 
+class RowMetadata(NamedTuple):
+    """What layers that compute logit rows alone must know of them."""
+
+    num_rows: Int32[Any, ""]  # real ones; the first of the step's `sample_rows`
+    work: Any  # of `AttentionBackend.attend_rows`
+
+
 class State(NamedTuple):
     """An online softmax under way, float32; the output is `weighted / total`."""
 

@@ -10,6 +10,9 @@ with tokens split `sp` ways:
 
     all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device, if sp > 1
     all-reduce  2 of (n / sp) * d * b over the P / sp devices that split a weight
+
+SwiftKV's late layers run in SHIFT in every mode, on logit rows: one all-gather of n * d * b over
+`sp` comes before them, where tokens are split.
 """
 
 from dataclasses import dataclass
@@ -51,8 +54,24 @@ class Parallel:
         return jax.lax.dynamic_slice_in_dim(per_token, start, count)
 
     def reduce(self, partial: Activations) -> Activations:
-        """Sum the partial products of a row-parallel weight over the devices that split it."""
-        return jax.lax.psum(partial, WEIGHT_AXES) if self.layout.ways(self.mode) > 1 else partial
+        """Sum the partial products of a row-parallel weight over the devices that split it.
+
+        In SHIFT these are all, in whatever mode's mesh: late layers run in SHIFT inside of BASE.
+        """
+        if self.layout.ways(self.mode) == 1:
+            return partial
+        return jax.lax.psum(partial, WEIGHT_AXES if self.splits_tokens else ALL_AXES)
+
+    @property
+    def in_shift(self) -> "Parallel":
+        """SHIFT inside a step of this mode: for layers that compute logit rows alone."""
+        return Parallel(self.layout, self.layout.shift)
+
+    def gather_tokens(
+        self, hidden: Float[Array, "tokens_sp hidden"]
+    ) -> Float[Array, "tokens hidden"]:
+        """Return the hidden states of all tokens on every device: one all-gather over `sp`."""
+        return jax.lax.all_gather(hidden, TOKEN_AXIS, tiled=True) if self.splits_tokens else hidden
 
     def scatter_heads(
         self, q: AllHeads, k: AllKvHeads, v: AllKvHeads

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
-from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention import AttentionMetadata, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 
@@ -20,8 +20,19 @@ class Rope(NamedTuple):
     sin: Float[Array, "tokens half"]
 
 
+class LogitRows(NamedTuple):
+    """The tokens of a step whose logits are wanted; the same on every device."""
+
+    tokens: Int[Array, " rows"]  # which of the step's
+    positions: Int[Array, " tokens"]  # of all of the step's, in their sequences
+    late: RowMetadata | None  # None: no layer computes rows alone
+
+
 class Context(NamedTuple):
-    """What a step's layers have in common, made once; tokens are this device's."""
+    """What a step's layers have in common, made once; tokens are this device's.
+
+    For layers that compute logit rows alone, tokens are these rows, and `metadata.work` theirs.
+    """
 
     rope: Rope
     metadata: AttentionMetadata

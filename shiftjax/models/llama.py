@@ -1,5 +1,8 @@
 """The decoder of the Llama family: Llama, Mistral, SmolLM2, Qwen2, Qwen3, by flags of the config.
 
+With SwiftKV the last layers compute nothing but the rows whose logits are wanted, because their
+keys and values follow from what the early layers give: `take_rows`.
+
 `arch/weights.py` says which weights there are; a module is given its own, by name. The forward
 pass is written for one device's shard, inside `shard_map`; `Parallel` talks to the others.
 """
@@ -14,7 +17,16 @@ from jaxtyping import Array, Float, Int
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import LayerPool
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.layers import Context, apply_rope, project_in, project_out, rms_norm
+from shiftjax.models.layers import (
+    Context,
+    LogitRows,
+    Rope,
+    apply_rope,
+    project_in,
+    project_out,
+    rms_norm,
+    rope_tables,
+)
 from shiftjax.parallel.grid import WEIGHT_AXES
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
@@ -48,10 +60,7 @@ class Attention(Part):
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
         config, (rope, metadata, backend, parallel) = self.config, context
-        q, k, v = (_project_heads(x, w[...]) for w in (self.q, self.k, self.v))
-        if config.attention_bias:
-            biases = (self.q_bias, self.k_bias, self.v_bias)
-            q, k, v = (y + bias[...][None] for y, bias in zip((q, k, v), biases, strict=True))
+        q, k, v = (self._heads(x, name) for name in ("q", "k", "v"))
         if config.qk_norm:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
@@ -59,17 +68,79 @@ class Attention(Part):
         q, k, v = parallel.scatter_heads(q, k, v)
         pool = backend.write(pool, k, v, metadata.slot_mapping)
         out = backend.attend(q, pool, metadata)
-        out = parallel.gather_heads(out)
+        return self._output(parallel.gather_heads(out), parallel), pool
+
+    def _heads(
+        self, x: Float[Array, "tokens hidden"], name: str
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Project to the q, k or v heads of this device."""
+        heads = _project_heads(x, getattr(self, name)[...])
+        if not self.config.attention_bias:
+            return heads
+        return heads + getattr(self, f"{name}_bias")[...][None]
+
+    def _output(
+        self, out: Float[Array, "tokens heads head_dim"], parallel: Parallel
+    ) -> Float[Array, "tokens hidden"]:
+        """Project the heads of this device back, and sum over devices."""
         o = self.o[...]
         out = project_in(out.reshape(out.shape[0], -1), o.reshape(-1, o.shape[-1]))
         out = parallel.reduce(out)
-        return (out + self.o_bias[...][None] if config.output_bias else out), pool
+        return out + self.o_bias[...][None] if self.config.output_bias else out
+
+
+class LateAttention(Attention):
+    """Attention of logit rows, in SHIFT, over keys and values that are written already."""
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
+    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+        """Return the (reduced) output and the pool as it is."""
+        rope, metadata, backend, parallel = context
+        q = apply_rope(self._heads(x, "q"), rope)
+        out = backend.attend_rows(q, pool, metadata.block_tables, metadata.work)
+        return self._output(out, parallel), pool
+
+
+class SwiftKV(Part):
+    """Keys and values of all late layers, from what the last early one gives.
+
+    (SwiftKV, arXiv 2410.03960, section 3.1; several layers with one KV, section 3.2, not.)
+    """
+
+    norm: nnx.Param
+    kv: nnx.Param  # where there are late layers
+    kv_bias: nnx.Param  # with attention_bias
+
+    def __call__(
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        pools: list[LayerPool],
+        rope: Rope,
+        context: Context,
+    ) -> list[LayerPool]:
+        """Return the pools of the late layers with the keys and values of all tokens written.
+
+        One product, whose columns are heads, then layers (keys of all, values of all).
+        """
+        x = rms_norm(hidden, self.norm[...], self.config.rms_norm_eps)
+        w = self.kv[...]
+        kv = project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:3])
+        if self.config.attention_bias:
+            kv = kv + self.kv_bias[...][None]
+        keys, values = jnp.split(kv, 2, axis=2)
+        keys = apply_rope(keys.reshape(x.shape[0], -1, w.shape[2]), rope).reshape(keys.shape)
+        slots = context.metadata.slot_mapping
+        return [
+            context.backend.write(pool, keys[:, :, i], values[:, :, i], slots)
+            for i, pool in enumerate(pools)
+        ]
 
 
 def _project_heads(
     x: Float[Array, "tokens hidden"], w: Float[Array, "heads head_dim hidden"]
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Project to the q, k or v heads of this device."""
+    """Project to the heads of this device."""
     return project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:2])
 
 
@@ -97,10 +168,10 @@ class MLP(Part):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, params: Params):
+    def __init__(self, config: ModelConfig, params: Params, attention: type[Attention]):
         self.eps = config.rms_norm_eps
         self.input_norm, self.mlp_norm = params["input_norm"], params["mlp_norm"]
-        self.attention = Attention(config, params["attention"])
+        self.attention = attention(config, params["attention"])
         self.mlp = MLP(config, params["mlp"])
 
     def __call__(
@@ -117,12 +188,15 @@ class Llama(nnx.Module):
     """A decoder-only language model; `nnx.split` it once and merge it inside the step."""
 
     def __init__(self, config: ModelConfig, params: Params):
-        layers = params["layers"]
+        layers, early = params["layers"], config.num_early_layers
         self.config = config
         self.embed, self.norm, self.lm_head = (params[n] for n in ("embed", "norm", "lm_head"))
+        kinds = [Attention] * early + [LateAttention] * config.num_late_layers
         self.layers = nnx.List(
-            [DecoderLayer(config, layers[str(index)]) for index in range(config.num_layers)]
+            [DecoderLayer(config, layers[str(index)], kind) for index, kind in enumerate(kinds)]
         )
+        if config.num_kv_layers is not None:
+            self.swiftkv = SwiftKV(config, params["swiftkv"])
 
     def embed_tokens(
         self, token_ids: Int[Array, " tokens"], parallel: Parallel
@@ -137,27 +211,54 @@ class Llama(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, " tokens"], pools: list[LayerPool], context: Context
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
-        """Return the hidden states after the embedding and each layer, and the written pools.
+        """Return the hidden states after the embedding and each early layer, and their pools.
 
-        `token_ids` are this device's (`Parallel.local_tokens`). Unused hidden states cost nothing
-        in a compiled step; parity tests read them.
+        `token_ids` are this device's (`Parallel.local_tokens`); the pools of early layers are
+        written. Unused hidden states cost nothing in a compiled step; parity tests read them.
         """
-        hidden, written = [self.embed_tokens(token_ids, context.parallel)], []
-        for layer, pool in zip(self.layers, pools, strict=True):
-            out, new_pool = layer(hidden[-1], pool, context)
+        hidden, pools = [self.embed_tokens(token_ids, context.parallel)], list(pools)
+        for i, layer in enumerate(self.layers[: self.config.num_early_layers]):
+            out, pools[i] = layer(hidden[-1], pools[i], context)
             hidden.append(out)
-            written.append(new_pool)
-        return hidden, written
+        return hidden, pools
 
-    def logits(
+    def take_rows(
         self,
         hidden: Float[Array, "tokens hidden"],
-        rows: Int[Array, " rows"],
-        parallel: Parallel,
+        rows: LogitRows,
+        pools: list[LayerPool],
+        context: Context,
+    ) -> tuple[Float[Array, "rows hidden"], list[LayerPool]]:
+        """Return the rows after the last layer, on every device, and the written pools.
+
+        `hidden` is what the last early layer gave. Late layers write the keys and values of all
+        tokens and compute the rows alone; a step without rows leaves that out.
+        """
+        if rows.late is None:
+            return context.parallel.take_rows(hidden, rows.tokens), pools
+        config, early = self.config, self.config.num_early_layers
+        hidden = context.parallel.gather_tokens(hidden)
+        rope = rope_tables(rows.positions, config)
+        late = self.swiftkv(hidden, pools[early:], rope, context)
+        metadata = context.metadata._replace(work=rows.late.work)
+        rope = rope_tables(rows.positions[rows.tokens], config)
+        of_rows = Context(rope, metadata, context.backend, context.parallel.in_shift)
+
+        def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
+            for layer, pool in zip(self.layers[early:], late, strict=True):
+                x, _ = layer(x, pool, of_rows)
+            return x
+
+        # Every device takes the same branch, so there may be collectives in it.
+        has_rows = rows.late.num_rows > 0
+        x = jax.lax.cond(has_rows, run_late, lambda x: x, hidden[rows.tokens])
+        return x, [*pools[:early], *late]
+
+    def logits(
+        self, rows: Float[Array, "rows hidden"], parallel: Parallel
     ) -> Float[Array, "rows_tp_sp vocab"]:
-        """Return float32 logits of the tokens at `rows`, each device holding its share of rows."""
-        sampled = parallel.take_rows(hidden, rows)
-        normed = rms_norm(sampled, self.norm[...], self.config.rms_norm_eps)
+        """Return float32 logits of rows after the last layer, each device holding its share."""
+        normed = rms_norm(rows, self.norm[...], self.config.rms_norm_eps)
         head = self.lm_head[...]
         logits = jnp.einsum("ti,oi->to", normed, head, preferred_element_type=jnp.float32)
         return parallel.rows_from_vocab(logits)

@@ -13,7 +13,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Group, Mode
 
-_PADDED_AXES = ("vocab", "lm_vocab", "intermediate")  # to a multiple of P
+_PADDED_AXES = ("vocab", "intermediate")  # to a multiple of P
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:
@@ -160,14 +160,18 @@ class Layout:
 
     def stored(self, weight: Weight) -> Weight:
         """Return the weight as it is stored: padded, its KV heads replicated."""
-        sizes = zip(weight.axes, weight.shape, strict=True)
-        return weight._replace(shape=tuple(self._stored_size(*each) for each in sizes))
+        mode, sizes = self.stored_in(weight), zip(weight.axes, weight.shape, strict=True)
+        return weight._replace(shape=tuple(self._stored_size(*each, mode) for each in sizes))
 
-    def _stored_size(self, axis: str | None, size: int) -> int:
+    def stored_in(self, weight: Weight) -> Mode:
+        """Return the mode as whose steps split it a weight is stored."""
+        return self.shift if weight.in_shift else self.base
+
+    def _stored_size(self, axis: str | None, size: int, mode: Mode) -> int:
         if axis == "heads":
             return self.num_heads
         if axis == "kv_heads":
-            return sum(map(len, self.base_kv_heads))
+            return sum(map(len, self.kv_heads_of_ranks(mode)))
         return round_up(size, self.num_devices) if axis in _PADDED_AXES else size
 
     def source_rows(self, axis: str, mode: Mode | None = None) -> np.ndarray:
@@ -188,7 +192,6 @@ class Layout:
         real_size, size = {
             "intermediate": (model.intermediate_size, self.intermediate_size),
             "vocab": (model.vocab_size, self.vocab_size),
-            "lm_vocab": (model.vocab_size, self.vocab_size),
         }[axis]
         rows = np.arange(size)
         return np.where(rows < real_size, rows, -1)

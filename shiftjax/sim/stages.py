@@ -25,7 +25,10 @@ class Stages:
 
 
 def all_stages(target: Target) -> list[Stages]:
-    """Every (dp, tp, pp) of the machine with powers of two whose layers divide into stages."""
+    """Every (dp, tp, pp) of the machine with powers of two whose layers divide into stages.
+
+    Late layers of SwiftKV need what the last early one gives: such a model is one stage.
+    """
     devices, layers = target.machine.num_devices, target.model.num_layers
     sizes = [size for size in (2**k for k in range(devices.bit_length())) if devices % size == 0]
     return [
@@ -33,6 +36,7 @@ def all_stages(target: Target) -> list[Stages]:
         for tp in sizes
         for pp in sizes
         if devices % (tp * pp) == 0 and layers % pp == 0
+        if pp == 1 or not target.model.num_late_layers
     ]
 
 

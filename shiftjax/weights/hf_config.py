@@ -11,11 +11,13 @@ from shiftjax.weights.source import CheckpointError
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "llama_swiftkv": "LlamaSwiftKVForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     **ENCODERS,
 }
+_LLAMA = ("llama", "llama_swiftkv")
 # What transformers assumes where a file says nothing.
 _HEAD_DIM = {"qwen3": 128}
 _MISTRAL_SLIDING_WINDOW = 4096
@@ -66,9 +68,10 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=attention_bias or architecture == "qwen2",
         output_bias=attention_bias and architecture != "qwen2",
-        mlp_bias=architecture == "llama" and fields.flag("mlp_bias"),
+        mlp_bias=architecture in _LLAMA and fields.flag("mlp_bias"),
         qk_norm=architecture == "qwen3",
         sliding_window=_sliding_window(fields, architecture),
+        num_kv_layers=_num_kv_layers(fields, architecture),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
@@ -92,7 +95,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     # A null means one KV head per query head; the default of an absent field differs by model.
-    all_heads = architecture == "llama" or "num_key_value_heads" in fields.data
+    all_heads = architecture in _LLAMA or "num_key_value_heads" in fields.data
     kv_heads = fields.count("num_key_value_heads", heads if all_heads else None)
     head_dim = fields.count("head_dim", _HEAD_DIM.get(architecture, max(1, hidden // heads)))
     if not fields.problems:
@@ -144,7 +147,7 @@ def _llama3_scaling(fields: Fields) -> RopeScaling:
 
 def _sliding_window(fields: Fields, architecture: str) -> int | None:
     """The window of all layers; a model in which only some layers have one is refused."""
-    if architecture == "llama":
+    if architecture in _LLAMA:
         return None
     if architecture == "mistral" and "sliding_window" not in fields.data:
         return _MISTRAL_SLIDING_WINDOW
@@ -158,6 +161,21 @@ def _sliding_window(fields: Fields, architecture: str) -> int | None:
         fields.problem(f"a sliding window in {num_sliding} of {num_layers} layers is not supported")
     window = fields.count("sliding_window")
     return window if num_sliding else None
+
+
+def _num_kv_layers(fields: Fields, architecture: str) -> int | None:
+    """SwiftKV's layers with keys and values of their own: the first ones, by default all."""
+    if architecture != "llama_swiftkv":
+        return None
+    num_layers = fields.count("num_hidden_layers")
+    num_kv_layers = fields.count("num_key_value_layers", num_layers)
+    if num_kv_layers > num_layers:
+        fields.problem(f"num_key_value_layers {num_kv_layers} is more than {num_layers} layers")
+    if fields.data.get("key_value_group_size") not in (None, 1):
+        fields.problem(
+            "key_value_group_size must be 1: late layers that share KV are not supported"
+        )
+    return num_kv_layers
 
 
 def _num_sliding_layers(fields: Fields, architecture: str, num_layers: int) -> int:
@@ -200,12 +218,14 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": _ids_json(config.eos_token_ids),
         "torch_dtype": dtype,
     }
-    if config.architecture in ("llama", "qwen3"):
+    if config.architecture in (*_LLAMA, "qwen3"):
         data["attention_bias"] = config.attention_bias
-    if config.architecture == "llama":
+    if config.architecture in _LLAMA:
         data["mlp_bias"] = config.mlp_bias
     else:
         data["sliding_window"] = config.sliding_window
+    if config.architecture == "llama_swiftkv":
+        data["num_key_value_layers"] = config.num_kv_layers
     if config.architecture in ("qwen2", "qwen3"):
         data |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
     if parse_config(data, config.name, "config.json") != config:

@@ -1,7 +1,8 @@
 """What every checkpoint format offers to the loader, and the checks that hold for all of them."""
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +17,9 @@ _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.(weight|bias)"
 )
+_ORIGINAL = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qkv]_proj\.(?:weight|bias)")
 _CHUNK_BYTES = 64 << 20
+logger = logging.getLogger(__name__)
 
 
 class TensorInfo(NamedTuple):
@@ -92,15 +95,17 @@ def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tu
 def check_complete(source: TensorSource) -> None:
     """Raise CheckpointError unless the source holds exactly the tensors of its model.
 
-    Two kinds of extra tensors are accepted. What `is_ignored` is recomputed or not needed. An
+    Three kinds of extra tensors are accepted. What `is_ignored` is recomputed or not needed. An
     `lm_head.weight` beside tied embeddings is not used, and must therefore equal the embedding
-    element by element (read here in pieces of 64 MiB).
+    element by element (read here in pieces of 64 MiB). The q, k and v of the model that SwiftKV was
+    made of are left in late layers by some; this is logged, once.
     """
     expected = expected_tensors(source.config)
     tied_head = source.config.tie_word_embeddings and LM_HEAD in source.tensors
     if tied_head:
         expected = {**expected, LM_HEAD: expected[EMBEDDING]}
-    problems = [*_missing(source, expected), *_unexpected(source, expected)]
+    unused = {name for name in source.tensors if _is_of_original(name, source.config)}
+    problems = [*_missing(source, expected), *_unexpected(source, {*expected, *unused})]
     for name, shape in expected.items():
         info = source.tensors.get(name)
         if info is not None and info.shape != shape:
@@ -112,6 +117,16 @@ def check_complete(source: TensorSource) -> None:
         raise CheckpointError(*problems)
     if tied_head:
         _check_tied_head(source)
+    if unused:
+        early = source.config.num_early_layers
+        words = "%s: %d tensors are not used: late layers (from %d on) have q, k, v of their own"
+        logger.info(words, source.location, len(unused), early)
+
+
+def _is_of_original(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is a projection that a late layer of SwiftKV has in another form."""
+    found = _ORIGINAL.fullmatch(name)
+    return found is not None and config.num_early_layers <= int(found[1]) < config.num_layers
 
 
 def _missing(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -120,7 +135,7 @@ def _missing(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> I
             yield f"{source.location}: tensor {name}: expected shape {_show(shape)}, found nothing"
 
 
-def _unexpected(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _unexpected(source: TensorSource, expected: Collection[str]) -> Iterator[str]:
     for name, info in source.tensors.items():
         if name not in expected and not is_ignored(name):
             yield (

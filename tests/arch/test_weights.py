@@ -1,5 +1,6 @@
 """The table of weights: what checkpoints have of it, and how much it is."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,23 @@ def test_a_tied_head_is_no_tensor_and_no_parameter_of_its_own():
     assert [w.tied_to for w in weights_of(tied) if w.name == "lm_head"] == ["embed"]
     assert set(expected_tensors(TINY)) - set(expected_tensors(tied)) == {"lm_head.weight"}
     assert num_parameters(TINY) - num_parameters(tied) == TINY.vocab_size * TINY.hidden_size
+
+
+def test_late_layers_have_queries_of_their_own_and_no_keys():
+    late = replace(TINY, architecture="llama_swiftkv", num_kv_layers=1)
+    shapes, dense = expected_tensors(late), expected_tensors(TINY)
+    renamed = {
+        re.sub(r"(layers\.1\.self_attn\.[qkv]_proj)", r"\1_swiftkv", name): shape
+        for name, shape in dense.items()
+    }
+    assert shapes == renamed | {"model.norm_swiftkv.weight": (64,)}
+    assert num_parameters(late) == num_parameters(TINY) + 64
+    (kv,) = (weight for weight in weights_of(late) if weight.name == "swiftkv.kv")
+    at = "model.layers.1.self_attn"
+    sources = [f"{at}.k_proj_swiftkv.weight", f"{at}.v_proj_swiftkv.weight"]
+    assert [part.source for part in kv.parts] == sources
+    all_early = replace(late, num_kv_layers=2)
+    assert set(expected_tensors(all_early)) - set(dense) == {"model.norm_swiftkv.weight"}
 
 
 def test_every_expert_is_a_tensor_and_the_shared_one_too():

@@ -1,6 +1,7 @@
 """What is refused at the door, and that each refusal says what and why."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_all_problems_come_in_one_error():
     with pytest.raises(SamplingError, match=r"n must.*top_p must.*stop entries") as caught:
         SamplingParams(n=0, top_p=0, stop=[""])
     assert [field for field, _ in caught.value.problems] == ["n", "top_p", "stop"]
+
+
+def test_rows_of_prompts_are_refused_where_the_last_layers_leave_them_out():
+    limits = replace(LIMITS, computes_prompts=False)
+    validate_request(Request("r", [5, 6], SamplingParams(logprobs=2)), limits)
+    for fields in ({"prompt_logprobs": 0}, {"prompt_logprobs": 1, "max_tokens": 0}):
+        request = Request("r", [5, 6], SamplingParams(**fields))
+        validate_request(request, LIMITS)
+        with pytest.raises(RequestError, match="for output tokens only, so prompt log-prob"):
+            validate_request(request, limits)
 
 
 @pytest.mark.parametrize(

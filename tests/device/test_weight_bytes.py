@@ -9,6 +9,7 @@ from harness import covered, held_bytes, silent
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import layer_parameters
 from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.mode_weights import ModeWeights
@@ -20,6 +21,8 @@ from shiftjax.weights.random import RandomSource
 ODD = replace(PRESETS["tiny"], num_heads=9, num_kv_heads=3, intermediate_size=101, vocab_size=331)
 TIED = replace(ODD, tie_word_embeddings=True)
 BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
+SWIFTKV = replace(BIASED, architecture="llama_swiftkv", num_kv_layers=1, qk_norm=False)
+MODELS = ["untied", "tied", "biased", "swiftkv"]
 MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
 
 
@@ -36,15 +39,29 @@ def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> N
 
 
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
-@pytest.mark.parametrize("config", [ODD, TIED, BIASED], ids=["untied", "tied", "biased"])
+@pytest.mark.parametrize("config", [ODD, TIED, BIASED, SWIFTKV], ids=MODELS)
 def test_weights_take_what_is_foretold(config, sp, tp):
     check(config, sp, tp, "alias", "bfloat16")
 
 
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])
-@pytest.mark.parametrize("config", [ODD, BIASED], ids=["untied", "biased"])
+@pytest.mark.parametrize("config", [ODD, BIASED, SWIFTKV], ids=["untied", "biased", "swiftkv"])
 def test_copies_take_what_is_foretold(config, strategy):
     check(config, 3, 2, strategy, "float32")
+
+
+def test_late_layers_are_stored_once_for_all_modes():
+    """At (SP=4, TP=2), half of the layers: an eighth of their matrices, not a half, and no copy."""
+    layers = replace(PRESETS["tiny"], num_heads=8, num_kv_heads=8, intermediate_size=128)
+    late = replace(layers, architecture="llama_swiftkv", num_kv_layers=1)
+    formats, layout = formats_of("bfloat16"), Layout(layers, 4, 2)
+    each = (layer_parameters(layers) // layers.num_layers) * formats.weight_bytes
+    saved = weight_bytes(layout, formats) - weight_bytes(Layout(late, 4, 2), formats)
+    norm = layers.hidden_size * formats.activation_bytes
+    assert layers.num_layers == 2 and saved == each // 2 - each // 8 - norm
+    layouts = layout, Layout(late, 4, 2)
+    dense, less = (shift_copy_bytes(one, formats, "replicate") for one in layouts)
+    assert dense - less == each // 8
 
 
 def test_what_is_shared_counts_once():

@@ -6,6 +6,7 @@ one prompt in, every hidden state and logit out.
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,24 @@ def window_of(config: dict, layer: int) -> int | None:
     return None if full else config.get("sliding_window")
 
 
-def attention(x: np.ndarray, config: dict, tensors: Tensors, prefix: str, layer: int) -> np.ndarray:
-    """Causal grouped-query attention of `x[tokens, hidden]`, output projection included."""
+def attention(
+    x: np.ndarray,
+    config: dict,
+    tensors: Tensors,
+    prefix: str,
+    layer: int,
+    shared: np.ndarray | None = None,
+) -> np.ndarray:
+    """Causal grouped-query attention of `x[tokens, hidden]`, output projection included.
+
+    `shared`: what keys and values of a layer without its own are made of (SwiftKV).
+    """
     tokens, width = len(x), head_dim_of(config)
-    q, k, v = (linear(x, tensors, f"{prefix}.{p}_proj").reshape(tokens, -1, width) for p in "qkv")
+    suffix, source = ("", x) if shared is None else ("_swiftkv", shared)
+    q, k, v = (
+        linear(y, tensors, f"{prefix}.{p}_proj{suffix}").reshape(tokens, -1, width)
+        for p, y in (("q", x), ("k", source), ("v", source))
+    )
     if f"{prefix}.q_norm.weight" in tensors:
         q = rms_norm(q, tensors[f"{prefix}.q_norm.weight"], config["rms_norm_eps"])
         k = rms_norm(k, tensors[f"{prefix}.k_norm.weight"], config["rms_norm_eps"])
@@ -112,11 +127,13 @@ def forward(config: dict, tensors: Tensors, token_ids: list[int]) -> dict:
     """
     tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     epsilon, x = config["rms_norm_eps"], tensors["model.embed_tokens.weight"][token_ids]
-    hidden_states = [x]
+    hidden_states, shared = [x], None
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}"
+        if i == config.get("num_key_value_layers"):  # SwiftKV (arXiv 2410.03960, section 3.1)
+            shared = rms_norm(x, tensors["model.norm_swiftkv.weight"], epsilon)
         h = rms_norm(x, tensors[f"{at}.input_layernorm.weight"], epsilon)
-        x = x + attention(h, config, tensors, f"{at}.self_attn", i)
+        x = x + attention(h, config, tensors, f"{at}.self_attn", i, shared)
         h = rms_norm(x, tensors[f"{at}.post_attention_layernorm.weight"], epsilon)
         x = x + mlp(h, tensors, f"{at}.mlp")
         hidden_states.append(x)
@@ -159,11 +176,22 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = (rows, columns)
         layer |= {f"{name}.bias": (rows,)} if bias else {}
     shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    num_layers = config["num_hidden_layers"]
+    num_kv_layers = config.get("num_key_value_layers", num_layers)
+    if "num_key_value_layers" in config:
+        shapes["model.norm_swiftkv.weight"] = (hidden,)
+    for i in range(num_kv_layers, num_layers):
+        shapes |= {f"model.layers.{i}.{swiftkv(name)}": shape for name, shape in layer.items()}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
-    for i in range(config["num_hidden_layers"]):
+    for i in range(num_kv_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def swiftkv(name: str) -> str:
+    """Name of a late layer's own tensor, in SwiftKV's checkpoints."""
+    return re.sub(r"\b([qkv]_proj)\b", r"\1_swiftkv", name)
 
 
 def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -172,7 +200,7 @@ def random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -
     Matrices keep the variance of their input, norms lie around one, biases are not small.
     """
     x = rng.standard_normal(shape)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_swiftkv.weight")):
         x = 1 + 0.3 * x
     elif name.endswith(".bias"):
         x = 0.3 * x
@@ -205,6 +233,7 @@ DEFAULTS = {
 }
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "llama_swiftkv": "LlamaSwiftKVForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

@@ -70,7 +70,7 @@ def test_the_shards_of_every_mode_lie_inside_the_base_shards(sp, tp, axis):
 @pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
 def test_every_real_row_is_stored(sp, tp):
     it = layout(sp, tp, 9, 3)
-    sizes = {"heads": 9, "kv_heads": 3, "intermediate": 50, "vocab": 101, "lm_vocab": 101}
+    sizes = {"heads": 9, "kv_heads": 3, "intermediate": 50, "vocab": 101}
     for axis, size in sizes.items():
         rows = it.source_rows(axis)
         assert set(rows) - {-1} == set(range(size))

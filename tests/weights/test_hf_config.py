@@ -106,8 +106,12 @@ def test_defaults_of_absent_fields():
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 64}
+SWIFTKV = {"model_type": "llama_swiftkv"}
 REFUSED = [
-    ("llama", {"model_type": "mixtral"}, "model_type must be one of llama, mistral, qwen2, qwen3"),
+    ("llama", {"model_type": "mixtral"}, "model_type must be one of llama, llama_swiftkv, mistral"),
+    ("llama", SWIFTKV | {"num_key_value_layers": 3}, "num_key_value_layers 3 is more than 2"),
+    ("llama", SWIFTKV | {"num_key_value_layers": 0}, "num_key_value_layers must be a whole number"),
+    ("llama", SWIFTKV | {"key_value_group_size": 2}, "key_value_group_size must be 1"),
     ("llama", {"model_type": ...}, "model_type must be one of"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, found 'gelu'"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
@@ -148,6 +152,14 @@ REFUSED = [
 def test_refused(name, changes, message):
     with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
         load(name, **changes)
+
+
+def test_layers_with_kv_of_their_own():
+    assert load("llama").num_kv_layers is None
+    assert load("llama", **SWIFTKV).num_kv_layers == 2  # all of them
+    config = load("llama", **SWIFTKV, num_key_value_layers=1)
+    assert (config.num_early_layers, config.num_late_layers) == (1, 1)
+    assert parse_config(to_json(config, "float32"), config.name, "f") == config
 
 
 def test_every_problem_is_named_once():

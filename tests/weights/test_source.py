@@ -40,6 +40,22 @@ PUBLISHED_PARAMETERS = {  # model cards, millions
 }
 
 
+def test_projections_of_the_original_are_tolerated_in_late_layers_and_said_once(tmp_path, caplog):
+    config = replace(TINY, architecture="llama_swiftkv", num_kv_layers=1)
+    tensors = random_tensors(config)
+    more = {f"model.layers.1.self_attn.{n}_proj.weight": np.ones((2, 2), "f4") for n in "qkv"}
+    write_config(tmp_path, config)
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO"):
+        check_complete(HuggingFaceSource(tmp_path))
+    (record,) = caplog.records
+    assert "3 tensors are not used: late layers (from 1 on) have q, k, v" in record.getMessage()
+    early = "model.layers.0.self_attn.q_proj_swiftkv.weight"
+    save_file(tensors | {early: np.ones(2, "f4")}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{early}: expected no such tensor"):
+        check_complete(HuggingFaceSource(tmp_path))
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_expected_tensors_are_those_of_transformers(name):
     path = CONFIGS / f"{name}.json"
