@@ -5,16 +5,24 @@ attention, end-of-sequence ignored; with every step's margin to the runner-up.
 """
 
 import json
+import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engines import RandomPolicy, run, tokens
+from harness import silent
 
 from shiftjax import LLM
+from shiftjax.build import build
+from shiftjax.config import EngineConfig
+from shiftjax.control.engine import Engine
 from shiftjax.control.policy import FixedPolicy, make_policy
 from shiftjax.control.request import SamplingParams
+from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.source import TensorSource
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())
 CASES = GOLDENS["cases"]
@@ -36,29 +44,49 @@ pytestmark = [
 ]
 
 
+OPTIONS = {
+    "max_model_len": 2048,
+    "max_num_seqs": len(CASES),
+    "max_num_batched_tokens": STEP_TOKENS,
+    "token_buckets": [STEP_TOKENS],
+    "num_blocks": 400,
+    "shift_threshold": THRESHOLD,
+    "cache_dir": "none",
+}
+
+
 def open_llm(sp: int, tp: int, dtype: str) -> LLM:
-    return LLM(
-        "smollm2-135m",
-        sp=sp,
-        tp=tp,
-        dtype=dtype,
-        max_model_len=2048,
-        max_num_seqs=len(CASES),
-        max_num_batched_tokens=STEP_TOKENS,
-        token_buckets=[STEP_TOKENS],
-        num_blocks=400,
-        shift_threshold=THRESHOLD,
-        cache_dir="none",
-    )
+    return LLM("smollm2-135m", sp=sp, tp=tp, dtype=dtype, **OPTIONS)
 
 
-def compare(llm: LLM, name: str, policy, chosen, num_tokens: int) -> None:
+class OwnLastLayer:
+    """SmolLM2 as SwiftKV whose only late layer makes the keys and values that it made before."""
+
+    def __init__(self, source: TensorSource):
+        self._source, last = source, source.config.num_layers - 1
+        self.location = "SmolLM2 with its own last layer"
+        self.config = replace(source.config, architecture="llama_swiftkv", num_kv_layers=last)
+        layer = f"model.layers.{last}"
+        self._names = {
+            name.replace("_proj.", "_proj_swiftkv.")
+            if re.match(rf"{layer}\.self_attn\.[qkv]_proj", name)
+            else name: name
+            for name in source.tensors
+        }
+        self._names["model.norm_swiftkv.weight"] = f"{layer}.input_layernorm.weight"
+        self.tensors = {name: source.tensors[old] for name, old in self._names.items()}
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        return self._source.read(self._names[name], index)
+
+
+def compare(engine: Engine, name: str, policy, chosen, num_tokens: int) -> None:
     """Serve some cases under a policy; tokens and log-probabilities must be transformers'."""
-    llm.engine.policy = policy
-    llm.engine.flush_prefix_cache()
+    engine.policy = policy
+    engine.flush_prefix_cache()
     prompts = [CASES[i]["prompt_ids"] for i in chosen]
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
-    events = run(llm.engine, prompts, [greedy] * len(prompts))
+    events = run(engine, prompts, [greedy] * len(prompts))
     for place, i in enumerate(chosen):
         got = tokens(events[place, 0])
         assert got == CASES[i]["generated_ids"][:num_tokens], (name, CASES[i]["name"])
@@ -77,15 +105,24 @@ def test_greedy_tokens_equal_transformers(sp, tp):
         "random": (RandomPolicy(sp * 10 + tp, ends=True), SHORT, 5),
     }
     for name, (policy, chosen, n) in policies.items():
-        compare(llm, name, policy, chosen, n)
+        compare(llm.engine, name, policy, chosen, n)
     stats = llm.stats()
     assert stats["compiles_after_warmup"] == 0
     base, *_, shift = [mode.label for mode in llm.engine.lanes[0].modes] * 2
     assert stats["steps_by_mode"][base] > 0 and stats["steps_by_mode"][shift] > 0
     if (sp, tp) == BETWEEN:  # a threshold has it not compiled ahead, so it is now
-        compare(llm, "between", FixedPolicy(1), SHORT, 5)
+        compare(llm.engine, "between", FixedPolicy(1), SHORT, 5)
         assert llm.stats()["steps_by_mode"]["sp2"] > 0
     llm.close()
+
+
+def test_a_late_layer_that_is_its_own_gives_the_same_tokens():
+    """Only sampled rows pass the last layer; all else of it is what it was."""
+    source = OwnLastLayer(open_source(resolve_model("smollm2-135m")))
+    config = EngineConfig.from_options(sp=2, tp=1, dtype="float32", **OPTIONS)
+    engine = build(config, source, silent).engine
+    compare(engine, "threshold", make_policy("threshold", THRESHOLD), range(len(CASES)), 32)
+    compare(engine, "random", RandomPolicy(1), SHORT, 5)
 
 
 def test_bfloat16_differs_at_near_ties_only():
