@@ -67,6 +67,23 @@ def collectives(text: str) -> Counter:
     return found
 
 
+def product_flops(text: str) -> int:
+    """Floating-point operations of the products of two matrices, those in branches included.
+
+    Attention is not among them: its products have batches of heads.
+    """
+    found, total = instructions(text), 0
+    shapes = {one.name: one.shape for one in found}
+    for one in found:
+        if one.opcode == "dot" and "batch_dims" not in one.rest:
+            left = re.match(r"%?([\w.-]+)", one.rest)
+            contracted = re.search(r"lhs_contracting_dims={(\d+)}", one.rest)
+            assert left and contracted, one
+            inner = _sizes(shapes[left[1]])[int(contracted[1])]
+            total += 2 * inner * int(np.prod(_sizes(one.shape)))
+    return total
+
+
 def expected_collectives(
     layout: Layout, mode: Mode, tokens: int, rows: int, item_bytes: int
 ) -> Counter:
@@ -114,8 +131,13 @@ def weight_moves(text: str, weights: set[tuple[int, int]], item_type: str) -> li
     ]
 
 
+def _sizes(shape: str) -> list[int]:
+    """The dimensions of an array as HLO prints it."""
+    return [int(n) for n in ARRAY.findall(shape)[0][2].split(",") if n]
+
+
 def _views(shape: str) -> set[tuple[int, int]]:
     """The matrices as which an array can be read, row by row, and their transposes."""
-    sizes = [int(n) for n in ARRAY.findall(shape)[0][2].split(",") if n]
+    sizes = _sizes(shape)
     cuts = [(int(np.prod(sizes[:i])), int(np.prod(sizes[i:]))) for i in range(1, len(sizes))]
     return {*cuts, *(cut[::-1] for cut in cuts)}

@@ -1,11 +1,14 @@
 """The cost model's collectives are those of the engine's own compiled steps, byte for byte."""
 
+import re
 from collections import Counter
 
 import pytest
 from engines import checkpoint, make
-from hlo import FLOAT32_BYTES, collectives
+from hlo import FLOAT32_BYTES, collectives, instructions, product_flops
 
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.costs.collectives import step_collectives
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -44,3 +47,36 @@ def check(sp: int, tp: int, sizes: dict) -> None:
         for move in step_collectives(runner.step.layout, mode, *program.bucket[:2], FLOAT32_BYTES):
             predicted[move.kind, move.num_bytes] += move.num_times
         assert collectives(runner.compiled(program, mode).as_text()) == predicted, mode
+
+
+def test_late_layers_multiply_rows_alone():
+    """A prefill's products fall to (L' + late * (KV's share + rows / tokens)) / L of all layers."""
+    sizes = ODD | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
+    options = {"token_buckets": (256,), "max_num_batched_tokens": 256, "max_model_len": 256}
+    flops, layers = [], []
+    for changes in (sizes, sizes | SWIFTKV):
+        (runner,) = make(checkpoint(**changes)[0], 1, 1, **options).runners
+        (program,) = runner.programs
+        text = runner.compiled(program, runner.step.layout.base).as_text()
+        (tokens, rows), config = program.bucket, runner.step.layout.model
+        assert (tokens, rows) == (256, 8)
+
+        matrices = [one for one in weights_of(config) if one.kind == "matrix"]
+        head = 2 * rows * config.vocab_size * config.hidden_size
+        flops.append(product_flops(text) - head)
+        counts = ((rows if is_late(one, config) else tokens, one) for one in matrices)
+        assert flops[-1] == sum(2 * count * one.num_elements for count, one in counts)
+        layers.append(sum(one.num_elements for one in matrices) // config.num_layers)
+        pool = runner.memory.pools[0][0]
+        shape = f"f32[{','.join(map(str, pool.shape))}]"
+        copies = [one for one in instructions(text) if one.opcode == "copy" and shape in one.shape]
+        assert not copies  # the branch reads the pools where they are
+    kv_share = 2 * 4 * ODD["head_dim"] * ODD["hidden_size"] / layers[0]
+    ratio = (1 + 2 * (kv_share + rows / tokens * (1 - kv_share))) / 3
+    assert flops[1] / flops[0] == pytest.approx(ratio, rel=1e-9)
+
+
+def is_late(weight: Weight, config: ModelConfig) -> bool:
+    """Whether a matrix is applied to logit rows alone."""
+    found = re.match(r"layers\.(\d+)\.", weight.name)
+    return found is not None and int(found[1]) >= config.num_early_layers
