@@ -95,10 +95,10 @@ def test_greedy_tokens_whatever_the_chunks_and_modes(budget):
 
 
 def test_large_steps_come_with_few_rows_too():
-    sizes = [tuple(program.bucket) for program in served().runners[0].programs]
+    sizes = [program.bucket[:2] for program in served().runners[0].programs]
     assert sizes == [(8, 8), (64, 8)]  # max_num_seqs is 6: no size has more
     wide = replace(served().deployment, max_num_seqs=40)
-    assert [tuple(bucket) for bucket in wide.buckets] == [(8, 8), (64, 8), (64, 40)]
+    assert [bucket[:2] for bucket in wide.buckets] == [(8, 8), (64, 8), (64, 40)]
 
 
 def test_what_needs_the_last_layers_of_a_prompt_is_refused():
