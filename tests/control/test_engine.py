@@ -14,7 +14,7 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.control.policy import POLICIES, FixedPolicy, make_policy
+from shiftjax.control.policy import POLICIES, FixedPolicy, make_policy, wanted_modes
 from shiftjax.control.request import DuplicateRequestError, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.parallel.grid import Group, Mode
@@ -47,6 +47,12 @@ def test_policies_know_which_modes_they_may_choose():
     assert policy.wanted(MODES, 9, Bucket(16, 8)) == [BASE]
     assert policy.wanted(MODES, 8, Bucket(9, 8)) == [BASE, SHIFT]
     assert make_policy("base", 0).wanted(MODES, 1, Bucket(8, 8)) == [BASE]
+    sizes = [Bucket(8, 8), Bucket(64, 8), Bucket(64, 40)]  # a step of 9 tokens may be in either 64
+    assert list(wanted_modes(make_policy("threshold", 20), sizes, MODES).values()) == [
+        [SHIFT],
+        [BASE, SHIFT],
+        [BASE, SHIFT],
+    ]
 
 
 def test_policies_by_name():

@@ -162,9 +162,8 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
 
     The longer prompt is computed in chunks, the later ones beside the other's decodes.
     """
-    directory, *_ = engines.checkpoint(
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, **model
-    )
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    directory, *_ = engines.checkpoint(**{"num_hidden_layers": 1} | sizes | model)
 
     scales = (0.5, 2.0) if kv_dtype == FP8.name else (1.0, 1.0)
 
@@ -206,8 +205,12 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
         ("bfloat16", {}),
         ("bfloat16", {"model_type": "mistral", "sliding_window": 20}),
         (FP8.name, {}),
+        (
+            "bfloat16",
+            {"model_type": "llama_swiftkv", "num_hidden_layers": 2, "num_key_value_layers": 1},
+        ),
     ],
-    ids=["plain", "sliding window", "fp8 pools with scales"],
+    ids=["plain", "sliding window", "fp8 pools with scales", "a late layer"],
 )
 def test_consecutive_steps_through_the_kernels_are_those_of_xla(monkeypatch, kv_dtype, model):
     expected = served(monkeypatch, "xla", kv_dtype, **model)
