@@ -75,6 +75,22 @@ def test_greedy_tokens_equal_the_oracle_whatever_is_drafted(built, quality):
     assert counter.count == 0
 
 
+def test_drafted_rows_pass_late_layers_too():
+    """SwiftKV: every row of a draft attends alone, in early layers and in late ones."""
+    layers = {"num_hidden_layers": 2, "num_key_value_layers": 1}
+    directory, config, tensors = checkpoint(model_type="llama_swiftkv", **layers)
+    made = make(directory, 2, 1, speculation="suffix", max_draft_rows=24)
+    made.engine.policy = RandomPolicy(5)
+    prompts = prompts_with_shared_prefixes(2, 4)
+    expected = [numpy_llama.greedy(config, tensors, p, OUTPUT_TOKENS) for p in prompts]
+    known = {(tuple(p), 0): ids for p, ids in zip(prompts, expected, strict=True)}
+    drafted = let_draft(made, Known(known, QUALITIES["half"])).stats.tokens
+    events = run(made.engine, prompts, [greedy()] * len(prompts))
+    for number, ids in enumerate(expected):
+        assert tokens(events[number, 0]) == ids
+    assert min(drafted["known", "accepted"], drafted["known", "rejected"]) > 0
+
+
 @pytest.mark.parametrize("quality", QUALITIES)
 def test_sampled_tokens_are_those_without_drafts(built, quality):
     """Filters, penalties, bias, min_tokens, stops, log-probabilities, several continuations."""
