@@ -60,6 +60,7 @@ class Case(NamedTuple):
     strategy: str = "alias"
     attention: str = "pallas"
     num_layers: int = 2
+    late_layers: int = 0  # of them, SwiftKV's
 
     @property
     def bucket(self) -> Bucket:
@@ -154,7 +155,11 @@ def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
 
 def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions]:
     """Define the step of a case, with the attention that the engine chooses on these devices."""
-    layout = Layout(llama_70b(case.num_layers, case.size), case.sp, case.tp)
+    config = llama_70b(case.num_layers, case.size)
+    if case.late_layers:
+        early = case.num_layers - case.late_layers
+        config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
+    layout = Layout(config, case.sp, case.tp)
     mesh = make_mesh(devices, case.sp, case.tp)
     attention = (
         xla_attention(layout.model.head_dim, None, BLOCK_SIZE)
@@ -192,7 +197,11 @@ def resident_bytes(case: Case, devices: list[Device]) -> int:
     first, *others = (step.weights.abstract(mode, step.mesh) for mode in stored)
     declared = step.model.declared
     copied = [  # what SHIFT splits differently
-        [x for weight, x in zip(declared, other, strict=True) if weight.axes[0] in SPLIT_BY_MODE]
+        [
+            x
+            for weight, x in zip(declared, other, strict=True)
+            if weight.axes[0] in SPLIT_BY_MODE and not weight.in_shift
+        ]
         for other in others
     ]
     return device_bytes((first, copied))

@@ -4,6 +4,7 @@ What the compiler plans is checked, and exactly: aliasing, copies, collectives, 
 What only a chip can tell is not: whether the numbers are right, and how long they take.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import aot
@@ -24,6 +25,7 @@ from hlo import (
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.weights import num_parameters
 from shiftjax.control.deployment import base_rule
+from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -59,6 +61,7 @@ EVERY = [*cases("bf16"), *cases("fp8")]
 ALIAS = Case(4, 2, Mode(4, 1))
 SLICE, MORE_LAYERS = ALIAS._replace(strategy="slice"), ALIAS._replace(num_layers=4)
 XLA = ALIAS._replace(attention="xla", num_layers=1)
+LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
 
 
 def name_of(case: Case) -> str:
@@ -72,7 +75,7 @@ every_case = pytest.mark.parametrize("case", EVERY, ids=name_of)
 def compiled() -> Iterator[Compiler]:
     """The program of a case; all of them are on their way from the first test on."""
     compiler = Compiler()
-    for case in (*EVERY, SLICE, MORE_LAYERS, XLA):
+    for case in (*EVERY, SLICE, MORE_LAYERS, XLA, *LATE):
         compiler.want(case)
     yield compiler
     compiler.stop()
@@ -140,6 +143,19 @@ def test_every_layer_has_its_kernels_and_few_launches(case, compiled):
     each += KERNELS[case.size] - KERNELS["bf16"]
     assert len(found) <= case.num_layers * each + beside
     assert not [i for i in found if i.opcode == "while"]
+
+
+@pytest.mark.parametrize("case", LATE, ids=name_of)
+def test_late_layers_read_the_pools_where_they_are(case, compiled):
+    """SwiftKV: a layer of each kind. The branch without rows has no copy of a pool either."""
+    one = compiled(case)
+    assert one.aliased_bytes == device_bytes(one.pools) and pool_moves(one) == []
+    assert one.text.count(KERNEL) == KERNELS["bf16"] + 2  # a late layer has no prefill
+    assert " conditional(" in one.text
+    predicted = Counter()
+    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], BF16_BYTES):
+        predicted[move.kind, move.num_bytes] += move.num_times
+    assert collectives(one.text) == predicted
 
 
 def test_the_xla_path_compiles_for_a_gpu_too(compiled):
