@@ -114,7 +114,7 @@ class Engine:
         plan, previous = None, lane.in_flight[-1] if lane.in_flight else None
         handle = previous.handle if isinstance(previous, Flight) else None
         try:
-            plan = lane.scheduler.schedule(now)
+            plan = lane.scheduler.schedule(now, len(self._queued), lane.last_mode)
             if plan is None:
                 return False
             mode = self._choose(lane, plan)

@@ -16,6 +16,8 @@ class PlanBuilder:
 
     tokens_left: int
     rows_left: int
+    block_size: int = 1
+    blocks_left: int = 0  # that drafts may take
     decodes: list[ScheduledSequence] = field(default_factory=list)
     drafted: list[ScheduledSequence] = field(default_factory=list)  # each also in `decodes`
     chunks: list[ScheduledSequence] = field(default_factory=list)

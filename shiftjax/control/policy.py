@@ -107,8 +107,13 @@ class CostPolicy:
         self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
     ) -> Mode:
         """Compare the predictions for a step of this size."""
-        size = self.costs.size_of(work_of(plan))
-        return self._choose(size, modes, num_waiting > 0, last_mode)
+        return self.mode_of(work_of(plan), modes, num_waiting, last_mode)
+
+    def mode_of(
+        self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """What `choose` will say of a plan with this work."""
+        return self._choose(self.costs.size_of(work), modes, num_waiting > 0, last_mode)
 
     def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
         """Those that some queue and some step before would lead to."""

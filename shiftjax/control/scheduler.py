@@ -114,19 +114,22 @@ class Scheduler:
 
     # ------------------------------------------------------------------ schedule
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(
+        self, now: float, num_queued: int = 0, last_mode: Mode | None = None
+    ) -> StepPlan | None:
         """Plan the next step, or None if nothing can be computed now.
 
-        At most one plan may be uncommitted, and it must have been given to the device.
+        At most one plan may be uncommitted, and it must have been given to the device. What a
+        policy will know, drafts know too: `num_queued` requests wait in front of all groups.
         """
-        builder = PlanBuilder(self._tokens_per_step(), self._max_num_seqs)
+        builder = PlanBuilder(self._tokens_per_step(), self._max_num_seqs, self.config.block_size)
         self._schedule_decodes(builder)
         for sequence in builder.unfinished_prompts:
             builder.add(sequence)
         if not builder.num_preempted:
             self._admit_waiting(builder, now)
         if self.speculation is not None:
-            self._draft(builder, self.speculation)
+            self._draft(builder, self.speculation, num_queued, last_mode)
         plan = builder.finish(self._num_steps)
         self._num_steps += plan is not None
         return plan
@@ -176,23 +179,26 @@ class Scheduler:
         builder.tokens_left -= len(decodes)
         builder.rows_left -= len(decodes)
 
-    def _draft(self, builder: PlanBuilder, speculation: Speculation) -> None:
+    def _draft(
+        self,
+        builder: PlanBuilder,
+        speculation: Speculation,
+        num_queued: int,
+        last_mode: Mode | None,
+    ) -> None:
         """Let decodes guess ahead with what the step has left; nobody is kept waiting for a guess.
 
         A draft takes no block that an admission would have to leave free.
         """
         device = self.tables.device
-        spare = device.num_free_blocks - self._watermark
-        for item, draft in speculation.propose(builder):
-            sequence = item.sequence
-            most = len(sequence.block_table) + max(0, spare)
-            room = min(most * self.config.block_size, sequence.max_length - 1) - item.start - 1
-            if (cut := speculation.cut(item, draft, room)) is None:
+        builder.blocks_left = max(0, device.num_free_blocks - self._watermark)
+        drafts = speculation.propose(builder, num_queued + len(self.waiting), last_mode)
+        for item, draft in drafts:
+            if (cut := speculation.cut(item, draft)) is None:
                 continue
-            num_tokens = 1 + len(cut.tokens)
+            sequence, num_tokens = item.sequence, 1 + len(cut.tokens)
             while len(sequence.block_table) < device.blocks_for(item.start + num_tokens):
                 self.tables.grow(sequence)
-                spare -= 1
             builder.extend(item, cut)
 
     @property

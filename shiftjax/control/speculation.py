@@ -8,10 +8,10 @@ after ever more turns.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +19,6 @@ from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.policy import CostPolicy, Policy, ThresholdPolicy, work_of_items
 from shiftjax.control.request import FinishReason, ScheduledSequence, Sequence
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.step import CostModel
 from shiftjax.drafts.choice import Room, choose
 from shiftjax.drafts.draft import Draft
 from shiftjax.drafts.drafting import Drafting
@@ -28,6 +27,7 @@ from shiftjax.parallel.grid import Mode
 TURNS_WITHOUT_DRAFT = 8  # until a group plans ahead again
 MOST_TURNS_BETWEEN_TRIALS = 128
 SECONDS_MEMORY = 16  # turns that the mean of the host's time goes over
+DRAFTING_SHARE = 0.1  # of a predicted step
 SLOW_DRAFT_SECONDS = 0.05  # a drafter that takes longer is asked no more for this sequence
 logger = logging.getLogger(__name__)
 
@@ -37,35 +37,48 @@ class Prices:
     """What a choice of draft lengths has to know of steps."""
 
     buckets: tuple[int, ...]  # the tokens that steps are padded to, ascending
-    threshold: int | None = None  # of a policy with one: drafts do not carry a step past it
-    costs: CostModel | None = None  # of a policy that predicts
+    policy: Policy | None = None  # that chooses the mode when the plan is made
     modes: tuple[Mode, ...] = ()
 
+    @property
+    def threshold(self) -> int | None:
+        """Of a policy with one: drafts do not carry a step past it."""
+        return self.policy.threshold if isinstance(self.policy, ThresholdPolicy) else None
+
     def seconds(
-        self, items: list[ScheduledSequence], num_decodes: int
-    ) -> dict[Mode, Callable[[int], float]] | None:
-        """By mode: seconds of a step that drafts bring from these items to so many tokens."""
-        costs = self.costs
-        if costs is None:
+        self, builder: PlanBuilder, num_waiting: int, last_mode: Mode | None, overlap: bool
+    ) -> Callable[[int], float] | None:
+        """Seconds of a step that drafts bring to so many tokens; None: the policy predicts nothing.
+
+        They are those of the mode that the policy will choose for the plan, whose hysteresis knows
+        the same `last_mode` and `num_waiting`. Without drafts a group that may `overlap` goes on
+        to hide its host. A draft token attends to as much as the decodes do on average.
+        """
+        policy = self.policy
+        if not isinstance(policy, CostPolicy):
             return None
-        work = work_of_items(items, num_decodes)
+        num_decodes, costs = len(builder.decodes), policy.costs
+        work = work_of_items(builder.decodes + builder.chunks, num_decodes)
 
-        def predict(mode: Mode, num_tokens: int) -> float:
-            rows = work.num_rows + num_tokens - work.num_tokens
-            drafted = work._replace(num_tokens=num_tokens, num_rows=rows)
-            return costs.device_seconds(mode, drafted) + costs.host_seconds(drafted)
+        def predict(num_tokens: int) -> float:
+            num = num_tokens - work.num_tokens
+            step = work._replace(
+                num_tokens=num_tokens,
+                num_rows=work.num_rows + num,
+                context_tokens=work.context_tokens + num * work.context_tokens // num_decodes,
+            )
+            mode = policy.mode_of(step, self.modes, num_waiting, last_mode)
+            is_hidden = overlap and not num
+            seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, step)
+            is_switch = last_mode not in (None, mode)
+            return seconds + is_switch * costs.engine.switch_seconds
 
-        return {mode: partial(predict, mode) for mode in self.modes}
+        return predict
 
 
 def prices_of(policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...]) -> Prices:
     """What a group's steps cost, as far as its policy knows."""
-    return Prices(
-        tuple(bucket.tokens for bucket in buckets),
-        policy.threshold if isinstance(policy, ThresholdPolicy) else None,
-        policy.costs if isinstance(policy, CostPolicy) else None,
-        modes,
-    )
+    return Prices(tuple(bucket.tokens for bucket in buckets), policy, modes)
 
 
 @dataclass(slots=True)
@@ -104,14 +117,23 @@ class Speculation:
     """The drafts of one group: `drafting` guesses, `prices` say how far it pays.
 
     `max_rows` bounds the logit rows of a step. `overlap` is the engine's: without it a step is
-    always committed before the next is planned, and drafts are tried in every turn.
+    always committed before the next is planned, and drafts are tried in every turn. `clock` reads
+    the host's seconds.
     """
 
-    def __init__(self, drafting: Drafting, prices: Prices, *, max_rows: int, overlap: bool = True):
+    def __init__(
+        self,
+        drafting: Drafting,
+        prices: Prices,
+        *,
+        max_rows: int,
+        overlap: bool = True,
+        clock: Callable[[], float] = perf_counter,
+    ):
         self.stats = DraftStats()
         self.commits_first = True
         self._drafting, self._prices, self._max_rows = drafting, prices, max_rows
-        self._overlap = overlap
+        self._overlap, self._clock = overlap, clock
         self._without: set[Sequence] = set()  # those whose drafter failed
         self._idle_turns = 0  # in a row in which nobody drafted
         self._pause = self._turns_to_trial = TURNS_WITHOUT_DRAFT
@@ -155,47 +177,81 @@ class Speculation:
 
     # ------------------------------------------------------------------ a step
 
-    def propose(self, builder: PlanBuilder) -> list[tuple[ScheduledSequence, Draft]]:
-        """Drafts for decodes of a plan that has everything else, as long as they shall be."""
+    def propose(
+        self, builder: PlanBuilder, num_waiting: int = 0, last_mode: Mode | None = None
+    ) -> list[tuple[ScheduledSequence, Draft]]:
+        """Drafts for decodes of a plan that has everything else, as long as they shall be.
+
+        `num_waiting` and `last_mode` are what the policy will know of the plan.
+        """
         if not self._tries():
             return []
-        begin = perf_counter()
-        offers = {item: draft for item in builder.decodes if (draft := self._offer(item))}
-        lengths = self._choose(builder, offers) if offers else {}
+        begin = self._clock()
+        seconds = self._prices.seconds(builder, num_waiting, last_mode, self._overlap)
+        offers = self._offers(builder, seconds)
+        lengths = self._choose(builder, offers, seconds) if offers else {}
         chosen = [(i, draft.first(lengths[i])) for i, draft in offers.items() if i in lengths]
         self._take_turn(bool(chosen), bool(builder.decodes))
-        seconds = perf_counter() - begin
-        self.stats.seconds += seconds
+        spent = self._clock() - begin
+        self.stats.seconds += spent
         if chosen:
-            self._host_seconds += (seconds - self._host_seconds) / SECONDS_MEMORY
+            self._host_seconds += (spent - self._host_seconds) / SECONDS_MEMORY
         return chosen
 
+    def _offers(
+        self, builder: PlanBuilder, seconds: Callable[[int], float] | None
+    ) -> dict[ScheduledSequence, Draft]:
+        """The drafts that there are, no longer than all of them together find blocks.
+
+        With a prediction they are made as long as a share of the step lasts, and the sequences
+        whose drafts did best are asked first.
+        """
+        items, limit = builder.decodes, math.inf
+        size, blocks_left = builder.block_size, builder.blocks_left
+        if seconds is not None and items:
+            limit = self._clock() + DRAFTING_SHARE * seconds(_num_tokens(builder))
+            items = sorted(items, key=self._record, reverse=True)
+        offers = {}
+        for item in items:
+            if self._clock() >= limit:
+                break
+            held = len(item.sequence.block_table) * size - item.start - 1
+            if draft := self._offer(item, held + blocks_left * size):
+                offers[item] = draft
+                blocks_left -= max(0, -((held - len(draft.tokens)) // size))
+        return offers
+
+    def _record(self, item: ScheduledSequence) -> float:
+        return self._ask(item.sequence, self._drafting.record, item.sequence) or 0.0
+
     def _choose(
-        self, builder: PlanBuilder, offers: dict[ScheduledSequence, Draft]
+        self,
+        builder: PlanBuilder,
+        offers: dict[ScheduledSequence, Draft],
+        seconds: Callable[[int], float] | None,
     ) -> dict[Hashable, int]:
         """The lengths that pay; those of length 0 are left out."""
-        items, prices = builder.decodes + builder.chunks, self._prices
+        items = builder.decodes + builder.chunks
         num_rows = sum(item.num_rows for item in items)
         room = Room(
-            sum(item.num_tokens for item in items),
+            _num_tokens(builder),
             builder.tokens_left,
             self._max_rows - num_rows,
-            prices.buckets,
+            self._prices.buckets,
         )
-        choice = choose(
+        return choose(
             self._drafting.options,
             [(item, draft.survivals) for item, draft in offers.items()],
             room,
             num_running=len(items),
-            most_tokens=prices.threshold,
-            seconds=prices.seconds(items, len(builder.decodes)),
+            most_tokens=self._prices.threshold,
+            seconds=seconds,
             drafting_seconds=self._host_seconds,
         )
-        return choice.lengths
 
-    def cut(self, item: ScheduledSequence, draft: Draft, room: int) -> Draft | None:
-        """The draft as far as there is room and a constraint allows it; None: nothing of it."""
-        draft, constraint = draft.first(room), item.sequence.constraint
+    def cut(self, item: ScheduledSequence, draft: Draft) -> Draft | None:
+        """The draft as far as a constraint allows it; None: nothing of it."""
+        constraint = item.sequence.constraint
         if constraint is not None and draft.tokens:
             masks = self._ask(item.sequence, constraint.draft_masks, draft.tokens) or []
             draft = draft.first(len(masks) - 1)
@@ -211,9 +267,9 @@ class Speculation:
         stats.accepted_at.update(range(accepted))
         self._ask(sequence, self._drafting.learn, sequence, draft, offered, accepted)
 
-    def _offer(self, item: ScheduledSequence) -> Draft | None:
+    def _offer(self, item: ScheduledSequence, room: int) -> Draft | None:
         sequence = item.sequence
-        most = sequence.max_length - 1 - len(sequence.token_ids)
+        most = min(room, sequence.max_length - 1 - len(sequence.token_ids))
         if item.previous_row >= 0 or most < 1 or sequence in self._without:
             return None
         if sequence.constraint is not None:
@@ -231,7 +287,7 @@ class Speculation:
 
         Nothing else happens to the sequence: without drafts it decodes as ever.
         """
-        begin = perf_counter()
+        begin = self._clock()
         try:
             result = function(*args, **named)
         except Exception:
@@ -239,7 +295,7 @@ class Speculation:
                 logger.exception("A drafter failed; %s goes on without.", of.request.request_id)
             result = None
             self._without.add(of)
-        if perf_counter() - begin > SLOW_DRAFT_SECONDS:
+        if self._clock() - begin > SLOW_DRAFT_SECONDS:
             self._without.add(of)
         return result
 
@@ -263,3 +319,7 @@ class Speculation:
             self._idle_turns = TURNS_WITHOUT_DRAFT - 1  # a trial is one turn
             self._turns_to_trial = self._pause
             self._pause = min(2 * self._pause, MOST_TURNS_BETWEEN_TRIALS)
+
+
+def _num_tokens(builder: PlanBuilder) -> int:
+    return sum(item.num_tokens for item in builder.decodes + builder.chunks)

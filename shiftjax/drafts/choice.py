@@ -1,13 +1,13 @@
-"""How many draft tokens, for whom, and in which mode: one choice per step. No JAX.
+"""How many draft tokens, and for whom: one choice per step. No JAX.
 
 A draft's tokens survive with falling probability, so the n most probable ones of all sequences are
 always beginnings of their drafts, and a step with them yields its other tokens and the sum of
-their probabilities. It takes what its bucket takes. (Goodput as what is maximised: SmartSpec, Liu
-et al., arXiv 2406.14066; there without modes.)
+their probabilities. It takes what its bucket takes, in the mode that a step of that size runs in.
+(Goodput as what is maximised: SmartSpec, Liu et al., arXiv 2406.14066; there without modes.)
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,32 +31,25 @@ class Room(NamedTuple):
         return max(0, min(self.tokens_left, self.rows_left, largest - self.base_tokens))
 
 
-class Choice[M](NamedTuple):
-    """What a step drafts: lengths of at least 1 by name; `mode` None leaves it to the policy."""
-
-    lengths: dict[Hashable, int]
-    mode: M | None = None
-
-
-def choose[M](
+def choose(
     options: DraftOptions,
     candidates: Sequence[Candidate],
     room: Room,
     *,
     num_running: int = 0,
     most_tokens: int | None = None,
-    seconds: Mapping[M, Callable[[int], float]] | None = None,
+    seconds: Callable[[int], float] | None = None,
     drafting_seconds: float = 0.0,
-) -> Choice[M]:
-    """By `options.draft_choice`; without `seconds` a step is filled."""
+) -> dict[Hashable, int]:
+    """Lengths of at least 1 by name, by `options.draft_choice`; without `seconds` a step is filled.
+
+    What the rules say of the other arguments: `fixed`, `fill`, `by_cost`.
+    """
     if options.draft_choice == "fixed":
-        lengths = fixed(
-            candidates, room, num_running, options.draft_max_seqs, options.draft_off_seqs
-        )
-        return Choice(lengths)
+        return fixed(candidates, room, num_running, options.draft_max_seqs, options.draft_off_seqs)
     if options.draft_choice != "fill" and seconds:
         return by_cost(candidates, room, seconds, drafting_seconds)
-    return Choice(fill(candidates, room, most_tokens))
+    return fill(candidates, room, most_tokens)
 
 
 def fill(
@@ -91,31 +84,30 @@ def fixed(
     return lengths
 
 
-def by_cost[M](
+def by_cost(
     candidates: Sequence[Candidate],
     room: Room,
-    seconds: Mapping[M, Callable[[int], float]],
+    seconds: Callable[[int], float],
     drafting_seconds: float = 0.0,
-) -> Choice[M]:
-    """Lengths and mode of the most expected tokens per second.
+) -> dict[Hashable, int]:
+    """Lengths of the most expected tokens per second.
 
-    `seconds` predicts, by mode, a step of so many tokens, padded; what a switch of modes costs is
-    in it. `drafting_seconds` is the host's time that a step with drafts cannot hide. Only sizes
-    that fill a bucket are tried: O(D log D + buckets * modes) for D draft tokens. Of equal rates
-    the fewest drafts and the first mode are taken.
+    `seconds` predicts a step of so many tokens, in the mode that it will run in; so the best
+    length is that of the best pair of length and mode. `drafting_seconds` is the host's time that
+    a step with drafts cannot hide. Only sizes that fill a bucket are tried: O(D log D + buckets)
+    for D draft tokens. Of equal rates the fewest drafts are taken.
     """
     ranked = _ranked(candidates)
     gains = [0.0, *accumulate(survival for survival, _, _ in ranked)]
     most = min(room.most, len(ranked))
     sizes = {min(most, bucket - room.base_tokens) for bucket in room.buckets}
-    best_rate, best = -1.0, (0, None)
+    best_rate, best = -1.0, 0
     for num in sorted({0, *(size for size in sizes if size > 0)}):
-        for mode, predict in seconds.items():
-            cost = predict(room.base_tokens + num) + (drafting_seconds if num else 0.0)
-            rate = (room.base_tokens + gains[num]) / cost
-            if rate > best_rate * (1 + 1e-9):
-                best_rate, best = rate, (num, mode)
-    return Choice(_lengths(ranked, best[0]), best[1])
+        cost = seconds(room.base_tokens + num) + (drafting_seconds if num else 0.0)
+        rate = (room.base_tokens + gains[num]) / cost
+        if rate > best_rate * (1 + 1e-9):
+            best_rate, best = rate, num
+    return _lengths(ranked, best)
 
 
 def _ranked(candidates: Sequence[Candidate]) -> list[tuple[float, int, Hashable]]:

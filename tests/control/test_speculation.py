@@ -4,6 +4,7 @@ The runner audits the KV behind every block table and every plan's budgets.
 """
 
 import logging
+from dataclasses import replace
 
 import pytest
 from echo_kit import (
@@ -31,8 +32,8 @@ from shiftjax.drafts.drafting import Drafting
 class Guesses(Drafting):
     """Drafts that are right in `quality` of ten tokens; None: right up to `wrong_at`."""
 
-    def __init__(self, quality: int | None = 10, wrong_at: int = 99, most: int = 8):
-        super().__init__(DraftOptions(draft_choice="fixed", draft_max_seqs=0))
+    def __init__(self, quality: int | None = 10, wrong_at: int = 99, most: int = 8, choice="fixed"):
+        super().__init__(DraftOptions(draft_choice=choice, draft_max_seqs=0))
         self.quality, self.wrong_at, self.most, self.count = quality, wrong_at, most, 0
         self.known: dict[Sequence, list[int]] = {}
         self.ended: dict[Sequence, bool] = {}
@@ -68,13 +69,12 @@ class Guesses(Drafting):
         self.ended[name] = finished
 
 
-def let_draft(engine: Engine, guesses: Guesses) -> Engine:
+def let_draft(engine: Engine, guesses: Guesses, *buckets: int, **options) -> Engine:
     for lane in engine.lanes:
         config = lane.scheduler.config
-        prices = Prices((config.max_num_batched_tokens,))
-        overlap = engine.overlap
+        prices = Prices(buckets or (config.max_num_batched_tokens,), engine.policy, lane.modes)
         lane.scheduler.speculation = Speculation(
-            guesses, prices, max_rows=config.max_rows, overlap=overlap
+            guesses, prices, max_rows=config.max_rows, overlap=engine.overlap, **options
         )
     return engine
 
@@ -85,10 +85,26 @@ def counts(engine: Engine) -> tuple[int, int]:
     return sum(t["guess", "accepted"] for t in tokens), sum(t["guess", "rejected"] for t in tokens)
 
 
+class Capped(Guesses):
+    """Other caps for every draft: (first sequences that draft, sequences that switch it off)."""
+
+    def __init__(self, caps: list[tuple[int, int]], quality: int, most: int):
+        super().__init__(quality, most=most)
+        self.caps = caps
+
+    def draft(self, name, most):
+        first, off = self.caps[self.count % len(self.caps)]
+        self.options = replace(self.options, draft_max_seqs=first, draft_off_seqs=off)
+        return super().draft(name, most)
+
+
+caps = st.tuples(st.sampled_from([0, 0, 1, 3]), st.sampled_from([0, 0, 1, 3]))
+
+
 @settings(FAST, max_examples=100)
-@given(engines(), traffic(), st.integers(1, 6), st.integers(0, 10))
-def test_drafts_change_nothing(engine, clients, most, quality):
-    let_draft(engine, Guesses(quality, most=most))
+@given(engines(), traffic(), st.integers(1, 6), st.integers(0, 10), st.lists(caps, min_size=1))
+def test_drafts_change_nothing(engine, clients, most, quality, caps):
+    let_draft(engine, Capped(caps, quality, most))
     accepted, listener = play(engine, clients)
     check_tokens(engine, accepted, listener, errors=set())
     event(f"accepted some: {counts(engine)[0] > 0}")
