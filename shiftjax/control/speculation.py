@@ -138,6 +138,7 @@ class Speculation:
         self._idle_turns = 0  # in a row in which nobody drafted
         self._pause = self._turns_to_trial = TURNS_WITHOUT_DRAFT
         self._host_seconds = 0.0  # of a turn with drafts, about
+        self._num_live = self._num_declined = 0  # sequences now; when drafts did not pay
 
     # ------------------------------------------------------------------ the life of a sequence
 
@@ -154,8 +155,9 @@ class Speculation:
                 prediction=request.prediction,
                 parent=request if len(siblings) > 1 else None,
             )
-        self._pause = TURNS_WITHOUT_DRAFT
-        self._turns_to_trial = min(self._turns_to_trial, self._pause)
+        self._num_live += len(siblings)
+        if 2 * self._num_live <= self._num_declined or not self._num_declined:
+            self._try_soon()
 
     def extend(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
         """Tokens have been committed."""
@@ -165,6 +167,9 @@ class Speculation:
         """A sequence has ended; what came to its end by itself may be learned from."""
         self._ask(sequence, self._drafting.end, sequence, reason in ("stop", "length"))
         self._without.discard(sequence)
+        self._num_live -= 1
+        if 2 * self._num_live <= self._num_declined:
+            self._try_soon()
 
     def close(self) -> None:
         """End what drafts in the background."""
@@ -191,6 +196,7 @@ class Speculation:
         offers = self._offers(builder, seconds)
         lengths = self._choose(builder, offers, seconds) if offers else {}
         chosen = [(i, draft.first(lengths[i])) for i, draft in offers.items() if i in lengths]
+        self._num_declined = self._num_live if offers and not chosen else 0
         self._take_turn(bool(chosen), bool(builder.decodes))
         spent = self._clock() - begin
         self.stats.seconds += spent
@@ -307,6 +313,11 @@ class Speculation:
             self.commits_first = self._turns_to_trial <= 0
             return False
         return True
+
+    def _try_soon(self) -> None:
+        """Other sequences draft otherwise; but where drafts did not pay, it takes half as many."""
+        self._num_declined, self._pause = 0, TURNS_WITHOUT_DRAFT
+        self._turns_to_trial = min(self._turns_to_trial, self._pause)
 
     def _take_turn(self, drafts: bool, could_draft: bool) -> None:
         """Note whether anybody drafted; too long nobody, and the group plans ahead again."""

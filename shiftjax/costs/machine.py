@@ -85,6 +85,7 @@ class EngineOverhead:
     copies_shift_weights: bool  # w / P more per device (arXiv 2509.16495, 3.3.2)
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
     switch_seconds: float = 0.0  # of the first step in another mode
+    draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
 
     def host(self, num_sequences: int, num_devices: int) -> float:
         """Seconds of the host per step."""

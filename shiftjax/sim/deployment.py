@@ -7,16 +7,18 @@ from typing import Any
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, SERVER_BUDGETS, EngineConfig
-from shiftjax.control.deployment import Deployment, Devices, base_rule, resolve
+from shiftjax.control.deployment import Deployment, Devices, base_rule, draft_rows, resolve
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.costs.step import CostModel
+from shiftjax.drafts.draft import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
 SIMULATED = MappingProxyType({"weights": "alias", "preemption": "recompute"})
 """Settings of which the replay knows one value."""
@@ -49,6 +51,7 @@ def deploy(
     dp, *degrees = mesh
     own: dict[str, Any] = {"threshold": DEFAULT_SHIFT_THRESHOLD, **SERVER_BUDGETS}
     own |= {"max_model_len": target.model.max_position_embeddings} | settings
+    own.setdefault("max_draft_rows", draft_rows(own.get("drafts", NO_DRAFTS), own["max_num_seqs"]))
     if target.engine.pads_to_buckets:
         own["token_buckets"] = doubling(own["max_num_batched_tokens"])
     return Deployment(
@@ -151,3 +154,35 @@ def policy_of(deployment: Deployment, costs: CostModel, belief: CostModel) -> Po
     """The policy of a deployment. It decides by `belief`; an oracle knows the true `costs`."""
     believed = costs if deployment.policy == "oracle" else belief
     return make_policy(deployment.policy, deployment.threshold, believed)
+
+
+def drafting_of(
+    target: Target, deployment: Deployment, acceptance: AcceptanceModel | None
+) -> ModelledDrafting | None:
+    """What guesses in one group; None: nothing does.
+
+    An engine that pads no steps leaves nothing to fill: without a cost policy, drafts are then as
+    long as they come, as they are in such engines.
+
+    Raises:
+        ConfigError: nobody says how often drafts are right, or nothing can be filled.
+    """
+    options = deployment.drafts
+    if options.speculation == "none":
+        return None
+    if acceptance is None:
+        raise ConfigError(["drafts are simulated with an acceptance: how often they are right"])
+    if not deployment.token_buckets and deployment.policy not in ("cost", "oracle"):
+        if options.draft_choice == "fill":
+            raise ConfigError(
+                [f"{target.engine.name} pads no steps: draft_choice = fill does nothing"]
+            )
+        options = replace(options, draft_choice="fixed")
+    return ModelledDrafting(options, acceptance, target.engine.draft_seconds)
+
+
+def sizes_of(deployment: Deployment) -> tuple[int, ...]:
+    """Tokens of steps that drafts may reach: those that are compiled, or some of all."""
+    if deployment.token_buckets:
+        return tuple(bucket.tokens for bucket in deployment.buckets)
+    return doubling(deployment.max_num_batched_tokens)

@@ -13,6 +13,7 @@ from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
 from shiftjax.sim.deployment import Target, cost_model, standard_deployments
+from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
 from shiftjax.sim.replay import Replay, replay
@@ -67,11 +68,16 @@ def sweep(
     target: Target,
     deployments: Sequence[Deployment],
     factors: Iterable[float],
+    acceptance: AcceptanceModel | None = None,
 ) -> list[SweepPoint]:
     """Every deployment at every multiple of the trace's own rate."""
     natural = len(requests) / max(requests[-1].arrival_seconds, 1e-9)
+
+    def run(factor: float, deployment: Deployment) -> Replay:
+        return replay(scale_rate(requests, factor), target, deployment, acceptance=acceptance)
+
     return [
-        SweepPoint(natural * factor, replay(scale_rate(requests, factor), target, deployment))
+        SweepPoint(natural * factor, run(factor, deployment))
         for factor in factors
         for deployment in deployments
     ]

@@ -60,5 +60,8 @@ def summary(replay: Replay) -> Row:
     row["mode_switches"] = replay.mode_switches
     row["preemptions"] = replay.num_preemptions
     prompts = sum(r.num_prompt_tokens for r in requests)
+    row["drafted_tokens"] = sum(r.num_draft_tokens for r in requests)
+    row["accepted_tokens"] = sum(r.num_accepted_tokens for r in requests)
+    row["accepted_per_step"] = row["accepted_tokens"] / max(1, len(replay.steps))
     row["cached_share"] = sum(r.num_cached_tokens for r in requests) / max(1, prompts)
     return row

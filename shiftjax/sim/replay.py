@@ -25,9 +25,19 @@ from shiftjax.control.request import (
     StepPlan,
 )
 from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.speculation import Prices, Speculation
 from shiftjax.costs.step import CostModel
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, policy_of
+from shiftjax.sim.deployment import (
+    Target,
+    cost_model,
+    drafting_of,
+    memory_of,
+    modes_of,
+    policy_of,
+    sizes_of,
+)
+from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 from shiftjax.sim.trace import TraceRequest
 
 MAX_ROWS = 1 << 16
@@ -82,6 +92,8 @@ class RequestRecord(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class CostRunner:
@@ -89,7 +101,8 @@ class CostRunner:
 
     The host's time passes while a step is prepared: on the clock, or, with `own_host`, beside it.
     The devices work through what they were given in order; `fetch` waits for them. Tokens are all
-    0. `step_seconds` replaces the predictions, say by measured ones.
+    0. `step_seconds` replaces the predictions, say by measured ones. `drafting` has taken more of
+    the host's time.
     """
 
     def __init__(
@@ -99,10 +112,11 @@ class CostRunner:
         step_seconds: Callable[[StepPlan, Mode], float] | None = None,
         *,
         own_host: bool = False,
+        drafting: ModelledDrafting | None = None,
     ):
-        self.costs, self.clock = costs, clock
+        self.costs, self.clock, self.drafting = costs, clock, drafting
         self.steps: list[StepRecord] = []
-        self._own_host, self._prepared_at = own_host, 0.0
+        self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
         self._step_seconds = step_seconds
         self._idle_at = 0.0  # when the devices have done all they were given
         self._last_mode: Mode | None = None
@@ -113,7 +127,8 @@ class CostRunner:
     ) -> tuple[float, int]:
         """Let the host's time pass and queue the step on the devices."""
         work = work_of(plan)
-        self._prepared_at = max(self.clock.now, self._prepared_at) + self.costs.host_seconds(work)
+        host = self.costs.host_seconds(work) + self._drafting_seconds()
+        self._prepared_at = max(self.clock.now, self._prepared_at) + host
         if not self._own_host:
             self.clock.now = self._prepared_at
         if self._step_seconds is not None:
@@ -124,9 +139,17 @@ class CostRunner:
             seconds += self.costs.engine.switch_seconds
         self._last_mode = mode
         self._idle_at = max(self._prepared_at, self._idle_at) + seconds
-        record = StepRecord(self._idle_at, seconds, plan.num_tokens, plan.num_decodes, mode)
+        num_decodes = plan.num_decodes + plan.num_drafts
+        record = StepRecord(self._idle_at, seconds, plan.num_tokens, num_decodes, mode)
         self.steps.append(record)
         return self._idle_at, plan.num_rows
+
+    def _drafting_seconds(self) -> float:
+        """Of the host since the step before."""
+        if self.drafting is None:
+            return 0.0
+        before, self._drafted_at = self._drafted_at, self.drafting.seconds
+        return self._drafted_at - before
 
     def is_ready(self, handle: tuple[float, int]) -> bool:
         """Whether the step is done by now."""
@@ -161,16 +184,36 @@ class Replay:
 
 
 def make_engine(
-    target: Target, deployment: Deployment, clock: Clock, belief: CostModel | None = None
+    target: Target,
+    deployment: Deployment,
+    clock: Clock,
+    belief: CostModel | None = None,
+    acceptance: AcceptanceModel | None = None,
 ) -> tuple[Engine, list[CostRunner]]:
-    """An engine on virtual devices, and these. Raises ConfigError where the model does not fit."""
+    """An engine on virtual devices, and these.
+
+    Raises ConfigError where the model does not fit, or drafts come without an acceptance.
+    """
     costs, memory = cost_model(target, deployment), memory_of(target, deployment)
     sized = deployment.with_blocks(memory.num_kv_tokens // deployment.block_size, memory)
-    in_step = target.engine.replicas_in_step
-    runners = [CostRunner(costs, clock, own_host=in_step) for _ in range(deployment.dp)]
+    policy, in_step = policy_of(deployment, costs, belief or costs), target.engine.replicas_in_step
+    lanes, runners = [], []
+    for _ in range(deployment.dp):
+        drafting = drafting_of(target, deployment, acceptance)
+        runners.append(CostRunner(costs, clock, own_host=in_step, drafting=drafting))
+        modes, speculation = modes_of(costs, deployment), None
+        if drafting is not None:
+            speculation = Speculation(
+                drafting,
+                Prices(sizes_of(deployment), policy, modes),
+                max_rows=sized.budgets.max_rows,
+                overlap=target.engine.overlaps,
+                clock=drafting.clock,
+            )
+        lanes.append(Lane(Scheduler(sized.budgets, speculation), runners[-1], modes))
     engine = Engine(
-        [Lane(Scheduler(sized.budgets), runner, modes_of(costs, deployment)) for runner in runners],
-        policy_of(deployment, costs, belief or costs),
+        lanes,
+        policy,
         sized.limits,
         overlap=target.engine.overlaps,
         clock=clock,
@@ -184,10 +227,14 @@ def replay(
     target: Target,
     deployment: Deployment,
     belief: CostModel | None = None,
+    acceptance: AcceptanceModel | None = None,
 ) -> Replay:
-    """Serve a trace, sorted by arrival, to its end. `belief` is what a cost policy thinks."""
+    """Serve a trace, sorted by arrival, to its end.
+
+    `belief` is what a cost policy thinks, `acceptance` how often drafts are right.
+    """
     clock = Clock()
-    engine, runners = make_engine(target, deployment, clock, belief)
+    engine, runners = make_engine(target, deployment, clock, belief, acceptance)
     vocab_size = target.model.vocab_size
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
     records, num_refused = serve(engine, clock, coming)
@@ -255,4 +302,6 @@ def _record(event: Event, arrival: float) -> RequestRecord:
         metrics.num_prompt_tokens,
         metrics.num_output_tokens,
         metrics.num_cached_tokens,
+        metrics.num_draft_tokens,
+        metrics.num_accepted_tokens,
     )
