@@ -6,6 +6,7 @@ Shift Parallelism (arXiv 2509.16495): Llama-70B, FP8 weights and KV, 8 x H200, 4
 250 out, the `vllm` engine. Its bursty trace is not published; `BURSTS` is ours. Seesaw (arXiv
 2503.06433): CodeLlama-34B on 8 x A10. TensorRT-LLM: some lengths of its performance overview of
 version 1.0, FP8, with as many requests as there; its host overlaps and it has sizes of its own.
+`suffix`: Arctic Inference's figures for Llama-3.1-70B (Snowflake's engineering blog, 2025).
 `mooncake` replays the first 15 minutes of that trace the way the published runs did (Arctic
 Inference, benchmark/reproducibility): Qwen-32B, steps of up to 131,072 tokens, no prefix cache.
 All parts take about ten minutes.
@@ -18,8 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from shiftjax.control.deployment import Deployment
 from shiftjax.costs.step import Work
+from shiftjax.drafts.draft import DraftOptions
 from shiftjax.sim.deployment import Target, cost_model, deploy, standard_deployments
+from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import saturation_rate, target_from
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.planning import Workload
@@ -34,6 +38,10 @@ Figure = tuple[str, float, float]  # what, published, simulated
 
 LENGTHS = ((128, 2048, 3000), (1000, 1000, 3000), (2048, 128, 3000), (5000, 500, 1500))
 """Tokens in, tokens out, requests."""
+SUFFIX = (  # what, published tokens/s, tokens per step and share accepted of a replay
+    ("ShareGPT (as MT-bench references)", 113, 1.56, 0.33),
+    ("HumanEval (as edits of its functions)", 148, 4.77, 0.78),
+)
 TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
     ("llama-70b", "h200x8", 1): (4336, 2909, 442, 566),
     ("llama-70b", "h100x8", 2): (6651, 4205, 762, 898),
@@ -95,6 +103,29 @@ def bursts() -> Iterator[Figure]:
             yield f"bursts, {what}: {name}", value, simulated[name]
 
 
+def suffix() -> Iterator[Figure]:
+    """Suffix decoding alone, one request: output tokens/s.
+
+    Published for 8 x H100 without a number format. No acceptance was published: those here are of
+    our own replays of other texts (docs/log.md), so nothing but the first figure tests the model.
+    """
+    llama = target("llama-70b", "h100x8")
+    drafts = DraftOptions(speculation="suffix", draft_choice="fixed")
+    plain, drafting = (
+        standard_deployments(llama, **settings)["tp"] for settings in ({}, {"drafts": drafts})
+    )
+    request = [TraceRequest(0.0, 512, 2000)]
+
+    def rate(deployment: Deployment, acceptance: AcceptanceModel | None = None) -> float:
+        (one,) = replay(request, llama, deployment, acceptance=acceptance).requests
+        return 1 / (one.tpot or math.inf)
+
+    yield "without drafts (ShareGPT)", 76, rate(plain)
+    for what, published, tokens, share in SUFFIX:
+        figures = {"tokens_per_step": tokens, "accepted_of_drafted": share}
+        yield what, published, rate(drafting, acceptance_from(figures))
+
+
 def seesaw() -> Iterator[Figure]:
     """Stages of their own for prompts and decodes, over the best static ones."""
     qwen = target("qwen-32b", "a10x8", dtype="bfloat16")
@@ -146,7 +177,8 @@ def show(figures: Iterator[Figure]) -> None:
 
 
 PARTS: dict[str, Callable[..., Iterator[Figure]]] = {
-    part.__name__: part for part in (quiet, saturated, bursts, seesaw, tensorrt_llm, mooncake)
+    part.__name__: part
+    for part in (quiet, saturated, bursts, suffix, seesaw, tensorrt_llm, mooncake)
 }
 
 if __name__ == "__main__":

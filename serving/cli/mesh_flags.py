@@ -45,10 +45,15 @@ def _add_simulate(commands: Any, add: Add) -> None:
         "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"
     )
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt")
+    parser.add_argument("--acceptance", metavar="P", help=_ACCEPTANCE)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=X", help=_SET)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
 
 
+_ACCEPTANCE = (
+    "let all deployments draft, right so often: a probability, one for each place (0.8,0.6), or a "
+    "replay's tokens_per_step=X,accepted_of_drafted=Y"
+)
 _SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat for more"
 
 

@@ -10,6 +10,8 @@
       - {machine: h200x8, model: llama-70b, dtype: fp8, engine: vllm,
          compare: [dp, tp, shift], rates: [0.5, 1],
          trace: {kind: poisson, rate: 4, seconds: 60, prompt_tokens: 4096, output_tokens: 250}}
+      - {machine: h200x8, model: llama-70b, trace: {file: trace.csv},
+         acceptance: {tokens_per_step: 1.56, accepted_of_drafted: 0.25}}  # with drafts; or 0.7
 
 Measured: the same prompts through every mesh and mode must give the same tokens; collective bytes
 and memory come from the compiled programs, beside what the cost model says they are; times of a
@@ -39,9 +41,11 @@ from shiftjax.control.policy import FixedPolicy, work_of
 from shiftjax.control.request import SamplingParams
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
+from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import ConfigError, unknown_name
 from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices
+from shiftjax.sim.drafts import acceptance_from
 from shiftjax.sim.experiments import (
     as_text,
     choose_deployments,
@@ -64,7 +68,7 @@ PARTS: Mapping[str, Any] = dict.fromkeys(("title", "measured", "modelled"))
 MEASURED = {"model": "random:tiny", "meshes": [[4, 2]], "tokens": 16, "dtype": "float32"}
 NEEDED = ("machine", "model", "trace")
 MODELLED: dict[str, Any] = dict.fromkeys((*NEEDED, "dtype", "kv_cache_dtype", "engine", *BUDGETS))
-MODELLED |= {"compare": ["dp", "tp", "shift"], "rates": [1.0]}
+MODELLED |= {"acceptance": None, "compare": ["dp", "tp", "shift"], "rates": [1.0]}
 
 
 def _is_count(value: Any) -> bool:
@@ -143,8 +147,13 @@ def _checked(
 def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Report) -> None:
     target = target_from(experiment)
     budgets = {name: experiment[name] for name in BUDGETS if name in experiment}
-    deployments = choose_deployments(target, experiment["compare"], **budgets)
-    points = sweep(trace_from(experiment["trace"]), target, deployments, experiment["rates"])
+    acceptance, drafts = None, {}
+    if "acceptance" in experiment:
+        acceptance = acceptance_from(experiment["acceptance"])
+        drafts["drafts"] = DraftOptions(speculation="suffix")
+    deployments = choose_deployments(target, experiment["compare"], **budgets, **drafts)
+    requests, rates = trace_from(experiment["trace"]), experiment["rates"]
+    points = sweep(requests, target, deployments, rates, acceptance)
     write_rows(out, name, [point.row() for point in points])
     heading = f"{target.model.name} on {target.machine.name}, {target.engine.name}"
     report.sweep(heading, points, ("ttft",))

@@ -12,9 +12,11 @@ from serving.run.flags import read_settings
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
+from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import Target, cost_model, deploy_config, standard_deployments
+from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import (
     SYNTHETIC,
     as_text,
@@ -30,8 +32,9 @@ from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.trace import TraceRequest
 
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
-SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching")
+SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")
 FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
+DRAFTS = DraftOptions(speculation="suffix")
 WINDOW = "0:900"
 METRICS = ("queue", *LATENCIES)
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -50,9 +53,11 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     flags = {name: value for name, value in flags.items() if value is not None}
     if getattr(arguments, "no_prefix_caching", False):
         flags["prefix_caching"] = False
+    drafts = getattr(arguments, "acceptance", None) is not None
     target = {"machine": arguments.machine, "engine": arguments.engine}
     if arguments.config is None:
-        return Asked(target_from({"model": MODEL} | flags | target), _settings(flags), [])
+        settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
+        return Asked(target_from({"model": MODEL} | flags | target), settings, [])
     config, _ = read_settings(flags, arguments.config)
     target |= {"model": config.model.model.removeprefix("random:"), "dtype": config.model.dtype}
     target |= {"kv_cache_dtype": config.cache.kv_cache_dtype}
@@ -60,6 +65,8 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     overlaps = asked.engine.overlaps and config.scheduler.overlap
     asked = replace(asked, engine=replace(asked.engine, overlaps=overlaps))
     own = deploy_config(asked, config)
+    if drafts and not own.drafts.copies:
+        raise ConfigError(["--acceptance needs speculation in --config"])
     return Asked(asked, {name: getattr(own, name) for name in SHARED}, [own])
 
 
@@ -152,7 +159,7 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
     if min(factors) <= 0:
         raise ConfigError(["--rates must be above 0"])
-    points = sweep(requests, target, deployments, factors)
+    points = sweep(requests, target, deployments, factors, _acceptance(arguments.acceptance))
     rows = [point.row() for point in points]
     print(as_text([_shown(row) for row in rows]))
     if arguments.out:
@@ -161,6 +168,16 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         report.sweep("deployments", points, METRICS)
         report.save(arguments.out / "report.html")
     return 0
+
+
+def _acceptance(text: str | None) -> AcceptanceModel | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if "=" not in text:
+        return acceptance_from(parts)
+    pairs = [part.partition("=") for part in parts]
+    return acceptance_from({name: value for name, _, value in pairs})
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +194,9 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     shown["mean s"] = row["completion_mean_seconds"]
     kinds = ("base", "between", "shift")
     shown[f"steps {'/'.join(kinds)}"] = "/".join(str(row[f"steps_{kind}"]) for kind in kinds)
+    if row["drafted_tokens"]:
+        shown["accepted/step"] = row["accepted_per_step"]
+        shown["drafted"], shown["accepted"] = row["drafted_tokens"], row["accepted_tokens"]
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}
 
 

@@ -92,8 +92,8 @@ class RequestRecord(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class CostRunner:

@@ -98,6 +98,32 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     assert row[:5] == ["config", "1", "4", "2", "True"]
 
 
+def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
+    def rows(*options: str) -> list[dict]:
+        assert main([*QUICK[:-2], *options, "--compare", "shift", "--out", str(tmp_path)]) == 0
+        lines = (tmp_path / "simulate.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    (plain,) = rows()
+    assert plain["drafted_tokens"] == 0 and "drafted" not in capsys.readouterr().out
+    (drafted,) = rows("--acceptance", "0.9,0.5")
+    assert "accepted/step" in capsys.readouterr().out
+    assert 0 < drafted["accepted_tokens"] < drafted["drafted_tokens"]
+    assert drafted["completion_mean_seconds"] < plain["completion_mean_seconds"]
+    (replayed,) = rows("--acceptance", "tokens_per_step=4.77,accepted_of_drafted=0.78")
+    assert replayed["accepted_tokens"] > drafted["accepted_tokens"]
+    file = tmp_path / "engine.yaml"
+    file.write_text("model: llama-70b\nspeculation: suffix\nmax_draft_tokens: 1\n")
+    own = rows("--config", str(file), "--acceptance", "1")
+    assert [row["name"] for row in own] == ["config", "shift"]
+    assert all(0 < row["accepted_tokens"] < 10 / 2 * row["requests"] for row in own)
+    assert main([*QUICK[:-2], "--config", str(file)]) == 2
+    assert "how often they are right" in capsys.readouterr().err
+    file.write_text("model: llama-70b\n")
+    assert main([*QUICK[:-2], "--config", str(file), "--acceptance", "1"]) == 2
+    assert "needs speculation" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
@@ -106,6 +132,8 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
         ((*QUICK, "--compare", "dp,tpp"), "did you mean tp?"),
         ((*QUICK, "--rates", "fast"), "'fast' is no number"),
         ((*QUICK, "--rates", "0"), "must be above 0"),
+        ((*QUICK, "--acceptance", "7"), "acceptance must be a probability"),
+        ((*QUICK, "--acceptance", "tokens=7"), "acceptance must be a probability"),
         ((*QUICK, "--rates", "-1"), "must be above 0"),
         ((*QUICK, "--shift-threshold", "-1"), "must be at least 0"),
         ((*QUICK, "--compare", "dp", "--shift-threshold", "9"), "which --compare does not name"),
