@@ -1,5 +1,7 @@
 """Drafts right, wrong, half right, through real steps: the tokens are those of plain decoding."""
 
+import itertools
+
 import numpy as np
 import pytest
 from engines import RandomPolicy, checkpoint, make, run, tokens
@@ -37,7 +39,11 @@ class Known(Drafting):
 def built(request):
     directory, config, tensors = checkpoint()
     options = {"num_blocks": CROWDED, "speculation": "suffix", "max_draft_rows": 24}
-    return make(directory, *request.param, **options), config, tensors
+    made = make(directory, *request.param, **options)
+    (runner,) = made.runners
+    for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
+        runner.compiled(program, mode)  # a random policy chooses any
+    return made, config, tensors
 
 
 def let_draft(built, drafting):
