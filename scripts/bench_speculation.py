@@ -14,7 +14,8 @@ round, in one process on one device; of every round the ratio of tokens per seco
 engine's, of all rounds the median. `tokens_equal` is the share of
 outputs that are the plain ones' to the last token: all in float32; in bfloat16 two tokens may be
 as good as equal, and plain decoding alone and in a batch differ there, too. `tokens_per_step` is
-what a sequence gets from a step that it decodes in.
+what a sequence gets from a step that it decodes in; `decode_ratio` is the ratio of median times per
+token after the first, which leaves prefill out.
 
 `--seeds N` also takes N seeded requests at temperature 1, each alone and all together by every
 engine, and counts those that differ. `--streams` without a number leaves the workloads out.
@@ -150,11 +151,19 @@ def summary(rounds: list[tuple[float, list[RequestOutput]]], plain: list) -> dic
         "tokens_per_step": round(tokens / (tokens - accepted), 3),
         "accepted_of_drafted": round(accepted / drafted, 3) if drafted else None,
         "ratio_to_plain": round(statistics.median(ratios), 3),
+        "decode_ratio": round(tpot(plain) / tpot(rounds), 3),
         "tokens_per_second": [round(one, 1) for one in speed],
     }
 
 
+def tpot(rounds: list[tuple[float, list[RequestOutput]]]) -> float:
+    """The median over all outputs of the mean seconds per token after the first."""
+    metrics = [o.metrics for _, outputs in rounds for o in outputs if o.metrics]
+    return statistics.median(m.tpot_seconds for m in metrics if m.tpot_seconds)
+
+
 NAMES = ("accepted", "draft")
+QUICK = {True: "float32", False: "bfloat16"}
 
 
 def main() -> None:
@@ -162,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one stream, 3 rounds, few tokens")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", help="default: bfloat16, with --quick float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32])
@@ -177,7 +186,7 @@ def main() -> None:
         args.rounds, args.tokens, args.streams = 3, 48, [1]
     most = max([8, *args.streams])
     sizes = {"max_num_seqs": most, "max_num_batched_tokens": 128, "max_model_len": 1024}
-    sizes |= {"num_blocks": 1 + most * 64, "dtype": args.dtype, "devices": 1}
+    sizes |= {"num_blocks": 1 + most * 64, "dtype": args.dtype or QUICK[args.quick], "devices": 1}
     names = dict.fromkeys(["plain", *args.engines])
     engines = {name: LLM(args.model, **sizes, **ENGINES[name]) for name in names}
     found: dict[str, dict] = {}

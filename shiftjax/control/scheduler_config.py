@@ -26,7 +26,7 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     watermark: float = 0.01
     max_preemptions: int = 4
-    max_draft_rows: int = 0  # logit rows of a step with drafts, if more than `max_num_seqs`
+    max_draft_rows: int = 0  # logit rows of a step of no more tokens, where they are drafts
 
     @property
     def max_rows(self) -> int:

@@ -116,9 +116,9 @@ def total_stats(groups: Iterable["Speculation | None"]) -> DraftStats | None:
 class Speculation:
     """The drafts of one group: `drafting` guesses, `prices` say how far it pays.
 
-    `max_rows` bounds the logit rows of a step. `overlap` is the engine's: without it a step is
-    always committed before the next is planned, and drafts are tried in every turn. `clock` reads
-    the host's seconds.
+    In a step of up to `max_rows` tokens any may be a logit row. `overlap` is the engine's: without
+    it a step is always committed before the next is planned, and drafts are tried in every turn.
+    `clock` reads the host's seconds.
     """
 
     def __init__(
@@ -238,13 +238,10 @@ class Speculation:
     ) -> dict[Hashable, int]:
         """The lengths that pay; those of length 0 are left out."""
         items = builder.decodes + builder.chunks
-        num_rows = sum(item.num_rows for item in items)
-        room = Room(
-            _num_tokens(builder),
-            builder.tokens_left,
-            self._max_rows - num_rows,
-            self._prices.buckets,
-        )
+        num_tokens = _num_tokens(builder)
+        # Up to `max_rows` tokens a bucket has a row for each, beyond that as many as sequences.
+        rows_left = max(self._max_rows - num_tokens, builder.rows_left)
+        room = Room(num_tokens, builder.tokens_left, rows_left, self._prices.buckets)
         return choose(
             self._drafting.options,
             [(item, draft.survivals) for item, draft in offers.items()],

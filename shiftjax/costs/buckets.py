@@ -1,5 +1,6 @@
 """The sizes that steps are padded to. No JAX."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -40,7 +41,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Return a bucket per token count, padded so that P devices can split tokens and rows.
 
-    `max_rows` are the logit rows of a step with drafts, if more than its sequences.
+    `max_rows` are the logit rows of a step with drafts, if more than its sequences. A step of more
+    tokens than that has chunks of prompts, of which few tokens are rows.
 
     Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU. For
     the same reason BASE never leaves a device with a single token. Where layers compute rows
@@ -48,12 +50,13 @@ def make_buckets(
     """
     devices = layout.num_devices
     seqs = round_up(max(max_seqs, SMALLEST_TOKENS), devices)
-    rows = max(seqs, max_rows)
+    sizes = sorted(sizes)
+    widest = min((n for n in sizes if n >= max_rows), default=math.inf)  # that may be all rows
     least = 2 * layout.sp if layout.sp > 1 else 1
     buckets = [
         Bucket(
             round_up(max(n, least), devices),
-            size := round_up(min(n, rows), devices),
+            size := round_up(min(n, max(seqs, max_rows) if n <= widest else seqs), devices),
             min(size, seqs),
         )
         for n in sizes

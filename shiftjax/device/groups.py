@@ -36,7 +36,7 @@ def define_steps(deployment: Deployment, devices: Sequence[Device]) -> list[Step
     dtype, kv = (FORMATS[n].dtype for n in (deployment.formats.weights, deployment.formats.kv))
     attention = choose_attention(layout, devices[0], dtype, kv, deployment.block_size)
     weights = ModeWeights(define(layout.model, layout, dtype), layout, deployment.weights)
-    max_rows = deployment.buckets[-1].rows
+    max_rows = max(bucket.rows for bucket in deployment.buckets)
     meshes = [group_mesh(devices, grid, group) for group in grid.groups(layout.sp)]
     return [StepDef(weights, mesh, max_rows, attention) for mesh in meshes]
 

@@ -74,7 +74,8 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert plan.num_tokens == sum(item.num_tokens for item in plan.scheduled)
     assert plan.num_rows == sum(item.num_rows for item in plan.scheduled)
     assert len(plan.scheduled) <= config.max_num_seqs
-    assert plan.num_rows <= (config.max_rows if plan.num_drafts else config.max_num_seqs)
+    may_be_all_rows = plan.num_drafts and plan.num_tokens <= config.max_rows
+    assert plan.num_rows <= (config.max_rows if may_be_all_rows else config.max_num_seqs)
     assert len({id(item.sequence) for item in plan.scheduled}) == len(plan.scheduled)
     for number, item in enumerate(plan.scheduled):
         assert 0 <= item.num_rows <= item.num_tokens > 0

@@ -30,7 +30,5 @@ def test_the_module_has_every_weight_of_the_table_and_no_other(name):
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known():
     config = replace(PRESETS["tiny"], architecture="gpt2")
-    with pytest.raises(
-        ConfigError, match="'gpt2' is none of llama, llama_swiftkv, mistral"
-    ):
+    with pytest.raises(ConfigError, match="'gpt2' is none of llama, llama_swiftkv, mistral"):
         define(config, Layout(config, 1, 1), np.float32)

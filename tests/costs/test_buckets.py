@@ -1,0 +1,34 @@
+"""Every step that may be planned has a bucket, and none computes rows for nothing."""
+
+import pytest
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.buckets import make_buckets
+from shiftjax.parallel.layout import Layout
+
+
+@pytest.mark.parametrize("sizes", [(8, 16, 32, 64, 128), (24, 100), (64, 512), (8,), (7, 200)])
+@pytest.mark.parametrize("max_rows", [0, 12, 32, 100, 256])
+@pytest.mark.parametrize(("sp", "tp"), [(1, 1), (2, 2), (3, 1)])
+def test_every_step_has_a_bucket(sizes, max_rows, sp, tp):
+    """Up to `max_rows` tokens any may be a row, beyond that as many as sequences."""
+    seqs = 6
+    buckets = make_buckets(sizes, seqs, Layout(PRESETS["tiny"], sp, tp), max_rows)
+    for tokens in range(1, sizes[-1] + 1):
+        rows = min(tokens, seqs)
+        if tokens <= max_rows:
+            rows = tokens
+        bucket = next(b for b in buckets if b.tokens >= tokens)
+        assert bucket.holds(tokens, rows, min(tokens, seqs)), (tokens, buckets)
+
+
+def test_large_steps_have_rows_for_their_sequences_only():
+    layout = Layout(PRESETS["tiny"], 1, 1)
+    buckets = make_buckets((8, 16, 32, 64, 128), 8, layout, max_rows=32)
+    assert [tuple(bucket) for bucket in buckets] == [
+        (8, 8, 8),
+        (16, 16, 8),
+        (32, 32, 8),
+        (64, 8, 8),
+        (128, 8, 8),
+    ]
