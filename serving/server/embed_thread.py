@@ -22,7 +22,6 @@ class EmbedTurn(NamedTuple):
     at: float  # time.monotonic() after it
     results: list[Embedded]
     stats: EmbedStats
-    num_commands: int  # obeyed since the start
     failure: BaseException | None = None  # the thread has ended
 
 
@@ -38,18 +37,15 @@ class EmbedThread:
     ):
         self.number = number
         self.progress_at = time.monotonic()  # when it last finished or began something
-        self.num_posted = 0  # commands given, written by the loop only
         self._engine = EmbedEngine(runner)
         self._loop, self._deliver = loop, deliver
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._num_obeyed = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=f"embed-{number}", daemon=True)
         self._thread.start()
 
     def post(self, command: Command) -> None:
         """Run a command on the thread, between steps."""
-        self.num_posted += 1
         self._commands.put(command)
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -90,11 +86,10 @@ class EmbedThread:
                 self.progress_at = time.monotonic()
             blocks = False
             if command is not None:
-                self._num_obeyed += 1
                 command(self._engine)
 
     def _publish(self, results: list[Embedded], failure: BaseException | None = None) -> None:
         now = time.monotonic()
-        turn = EmbedTurn(self.number, now, results, self._engine.stats, self._num_obeyed, failure)
+        turn = EmbedTurn(self.number, now, results, self._engine.stats, failure)
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, turn)
