@@ -4,10 +4,9 @@ https://docs.vllm.ai/en/latest/features/spec_decode (method, num_speculative_tok
 Arctic Inference's documentation of suffix decoding.
 """
 
+import json
 from collections.abc import Mapping
-from typing import Any
-
-import msgspec
+from typing import Any, NoReturn
 
 from shiftjax.options import ConfigError, shown, unknown_name
 
@@ -39,8 +38,8 @@ def translated(text: str) -> dict[str, Any]:
     Raises ConfigError with a sentence for every name and method that is not here.
     """
     try:
-        values = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        values = json.loads(text, parse_constant=_no_number)  # msgspec is not in the base install
+    except (ValueError, RecursionError):
         raise ConfigError([f"{FLAG}: must be a JSON object, got {shown(text)}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{FLAG}: must be a JSON object, got {shown(values)}"])
@@ -63,6 +62,10 @@ def translated(text: str) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return settings | _implied(settings)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _problem(name: str, value: Any) -> str | None:

@@ -166,3 +166,11 @@ def test_version(capsys):
     code, out, _ = run_command(capsys, "version")
     assert code == 0
     assert out.startswith("shiftjax ")
+
+
+def test_the_base_install_has_the_command():
+    """What `pip install .` brings is enough for the command line; serving's packages are extras."""
+    absent = ("msgspec", "starlette", "uvicorn", "grpc", "llguidance", "prometheus_client")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import serving.cli.main"
+    code += ", serving.run.start, serving.cli.commands, serving.cli.embed"
+    subprocess.run([sys.executable, "-c", code], check=True)
