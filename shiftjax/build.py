@@ -12,7 +12,13 @@ from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy, wanted_modes
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.speculation import Speculation, prices_of
-from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
+from shiftjax.costs.machine_files import (
+    MACHINE_OF_DEVICE,
+    load_engine,
+    load_machine,
+    machine_of,
+)
+from shiftjax.costs.step import CostModel
 from shiftjax.device.groups import Placed, compile_steps, place, start_runners
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
@@ -61,28 +67,39 @@ def assemble(
     """Compile and start over weights that are in place. Raises ConfigError as `build` does."""
     begin, step = time.perf_counter(), groups[0].step
     devices = jax.devices()[: config.parallel.devices]
-    policy = _make_policy(config, deployment, devices[0])
+    costs = _known_costs(deployment, config.scheduler.machine, devices[0])
+    policy = make_policy(deployment.policy, deployment.threshold, costs)
     wanted = wanted_modes(policy, deployment.buckets, step.weights.modes)
     deployment, programs = compile_steps(deployment, step, wanted, devices, progress)
     runners = start_runners(deployment, groups, programs, config.model.seed)
     compile_seconds = time.perf_counter() - begin
-    engine = _start(config, deployment, policy, runners)
+    engine = _start(config, deployment, policy, runners, costs)
     return Built(deployment, engine, runners, load_seconds, compile_seconds)
 
 
-def _make_policy(config: EngineConfig, deployment: Deployment, device: Device) -> Policy:
-    costs = None
-    if deployment.policy == "cost":
-        machine = load_machine(config.scheduler.machine or machine_of(device.device_kind))
-        costs = deployment.costs(machine, load_engine("shiftjax"))
-    return make_policy(deployment.policy, deployment.threshold, costs)
+def _known_costs(deployment: Deployment, machine: str | None, device: Device) -> CostModel | None:
+    """The cost model of this machine, if something asks for it.
+
+    Raises ConfigError for an unknown machine that something needs; drafts can do without.
+    """
+    choice, drafts = deployment.drafts.draft_choice, deployment.drafts.speculation != "none"
+    is_needed = deployment.policy == "cost" or (drafts and choice == "cost")
+    is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
+    if not (is_needed or (drafts and choice == "auto" and is_known)):
+        return None
+    constants = load_machine(machine or machine_of(device.device_kind))
+    return deployment.costs(constants, load_engine("shiftjax"))
 
 
 def _start(
-    config: EngineConfig, deployment: Deployment, policy: Policy, runners: list[DeviceRunner]
+    config: EngineConfig,
+    deployment: Deployment,
+    policy: Policy,
+    runners: list[DeviceRunner],
+    costs: CostModel | None,
 ) -> Engine:
     return Engine(
-        [_lane(config, deployment, policy, runner) for runner in runners],
+        [_lane(config, deployment, policy, runner, costs) for runner in runners],
         policy,
         deployment.limits,
         overlap=config.scheduler.overlap,
@@ -92,13 +109,17 @@ def _start(
 
 
 def _lane(
-    config: EngineConfig, deployment: Deployment, policy: Policy, runner: DeviceRunner
+    config: EngineConfig,
+    deployment: Deployment,
+    policy: Policy,
+    runner: DeviceRunner,
+    costs: CostModel | None,
 ) -> Lane:
     modes, budgets, speculation = runner.step.weights.modes, deployment.budgets, None
     if deployment.drafts.speculation != "none":
         speculation = Speculation(
             Drafting(deployment.drafts),
-            prices_of(policy, deployment.buckets, modes),
+            prices_of(policy, deployment.buckets, modes, costs),
             max_rows=budgets.max_rows,
             overlap=config.scheduler.overlap,
         )

@@ -138,7 +138,8 @@ class SchedulerOptions:
     )
     machine: str | None = option(
         None,
-        "what the cost policy takes the machine for: a name or a .yaml file; default: by device",
+        "what the cost policy and drafts take the machine for: a name or a .yaml file; default: "
+        "by device",
     )
     shift_threshold: int | None = option(
         None,
@@ -257,8 +258,11 @@ def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
     return f"shift_threshold = {shift_threshold} has no meaning with policy = {policy}: drop one"
 
 
-def _machine_is_used(policy: str, machine: str | None) -> str | None:
-    if policy == "cost" or machine is None:
+def _machine_is_used(
+    policy: str, machine: str | None, speculation: str, draft_choice: str
+) -> str | None:
+    drafts_by_cost = speculation != "none" and draft_choice in ("auto", "cost")
+    if machine is None or policy == "cost" or drafts_by_cost:
         return None
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 
@@ -295,12 +299,6 @@ def _buckets_reach_the_budget(
         f"token_buckets end at {token_buckets[-1]}, but a step may have "
         f"max_num_batched_tokens = {max_num_batched_tokens} tokens"
     )
-
-
-def _costs_are_known(draft_choice: str, policy: str) -> str | None:
-    if draft_choice != "cost" or policy == "cost":
-        return None
-    return f"draft_choice = cost needs policy = cost, not {policy}"
 
 
 def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | None:
@@ -340,7 +338,6 @@ RULES: tuple[Callable[..., str | None], ...] = (
     swap_has_room,
     _pool_holds_a_sequence,
     _buckets_reach_the_budget,
-    _costs_are_known,
     _lookup_is_a_range,
 )
 

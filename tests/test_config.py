@@ -161,7 +161,7 @@ BROKEN_RULES = [
     ({"num_host_blocks": 8}, "num_host_blocks = 8 is used by preemption = swap only"),
     ({"num_blocks": 5, "max_model_len": 65}, "hold 64 tokens (block 0 is reserved), less than"),
     ({"token_buckets": [64, 512]}, "token_buckets end at 512, but a step may have"),
-    ({"speculation": "suffix", "draft_choice": "cost"}, "draft_choice = cost needs policy = cost"),
+    ({"machine": "h200x8", "speculation": "suffix", "draft_choice": "fill"}, "has no meaning"),
     ({"speculation": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min = 6 is above"),
 ]
 UNREAD = [

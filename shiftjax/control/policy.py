@@ -43,6 +43,12 @@ class Policy(Protocol):
         """
         ...
 
+    def mode_of(
+        self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """What `choose` will say of a plan with this work."""
+        ...
+
     def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
         """The modes it may choose for steps of `least` tokens or more in a bucket.
 
@@ -63,6 +69,12 @@ class ThresholdPolicy:
         """Count prefill and decode tokens of the step alike."""
         return self._mode(modes, plan.num_tokens)
 
+    def mode_of(
+        self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """The same of what a plan would compute."""
+        return self._mode(modes, work.num_tokens)
+
     def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
         """One, but for the bucket that holds the threshold."""
         return list(dict.fromkeys(self._mode(modes, n) for n in (bucket.tokens, least)))
@@ -81,6 +93,12 @@ class FixedPolicy:
         self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
     ) -> Mode:
         """Whatever the traffic."""
+        return modes[self.place]
+
+    def mode_of(
+        self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """Whatever the work."""
         return modes[self.place]
 
     def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:

@@ -16,9 +16,10 @@ from time import perf_counter
 from typing import Any
 
 from shiftjax.control.plan_builder import PlanBuilder
-from shiftjax.control.policy import CostPolicy, Policy, ThresholdPolicy, work_of_items
+from shiftjax.control.policy import Policy, ThresholdPolicy, work_of_items
 from shiftjax.control.request import FinishReason, ScheduledSequence, Sequence
 from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.step import CostModel
 from shiftjax.drafts.choice import Room, choose
 from shiftjax.drafts.draft import Draft
 from shiftjax.drafts.drafting import Drafting
@@ -39,6 +40,7 @@ class Prices:
     buckets: tuple[int, ...]  # the tokens that steps are padded to, ascending
     policy: Policy | None = None  # that chooses the mode when the plan is made
     modes: tuple[Mode, ...] = ()
+    costs: CostModel | None = None  # None: nobody knows what a step of this machine takes
 
     @property
     def threshold(self) -> int | None:
@@ -48,16 +50,15 @@ class Prices:
     def seconds(
         self, builder: PlanBuilder, num_waiting: int, last_mode: Mode | None, overlap: bool
     ) -> Callable[[int], float] | None:
-        """Seconds of a step that drafts bring to so many tokens; None: the policy predicts nothing.
+        """Seconds of a step that drafts bring to so many tokens; None: nobody can say.
 
         They are those of the mode that the policy will choose for the plan, whose hysteresis knows
         the same `last_mode` and `num_waiting`. Without drafts a group that may `overlap` goes on
         to hide its host. A draft token attends to as much as the decodes do on average.
         """
-        policy = self.policy
-        if not isinstance(policy, CostPolicy):
+        policy, costs, num_decodes = self.policy, self.costs, len(builder.decodes)
+        if policy is None or costs is None:
             return None
-        num_decodes, costs = len(builder.decodes), policy.costs
         work = work_of_items(builder.decodes + builder.chunks, num_decodes)
 
         def predict(num_tokens: int) -> float:
@@ -76,9 +77,11 @@ class Prices:
         return predict
 
 
-def prices_of(policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...]) -> Prices:
-    """What a group's steps cost, as far as its policy knows."""
-    return Prices(tuple(bucket.tokens for bucket in buckets), policy, modes)
+def prices_of(
+    policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...], costs: CostModel | None
+) -> Prices:
+    """What a group's steps cost, as far as is known."""
+    return Prices(tuple(bucket.tokens for bucket in buckets), policy, modes, costs)
 
 
 @dataclass(slots=True)

@@ -42,8 +42,8 @@ class DraftOptions:
     )
     draft_choice: Literal["auto", "fill", "cost", "fixed"] = option(
         "auto",
-        "how many guesses: what a step pads anyway (fill), what pays by the cost model (cost; auto "
-        "with policy = cost), or as many as there are (fixed)",
+        "how many guesses: what a step pads anyway (fill), what pays by the cost model (cost), or "
+        "as many as there are (fixed); auto: cost where the machine is known, else fill",
     )
     max_draft_rows: int | None = option(
         None,

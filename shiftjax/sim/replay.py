@@ -205,7 +205,7 @@ def make_engine(
         if drafting is not None:
             speculation = Speculation(
                 drafting,
-                Prices(sizes_of(deployment), policy, modes),
+                Prices(sizes_of(deployment), policy, modes, belief or costs),
                 max_rows=sized.budgets.max_rows,
                 overlap=target.engine.overlaps,
                 clock=drafting.clock,

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from test_speculation import Guesses, let_draft
 
-from shiftjax.control.policy import CostPolicy
+from shiftjax.control.policy import CostPolicy, ThresholdPolicy
 from shiftjax.costs.machine_files import load_engine
 from shiftjax.parallel.grid import Mode
 
@@ -164,6 +164,24 @@ def many(costs: Costs, claims: list[float] | None, margin: float = 0.02):
     plans = zip(runner.plans, runner.modes, strict=True)
     decodes = [(mode, p.num_tokens) for p, mode in plans if p.num_rows >= 64 and p.step_id > 0]
     return [step for step in decodes if step[1] >= 64]
+
+
+@pytest.mark.parametrize(("base_seconds", "largest"), [(9.0, 256), (99.0, 64)])
+def test_without_a_cost_policy_costs_are_those_of_the_mode_that_will_be_chosen(
+    base_seconds, largest
+):
+    """64 decodes run in SHIFT; guesses carry them past the threshold, if BASE is worth it."""
+    costs = Costs(lambda n: base_seconds, lambda n: 8.0, (64, 128, 256))
+    engine = make_engine(
+        policy=ThresholdPolicy(64),
+        num_blocks=1000,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        max_draft_rows=256,
+    )
+    let_draft(engine, Claiming([0.9] * 3), *costs.buckets, clock=no_time, costs=costs)
+    generate(engine, *(make_request(f"r{i}", [1, i % 13], max_tokens=13) for i in range(64)))
+    assert max(plan.num_tokens for plan in runner_of(engine).plans[1:]) == largest
 
 
 def test_drafts_move_the_crossing_of_the_modes():

@@ -69,10 +69,13 @@ class Guesses(Drafting):
         self.ended[name] = finished
 
 
-def let_draft(engine: Engine, guesses: Guesses, *buckets: int, **options) -> Engine:
+def let_draft(engine: Engine, guesses: Guesses, *buckets: int, costs=None, **options) -> Engine:
     for lane in engine.lanes:
         config = lane.scheduler.config
-        prices = Prices(buckets or (config.max_num_batched_tokens,), engine.policy, lane.modes)
+        sizes = buckets or (config.max_num_batched_tokens,)
+        prices = Prices(
+            sizes, engine.policy, lane.modes, costs or getattr(engine.policy, "costs", None)
+        )
         lane.scheduler.speculation = Speculation(
             guesses, prices, max_rows=config.max_rows, overlap=engine.overlap, **options
         )

@@ -51,7 +51,7 @@ def let_draft(built, drafting):
     (lane,) = built.engine.lanes
     budgets, speculation = built.deployment.budgets, None
     if drafting is not None:
-        prices = prices_of(built.engine.policy, built.deployment.buckets, lane.modes)
+        prices = prices_of(built.engine.policy, built.deployment.buckets, lane.modes, None)
         speculation = Speculation(drafting, prices, max_rows=budgets.max_rows)
     lane.scheduler.speculation = speculation
     return speculation

@@ -137,7 +137,10 @@ def test_the_simulator_drafts_as_an_engine_does(policy):
             runner = Recorder(CostRunner(free, clock, step_seconds), clock, plans, None)
         modes, chosen = modes_of(costs, sized), policy_of(sized, costs, costs)
         speculation = Speculation(
-            drafting, Prices(sizes_of(sized), chosen, modes), max_rows=128, clock=drafting.clock
+            drafting,
+            Prices(sizes_of(sized), chosen, modes, costs),
+            max_rows=128,
+            clock=drafting.clock,
         )
         lane = Lane(Scheduler(sized.budgets, speculation), runner, modes)
         engine = Engine([lane], chosen, sized.limits, clock=clock, wait=clock.wait_for_one)
