@@ -301,6 +301,12 @@ def _buckets_reach_the_budget(
     )
 
 
+def _model_is_named(speculation: str, draft_model: str | None) -> str | None:
+    if speculation not in ("model", "hybrid") or draft_model is not None:
+        return None
+    return f"speculation = {speculation} needs draft_model: the directory or hub id of a speculator"
+
+
 def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | None:
     if prompt_lookup_min <= prompt_lookup_max:
         return None
@@ -309,11 +315,13 @@ def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | 
     )
 
 
-_READ_WITH = {  # beginnings of names of draft settings: the setting and the value that read them
-    "suffix_": ("speculation", "suffix"),
-    "prompt_lookup_": ("speculation", "ngram"),
-    "draft_max_seqs": ("draft_choice", "fixed"),
-    "draft_off_seqs": ("draft_choice", "fixed"),
+_READ_WITH = {  # beginnings of names of draft settings: the setting and the values that read them
+    "suffix_": ("speculation", ("suffix", "hybrid")),
+    "prompt_lookup_": ("speculation", ("ngram",)),
+    "draft_model": ("speculation", ("model", "hybrid")),
+    "draft_vocab": ("speculation", ("model", "hybrid")),
+    "draft_max_seqs": ("draft_choice", ("fixed",)),
+    "draft_off_seqs": ("draft_choice", ("fixed",)),
 }
 
 
@@ -322,9 +330,9 @@ def _unused_draft_settings(options: Mapping[str, Any]) -> list[str]:
     problems = []
     for name, setting in settings_of(DraftOptions).items():
         pairs = [pair for start, pair in _READ_WITH.items() if name.startswith(start)]
-        reader, value = pairs[0] if pairs else ("speculation", None)
+        reader, values = pairs[0] if pairs else ("speculation", ())
         given = options[reader]
-        is_read = given == value if pairs else given != "none" or name == reader
+        is_read = given in values if pairs else given != "none" or name == reader
         if not is_read and options[name] != setting.default:
             problems.append(f"{name} has no meaning with {reader} = {given}: drop one")
     return problems
@@ -339,6 +347,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _pool_holds_a_sequence,
     _buckets_reach_the_budget,
     _lookup_is_a_range,
+    _model_is_named,
 )
 
 

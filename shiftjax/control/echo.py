@@ -8,7 +8,8 @@ exactly its own tokens behind its block table.
 import numpy as np
 
 from shiftjax.control.request import ScheduledSequence, StepOutput, StepPlan
-from shiftjax.control.results import num_top
+from shiftjax.control.results import num_accepted, num_top
+from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
 
 NO_TOKEN = -1
@@ -60,12 +61,16 @@ class EchoRunner:
         if self.check:
             self._audit(plan, previous)
         token_ids: list[int] = []
+        guesses: list[ModelGuess] = []
         for item in plan.scheduled:
-            if item.num_rows:
-                token_ids += self._tokens(item, previous)
+            found = self._tokens(item, previous) if item.num_rows else []
+            token_ids += found
+            guesses.append(self._guess(item, found, plan.num_guesses))
         tokens = np.array(token_ids, np.int32)
         logprobs = -(tokens % 7).astype(np.float32)
         output = StepOutput(tokens, np.ones(len(tokens), bool), logprobs)
+        if plan.num_guesses:
+            output = output._replace(guesses=guesses)
         if max(map(num_top, plan.scheduled)) <= 0:
             return output
         top_ids, top = (
@@ -101,6 +106,18 @@ class EchoRunner:
                 token = (token + 1) % self.vocab_size
             found.append(token)
         return found
+
+    def _guess(self, item: ScheduledSequence, sampled: list[int], num: int) -> ModelGuess:
+        """The tokens after the last one that counts, as if a drafting model were always right."""
+        if not sampled or not num:
+            return ModelGuess([], [])
+        accepted = num_accepted(item, sampled) if item.draft else len(sampled) - 1
+        last, tokens = sampled[accepted], []
+        position = item.start + item.num_tokens - (len(sampled) - accepted) + 1
+        for place in range(position, position + num):
+            last = echo_token(last, place, item.sequence.seed, self.vocab_size)
+            tokens.append(last)
+        return ModelGuess(tokens, [0.9] * num)
 
     def _audit(self, plan: StepPlan, previous: list[int]) -> None:
         """Move and write what the plan says, then look at what every sequence would attend to."""

@@ -18,6 +18,7 @@ class PlanBuilder:
     rows_left: int
     block_size: int = 1
     blocks_left: int = 0  # that drafts may take
+    num_guesses: int = 0  # that a drafting model shall make after the step
     decodes: list[ScheduledSequence] = field(default_factory=list)
     drafted: list[ScheduledSequence] = field(default_factory=list)  # each also in `decodes`
     chunks: list[ScheduledSequence] = field(default_factory=list)
@@ -81,4 +82,5 @@ class PlanBuilder:
             self.restores,
             step_id,
             num_drafts=len(self.drafted),
+            num_guesses=self.num_guesses,
         )

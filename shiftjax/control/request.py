@@ -11,6 +11,7 @@ import numpy as np
 from shiftjax.control.errors import DuplicateRequestError, RequestError
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
 from shiftjax.drafts.draft import Draft
+from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
 
 __all__ = [
@@ -241,6 +242,7 @@ class StepPlan:
     restores: list[tuple[int, int]]
     step_id: int
     num_drafts: int = 0  # sequences with drafts; they come after the decodes
+    num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
 
 
 class StepOutput(NamedTuple):
@@ -249,7 +251,8 @@ class StepOutput(NamedTuple):
     A row inside a prompt (requests with `prompt_logprobs`) reports the prompt's next token as
     `token_ids` and that token's log-probability; every other row the sampled token. `logprobs`
     may be None when no sequence of the plan asks for any, the `top_` arrays when none asks for
-    more than its own token's.
+    more than its own token's. `guesses` are one for each sequence of a plan that wants them, of
+    what follows the last of its rows that counts.
     """
 
     token_ids: np.ndarray  # [rows] int
@@ -257,6 +260,7 @@ class StepOutput(NamedTuple):
     logprobs: np.ndarray | None = None  # [rows] float, of `token_ids`
     top_ids: np.ndarray | None = None  # [rows, k] int, most likely first
     top_logprobs: np.ndarray | None = None  # [rows, k] float
+    guesses: list[ModelGuess] | None = None
 
 
 class Runner(Protocol):

@@ -193,6 +193,7 @@ class Scheduler:
         device = self.tables.device
         builder.blocks_left = max(0, device.num_free_blocks - self._watermark)
         drafts = speculation.propose(builder, num_queued + len(self.waiting), last_mode)
+        builder.num_guesses = speculation.num_guesses
         for item, draft in drafts:
             if (cut := speculation.cut(item, draft)) is None:
                 continue
@@ -289,7 +290,8 @@ class Scheduler:
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
         events: list[Event] = []
         next_row = 0
-        for item in plan.scheduled:
+        guesses = output.guesses or [None] * len(plan.scheduled)
+        for item, guess in zip(plan.scheduled, guesses, strict=True):
             sequence, first_row = item.sequence, next_row
             next_row += item.num_rows
             if sequence.status is Status.FINISHED:
@@ -313,7 +315,7 @@ class Scheduler:
                 sampled = tokens[sampling_row:last]
                 event, reason = append_tokens(sequence, sampled, output, sampling_row, now)
                 if self.speculation is not None:
-                    self.speculation.extend(sequence, event.token_ids)
+                    self.speculation.extend(sequence, event.token_ids, guess)
             if sequence.block_table:  # else it has been preempted since
                 sequence.num_verified_tokens = min(end, len(sequence.token_ids))
                 if caches and end // block_size > sequence.num_registered_blocks:

@@ -22,7 +22,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.step import CostModel
 from shiftjax.drafts.choice import Room, choose
 from shiftjax.drafts.draft import Draft
-from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.drafting import Drafting, ModelGuess
 from shiftjax.parallel.grid import Mode
 
 TURNS_WITHOUT_DRAFT = 8  # until a group plans ahead again
@@ -121,6 +121,7 @@ class Speculation:
 
     In a step of up to `max_rows` tokens any may be a logit row. `overlap` is the engine's: without
     it a step is always committed before the next is planned, and drafts are tried in every turn.
+    A drafting model makes `num_guesses` tokens for each sequence; 0: there is none.
     `clock` reads the host's seconds.
     """
 
@@ -131,12 +132,13 @@ class Speculation:
         *,
         max_rows: int,
         overlap: bool = True,
+        num_guesses: int = 0,
         clock: Callable[[], float] = perf_counter,
     ):
         self.stats = DraftStats()
         self.commits_first = True
         self._drafting, self._prices, self._max_rows = drafting, prices, max_rows
-        self._overlap, self._clock = overlap, clock
+        self._overlap, self._num_guesses, self._clock = overlap, num_guesses, clock
         self._without: set[Sequence] = set()  # those whose drafter failed
         self._idle_turns = 0  # in a row in which nobody drafted
         self._pause = self._turns_to_trial = TURNS_WITHOUT_DRAFT
@@ -162,9 +164,11 @@ class Speculation:
         if 2 * self._num_live <= self._num_declined or not self._num_declined:
             self._try_soon()
 
-    def extend(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
-        """Tokens have been committed."""
-        self._ask(sequence, self._drafting.extend, sequence, tokens)
+    def extend(
+        self, sequence: Sequence, tokens: tuple[int, ...], guess: ModelGuess | None = None
+    ) -> None:
+        """Tokens have been committed, and a model may have guessed what follows them."""
+        self._ask(sequence, self._drafting.extend, sequence, tokens, guess)
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence has ended; what came to its end by itself may be learned from."""
@@ -184,6 +188,14 @@ class Speculation:
         return self.stats
 
     # ------------------------------------------------------------------ a step
+
+    @property
+    def num_guesses(self) -> int:
+        """Tokens that a drafting model shall guess after the step that is planned now.
+
+        None in a group that plans ahead: it would not see them in time.
+        """
+        return self._num_guesses if self.commits_first else 0
 
     def propose(
         self, builder: PlanBuilder, num_waiting: int = 0, last_mode: Mode | None = None

@@ -34,8 +34,16 @@ class Draft(NamedTuple):
 class DraftOptions:
     """Guessing ahead of the model, by more than one token a step. The tokens stay the same."""
 
-    speculation: Literal["none", "ngram", "suffix"] = option(
-        "none", "what guesses: repeats in a request (ngram), or also in finished outputs (suffix)"
+    speculation: Literal["none", "ngram", "suffix", "model", "hybrid"] = option(
+        "none",
+        "what guesses: repeats in a request (ngram), or also in finished outputs (suffix), a "
+        "drafting model (model), or the better of the last two (hybrid)",
+    )
+    draft_model: str | None = option(
+        None, "the drafting model: directory or hub id of an LSTM or MLP speculator"
+    )
+    draft_vocab: int | None = option(
+        None, "a drafting model guesses the first so many token ids only; default: all", low=1
     )
     max_draft_tokens: int = option(
         16, "guesses for a sequence in a step", flags=("--num-speculative-tokens",), low=1, high=256
@@ -74,12 +82,17 @@ class DraftOptions:
     @property
     def copies(self) -> bool:
         """Whether drafts are copied from what a sequence has said before."""
-        return self.speculation != "none"
+        return self.speculation in ("ngram", "suffix", "hybrid")
 
     @property
     def keeps_corpus(self) -> bool:
         """Whether they are copied from finished outputs of others, too."""
-        return self.speculation == "suffix" and self.suffix_corpus_tokens > 0
+        return self.speculation in ("suffix", "hybrid") and self.suffix_corpus_tokens > 0
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether a model guesses."""
+        return self.speculation in ("model", "hybrid")
 
 
 NO_DRAFTS = DraftOptions()

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shiftjax.drafts.acceptance import Acceptance, Record
 from shiftjax.drafts.corpora import Corpora
@@ -14,6 +15,13 @@ from shiftjax.drafts.sorted_index import SortedIndex
 
 INLINE_TOKENS = 1000  # a text up to this long is indexed at once (0.2 ms), a longer one elsewhere
 START_WORK, EXTEND_WORK = 256, 16  # tokens of finished texts that a call indexes, at most or least
+
+
+class ModelGuess(NamedTuple):
+    """Tokens that a drafting model expects next, and how sure it is of each."""
+
+    tokens: list[int]
+    probabilities: list[float]
 
 
 @dataclass(slots=True)
@@ -46,6 +54,7 @@ class _Sequence:
     parent: Hashable | None
     corpus: Hashable
     prediction: _Prediction | None
+    guess: "ModelGuess | None" = None  # what follows the tokens that are known now
     record: Record = field(default_factory=Record)
 
     def lookup(self, key: array[int], most: int) -> list[Place]:
@@ -121,9 +130,12 @@ class Drafting:
         expected = None if prediction is None else self._predict(array("i", prediction))
         self._sequences[name] = _Sequence(family, text, len(prompt), parent, corpus, expected)
 
-    def extend(self, name: Hashable, tokens: Sequence[int]) -> None:
-        """Tokens of a sequence were committed."""
+    def extend(
+        self, name: Hashable, tokens: Sequence[int], guess: ModelGuess | None = None
+    ) -> None:
+        """Tokens of a sequence were committed; a model may have guessed what comes after them."""
         sequence = self._sequences[name]
+        sequence.guess = guess
         text = sequence.text
         text.tokens.extend(tokens)
         if self.options.copies:
@@ -133,7 +145,8 @@ class Drafting:
     def draft(self, name: Hashable, most: int) -> Draft | None:
         """The draft of the largest expectation, at most `most` tokens long; None: there is none.
 
-        Copied from what the request has said itself, from its prediction or from its corpus.
+        Copied from what the request has said itself, from its prediction or from its corpus, or
+        guessed by a model.
         """
         sequence = self._sequences[name]
         most = min(most, self.options.max_draft_tokens)
@@ -152,6 +165,10 @@ class Drafting:
         if corpus is not None:
             guess = self._search.guess(tail, corpus.places, most)
             drafts.append(self._rated(sequence, guess, drafter, "corpus"))
+        if sequence.guess is not None:
+            tokens, claims = sequence.guess
+            guess = Guess(tokens[:most], claims[:most], 0)
+            drafts.append(self._rated(sequence, guess, "model", "model"))
         best = max(drafts, key=lambda draft: sum(draft.survivals), default=None)
         return best if best and best.tokens else None
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from shiftjax.drafts.draft import Draft, DraftOptions
-from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.drafting import Drafting, ModelGuess
 from shiftjax.options import ConfigError, shown
 
 RIGHT, WRONG = 0, 1
@@ -129,7 +129,9 @@ class ModelledDrafting(Drafting):
         self._lucks[name] = _Luck(Random(f"{self._model.seed}/{self._num_started}"))
         self._num_started += 1
 
-    def extend(self, name: Hashable, tokens: Sequence[int]) -> None:
+    def extend(
+        self, name: Hashable, tokens: Sequence[int], guess: ModelGuess | None = None
+    ) -> None:
         """Tokens were committed; which ones does not matter."""
         self._lucks[name].num_output += len(tokens)
 

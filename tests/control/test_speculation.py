@@ -42,8 +42,8 @@ class Guesses(Drafting):
         super().start(name, prompt, corpus, prediction, parent)
         self.known[name] = list(prompt)
 
-    def extend(self, name, tokens):
-        super().extend(name, tokens)
+    def extend(self, name, tokens, guess=None):
+        super().extend(name, tokens, guess)
         self.known[name] += tokens
 
     def draft(self, name, most):
@@ -291,6 +291,51 @@ def test_without_drafts_a_group_plans_ahead_again():
     late = [item.previous_row < 0 for plan in plans for item in plan.scheduled]
     trials = 300 / MOST_TURNS_BETWEEN_TRIALS + 5
     assert 8 <= sum(late) <= 10 + trials
+
+
+def with_model(engine: Engine, choice: str = "fixed", overlap: bool = True) -> Engine:
+    """Let the runner guess three tokens, all of them right."""
+    options = DraftOptions("model", draft_model="echo", draft_choice=choice, draft_max_seqs=0)
+    for lane in engine.lanes:
+        config = lane.scheduler.config
+        lane.scheduler.speculation = Speculation(
+            Drafting(options),
+            Prices((config.max_num_batched_tokens,), engine.policy, lane.modes),
+            max_rows=config.max_rows,
+            overlap=overlap,
+            num_guesses=3,
+        )
+    return engine
+
+
+@settings(FAST, max_examples=60)
+@given(engines(), traffic())
+def test_drafts_of_a_model_change_nothing(engine, clients):
+    accepted, listener = play(with_model(engine, overlap=engine.overlap), clients)
+    check_tokens(engine, accepted, listener, errors=set())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_model_guesses_after_a_step_is_drafted_in_the_next(overlap):
+    alone = make_request("a", [1, 2], seed=3, max_tokens=17, ignore_eos=True)
+    engine = with_model(make_engine(overlap=overlap), overlap=overlap)
+    outcomes = generate(engine, alone)
+    assert outcomes["a", 0].token_ids == reference(engine, alone, 0, 0)[0]
+    assert [plan.num_tokens for plan in runner_of(engine).plans] == [2, 4, 4, 4, 4]
+    assert all(plan.num_guesses == 3 for plan in runner_of(engine).plans)
+
+
+def test_a_group_that_plans_ahead_asks_a_model_in_trials_alone():
+    """No row is left to a draft at first; once there is, a trial finds out."""
+    engine = with_model(make_engine(num_blocks=100, max_num_seqs=2, max_draft_rows=2), "fill")
+    for name, most in (("a", 45), ("b", 30)):
+        engine.add_request(make_request(name, [1], seed=3, max_tokens=most, ignore_eos=True))
+    while engine.has_work():
+        engine.step(0.0)
+    plans = runner_of(engine).plans
+    both = [plan for plan in plans if plan.num_decodes == 2]
+    assert sum(plan.num_guesses > 0 for plan in both) < len(both)
+    assert any(plan.num_drafts for plan in plans)
 
 
 def test_only_what_ends_by_itself_is_learned_from():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.drafts.draft import DraftOptions
-from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Drafting
+from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Drafting, ModelGuess
 
 short = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -249,6 +249,29 @@ def test_drafts_made_elsewhere_are_rated_and_learned():
     assert drafting.rated("a", [5, 6], [0.5, 0.5], "model").survivals[1] > 0.6
     drafting.end("a", finished=True)
     assert drafting.num_corpus_tokens == 0
+
+
+def test_a_model_guesses_what_follows_the_tokens_that_it_has_seen():
+    drafting = Drafting(DraftOptions(speculation="model", draft_model="directory"))
+    drafting.start("a", ANSWER * 2, None)
+    assert drafting.draft("a", 8) is None
+    drafting.extend("a", [5], ModelGuess([6, 7, 8], [0.9, 0.5, 0.5]))
+    draft = drafting.draft("a", 2)
+    assert draft is not None and (draft.tokens, draft.drafter) == ([6, 7], "model")
+    assert draft.survivals == pytest.approx([0.9, 0.45])
+    drafting.extend("a", [6])
+    assert drafting.draft("a", 8) is None, "the guess was of another place"
+
+
+def test_a_hybrid_takes_the_draft_that_promises_most():
+    drafting = Drafting(DraftOptions(speculation="hybrid", draft_model="directory"))
+    drafting.start("a", [*ANSWER, *ANSWER[:3]], None)
+    drafting.extend("a", ANSWER[3:4], ModelGuess([70, 71], [0.9, 0.1]))
+    draft = drafting.draft("a", 8)
+    assert draft is not None and draft.drafter == "suffix"
+    for _ in range(50):
+        drafting.learn("a", draft, offered=4, accepted=0)
+    assert tokens_of(drafting, "a") == [70, 71]
 
 
 def test_n_grams_keep_no_corpus():
