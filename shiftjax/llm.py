@@ -58,7 +58,7 @@ class LLM:
         location = resolve_model(config.model.model)
         if location.path is not None and location.kind != "random":
             verify_checksums(location.path, progress)
-        source = open_source(location, seed=config.model.seed)
+        source = open_source(location, seed=config.model.seed, drafts=config.drafts)
         self.config = config
         self.tokenizer = open_tokenizer(config, location)
         self._template: ChatTemplate | None = None

@@ -20,7 +20,7 @@ def make_plan(config: EngineConfig) -> dict[str, Any]:
     Raises ConfigError and CheckpointError like the start of an engine does.
     """
     location = resolve_model(config.model.model)
-    source = open_source(location, seed=config.model.seed)
+    source = open_source(location, seed=config.model.seed, drafts=config.drafts)
     check_complete(source)
     tokenizer = config.model.tokenizer or location.path
     vocab_size = load_tokenizer(tokenizer).vocab_size if tokenizer else None

@@ -11,9 +11,15 @@ from typing import Any, NoReturn
 from shiftjax.options import ConfigError, shown, unknown_name
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "suffix")
+METHODS: Mapping[str, str] = {
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "arctic": "model",
+    "mlp_speculator": "model",
+}
 NAMES: Mapping[str, str] = {
     "method": "speculation",
+    "model": "draft_model",
     "num_speculative_tokens": "max_draft_tokens",
     "suffix_speculative_tokens": "max_draft_tokens",
     "prompt_lookup_min": "prompt_lookup_min",
@@ -44,7 +50,8 @@ def translated(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError([f"{FLAG}: must be a JSON object, got {shown(values)}"])
     values = {name: value for name, value in values.items() if value is not None}  # null: unset
-    if values.pop("enable_suffix_decoding", None) is True:
+    has_suffix = values.pop("enable_suffix_decoding", None) is True
+    if has_suffix:
         values.setdefault("method", "suffix")
     settings: dict[str, Any] = {}
     problems = []
@@ -58,9 +65,12 @@ def translated(text: str) -> dict[str, Any]:
         elif setting is not None:
             settings[setting] = value
     if "method" not in values:
-        problems.append(f"{FLAG}: method is missing: {' or '.join(METHODS)}")
+        problems.append(f"{FLAG}: method is missing: {', '.join(METHODS)}")
     if problems:
         raise ConfigError(problems)
+    settings["speculation"] = METHODS[settings["speculation"]]
+    if has_suffix and settings["speculation"] == "model":
+        settings["speculation"] = "hybrid"
     return settings | _implied(settings)
 
 
@@ -70,12 +80,10 @@ def _no_number(name: str) -> NoReturn:
 
 def _problem(name: str, value: Any) -> str | None:
     """Why an entry has no translation; None where it has one."""
-    if name == "model":
-        return "model: drafts by a model of their own are not in this version"
     if name not in NAMES:
         return unknown_name(name, NAMES, "name")
     if name == "method" and value not in METHODS:
-        return f"method = {shown(value)} is not in this version: {' and '.join(METHODS)} are"
+        return f"method = {shown(value)} is not in this version: {', '.join(METHODS)} are"
     if NAMES[name] == "suffix_corpus_tokens" and value != 0:
         return f"{name} counts requests, which differ in size: set --suffix-corpus-tokens instead"
     return None

@@ -43,7 +43,10 @@ class DraftOptions:
         None, "the drafting model: directory or hub id of an LSTM or MLP speculator"
     )
     draft_vocab: int | None = option(
-        None, "a drafting model guesses the first so many token ids only; default: all", low=1
+        None,
+        "a drafting model guesses the first so many token ids only; default: what it was made for",
+        low=1,
+        high=1 << 24,
     )
     max_draft_tokens: int = option(
         16, "guesses for a sequence in a step", flags=("--num-speculative-tokens",), low=1, high=256

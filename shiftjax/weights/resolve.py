@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.presets import PRESETS
+from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
 from shiftjax.weights.source import CheckpointError, TensorSource
 
 Kind = Literal["huggingface", "gguf", "orbax", "random"]
@@ -69,11 +70,30 @@ def resolve_model(name: str) -> ModelLocation:
     raise ModelNotFoundError(_unknown(name))
 
 
-def open_source(location: ModelLocation, *, seed: int = 0, dtype: str = "float32") -> TensorSource:
+def open_source(
+    location: ModelLocation,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    drafts: DraftOptions = NO_DRAFTS,
+) -> TensorSource:
     """Open what `resolve_model` found; `seed` and `dtype` are those of random weights.
 
-    Headers are read and checked, no tensor is. JAX is imported for Orbax checkpoints only.
+    With the drafting model that `drafts` name, if they do. Headers are read and checked, no
+    tensor is. JAX is imported for Orbax checkpoints only.
     """
+    source = _open(location, seed, dtype)
+    if not drafts.uses_model or drafts.draft_model is None:
+        return source
+    from shiftjax.weights.speculator import with_speculator
+
+    where = resolve_model(drafts.draft_model)
+    if where.kind != "huggingface" or where.path is None:
+        raise CheckpointError(f"{drafts.draft_model}: a drafting model is a directory or hub id")
+    return with_speculator(source, where.path, drafts.draft_vocab)
+
+
+def _open(location: ModelLocation, seed: int, dtype: str) -> TensorSource:
     if location.kind == "random":
         from shiftjax.weights.hf_config import read_config
         from shiftjax.weights.random import RandomSource

@@ -47,6 +47,14 @@ def printed(capsys, *flags: str) -> dict:
                 "draft_off_seqs": 48,
             },
         ),
+        (
+            '{"method": "arctic", "model": "some/speculator", "num_speculative_tokens": 3}',
+            {"speculation": "model", "draft_model": "some/speculator", "max_draft_tokens": 3},
+        ),
+        (
+            '{"method": "arctic", "model": "some/speculator", "enable_suffix_decoding": true}',
+            {"speculation": "hybrid", "draft_model": "some/speculator"},
+        ),
     ],
 )
 def test_names_of_others_are_settings_of_ours(capsys, text, expected):
@@ -59,12 +67,12 @@ def test_names_of_others_are_settings_of_ours(capsys, text, expected):
     [
         ("{", "must be a JSON object"),
         ("[]", "must be a JSON object"),
-        ("{}", "method is missing: ngram or suffix"),
+        ("{}", "method is missing: ngram, suffix"),
         ('{"method": "eagle3"}', "method = 'eagle3' is not in this version"),
-        ('{"method": "arctic", "enable_suffix_decoding": true}', "'arctic' is not in this"),
+        ('{"method": "arctic", "enable_suffix_decoding": true}', "hybrid needs draft_model"),
         ('{"method": 5}', "method = 5 is not in this version"),
         ('{"method": "ngram", "num_spec_tokens": 5}', "did you mean num_speculative_tokens?"),
-        ('{"method": "ngram", "model": "x"}', "model: drafts by a model"),
+        ('{"method": "ngram", "model": "x"}', "draft_model has no meaning with speculation"),
         ('{"method": "suffix", "suffix_cache_max_requests": 9}', "--suffix-corpus-tokens"),
         ('{"method": "ngram", "num_speculative_tokens": "many"}', "must be a whole number"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "must be at least 1"),
