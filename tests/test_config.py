@@ -163,12 +163,18 @@ BROKEN_RULES = [
     ({"token_buckets": [64, 512]}, "token_buckets end at 512, but a step may have"),
     ({"machine": "h200x8", "speculation": "suffix", "draft_choice": "fill"}, "has no meaning"),
     ({"speculation": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min = 6 is above"),
+    ({"speculation": "hybrid"}, "speculation = hybrid needs draft_model"),
 ]
 UNREAD = [
     ({"max_draft_tokens": 4}, "max_draft_tokens has no meaning with speculation = none"),
     ({"speculation": "ngram", "suffix_factor": 2.0}, "with speculation = ngram"),
     ({"speculation": "suffix", "prompt_lookup_max": 9}, "with speculation = suffix"),
     ({"speculation": "suffix", "draft_max_seqs": 9}, "with draft_choice = auto"),
+    ({"speculation": "suffix", "draft_model": "x"}, "draft_model has no meaning with speculation"),
+    (
+        {"speculation": "model", "draft_model": "x", "suffix_factor": 2.0},
+        "with speculation = model",
+    ),
 ]
 
 
