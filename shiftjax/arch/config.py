@@ -43,6 +43,24 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class Speculator:
+    """A small model that drafts tokens from its target's hidden state and the token sampled there.
+
+    The MLP of arXiv 2404.19124 or the LSTM of Arctic Inference's published checkpoints. Nothing is
+    kept between steps. What it reads is as wide as the target's hidden states, what it knows of
+    tokens as `inner_dim`.
+    """
+
+    method: Literal["mlp", "lstm"]
+    num_predict: int  # tokens drafted at most; how tokens and states are weighed derives from it
+    inner_dim: int
+    tie_weights: bool = False  # all drafts by the same weights; of an LSTM they always are
+    tie_lstm_embs: bool = False  # the LSTM's four gates have one embedding
+    scale_input: bool = False  # the target's hidden state is normed and divided by sqrt(2)
+    draft_vocab: int | None = None  # ids below this are drafted; None: all of the vocabulary
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder of the Llama family, or an encoder; variants are flags here, not files elsewhere.
 
@@ -72,6 +90,7 @@ class ModelConfig:
     encoder: Encoder | None = None  # None: a decoder
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
+    speculator: Speculator | None = None  # drafts by a model; None: none
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -11,11 +11,13 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from shiftjax.arch.config import Experts, ModelConfig
+from shiftjax.arch.config import Experts, ModelConfig, Speculator
 from shiftjax.options import ConfigError
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+SPECULATOR = "speculator."  # before the names of what drafts; some checkpoints of it leave it out
+LSTM_GATES = ("forget", "input", "output", "cell")
 EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a tensor for each
 
 
@@ -209,6 +211,66 @@ def _layer_norm(name: str, width: int, source: str) -> Iterator[Weight]:
     yield Weight(f"{name}_bias", (width,), (None,), f"{source}.bias", "bias")
 
 
+def _speculator(config: ModelConfig) -> Iterator[Weight]:
+    """What drafts for the model, by the names of Arctic Inference's checkpoints."""
+    speculator = config.speculator
+    if speculator is None:
+        return
+    own = _lstm_speculator if speculator.method == "lstm" else _mlp_speculator
+    for weight in own(speculator, config.vocab_size, config.hidden_size):
+        source = weight.source and f"{SPECULATOR}{weight.source}"
+        stacked = tuple(f"{SPECULATOR}{part}" for part in weight.stacked)
+        yield weight._replace(name=f"{SPECULATOR}{weight.name}", source=source, stacked=stacked)
+
+
+def _mlp_speculator(speculator: Speculator, vocab: int, hidden: int) -> Iterator[Weight]:
+    """A state of each draft out of the one before; tied, all but the first projection are one."""
+    inner = speculator.inner_dim
+    num_own = 1 if speculator.tie_weights else speculator.num_predict
+    for i in range(num_own):
+        yield _draft_table(f"embed.{i}", vocab, inner, f"emb.{i}")
+        yield from _numbered_norm("norm", i, inner, "ln")
+        yield _draft_head(i, speculator, vocab)
+    for i in range(2 if speculator.tie_weights else num_own):
+        shape = inner, inner if i else hidden
+        yield Weight(f"proj.{i}", shape, (None, None), f"proj.{i}.weight")
+
+
+def _lstm_speculator(speculator: Speculator, vocab: int, hidden: int) -> Iterator[Weight]:
+    """The gates and the cell's candidate are one product, in the order of LSTM_GATES."""
+    inner = speculator.inner_dim
+    embed = _draft_table("embed.0", vocab, inner, f"{LSTM_GATES[0]}_emb.0")
+    if not speculator.tie_lstm_embs:
+        shape, axes = (vocab, len(LSTM_GATES), inner), ("vocab", None, None)
+        stacked = tuple(f"{gate}_emb.0.weight" for gate in LSTM_GATES)
+        embed = embed._replace(shape=shape, axes=axes, source="", stacked=stacked)
+    yield embed
+    for i, width in enumerate((hidden, inner)):
+        stacked = tuple(f"{gate}_proj.{i}.weight" for gate in LSTM_GATES)
+        shape = inner, len(LSTM_GATES), width
+        yield Weight(f"proj.{i}", shape, (None, None, None), "", stacked=stacked)
+    yield from _numbered_norm("cell_norm", 0, inner, "cell_ln")
+    yield from _numbered_norm("state_norm", 0, inner, "state_ln")
+    yield _draft_head(0, speculator, vocab)
+
+
+def _draft_table(name: str, num_rows: int, inner: int, source: str) -> Weight:
+    """A table that all devices split in every mode: few rows of a step draft."""
+    weight = Weight(name, (num_rows, inner), ("vocab", None), f"{source}.weight", "table")
+    return weight._replace(in_shift=True)
+
+
+def _draft_head(index: int, speculator: Speculator, vocab: int) -> Weight:
+    rows = speculator.draft_vocab or vocab
+    head = _draft_table(f"head.{index}", rows, speculator.inner_dim, f"head.{index}")
+    return head._replace(axes=("draft_vocab", None))
+
+
+def _numbered_norm(name: str, index: int, width: int, source: str) -> Iterator[Weight]:
+    for weight in _layer_norm(name, width, f"{source}.{index}"):
+        yield weight._replace(name=f"{weight.name}.{index}")
+
+
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {"llama": _LLAMA, "llama_swiftkv": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
@@ -230,7 +292,7 @@ def family_of(config: ModelConfig) -> Family:
 @cache
 def weights_of(config: ModelConfig) -> tuple[Weight, ...]:
     """Return every weight of the model, in the order of checkpoints."""
-    return tuple(family_of(config).weights(config))
+    return (*family_of(config).weights(config), *_speculator(config))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -244,5 +306,6 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the numbers in the matrices of all layers."""
-    return sum(weight.num_elements for weight in weights_of(config) if weight.kind == "matrix")
+    """Return the numbers in the matrices of all layers, which are not a speculator's."""
+    weights = family_of(config).weights(config)
+    return sum(weight.num_elements for weight in weights if weight.kind == "matrix")

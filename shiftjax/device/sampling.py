@@ -23,16 +23,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
-from shiftjax.device.noise import token_noise
 from shiftjax.device.sampling_inputs import SamplingInputs
+from shiftjax.models.argmax import argmax
+from shiftjax.models.noise import token_noise
 
 __all__ = ["MAX_LOGPROBS", "SampleOutput", "SamplingInputs", "sample"]
 
 MAX_LOGPROBS = 20
 MAX_VOCAB = 2**19 - 1  # the integer sums of top_p stay below 2**31 up to here
-CHUNK = 128  # rows are searched in two levels: chunks of the vocabulary, then inside one
 
 Rows = Int32[Array, " rows"]
 Logits = Float32[Array, "rows vocab"]
@@ -70,7 +70,7 @@ def sample(
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"vocab_size {vocab_size} is over the sampler's limit of {MAX_VOCAB}")
     logits = logits[:, :vocab_size]
-    greedy_ids, largest = _argmax(logits)
+    greedy_ids, largest = argmax(logits)
     # NaN and infinity times 0 are NaN; a maximum would not do, XLA's on CPU may skip a NaN
     is_finite = jnp.sum(logits * 0.0, axis=-1) == 0.0
     edited, sampled = _edited_rows(inputs), _sampled_rows(inputs)
@@ -113,7 +113,7 @@ def _choose(
 ) -> tuple[Rows, Bool[Array, " rows"]]:
     """Edit, then draw where `sampled`, else argmax. The second result: is any token allowed."""
     logits = lax.cond(any_edited, _edit, lambda logits, _: logits, logits, inputs)
-    greedy_ids, largest = _argmax(logits)
+    greedy_ids, largest = argmax(logits)
     token_ids = lax.cond(
         jnp.any(sampled),
         lambda: jnp.where(sampled, _draw(logits, largest, inputs, key, sampled), greedy_ids),
@@ -172,7 +172,7 @@ def _draw(
 
     def race(odds: Odds) -> Rows:
         noise = token_noise(key, inputs.seeds, inputs.positions, tokens)
-        return _argmax(jnp.where(odds >= inputs.min_p[:, None], odds / noise, 0.0))[0]
+        return argmax(jnp.where(odds >= inputs.min_p[:, None], odds / noise, 0.0))[0]
 
     def race_of_kept() -> Rows:
         odds = _odds(logits, largest, temperature)
@@ -296,30 +296,3 @@ def _logprobs(
     return lax.cond(
         jnp.any(num_logprobs >= 0), compute, lambda: (jnp.zeros_like(largest), *nothing)
     )
-
-
-# --- two-level search in a row --------------------------------------------------------------------
-
-
-def _argmax(logits: Logits) -> tuple[Rows, Float32[Array, " rows"]]:
-    """Lowest index of the largest logit, and that logit; anything for a row with a NaN.
-
-    Two levels because XLA's argmax over a whole vocabulary is 20 times slower than its max on CPU.
-    """
-    chunks = _chunks(logits, -jnp.inf)
-    maxima = jnp.max(chunks, axis=-1)
-    chunk = jnp.argmax(maxima, axis=-1).astype(jnp.int32)
-    inside = _pick(chunks, chunk)
-    token = jnp.argmax(inside, axis=-1).astype(jnp.int32)
-    return chunk * CHUNK + token, jnp.max(inside, axis=-1)
-
-
-def _chunks(values: jax.Array, fill: int | float) -> Shaped[Array, "rows chunks 128"]:
-    """The rows in chunks of `CHUNK` tokens, the last one filled up."""
-    rows, vocab = values.shape
-    padded = jnp.pad(values, ((0, 0), (0, -vocab % CHUNK)), constant_values=fill)
-    return padded.reshape(rows, -1, CHUNK)
-
-
-def _pick(chunks: Shaped[Array, "rows chunks n"], chunk: Rows) -> Shaped[Array, "rows n"]:
-    return jnp.take_along_axis(chunks, chunk[:, None, None], axis=1, mode="clip")[:, 0]

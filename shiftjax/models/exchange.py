@@ -138,3 +138,9 @@ class Parallel:
         if self.layout.num_devices == 1:
             return per_row
         return jax.lax.all_gather(per_row, ALL_AXES, tiled=True)
+
+    def of_all_devices(self, own: jax.Array) -> jax.Array:
+        """Gather one array of each device, in the order in which they split a vocabulary."""
+        if self.layout.num_devices == 1:
+            return own[None]
+        return jax.lax.all_gather(own, ALL_AXES)

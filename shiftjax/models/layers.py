@@ -40,6 +40,19 @@ class Context(NamedTuple):
     parallel: Parallel
 
 
+def look_up(
+    table: Float[Array, "rows_split width"], token_ids: Int[Array, " tokens"], axes: tuple[str, ...]
+) -> Float[Array, "tokens width"]:
+    """Return the rows of this device's part of a table that `axes` split, zeros for all others.
+
+    The sum over the devices of `axes` is what the whole table has.
+    """
+    local = token_ids - jax.lax.axis_index(axes) * table.shape[0]
+    mine = ((local >= 0) & (local < table.shape[0]))[:, None]
+    found = table[jnp.clip(local, 0, table.shape[0] - 1)]
+    return jnp.where(mine, found, jnp.zeros((), table.dtype))
+
+
 def rms_norm(
     x: Float[Array, "... width"], weight: Float[Array, " width"], eps: float
 ) -> Float[Array, "... width"]:

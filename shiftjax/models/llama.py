@@ -22,11 +22,13 @@ from shiftjax.models.layers import (
     LogitRows,
     Rope,
     apply_rope,
+    look_up,
     project_in,
     project_out,
     rms_norm,
     rope_tables,
 )
+from shiftjax.models.speculator import Speculator
 from shiftjax.parallel.grid import WEIGHT_AXES
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
@@ -197,16 +199,14 @@ class Llama(nnx.Module):
         )
         if config.num_kv_layers is not None:
             self.swiftkv = SwiftKV(config, params["swiftkv"])
+        if config.speculator is not None:
+            self.speculator = Speculator(config, params["speculator"])
 
     def embed_tokens(
         self, token_ids: Int[Array, " tokens"], parallel: Parallel
     ) -> Float[Array, "tokens hidden"]:
         """Look tokens up in a table whose rows are split over the weight axes."""
-        table = self.embed[...]
-        local = token_ids - jax.lax.axis_index(WEIGHT_AXES) * table.shape[0]
-        mine = ((local >= 0) & (local < table.shape[0]))[:, None]
-        found = table[jnp.clip(local, 0, table.shape[0] - 1)]
-        return parallel.reduce(jnp.where(mine, found, jnp.zeros((), table.dtype)))
+        return parallel.reduce(look_up(self.embed[...], token_ids, WEIGHT_AXES))
 
     def __call__(
         self, token_ids: Int[Array, " tokens"], pools: list[LayerPool], context: Context

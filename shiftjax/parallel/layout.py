@@ -13,7 +13,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Group, Mode
 
-_PADDED_AXES = ("vocab", "intermediate")  # to a multiple of P
+_PADDED_AXES = ("vocab", "draft_vocab", "intermediate")  # to a multiple of P
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:
@@ -112,6 +112,12 @@ class Layout:
         """Vocabulary, padded to a multiple of P."""
         return round_up(self.model.vocab_size, self.num_devices)
 
+    @property
+    def num_draft_ids(self) -> int:
+        """Token ids that a speculator drafts, unpadded: those below this; 0 without one."""
+        speculator = self.model.speculator
+        return speculator.draft_vocab or self.model.vocab_size if speculator else 0
+
     def kv_heads_of(self, device: int) -> list[int]:
         """Return the KV heads that flat device `j = t * SP + s` caches."""
         per_device, first = self.kv_heads_per_device, device * self.num_kv_heads // self.num_devices
@@ -192,6 +198,7 @@ class Layout:
         real_size, size = {
             "intermediate": (model.intermediate_size, self.intermediate_size),
             "vocab": (model.vocab_size, self.vocab_size),
+            "draft_vocab": (self.num_draft_ids, round_up(self.num_draft_ids, self.num_devices)),
         }[axis]
         rows = np.arange(size)
         return np.where(rows < real_size, rows, -1)

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -105,14 +105,9 @@ def check_complete(source: TensorSource) -> None:
     if tied_head:
         expected = {**expected, LM_HEAD: expected[EMBEDDING]}
     unused = {name for name in source.tensors if _is_of_original(name, source.config)}
-    problems = [*_missing(source, expected), *_unexpected(source, {*expected, *unused})]
-    for name, shape in expected.items():
-        info = source.tensors.get(name)
-        if info is not None and info.shape != shape:
-            problems.append(
-                f"{info.file}: tensor {name}: expected shape {_show(shape)}, "
-                f"found {_show(info.shape)}"
-            )
+    tensors = {name: info for name, info in source.tensors.items() if name not in unused}
+    what = f"a {source.config.name} of {source.config.num_layers} layers"
+    problems = list(differences(tensors, expected, source.location, what))
     if problems:
         raise CheckpointError(*problems)
     if tied_head:
@@ -129,18 +124,26 @@ def _is_of_original(name: str, config: ModelConfig) -> bool:
     return found is not None and config.num_early_layers <= int(found[1]) < config.num_layers
 
 
-def _missing(source: TensorSource, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def differences(
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, tuple[int, ...]],
+    location: str,
+    what: str,
+) -> Iterator[str]:
+    """A line for every tensor that is missing, unexpected in `what`, or of another shape."""
     for name, shape in expected.items():
-        if name not in source.tensors:
-            yield f"{source.location}: tensor {name}: expected shape {_show(shape)}, found nothing"
-
-
-def _unexpected(source: TensorSource, expected: Collection[str]) -> Iterator[str]:
-    for name, info in source.tensors.items():
+        if name not in tensors:
+            yield f"{location}: tensor {name}: expected shape {_show(shape)}, found nothing"
+    for name, info in tensors.items():
+        found = f"found shape {_show(info.shape)}"
         if name not in expected and not is_ignored(name):
+            yield f"{info.file}: tensor {name}: expected no such tensor in {what}, {found}"
+    for name, shape in expected.items():
+        if name in tensors and tensors[name].shape != shape:
+            info = tensors[name]
             yield (
-                f"{info.file}: tensor {name}: expected no such tensor in a {source.config.name} of "
-                f"{source.config.num_layers} layers, found shape {_show(info.shape)}"
+                f"{info.file}: tensor {name}: expected shape {_show(shape)}, "
+                f"found {_show(info.shape)}"
             )
 
 

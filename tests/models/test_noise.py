@@ -9,8 +9,8 @@ import pytest
 from oracle import numpy_sampling
 from scipy import stats
 
-from shiftjax.device.noise import _exponential as exponential
-from shiftjax.device.noise import token_noise
+from shiftjax.models.noise import _exponential as exponential
+from shiftjax.models.noise import token_noise
 
 KEY = jax.random.key(77)
 ALPHA = 1e-3  # significance; every sample is always the same
