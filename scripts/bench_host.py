@@ -116,7 +116,10 @@ class Packer:
         """Lay out a decode step."""
         self.row_params = refresh_params(plan, self.row_params, VOCAB_SIZE)
         rows = build_rows(plan, self.row_params, self.bucket.rows, VOCAB_SIZE)
-        inputs = step_inputs(plan, self.bucket, self.pool, self.attention, rows.scalars, KEY)
+        scalars = rows.scalars
+        inputs = step_inputs(
+            plan, self.bucket, self.pool, self.attention, scalars, KEY, model=PRESETS["tiny"]
+        )
         self.packing = self.packing or Packing.of(inputs)
         return self.packing.pack(inputs)
 

@@ -134,7 +134,11 @@ def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Compiled]
     program, memory = runner.program_for(plan), runner.memory
     scalars = neutral_scalars(program.bucket.rows)
     key = np.zeros(2, np.uint32)
-    inputs = step_inputs(plan, program.bucket, runner.pool, runner.step.attention, scalars, key)
+    step = runner.step
+    model = step.layout.model
+    inputs = step_inputs(
+        plan, program.bucket, runner.pool, step.attention, scalars, key, model=model
+    )
     last_tokens = runner.run(plan, runner.step.layout.shift, None).last_tokens
     flat = jax.device_put(program.packing.pack(inputs), last_tokens.sharding)
 

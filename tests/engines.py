@@ -14,7 +14,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import Event, Request, SamplingParams, StepPlan
 from shiftjax.parallel.grid import Mode
-from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.resolve import open_source, resolve_model
 
 # 9 query and 3 KV heads, as SmolLM2 has: every device count pads or replicates them.
 MODEL = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
@@ -41,7 +41,8 @@ def make(directory: Path, sp: int, tp: int, **options) -> Built:
         "cache_dir": "none",
     }
     config = EngineConfig.from_options(sp=sp, tp=tp, **(defaults | options))
-    return build(config, HuggingFaceSource(directory), silent)
+    source = open_source(resolve_model(str(directory)), drafts=config.drafts)
+    return build(config, source, silent)
 
 
 class RandomPolicy:

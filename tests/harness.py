@@ -95,9 +95,8 @@ def forward(
     attention = xla_attention(source.config.head_dim, source.config.sliding_window, BLOCK_SIZE)
     pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, np.dtype(np.float32))
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
-    late = source.config.num_late_layers > 0
     plan = prefill_plan(token_ids, len(token_ids) if num_rows is None else num_rows)
-    inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, has_late_layers=late)
+    inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, model=source.config)
     parallel = Parallel(layout, mode)
 
     def run(params, pools, inputs):
@@ -107,7 +106,7 @@ def forward(
         hidden, pools = llama(parallel.local_tokens(inputs.token_ids), pools, context)
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = llama.take_rows(hidden[-1], rows, pools, context)
-        logits = llama.logits(last, parallel)
+        logits = llama.logits(llama.normed(last), parallel)
         return hidden, parallel.all_rows(logits), pools
 
     pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)

@@ -54,7 +54,8 @@ class Prices:
 
         They are those of the mode that the policy will choose for the plan, whose hysteresis knows
         the same `last_mode` and `num_waiting`. Without drafts a group that may `overlap` goes on
-        to hide its host. A draft token attends to as much as the decodes do on average.
+        to hide its host, and soon asks no speculator. A draft token attends to as much as the
+        decodes do on average.
         """
         policy, costs, num_decodes = self.policy, self.costs, len(builder.decodes)
         if policy is None or costs is None:
@@ -72,7 +73,8 @@ class Prices:
             is_hidden = overlap and not num
             seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, step)
             is_switch = last_mode not in (None, mode)
-            return seconds + is_switch * costs.engine.switch_seconds
+            guesses = costs.guess_seconds(num_decodes) if num else 0.0
+            return seconds + guesses + is_switch * costs.engine.switch_seconds
 
         return predict
 

@@ -10,6 +10,7 @@ from shiftjax.parallel.layout import Layout
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather"]
 LOGIT_BYTES = 4  # logits are float32
+GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 SAMPLE_BYTES = 12  # a sampled row's id, log-probability and is_finite, 4 bytes each
 
 
@@ -77,6 +78,23 @@ def row_collectives(
     if not layout.model.num_late_layers:
         moves.append(Collective("all-reduce", mode.sp, num_rows * row, 1))
     return [move for move in moves if move.num_devices > 1]
+
+
+def guess_collectives(layout: Layout, num_seqs: int, activation_bytes: int) -> list[Collective]:
+    """What all guesses of a speculator move: embeddings summed, and who has the best token.
+
+    Of the latter five numbers of 4 bytes from each device for each sequence.
+    """
+    speculator, size = layout.model.speculator, layout.num_devices
+    if speculator is None or size == 1:
+        return []
+    has_embeddings_by_gate = speculator.method == "lstm" and not speculator.tie_lstm_embs
+    width = speculator.inner_dim * (4 if has_embeddings_by_gate else 1)
+    num = speculator.num_predict
+    return [
+        Collective("all-reduce", size, num_seqs * width * activation_bytes, num),
+        Collective("all-gather", size, num_seqs * size * GUESS_BYTES, num),
+    ]
 
 
 def step_collectives(

@@ -26,7 +26,9 @@ norms, rotary, activation: bytes read and written over the memory's rate, on n' 
 late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all n tokens, one
     product with 2 m D columns for each of these layers, and before it n d gathered over SP
 host: added, or hidden behind the devices where the engine overlaps the two
-pipeline stages and replicas: `pipeline_seconds`
+a speculator's guess: products of the sequences' rows with its projection, which every device has,
+    and with its share of the head; one embedding summed and five numbers a row gathered over P
+pipeline stages and replicas: `shiftjax.sim.stages`
 """
 
 import math
@@ -35,12 +37,13 @@ from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
-from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
     LOGIT_BYTES,
     Collective,
     embedding_collectives,
     gather_collectives,
+    guess_collectives,
     layer_collectives,
     row_collectives,
 )
@@ -180,6 +183,20 @@ class CostModel:
             if bucket.holds(work.num_tokens, work.num_rows, work.num_sequences):
                 return bucket.tokens, bucket.rows
         return work.num_tokens, work.num_rows
+
+    def guess_seconds(self, num_sequences: int) -> float:
+        """Seconds that the guesses of a speculator for so many sequences add to a step."""
+        speculator, layout = self.model.speculator, self.layout
+        if speculator is None:
+            return 0.0
+        rows, inner = round_up(num_sequences, SMALLEST_TOKENS), speculator.inner_dim
+        gates = 4 if speculator.method == "lstm" else 1
+        head = self._product(rows, inner, -(-layout.num_draft_ids // layout.num_devices))
+        first = self._product(rows, self.model.hidden_size, gates * inner)
+        later = self._product(rows, inner, gates * inner)
+        num = speculator.num_predict
+        moves = guess_collectives(layout, rows, self.formats.activation_bytes)
+        return num * head + first + (num - 1) * later + self._move(moves)
 
     def mode_seconds(self, mode: Mode, size: tuple[int, int]) -> float:
         """Device seconds of a step of this size but for attention, which no mode changes."""
@@ -339,17 +356,3 @@ class CostModel:
             * (move.num_devices if self.machine.shared_cores else 1)
             for move in moves
         )
-
-
-def pipeline_seconds(
-    stage_seconds: float, send_seconds: float, num_stages: int
-) -> tuple[float, float]:
-    """(latency, interval) of a step through equal pipeline stages.
-
-    A micro-batch passes all stages; while it does, the others of the resident sequences fill the
-    stages behind it, so a step of 1/PP of them ends every interval (Seesaw, arXiv 2503.06433).
-    With DP replicas and TP inside a stage this is the paper's T = T_weights / TP
-    + (T_kv + T_compute) / (DP TP PP) + T_comm(TP) / (PP DP) per resident sequence.
-    """
-    interval = stage_seconds + (send_seconds if num_stages > 1 else 0.0)
-    return num_stages * interval, interval

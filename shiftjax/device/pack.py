@@ -9,10 +9,11 @@ slot_mapping    the block and offset of each token; padding writes to the null b
 import numpy as np
 
 from pallas_kernels.rows import Rows
+from shiftjax.arch.config import ModelConfig
 from shiftjax.control.request import StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.pool import PoolOptions
-from shiftjax.device.step import StepInputs
+from shiftjax.device.step import GuessInputs, StepInputs
 from shiftjax.models.attention import AttentionMetadata, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 
@@ -25,11 +26,12 @@ def step_inputs(
     scalars: dict[str, np.ndarray],
     key: np.ndarray,
     *,
-    has_late_layers: bool = False,
+    model: ModelConfig,
 ) -> StepInputs:
     """Lay out a plan and its attention work in a bucket; `scalars` are those of `RowInputs`.
 
-    With `has_late_layers`, the work of logit rows alone, too.
+    A model with late layers needs the work of logit rows alone, too, one with a speculator the
+    rows of each sequence.
     """
     scheduled, count = plan.scheduled, len(plan.scheduled)
     starts = np.fromiter((s.start for s in scheduled), np.int32, count)
@@ -43,11 +45,16 @@ def step_inputs(
     blocks = tables[np.repeat(np.arange(count), lens), positions // pool.block_size]
     slots = blocks * pool.block_size + positions % pool.block_size
     picked = _ranges(ends - rows, rows)
-    late = None
-    if has_late_layers:
+    late = guessing = None
+    if model.num_late_layers:
         row_seqs = np.repeat(np.arange(count, dtype=np.int32), rows)
         late_work = backend.divide_rows(Rows(row_seqs, positions[picked] + 1), bucket.rows)
         late = RowMetadata(np.asarray(len(picked), np.int32), late_work)
+    if model.speculator is not None:
+        row_start_loc = np.full(bucket.seqs + 1, plan.num_rows, np.int32)
+        row_start_loc[0] = 0
+        np.cumsum(rows, out=row_start_loc[1 : count + 1])
+        guessing = GuessInputs(row_start_loc, np.asarray(plan.num_guesses, np.int32))
     positions = _padded(positions, bucket.tokens)
     sample_rows = _padded(picked, bucket.rows)
     contexts = tables, _padded(starts + lens, bucket.seqs), query_start_loc
@@ -60,6 +67,7 @@ def step_inputs(
         sample_rows=sample_rows,
         attention=AttentionMetadata(_padded(slots, bucket.tokens), *contexts, work),
         late=late,
+        guessing=guessing,
         sampling=scalars | {"positions": positions[sample_rows] + 1},
         key=key,
     )

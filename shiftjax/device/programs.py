@@ -105,8 +105,8 @@ def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Pack
     scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
     empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
     key = np.zeros(2, np.uint32)
-    late = step.layout.model.num_late_layers > 0
-    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, key, has_late_layers=late)
+    model = step.layout.model
+    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, key, model=model)
     return Packing.of(inputs), tables
 
 

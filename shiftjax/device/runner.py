@@ -19,6 +19,7 @@ from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program
 from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
+from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Handle(NamedTuple):
     result: StepResult
     num_rows: int
     wants_top: bool
+    num_guesses: int  # for each of so many sequences
+    num_seqs: int
 
 
 class DeviceRunner:
@@ -98,7 +101,7 @@ class DeviceRunner:
             self.step.attention,
             rows.scalars,
             self._key,
-            has_late_layers=model.num_late_layers > 0,
+            model=model,
         )
         flat = jax.device_put(program.packing.pack(inputs), self._replicated)
         tables = self._place(program.tables, rows.tables)
@@ -107,7 +110,10 @@ class DeviceRunner:
         memory = self.memory
         memory.pools, tokens, result = step(memory.params(mode), memory.pools, last, flat, tables)
         result.summary.copy_to_host_async()
-        return Handle(tokens, result, plan.num_rows, rows.wants_top)
+        if plan.num_guesses:
+            result.guesses.copy_to_host_async()
+        counts = plan.num_rows, rows.wants_top, plan.num_guesses, len(plan.scheduled)
+        return Handle(tokens, result, *counts)
 
     def compiled(self, program: Program, mode: Mode) -> jax.stages.Compiled:
         """The step of a bucket; compiled here if the policy at the start could not ask for it."""
@@ -124,6 +130,7 @@ class DeviceRunner:
             token_ids=summary[:, 0],
             is_finite=summary[:, 2] != 0,
             logprobs=np.ascontiguousarray(summary[:, 1]).view(np.float32),
+            guesses=_guesses(handle) if handle.num_guesses else None,
         )
         if not handle.wants_top:
             return output
@@ -170,3 +177,10 @@ class DeviceRunner:
                 for default, table in zip(neutral, tables, strict=True)
             )
         )
+
+
+def _guesses(handle: Handle) -> list[ModelGuess]:
+    """What the speculator guessed for each sequence."""
+    guesses = np.asarray(handle.result.guesses)[:, : handle.num_seqs, : handle.num_guesses]
+    probabilities = np.ascontiguousarray(guesses[1]).view(np.float32)
+    return list(map(ModelGuess, guesses[0].tolist(), probabilities.tolist()))

@@ -25,6 +25,7 @@ from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, LogitRows, rope_tables
+from shiftjax.models.speculator import DraftRows
 from shiftjax.parallel.grid import ALL_AXES, Mode
 from shiftjax.parallel.layout import Layout
 
@@ -44,8 +45,16 @@ class StepInputs(NamedTuple):
     sample_rows: Int[Any, " rows"]  # which token's hidden state each logit row comes from
     attention: AttentionMetadata
     late: RowMetadata | None  # of models with layers that compute logit rows alone
+    guessing: "GuessInputs | None"  # of models with a speculator
     sampling: dict[str, Any]  # the per-row scalars of SamplingInputs, less pending_ids
     key: UInt32[Any, " 2"]
+
+
+class GuessInputs(NamedTuple):
+    """What a speculator has to know of a step, besides what its rows sample."""
+
+    row_start_loc: Int[Any, " seqs_plus_1"]  # first logit row of each sequence; padding repeats
+    num_guesses: Int[Any, ""]  # tokens to guess for each sequence; 0: none, at no cost
 
 
 class StepResult(NamedTuple):
@@ -54,6 +63,7 @@ class StepResult(NamedTuple):
     summary: Int[Array, "rows 3"]  # token id, bits of its float32 log-probability, is_finite
     top_ids: Int[Array, "rows top"]
     top_logprobs: Float[Array, "rows top"]
+    guesses: Int[Array, "2 seqs num_predict"] | None  # token ids, bits of their probabilities
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,9 @@ class StepDef:
     def function(self, mode: Mode, packing: Packing):
         """Return the step of one mode as a function of global arrays."""
         everywhere, rows = replicated_spec(), rows_spec()
-        result = StepResult._make((everywhere, rows, rows))
+        has_guesses = self.layout.model.speculator is not None
+        guesses = everywhere if has_guesses else None
+        result = StepResult._make((everywhere, rows, rows, guesses))
 
         def step(params, pools, last_tokens, flat, tables):
             return self._local_step(mode, packing.unpack(flat), params, pools, last_tokens, tables)
@@ -167,6 +179,7 @@ class StepDef:
         hidden, pools = model(parallel.local_tokens(ids), pools, context)
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = model.take_rows(hidden[-1], rows, pools, context)
+        last = model.normed(last)
         logits = model.logits(last, parallel)
         sampled = inputs.sample_rows
         pending = jnp.where(inputs.token_ids[sampled] < 0, ids[sampled], -1)
@@ -179,13 +192,48 @@ class StepDef:
         summary = jnp.stack([out.token_ids, logprob_bits, out.is_finite.astype(jnp.int32)], axis=1)
         summary = parallel.all_rows(summary)
         tokens = jnp.pad(summary[:, 0], (0, self.max_rows - summary.shape[0]))
-        return pools, tokens, StepResult(summary, out.top_ids, out.top_logprobs)
+        guesses = None
+        if inputs.guessing is not None:
+            rows = _draft_rows(inputs, ids, last, summary[:, 0])
+            drafts = model.speculator(rows, key, inputs.guessing.num_guesses, parallel)
+            token_ids, probabilities = drafts
+            bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
+            guesses = jnp.stack([token_ids, bits])
+        return pools, tokens, StepResult(summary, out.top_ids, out.top_logprobs, guesses)
 
     def _local_rows(self, per_row: jax.Array) -> jax.Array:
         """Return the rows that this device samples."""
         count = per_row.shape[0] // self.layout.num_devices
         start = jax.lax.axis_index(ALL_AXES) * count
         return jax.lax.dynamic_slice_in_dim(per_row, start, count)
+
+
+def _draft_rows(
+    inputs: StepInputs,
+    ids: Int[Array, " tokens"],
+    hidden: Float[Array, "rows hidden"],
+    sampled: Int[Array, " rows"],
+) -> DraftRows:
+    """What guesses of every sequence begin with: its last row that counts.
+
+    That is the first of its rows which does not sample the token that comes next in the step, a
+    draft's or a prompt's, or the last; as the host sees it (`control.results.num_accepted`).
+    """
+    assert inputs.guessing is not None
+    starts, sampling = inputs.guessing.row_start_loc, inputs.sampling
+    following = ids[jnp.minimum(inputs.sample_rows + 1, ids.shape[0] - 1)]
+    row = jnp.arange(sampled.shape[0], dtype=jnp.int32)[None]
+    first, last = starts[:-1, None], jnp.maximum(starts[1:, None] - 1, 0)
+    ends = (row >= first) & (row < last) & (sampled != following)[None]
+    row = jnp.min(jnp.where(ends, row, last), axis=1)
+    temperature = jnp.where(sampling["top_k"] == 1, 0.0, sampling["temperature"])
+    return DraftRows(
+        hidden[row],
+        sampled[row],
+        sampling["positions"][row] + 1,
+        sampling["seeds"][row],
+        temperature[row],
+    )
 
 
 def _platform(mesh: Mesh) -> str:

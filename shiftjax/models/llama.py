@@ -254,11 +254,14 @@ class Llama(nnx.Module):
         x = jax.lax.cond(has_rows, run_late, lambda x: x, hidden[rows.tokens])
         return x, [*pools[:early], *late]
 
+    def normed(self, rows: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
+        """Return rows after the last layer as the LM head reads them."""
+        return rms_norm(rows, self.norm[...], self.config.rms_norm_eps)
+
     def logits(
-        self, rows: Float[Array, "rows hidden"], parallel: Parallel
+        self, normed: Float[Array, "rows hidden"], parallel: Parallel
     ) -> Float[Array, "rows_tp_sp vocab"]:
-        """Return float32 logits of rows after the last layer, each device holding its share."""
-        normed = rms_norm(rows, self.norm[...], self.config.rms_norm_eps)
+        """Return float32 logits of normed rows, each device holding its share."""
         head = self.lm_head[...]
         logits = jnp.einsum("ti,oi->to", normed, head, preferred_element_type=jnp.float32)
         return parallel.rows_from_vocab(logits)

@@ -9,7 +9,7 @@ the host's memory and behind the computation; what it cannot hide is not modelle
 
 from dataclasses import dataclass, replace
 
-from shiftjax.costs.step import CostModel, Work, pipeline_seconds
+from shiftjax.costs.step import CostModel, Work
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, deploy, memory_of
 from shiftjax.sim.planning import Workload
@@ -108,3 +108,17 @@ def _interval(target: Target, stages: Stages, work: Work) -> float:
         for way in target.machine.point_to_point
     )
     return pipeline_seconds(costs.seconds(costs.layout.shift, work), send, stages.pp)[1]
+
+
+def pipeline_seconds(
+    stage_seconds: float, send_seconds: float, num_stages: int
+) -> tuple[float, float]:
+    """(latency, interval) of a step through equal pipeline stages.
+
+    A micro-batch passes all stages; while it does, the others of the resident sequences fill the
+    stages behind it, so a step of 1/PP of them ends every interval (Seesaw, arXiv 2503.06433).
+    With DP replicas and TP inside a stage this is the paper's T = T_weights / TP
+    + (T_kv + T_compute) / (DP TP PP) + T_comm(TP) / (PP DP) per resident sequence.
+    """
+    interval = stage_seconds + (send_seconds if num_stages > 1 else 0.0)
+    return num_stages * interval, interval

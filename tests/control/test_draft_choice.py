@@ -40,6 +40,9 @@ class Costs:
     def seconds(self, mode, work):
         return self.mode_seconds(mode, self.size_of(work))
 
+    def guess_seconds(self, num_sequences):
+        return 0.0
+
     def serial_seconds(self, mode, work):
         return self.seconds(mode, work) + self.hidden_seconds
 

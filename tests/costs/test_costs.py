@@ -15,13 +15,7 @@ from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
-from shiftjax.costs.step import (
-    CostModel,
-    Work,
-    matmul_seconds,
-    pipeline_seconds,
-    transfer_seconds,
-)
+from shiftjax.costs.step import CostModel, Work, matmul_seconds, transfer_seconds
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout
 
@@ -219,8 +213,3 @@ def test_the_host_is_added_or_hidden():
     assert costs(1, 2, engine=slow).seconds(ONE, work) == device + 1.1e6
     hidden = replace(slow, overlaps=True)
     assert costs(1, 2, engine=hidden).seconds(ONE, work) == 1.1e6
-
-
-def test_stages_are_passed_one_after_the_other_and_left_every_interval():
-    assert pipeline_seconds(3.0, 0.5, 4) == (14.0, 3.5)
-    assert pipeline_seconds(3.0, 0.5, 1) == (3.0, 3.0)

@@ -6,10 +6,11 @@ from collections import Counter
 import pytest
 from engines import checkpoint, make
 from hlo import FLOAT32_BYTES, collectives, instructions, product_flops
+from oracle import numpy_speculator
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight, weights_of
-from shiftjax.costs.collectives import step_collectives
+from shiftjax.costs.collectives import guess_collectives, step_collectives
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 HEADS = {  # query and KV heads on 8 devices
@@ -36,15 +37,38 @@ def test_late_layers_gather_once_and_reduce_rows(sp, tp):
     check(sp, tp, ODD | SWIFTKV)
 
 
-def check(sp: int, tp: int, sizes: dict) -> None:
+@pytest.mark.parametrize(("method", "tie_lstm_embs"), [("sum_rnn", True), ("sum_lstm", False)])
+def test_guesses_move_embeddings_and_best_tokens_alone(tmp_path, method, tie_lstm_embs):
+    kind = {"sum_rnn": "MLP", "sum_lstm": "LSTM"}[method]
+    config = {
+        "architectures": [f"Arctic{kind}SpeculatorPreTrainedModel"],
+        "method": method,
+        "vocab_size": ODD["vocab_size"],
+        "n_predict": 3,
+        "tie_weights": True,
+        "tie_lstm_embs": tie_lstm_embs,
+        "scale_input": True,
+        "emb_dim": ODD["hidden_size"] if kind == "MLP" else 56,
+        "inner_dim": 56,
+        "proj_dim": 56,
+        "input_hidden_dim": ODD["hidden_size"],
+    }
+    tensors = numpy_speculator.random_tensors(config, seed=1)
+    where = numpy_speculator.save(tmp_path / "speculator", config, tensors)
+    check(4, 2, ODD, speculation="model", draft_model=str(where))
+
+
+def check(sp: int, tp: int, sizes: dict, **drafts: str) -> None:
     """Compare the compiled steps of every mode with what is predicted."""
     directory, _, _ = checkpoint(**sizes)
-    options = {"token_buckets": (24,), "max_num_batched_tokens": 24}
+    options = {"token_buckets": (24,), "max_num_batched_tokens": 24} | drafts
     (runner,) = make(directory, sp, tp, **options).runners
     (program,) = runner.programs
     for mode in runner.step.layout.modes:
         predicted: Counter[tuple[str, int]] = Counter()
-        for move in step_collectives(runner.step.layout, mode, *program.bucket[:2], FLOAT32_BYTES):
+        layout, bucket = runner.step.layout, program.bucket
+        moves = step_collectives(layout, mode, *bucket[:2], FLOAT32_BYTES)
+        for move in moves + guess_collectives(layout, bucket.seqs, FLOAT32_BYTES):
             predicted[move.kind, move.num_bytes] += move.num_times
         assert collectives(runner.compiled(program, mode).as_text()) == predicted, mode
 

@@ -46,13 +46,15 @@ def built(request):
     return made, config, tensors
 
 
-def let_draft(built, drafting):
+def let_draft(built, drafting, num_guesses=0):
     """Put a drafter in the place of the engine's own; None: nobody drafts."""
     (lane,) = built.engine.lanes
     budgets, speculation = built.deployment.budgets, None
     if drafting is not None:
         prices = prices_of(built.engine.policy, built.deployment.buckets, lane.modes, None)
-        speculation = Speculation(drafting, prices, max_rows=budgets.max_rows)
+        speculation = Speculation(
+            drafting, prices, max_rows=budgets.max_rows, num_guesses=num_guesses
+        )
     lane.scheduler.speculation = speculation
     return speculation
 
