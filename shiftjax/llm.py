@@ -147,6 +147,7 @@ class LLM:
             "num_failed_steps": stats.num_failed_steps,
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
+            "drafts": {} if stats.drafts is None else stats.drafts.by_drafter,
             "mesh": self._built.deployment.mesh,
             "load_seconds": round(self._built.load_seconds, 3),
             "compile_seconds": round(self._built.compile_seconds, 3),

@@ -52,7 +52,7 @@ def _now(service: Service) -> dict[str, Any]:
     """What the page says of the present; requests that have not ended among them."""
     engine, model = service.engine, service.model
     if engine is None or model is None:
-        load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0, "drafts": False}
+        load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0, "drafts": None}
         return {
             "state": "loading",
             "model": "",
@@ -74,7 +74,7 @@ def _now(service: Service) -> dict[str, Any]:
             "waiting": stats.num_waiting,
             "kv": stats.kv_usage,
             "switches": sum(stats.mode_switches.values()),
-            "drafts": stats.drafts is not None,
+            "drafts": None if stats.drafts is None else stats.drafts.by_drafter,
         },
         "open": [row_of(handle, None) for handle in islice(unfinished, NUM_OPEN)],
     }

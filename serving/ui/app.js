@@ -249,6 +249,8 @@ function draw(data) {
     const steps = (bucket) => Math.max(1, bucket.base + bucket.between + bucket.shift);
     const buckets = data.buckets.map((each) => ({ ...each, accepted: each.accepted / steps(each) }));
     bars("accepted", { ...data, buckets }, ["accepted"], 1);
+    const line = ([name, { accepted, rejected }]) => `${name} ${accepted} of ${accepted + rejected}`;
+    $("drafters").textContent = Object.entries(data.load.drafts).map(line).join(", ");
   }
   bars("batch", data, ["running", "waiting"], 1);
   bars("tokens", data, ["tokens"], 1 / data.bucket_seconds);

@@ -98,6 +98,14 @@ class DraftStats:
     num_corpus_tokens: int = 0
 
     @property
+    def by_drafter(self) -> dict[str, dict[str, int]]:
+        """Tokens that each drafter has guessed: accepted, rejected."""
+        found: dict[str, dict[str, int]] = {}
+        for (drafter, outcome), count in sorted(self.tokens.items()):
+            found.setdefault(drafter, {"accepted": 0, "rejected": 0})[outcome] += count
+        return found
+
+    @property
     def num_accepted(self) -> int:
         """Tokens of drafts that the steps sampled themselves."""
         return self.accepted_at.total()

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from kit import make_engine, running_server
+from kit import make_drafting_engine, make_engine, running_server
 
 api = pytest.importorskip("playwright.sync_api", reason="needs: pip install playwright")
 CHAT = "**/v1/chat/completions"
@@ -104,6 +104,20 @@ def test_what_goes_wrong_in_a_chat(page):
         page.wait_for_selector(".error:has-text('the context has room')")
         assert page.input_value("#text") == "y" * 9000  # to be shortened and sent again
         assert page.evaluate("conversation") == []
+        page.goto("about:blank")
+
+
+def test_drafts_are_counted_by_what_made_them(page):
+    body = {"prompt": "p", "max_tokens": 40, "seed": 1, "ignore_eos": True}
+    with running_server(make_drafting_engine(speculation="suffix")) as server:
+        with server.client() as client:
+            for _ in range(2):
+                client.post("/v1/completions", json=body)
+        page.goto(f"{server.url}/ui")
+        page.wait_for_selector("#accepted[data-sum]:not([data-sum='0'])")
+        drafts = server.engine.stats.drafts.by_drafter["suffix"]
+        total = drafts["accepted"] + drafts["rejected"]
+        assert page.inner_text("#drafters") == f"suffix {drafts['accepted']} of {total}"
         page.goto("about:blank")
 
 
