@@ -16,6 +16,28 @@ from oracle.numpy_sampling import softmax
 Tensors = dict[str, np.ndarray]
 
 
+def example(method: str, inner_dim: int, n_predict: int = 3, **flags: bool) -> dict:
+    """A `config.json` for a target of 256 token ids and hidden states of 64."""
+    config = {"vocab_size": 256, "n_predict": n_predict, "num_lookahead_tokens": n_predict}
+    config |= {"base_model_archs": ["LlamaForCausalLM"], "inner_dim": inner_dim}
+    config |= {"scale_input": False, "tie_weights": method == "lstm", "tie_lstm_embs": False}
+    if method == "mlp":
+        config |= {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"], "emb_dim": 64}
+    else:
+        config |= {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "method": "sum_lstm"}
+        config |= {"input_hidden_dim": 64, "proj_dim": inner_dim, "emb_dim": inner_dim}
+    return config | flags
+
+
+EXAMPLES = {
+    "mlp": example("mlp", 64, scale_input=True),
+    "mlp tied": example("mlp", 40, tie_weights=True),
+    "lstm": example("lstm", 40),
+    "lstm tied": example("lstm", 72, tie_lstm_embs=True, scale_input=True),
+}
+"""Every way to tie weights; narrower than the target, as wide, and wider."""
+
+
 def gelu(x: np.ndarray) -> np.ndarray:
     """The exact one."""
     return x * (1 + erf(x / np.sqrt(2))) / 2
