@@ -32,14 +32,15 @@ class HuggingFaceSource:
     def __init__(self, directory: Path, name: str | None = None):
         self.location = str(directory)
         self.config = read_config(directory, name)
-        self.tensors: Mapping[str, TensorInfo] = _read_headers(directory)
+        self.tensors: Mapping[str, TensorInfo] = read_headers(directory)
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
         return read_range(name, self.tensors[name], index)
 
 
-def _read_headers(directory: Path) -> dict[str, TensorInfo]:
+def read_headers(directory: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a directory, in one file or in shards; CheckpointError for others."""
     files = _list_files(directory)
     if SINGLE_FILE in files:
         return read_header(directory / SINGLE_FILE)

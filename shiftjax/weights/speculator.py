@@ -1,6 +1,6 @@
 """Checkpoints of speculators, as Arctic Inference has them, beside those of their targets.
 
-A directory with `config.json` and one `model.safetensors`. Files say the same in several ways:
+A directory with `config.json` and safetensors. Files say the same in several ways:
 widths are a number, a list or text ("4096", or "4096.4096" of two layers, which are not supported),
 names may begin with "speculator.", and tied weights may be written once or as often as they are
 used.
@@ -19,8 +19,8 @@ from shiftjax.arch.weights import LSTM_GATES, SPECULATOR, expected_tensors
 from shiftjax.options import ConfigError
 from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.hf_config import ARCHITECTURES
-from shiftjax.weights.huggingface import SINGLE_FILE
-from shiftjax.weights.safetensors_file import read_header, read_range, write_file
+from shiftjax.weights.huggingface import SINGLE_FILE, read_headers
+from shiftjax.weights.safetensors_file import read_range, write_file
 from shiftjax.weights.source import (
     CheckpointError,
     TensorInfo,
@@ -86,7 +86,7 @@ def with_speculator(
     """
     speculator = _read_config(directory / "config.json", target.config)
     config = replace(target.config, speculator=replace(speculator, draft_vocab=None))
-    stored = _read_header(directory / SINGLE_FILE)
+    stored = _read_headers(directory)
     expected, copies = _expected(config), _copies(speculator)
     copies = {copy: name for copy, name in copies.items() if copy in stored}
     shapes = expected | {copy: expected[name] for copy, name in copies.items()}
@@ -158,15 +158,17 @@ def _copies(speculator: Speculator) -> dict[str, str]:
     return {f"{SPECULATOR}{copy}": f"{SPECULATOR}{name}" for copy, name in copies.items()}
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a file by their names with the prefix, whether they have it there or not."""
-    header = read_header(path)
+def _read_headers(directory: Path) -> dict[str, Stored]:
+    """The tensors by their names with the prefix, whether they have it in their files or not."""
+    header = read_headers(directory)
     stored = {
         f"{SPECULATOR}{name.removeprefix(SPECULATOR)}": Stored(name, info)
         for name, info in header.items()
     }
     if len(stored) < len(header):
-        raise CheckpointError(f"{path}: holds a tensor with and without {SPECULATOR!r} before it")
+        raise CheckpointError(
+            f"{directory}: holds a tensor with and without {SPECULATOR!r} before it"
+        )
     return stored
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shiftjax.arch.config import Experts
+from shiftjax.arch.config import Experts, Speculator
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import expected_tensors, layer_parameters, num_parameters, weights_of
 from shiftjax.sim.models import find_model
@@ -59,3 +59,16 @@ def test_every_expert_is_a_tensor_and_the_shared_one_too():
     more = 3 * 64 * (3 * 24 + 40) + 3 * 64 - 3 * 64 * TINY.intermediate_size
     assert num_parameters(config) - num_parameters(TINY) == config.num_layers * more
     assert {name for name in dense if ".mlp." not in name} < set(shapes)
+
+
+def test_a_speculator_is_beside_the_layers_and_its_head_is_as_long_as_what_it_drafts():
+    drafts = Speculator("lstm", 3, 40, tie_weights=True, tie_lstm_embs=True, draft_vocab=100)
+    config = replace(TINY, speculator=drafts)
+    shapes = expected_tensors(config)
+    assert shapes["speculator.head.0.weight"] == (100, 40)
+    assert shapes["speculator.forget_emb.0.weight"] == (TINY.vocab_size, 40)
+    assert shapes["speculator.cell_proj.0.weight"] == (40, 64)
+    assert shapes["speculator.cell_proj.1.weight"] == (40, 40)
+    assert layer_parameters(config) == layer_parameters(TINY)
+    own = 40 * (100 + TINY.vocab_size + 4 * (64 + 40) + 4)
+    assert num_parameters(config) - num_parameters(TINY) == own

@@ -6,7 +6,7 @@ import jax
 import pytest
 from harness import covered, held_bytes, silent
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import ModelConfig, Speculator
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import layer_parameters
@@ -22,6 +22,10 @@ ODD = replace(PRESETS["tiny"], num_heads=9, num_kv_heads=3, intermediate_size=10
 TIED = replace(ODD, tie_word_embeddings=True)
 BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
 SWIFTKV = replace(BIASED, architecture="llama_swiftkv", num_kv_layers=1, qk_norm=False)
+DRAFTED = {
+    "mlp": replace(SWIFTKV, speculator=Speculator("mlp", 3, 40)),
+    "lstm": replace(TIED, speculator=Speculator("lstm", 3, 40, tie_weights=True, draft_vocab=101)),
+}
 MODELS = ["untied", "tied", "biased", "swiftkv"]
 MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
 
@@ -48,6 +52,16 @@ def test_weights_take_what_is_foretold(config, sp, tp):
 @pytest.mark.parametrize("config", [ODD, BIASED, SWIFTKV], ids=["untied", "biased", "swiftkv"])
 def test_copies_take_what_is_foretold(config, strategy):
     check(config, 3, 2, strategy, "float32")
+
+
+@pytest.mark.parametrize("strategy", ["alias", "slice", "replicate"])
+@pytest.mark.parametrize("config", DRAFTED.values(), ids=DRAFTED)
+def test_speculators_take_what_is_foretold_and_no_copy(config, strategy):
+    check(config, 3, 2, strategy, "bfloat16")
+    layout, formats = Layout(config, 3, 2), formats_of("bfloat16")
+    alone = Layout(replace(config, speculator=None), 3, 2)
+    copies = (shift_copy_bytes(one, formats, strategy) for one in (layout, alone))
+    assert len(set(copies)) == 1
 
 
 def test_late_layers_are_stored_once_for_all_modes():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shiftjax.arch.config import Speculator
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import FAMILIES, weights_of
 from shiftjax.device.place import define
@@ -14,6 +15,12 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.weights.hf_config import ARCHITECTURES
 
 TINY = [name for name in PRESETS if name.startswith("tiny")]
+SPECULATORS = [
+    Speculator("mlp", 3, 40),
+    Speculator("mlp", 3, 40, tie_weights=True),
+    Speculator("lstm", 3, 40, tie_weights=True, draft_vocab=100),
+    Speculator("lstm", 3, 40, tie_weights=True, tie_lstm_embs=True),
+]
 
 
 def test_every_family_has_a_forward_pass_and_every_architecture_a_name_in_checkpoints():
@@ -24,6 +31,13 @@ def test_every_family_has_a_forward_pass_and_every_architecture_a_name_in_checkp
 @pytest.mark.parametrize("name", TINY)
 def test_the_module_has_every_weight_of_the_table_and_no_other(name):
     config = replace(PRESETS[name], mlp_bias=True, output_bias=True)
+    model = define(config, Layout(config, 2, 2), np.float32)
+    assert {weight.name for weight in model.declared} == {w.name for w in weights_of(config)}
+
+
+@pytest.mark.parametrize("speculator", SPECULATORS)
+def test_the_module_has_every_weight_of_its_speculator_and_no_other(speculator):
+    config = replace(PRESETS["tiny"], speculator=speculator)
     model = define(config, Layout(config, 2, 2), np.float32)
     assert {weight.name for weight in model.declared} == {w.name for w in weights_of(config)}
 

@@ -1,10 +1,13 @@
 """Head maps, padding and replication, against the papers' figures and by exhaustion."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from harness import FACTORISATIONS, layout
 
-from shiftjax.parallel.layout import pad_heads
+from shiftjax.arch.config import Speculator
+from shiftjax.parallel.layout import Layout, pad_heads
 
 
 @pytest.mark.parametrize(
@@ -76,3 +79,13 @@ def test_every_real_row_is_stored(sp, tp):
         assert set(rows) - {-1} == set(range(size))
         if axis != "kv_heads":  # only KV heads are ever stored twice
             assert np.sum(rows >= 0) == size
+
+
+@pytest.mark.parametrize(("draft_vocab", "num_ids"), [(None, 101), (30, 30)])
+def test_the_ids_that_are_drafted_are_padded_by_themselves(draft_vocab, num_ids):
+    plain = layout(2, 2, 9, 3)
+    speculator = Speculator("mlp", 3, 8, draft_vocab=draft_vocab)
+    it = Layout(replace(plain.model, speculator=speculator), 2, 2)
+    rows = it.source_rows("draft_vocab")
+    assert rows.tolist() == [*range(num_ids), *[-1] * (-num_ids % 4)]
+    assert (plain.num_draft_ids, it.num_draft_ids) == (0, num_ids)
