@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import silent
+from hlo import collectives, entry
 from jax.sharding import PartitionSpec as P
 from oracle import numpy_sampling, numpy_speculator
 from oracle.numpy_speculator import EXAMPLES
@@ -34,6 +35,7 @@ ONE, BASE, SHIFT = (1, 1, 1), (2, 2, 2), (2, 2, 1)  # sp, tp, and the sp of the 
 MESHES = {"mlp": BASE, "mlp tied": ONE, "lstm": SHIFT, "lstm tied": BASE}
 TEMPERATURES = np.array([0.0, 0.7, 0.0, 1.0, 1.6], np.float32)
 ROWS = len(TEMPERATURES)
+Drafts = tuple[np.ndarray, np.ndarray]  # ids and probabilities
 
 
 @cache
@@ -56,8 +58,8 @@ def draft_rows(temperature: np.ndarray, seed: int = 0) -> DraftRows:
 
 
 @cache
-def drafter(name: str, mesh: tuple[int, int, int], draft_vocab: int | None = None):
-    """The compiled speculator of a mode: `(rows, num_steps) -> (ids, probabilities)`."""
+def compiled(name: str, mesh: tuple[int, int, int], draft_vocab: int | None = None):
+    """The program of a mode and its weights."""
     sp, tp, mode_sp = mesh
     source = with_speculator(RandomSource(TINY), checkpoint(name)[0], draft_vocab)
     layout, mode = Layout(source.config, sp, tp), Mode(sp, mode_sp)
@@ -70,16 +72,26 @@ def drafter(name: str, mesh: tuple[int, int, int], draft_vocab: int | None = Non
         speculator = model.merge(weights.local(mode, params)).speculator
         return speculator(rows, KEY, num_steps, Parallel(layout, mode))
 
-    mapped = jax.jit(
-        jax.shard_map(
-            run,
-            mesh=mesh_of(devices, mode),
-            in_specs=(weights.specs(), P(), P()),
-            out_specs=(P(), P()),
-            check_vma=False,
-        )
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh_of(devices, mode),
+        in_specs=(weights.specs(), P(), P()),
+        out_specs=(P(), P()),
+        check_vma=False,
     )
-    return lambda rows, num_steps: tuple(map(np.asarray, mapped(params, rows, np.int32(num_steps))))
+    return jax.jit(mapped).lower(params, draft_rows(TEMPERATURES), np.int32(0)).compile(), params
+
+
+def drafts_of(
+    name: str,
+    mesh: tuple[int, int, int],
+    rows: DraftRows,
+    num_steps: int = 3,
+    draft_vocab: int | None = None,
+) -> Drafts:
+    program, params = compiled(name, mesh, draft_vocab)
+    ids, probabilities = program(params, rows, np.int32(num_steps))
+    return np.asarray(ids), np.asarray(probabilities)
 
 
 @jax.jit
@@ -92,9 +104,6 @@ def random_words(rows: DraftRows, steps: jax.Array) -> jax.Array:
 
     positions = rows.positions[:, None] + steps[None]
     return jax.vmap(jax.vmap(words, (None, 0)))(rows.seeds, positions)
-
-
-Drafts = tuple[np.ndarray, np.ndarray]
 
 
 def assert_drafted(name: str, rows: DraftRows, drafts: Drafts, vocab: int | None = None) -> None:
@@ -115,26 +124,35 @@ def test_drafts_are_the_oracles(name):
     """Greedy and drawn rows beside each other, and greedy ones alone."""
     for temperature in (TEMPERATURES, np.zeros(ROWS)):
         rows = draft_rows(temperature, seed=len(name))
-        assert_drafted(name, rows, drafter(name, MESHES[name])(rows, 3))
+        assert_drafted(name, rows, drafts_of(name, MESHES[name], rows))
 
 
 def test_only_the_first_ids_are_drafted():
     rows, draft_vocab = draft_rows(TEMPERATURES), 101  # of 256: no device's share is full
-    drafts = drafter("mlp", BASE, draft_vocab)(rows, 3)
+    drafts = drafts_of("mlp", BASE, rows, draft_vocab=draft_vocab)
     assert_drafted("mlp", rows, drafts, draft_vocab)
-    more = drafter("mlp", BASE)
-    assert (more(rows, 3)[0] >= draft_vocab).any()
+    assert (drafts_of("mlp", BASE, rows)[0] >= draft_vocab).any()
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_what_is_not_asked_for_is_not_drafted(num_steps):
     rows = draft_rows(TEMPERATURES)
-    run = drafter("lstm", SHIFT)
-    ids, probabilities = run(rows, num_steps)
-    for some, every in zip((ids, probabilities), run(rows, 3), strict=True):
+    ids, probabilities = drafts_of("lstm", SHIFT, rows, num_steps)
+    whole = drafts_of("lstm", SHIFT, rows)
+    for some, every in zip((ids, probabilities), whole, strict=True):
         np.testing.assert_array_equal(some[:, :num_steps], every[:, :num_steps])
     assert (ids[:, num_steps:] == -1).all()
     assert (probabilities[:, num_steps:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "lstm tied"])
+def test_a_draft_sums_an_embedding_and_gathers_five_numbers_a_row(name):
+    """In a branch of its own, so that no draft is computed that is not asked for."""
+    mesh, width = MESHES[name], EXAMPLES[name]["inner_dim"] * (4 if name == "lstm" else 1)
+    text = compiled(name, mesh)[0].as_text()
+    expected = {("all-reduce", ROWS * width * 4): 3, ("all-gather", 4 * ROWS * 5 * 4): 3}
+    assert collectives(text) == expected
+    assert not {one.opcode for one in entry(text)} & {"dot", "all-reduce", "all-gather"}
 
 
 # --------------------------------------------------------------- the choice, from given logits
