@@ -242,5 +242,4 @@ def choose(
     token, chosen = (
         jnp.take_along_axis(part, winner, axis=0)[0] for part in (gathered[:, 0], chosen * weight)
     )
-    # a NaN may have led outside
-    return jnp.clip(token, 0, num_ids - 1), chosen / jnp.sum(total * weight, axis=0)
+    return token, chosen / jnp.sum(total * weight, axis=0)
