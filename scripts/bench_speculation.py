@@ -1,131 +1,137 @@
 """Drafting beside plain decoding: the same requests, by engines that differ in that alone.
 
     python scripts/bench_speculation.py --quick
-    python scripts/bench_speculation.py --rounds 5 --streams 1 8 32 --prompts QUESTIONS.jsonl
+    python scripts/bench_speculation.py --peers llama_cpp llama_cpp_ngram --peer-python PYTHON
+    python scripts/bench_speculation.py --workloads chat --prompts SPEC_BENCH.jsonl --per-task 16 \\
+        --max-model-len 2048 --streams 1 8
+    python scripts/bench_speculation.py --engines suffix cost fixed4 fixed8 fixed16
 
 Workloads, all greedy chats, as many of each as `--streams` says at once:
 
     edit     a function of the package, to be written again with one name changed
     agent    the next call of a tool, after many like it
-    chat     questions with nothing to repeat; of `--prompts` (MT-bench's or Spec-Bench's lines)
+    chat     questions with little to repeat; with `--prompts`, the tasks of that file instead
+             (MT-bench's or Spec-Bench's lines), and over all of them a row `overall`
 
-No prompt comes twice, so a corpus has only what others like it said. Engines take turns, round by
-round, in one process on one device; of every round the ratio of tokens per second to the plain
-engine's, of all rounds the median. `tokens_equal` is the share of
-outputs that are the plain ones' to the last token: all in float32; in bfloat16 two tokens may be
-as good as equal, and plain decoding alone and in a batch differ there, too. `tokens_per_step` is
-what a sequence gets from a step that it decodes in; `decode_ratio` is the ratio of median times per
-token after the first, which leaves prefill out.
+No prompt comes twice, so a corpus has only what others like it said, and prefixes are not cached.
+Engines take turns, round by round, on one device; of every round the ratio to the plain engine, of
+all rounds the median: `ratio_to_plain` of tokens per second from the request to the last token,
+`decode_ratio` of the median time per token after the first, which leaves prefill out.
+`tokens_equal` is the share of outputs that are the plain ones' to the last token: all in float32;
+in bfloat16 two tokens may be as good as equal, and plain decoding alone and in a batch differ
+there, too. `tokens_per_step` is what a sequence gets from a step that it decodes in.
+`of_best_fixed` is the ratio to the best of the engines with a fixed length, where some run.
 
-`--seeds N` also takes N seeded requests at temperature 1, each alone and all together by every
-engine, and counts those that differ. `--streams` without a number leaves the workloads out.
+Peers are processes of their own (scripts/peers) with the same bfloat16 weights and prompts' token
+ids; of every prompt they generate as many tokens as the plain engine did, to its end of sequence or
+to `--tokens`, and go on over an end of their own. llama_cpp batches as llama-server does;
+llama_cpp_ngram is the prompt lookup of llama-cpp-python, which has one stream only.
+
+`--seeds N` also takes N seeded requests of a few tokens at temperature 1, each alone and all
+together by every engine, and counts those that differ. `--streams` without a number leaves the
+workloads out.
 
 Prints a row per workload, streams and engine, then one line of JSON. `--output FILE` appends the
 rows with every round.
 """
 
 import argparse
-import inspect
 import json
-import statistics
+import os
 import time
-from collections.abc import Iterator
-from itertools import count, cycle, islice
+from collections.abc import Iterable, Mapping
+from itertools import cycle, islice
 from pathlib import Path
 
 from bench_machine import describe_machine
+from bench_workers import WORKERS, Worker
+from peers.prepare import default_work_dir, prepare
+from speculation_rows import FIXED, PLAIN, Answer, Round, joined, rows_of
+from speculation_workloads import make_workloads, questions
 
 from shiftjax import LLM, SamplingParams
-from shiftjax.control import blocks, lane
-from shiftjax.outputs import RequestOutput
+from shiftjax.config import EngineConfig
 
-ENGINES = {
-    "plain": {},
+ENGINES: dict[str, dict] = {
+    PLAIN: {},
     "ngram": {"speculation": "ngram"},
     "suffix": {"speculation": "suffix"},
+    "cost": {"speculation": "suffix", "policy": "cost", "draft_choice": "cost"},
+    **{
+        f"{FIXED}{n}": {"speculation": "suffix", "draft_choice": "fixed", "max_draft_tokens": n}
+        for n in (4, 8, 16)
+    },
+    "model": {"speculation": "model"},
+    "hybrid": {"speculation": "hybrid"},
 }
-TOPICS = [
-    "rivers",
-    "lighthouses",
-    "bread",
-    "glaciers",
-    "violins",
-    "maps",
-    "bees",
-    "tides",
-    "clocks",
-    "bridges",
-    "tea",
-    "comets",
-    "salt",
-    "owls",
-    "steel",
-    "paper",
-    "storms",
-    "chess",
-    "gardens",
-    "sleep",
-    "ink",
-    "whales",
-    "markets",
-    "snow",
-]
-QUESTIONS = (
-    "Name three kinds of {} and say a sentence about each.",
-    "What would a child want to know of {}?",
-    "Write a short poem about {}.",
-    "How have people thought about {} in the past?",
-)
-FUNCTIONS = (lane.poll, blocks.extend_hashes, lane.wait_for_one, blocks.block_tokens)
+NEED_DRAFT_MODEL = {"model", "hybrid"}
+PEERS = {"llama_cpp": "llama_cpp_worker.py", "llama_cpp_ngram": "llama_cpp_lookup_worker.py"}
+ONE_STREAM_ONLY = {"llama_cpp_ngram"}
+OWN_WORKLOADS = ("edit", "agent", "chat")
+MODEL = "smollm2-135m"
+SHOWN = ("tokens_equal", "tokens_per_step", "ratio_to_plain", "decode_ratio", "of_best_fixed")
 
 
-def edits() -> Iterator[str]:
-    """Functions, each with the request to write it again."""
-    for number, function in enumerate(cycle(FUNCTIONS)):
-        yield (
-            f"Write this Python function again, with the name changed to `renamed_{number}`, and "
-            f"nothing else:\n```python\n{inspect.getsource(function)}```"
-        )
+# ---------------------------------------------------------------------- measuring
 
 
-def calls() -> Iterator[str]:
-    """Frames of an agent: each a call and its result, the next to come."""
-    for number in count():
-        frames = "\n".join(
-            f'{{"tool": "read", "arguments": {{"path": "src/part_{n}.py", "lines": [1, 200]}}}}\n'
-            f'{{"result": "200 lines of part_{n}", "status": "ok"}}'
-            for n in range(number, number + 8)
-        )
-        yield f"{frames}\nGo on in the same way with parts {number + 8} to {number + 16}."
-
-
-def questions(path: Path | None) -> Iterator[str]:
-    """The first turns of a file of questions, or some of ours."""
-    if path is None:
-        return (question.format(topic) for question in QUESTIONS for topic in TOPICS)
-    return (json.loads(line)["turns"][0] for line in path.read_text().splitlines())
-
-
-def measure(llm: LLM, prompts: list[str], num_tokens: int) -> tuple[float, list[RequestOutput]]:
-    """(seconds, outputs) of these chats, all at once."""
+def answer_all(llm: LLM, prompts: list[str], num_tokens: int) -> tuple[Round, list[list[int]]]:
+    """These chats all at once, and their prompts' token ids."""
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
     start = time.perf_counter()
     outputs = llm.chat(conversations, sampling)
-    return time.perf_counter() - start, outputs
+    seconds, answers = time.perf_counter() - start, []
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics is not None
+        counts = metrics.num_accepted_tokens, metrics.num_draft_tokens
+        answers.append(Answer(output.outputs[0].token_ids, metrics.tpot_seconds, *counts))
+    return Round(seconds, answers), [output.prompt_token_ids for output in outputs]
 
 
-def changed(engines: dict[str, LLM], num: int, num_tokens: int) -> dict[str, int]:
+def answer_by_peer(worker: Worker, prompts: list[list[int]], lengths: list[int]) -> Round:
+    """These prompts all at once, so many tokens of each."""
+    reply = worker.generate(prompts, lengths)
+    pairs = zip(reply["token_ids"], reply["tpot_seconds"], strict=True)
+    return Round(reply["seconds"], [Answer(*pair) for pair in pairs])
+
+
+def run_rounds(
+    engines: Mapping[str, LLM],
+    peers: Mapping[str, Worker],
+    batches: list[list[str]],
+    num_tokens: int,
+) -> dict[str, list[Round]]:
+    """Every batch by every engine in turn, the plain one first, whose lengths peers are told."""
+    warm = [[1] * 8] * len(batches[0])  # contexts for so many slots are made, pages are there
+    for llm in engines.values():
+        llm.generate(warm, SamplingParams(temperature=0, max_tokens=2))
+    for worker in peers.values():
+        worker.generate(warm, [2] * len(warm))
+    rounds: dict[str, list[Round]] = {name: [] for name in (*engines, *peers)}
+    for batch in batches:
+        ids: list[list[int]] = []
+        for name, llm in engines.items():
+            one, ids = answer_all(llm, batch, num_tokens)
+            rounds[name].append(one)
+        lengths = [len(answer.token_ids) for answer in rounds[PLAIN][-1].answers]
+        for name, worker in peers.items():
+            rounds[name].append(answer_by_peer(worker, ids, lengths))
+    return rounds
+
+
+def changed(engines: Mapping[str, LLM], num: int, num_tokens: int) -> dict[str, int]:
     """Of so many seeded requests at temperature 1, how many are not what they are alone.
 
-    Alone without drafts; together, as many as an engine runs at once, by every engine.
+    Alone in every step and without drafts; together, as many as an engine runs at once, by every
+    engine.
     """
-    prompts = islice(cycle(questions(None)), num)
     pairs = [
         (prompt, SamplingParams(seed=seed, max_tokens=num_tokens))
-        for seed, prompt in enumerate(prompts)
+        for seed, prompt in enumerate(islice(cycle(questions()), num))
     ]
-    alone = [engines["plain"].generate([p], s)[0].outputs[0].token_ids for p, s in pairs]
+    alone = [engines[PLAIN].generate([p], s)[0].outputs[0].token_ids for p, s in pairs]
     found = {}
     for name, llm in engines.items():
         together = llm.generate([p for p, _ in pairs], [s for _, s in pairs])
@@ -133,89 +139,133 @@ def changed(engines: dict[str, LLM], num: int, num_tokens: int) -> dict[str, int
     return found
 
 
-def summary(rounds: list[tuple[float, list[RequestOutput]]], plain: list) -> dict:
-    """One engine at one workload, beside the plain engine's rounds."""
-    speed = [sum(len(o.outputs[0].token_ids) for o in out) / s for s, out in rounds]
-    plain_speed = [sum(len(o.outputs[0].token_ids) for o in out) / s for s, out in plain]
-    pairs = [
-        (one.outputs[0].token_ids, other.outputs[0].token_ids)
-        for (_, outputs), (_, others) in zip(rounds, plain, strict=True)
-        for one, other in zip(outputs, others, strict=True)
-    ]
-    metrics = [o.metrics for _, outputs in rounds for o in outputs if o.metrics]
-    tokens = sum(m.num_output_tokens for m in metrics)
-    accepted, drafted = (sum(getattr(m, f"num_{n}_tokens") for m in metrics) for n in NAMES)
-    ratios = [a / b for a, b in zip(speed, plain_speed, strict=True)]
-    return {
-        "tokens_equal": sum(a == b for a, b in pairs) / len(pairs),
-        "tokens_per_step": round(tokens / (tokens - accepted), 3),
-        "accepted_of_drafted": round(accepted / drafted, 3) if drafted else None,
-        "ratio_to_plain": round(statistics.median(ratios), 3),
-        "decode_ratio": round(tpot(plain) / tpot(rounds), 3),
-        "tokens_per_second": [round(one, 1) for one in speed],
-    }
+# ---------------------------------------------------------------------- the command
 
 
-def tpot(rounds: list[tuple[float, list[RequestOutput]]]) -> float:
-    """The median over all outputs of the mean seconds per token after the first."""
-    metrics = [o.metrics for _, outputs in rounds for o in outputs if o.metrics]
-    return statistics.median(m.tpot_seconds for m in metrics if m.tpot_seconds)
-
-
-NAMES = ("accepted", "draft")
-QUICK = {True: "float32", False: "bfloat16"}
-
-
-def main() -> None:
-    """Measure every workload at every number of streams, and print."""
+def arguments() -> argparse.Namespace:
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one stream, 3 rounds, few tokens")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", help="default: bfloat16, with --quick float32")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--dtype", help="default: bfloat16, with --quick and no peers float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    default = [PLAIN, "ngram", "suffix"]
+    parser.add_argument("--engines", nargs="+", default=default, choices=ENGINES)
+    parser.add_argument("--draft-model", help="directory of a speculator, for model and hybrid")
+    parser.add_argument("--peers", nargs="+", default=[], choices=PEERS)
+    parser.add_argument("--peer-python", type=Path, help="Python that has llama-cpp-python")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a peer")
+    parser.add_argument("--workloads", nargs="+", default=OWN_WORKLOADS, choices=OWN_WORKLOADS)
     parser.add_argument("--prompts", type=Path, help="questions: JSON lines with `turns`")
+    parser.add_argument(
+        "--per-task", type=int, help="questions of each task of --prompts, instead of --rounds"
+    )
     parser.add_argument(
         "--seeds", type=int, default=0, help="also: so many seeded requests, alone and together"
     )
+    parser.add_argument("--seed-tokens", type=int, default=6, help="tokens of each of them")
     parser.add_argument("--output", type=Path, help="a file to which rows are appended")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.tokens, args.streams = 3, 48, [1]
+    args.dtype = args.dtype or ("float32" if args.quick and not args.peers else "bfloat16")
+    if problem := problem_with(args):
+        parser.error(problem)
+    return args
+
+
+def problem_with(args: argparse.Namespace) -> str | None:
+    """What these arguments cannot be, or None."""
+    if args.peers and args.peer_python is None:
+        return "--peers need --peer-python"
+    if args.peers and (args.model, args.dtype) != (MODEL, "bfloat16"):
+        return f"--peers have the weights of {MODEL} in bfloat16 only"
+    if (missing := NEED_DRAFT_MODEL & {*args.engines}) and not args.draft_model:
+        return f"--engines {' '.join(sorted(missing))} need --draft-model"
+    if args.per_task and args.prompts is None:
+        return "--per-task is for --prompts"
+    if bad := [n for n in args.streams if (args.per_task or 0) % n]:
+        return f"--per-task {args.per_task} is no whole number of rounds of {bad[0]} streams"
+    return None
+
+
+def configs(args: argparse.Namespace, model: str) -> dict[str, EngineConfig]:
+    """The settings of each engine; raises ConfigError where one has no such settings."""
     most = max([8, *args.streams])
-    sizes = {"max_num_seqs": most, "max_num_batched_tokens": 128, "max_model_len": 1024}
-    sizes |= {"num_blocks": 1 + most * 64, "dtype": args.dtype or QUICK[args.quick], "devices": 1}
-    names = dict.fromkeys(["plain", *args.engines])
-    engines = {name: LLM(args.model, **sizes, **ENGINES[name]) for name in names}
-    found: dict[str, dict] = {}
+    sizes = {"max_num_seqs": most, "max_num_batched_tokens": 128, "devices": 1}
+    sizes |= {"max_model_len": args.max_model_len, "prefix_caching": False, "dtype": args.dtype}
+    sizes["num_blocks"] = 1 + most * -(-args.max_model_len // 16)
+    found = {}
+    for name in dict.fromkeys([PLAIN, *args.engines]):
+        own = ENGINES[name] | (
+            {"draft_model": args.draft_model} if name in NEED_DRAFT_MODEL else {}
+        )
+        found[name] = EngineConfig.from_options(model=model, **sizes, **own)
+    return found
+
+
+def start_peers(args: argparse.Namespace, gguf: Path) -> dict[str, Worker]:
+    """The peers' processes, loaded."""
+    options = ["--threads", str(args.threads), "--max-model-len", str(args.max_model_len)]
+    return {
+        name: Worker(
+            name,
+            [str(args.peer_python), str(WORKERS / PEERS[name]), str(gguf), *options],
+            default_work_dir() / f"{name}.log",
+        )
+        for name in args.peers
+    }
+
+
+def show(rows: Iterable[dict], output: Path | None) -> dict[str, dict]:
+    """Print rows and append them to a file; what of them the last line says, by cell."""
+    shown = {}
+    for row in rows:
+        print(*(f"{key} {value}" for key, value in row.items()), sep="  ", flush=True)
+        if output:
+            with output.open("a") as file:
+                file.write(json.dumps(row | {"machine": describe_machine()}) + "\n")
+        name = f"{row['workload']} x{row['streams']} {row['engine']}"
+        shown[name] = {key: row[key] for key in SHOWN if key in row}
+    return shown
+
+
+def main() -> None:
+    """Measure every workload at every number of streams, and print."""
+    args, found = arguments(), {}
+    workloads = make_workloads(args.workloads, args.prompts)
+    gguf, directory = prepare(default_work_dir()) if args.peers else (Path(), args.model)
+    engines = {name: LLM.from_config(c) for name, c in configs(args, str(directory)).items()}
+    workers = start_peers(args, gguf)
     if args.seeds:
-        found["seeded"] = changed(engines, args.seeds, args.tokens)
-        print(f"of {args.seeds} seeded requests not what they are alone: {found['seeded']}")
-    workloads = {"edit": edits(), "agent": calls(), "chat": questions(args.prompts)}
-    for workload, prompts in workloads.items():
-        for streams in args.streams:
-            rounds: dict[str, list] = {name: [] for name in engines}
-            for _ in range(args.rounds):
-                batch = list(islice(prompts, streams))
-                if len(batch) < streams:
-                    parser.error(f"--prompts: too few for {args.rounds} rounds of these streams")
-                for name, llm in engines.items():
-                    rounds[name].append(measure(llm, batch, args.tokens))
-            for name in engines:
-                row = {"workload": workload, "streams": streams, "engine": name}
-                row |= summary(rounds[name], rounds["plain"])
-                print(*(f"{key} {value}" for key, value in row.items()), sep="  ")
-                found[f"{workload} x{streams} {name}"] = row
-                if args.output:
-                    with args.output.open("a") as file:
-                        file.write(json.dumps(row | {"machine": describe_machine()}) + "\n")
-    shown = {key: {k: row[k] for k in SHOWN if k in row} or row for key, row in found.items()}
-    print(json.dumps(shown))
+        found["seeded"] = changed(engines, args.seeds, args.seed_tokens)
+        print(
+            f"of {args.seeds} seeded requests of {args.seed_tokens} tokens not what they are "
+            f"alone: {found['seeded']}"
+        )
+    for streams in args.streams:
+        peers = {n: w for n, w in workers.items() if streams == 1 or n not in ONE_STREAM_ONLY}
+        for name in workers.keys() - peers:
+            print(f"streams {streams}  engine {name}  not run: it has one stream only")
+        cells = {}
+        for workload, prompts in workloads.items():
+            of_task = workload not in args.workloads
+            num_rounds = args.per_task // streams if args.per_task and of_task else args.rounds
+            batches = [list(islice(prompts, streams)) for _ in range(num_rounds)]
+            if len(batches[-1]) < streams:
+                raise SystemExit(f"{workload}: too few prompts for {num_rounds} x {streams} more")
+            cells[workload] = run_rounds(engines, peers, batches, args.tokens)
+            found |= show(rows_of(workload, streams, cells[workload]), args.output)
+        tasks = [cell for workload, cell in cells.items() if workload not in args.workloads]
+        if len(tasks) > 1:
+            found |= show(rows_of("overall", streams, joined(tasks)), args.output)
+    for worker in workers.values():
+        worker.close()
+    print(json.dumps(found))
 
-
-SHOWN = ("tokens_equal", "tokens_per_step", "ratio_to_plain")
 
 if __name__ == "__main__":
     main()

@@ -59,9 +59,7 @@ class Worker:
 
     def close(self) -> None:
         """Let the worker end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.process.communicate(timeout=60)
 
 
 def commands(args: argparse.Namespace, gguf: Path, directory: Path) -> dict[str, list[str]]:

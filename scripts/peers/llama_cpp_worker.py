@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import functools
 import heapq
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -34,6 +35,13 @@ class Running:
     max_tokens: int
     num_computed_tokens: int = 0
     output: list[int] = field(default_factory=list)
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    def tpot_seconds(self) -> float | None:
+        """Mean time per token after the first."""
+        later = len(self.output) - 1
+        return (self.last_at - self.first_at) / later if later else None
 
 
 class Context:
@@ -101,17 +109,19 @@ def step(context: Context, running: list[Running]) -> None:
     # in the order of slots: without a unified buffer, only sequences in a row share a computation
     decodes_first = sorted(running, key=lambda request: (not request.output, request.slot))
     rows = [request for request in decodes_first if add_tokens(context, request)]
-    for request, token in zip(rows, context.decode(len(rows)), strict=True):
+    tokens, now = context.decode(len(rows)), time.perf_counter()
+    for request, token in zip(rows, tokens, strict=True):
+        request.first_at, request.last_at = request.first_at or now, now
         request.output.append(token)
 
 
 def generate(
     context: Context, num_slots: int, prompts: list[list[int]], max_tokens: list[int]
-) -> list[list[int]]:
+) -> dict:
     """Run all requests, a slot's next one as soon as its last one ends."""
     waiting = deque(enumerate(zip(prompts, max_tokens, strict=True)))
     free, running = list(range(num_slots)), []  # a heap: the lowest slot first
-    outputs: list[list[int]] = [[] for _ in prompts]
+    ended: dict[int, Running] = {}
     memory = llama_cpp.llama_get_memory(context.pointer)
     while waiting or running:
         while waiting and free:
@@ -119,12 +129,16 @@ def generate(
             running.append(Running(heapq.heappop(free), index, prompt, limit))
         step(context, running)
         for request in [r for r in running if len(r.output) >= r.max_tokens]:
-            outputs[request.index] = request.output
+            ended[request.index] = request
             running.remove(request)
             llama_cpp.llama_memory_seq_rm(memory, request.slot, -1, -1)
             heapq.heappush(free, request.slot)
     context.clear()
-    return outputs
+    requests = [ended[index] for index in range(len(prompts))]
+    return {
+        "token_ids": [request.output for request in requests],
+        "tpot_seconds": [request.tpot_seconds() for request in requests],
+    }
 
 
 @llama_cpp.llama_log_callback
@@ -163,7 +177,7 @@ def main() -> None:
     def context_for(num_slots: int) -> Context:
         return Context(model, num_slots, args)
 
-    def generate_all(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+    def generate_all(prompts: list[list[int]], max_tokens: list[int]) -> dict:
         num_slots = min(args.slots, len(prompts))
         return generate(context_for(num_slots), num_slots, prompts, max_tokens)
 

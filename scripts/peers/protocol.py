@@ -1,7 +1,10 @@
 """How the throughput benchmark talks to an engine's worker: JSON lines over stdin and stdout.
 
     -> {"prompts": [[token id, ...], ...], "max_tokens": [int, ...]}
-    <- {"seconds": float, "cpu_seconds": float, "token_ids": [[token id, ...], ...]}
+    <- {"seconds": float, "cpu_seconds": float, "token_ids": [[token id, ...], ...], ...}
+
+A worker that knows them adds "tpot_seconds": of each request the mean time per token after the
+first, null where there was none.
 
 The first line out describes the engine. A worker generates greedily, ignores end-of-sequence
 tokens and keeps nothing between requests; all prompts are there at once, and the clock runs from
@@ -16,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 
-Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+Generate = Callable[[list[list[int]], list[int]], dict]  # token_ids and what a worker adds
 
 
 def reserve_stdout():
@@ -38,6 +41,6 @@ def serve(channel, description: dict, generate: Generate) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         start, cpu_start = time.perf_counter(), time.process_time()
-        token_ids = generate(request["prompts"], request["max_tokens"])
+        reply = generate(request["prompts"], request["max_tokens"])
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        send(channel, {"seconds": seconds, "cpu_seconds": cpu_seconds, "token_ids": token_ids})
+        send(channel, {"seconds": seconds, "cpu_seconds": cpu_seconds} | reply)

@@ -24,10 +24,11 @@ OPTIONS = {
 }
 
 
-def generate(llm: LLM, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+def generate(llm: LLM, prompts: list[list[int]], max_tokens: list[int]) -> dict:
     """Run all requests at once."""
     sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in max_tokens]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling)]
+    outputs = llm.generate(prompts, sampling)
+    return {"token_ids": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
 def main() -> None:

@@ -53,10 +53,10 @@ def generate_batch(model, prompts: list[list[int]], num_tokens: int) -> list[lis
 
 
 @torch.inference_mode()
-def generate(model, batch: int, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+def generate(model, batch: int, prompts: list[list[int]], max_tokens: list[int]) -> dict:
     """Run all requests in static batches: one if they are alike, else of up to `batch`."""
     if len(set(map(len, prompts))) == len(set(max_tokens)) == 1:
-        return generate_batch(model, prompts, max_tokens[0])
+        return {"token_ids": generate_batch(model, prompts, max_tokens[0])}
     order = sorted(range(len(prompts)), key=lambda i: (max_tokens[i], len(prompts[i])))
     outputs: list[list[int]] = [[] for _ in prompts]
     for first in range(0, len(order), batch):
@@ -65,7 +65,7 @@ def generate(model, batch: int, prompts: list[list[int]], max_tokens: list[int])
         rows = generate_batch(model, [prompts[i] for i in members], longest)
         for i, row in zip(members, rows, strict=True):
             outputs[i] = row[: max_tokens[i]]
-    return outputs
+    return {"token_ids": outputs}
 
 
 def main() -> None:
