@@ -47,7 +47,7 @@ from bench_machine import describe_machine
 from bench_workers import WORKERS, Worker
 from peers.prepare import default_work_dir, prepare
 from speculation_rows import FIXED, PLAIN, Answer, Round, joined, rows_of
-from speculation_workloads import make_workloads, questions
+from speculation_workloads import batches, make_workloads, questions
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.config import EngineConfig
@@ -174,6 +174,10 @@ def arguments() -> argparse.Namespace:
     args.dtype = args.dtype or ("float32" if args.quick and not args.peers else "bfloat16")
     if problem := problem_with(args):
         parser.error(problem)
+    try:
+        planned(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return args
 
 
@@ -233,10 +237,40 @@ def show(rows: Iterable[dict], output: Path | None) -> dict[str, dict]:
     return shown
 
 
+def planned(args: argparse.Namespace) -> dict[int, dict[str, list[list[str]]]]:
+    """The prompts of every round, by streams and workload; raises ValueError if too few."""
+    workloads, found = make_workloads(args.workloads, args.prompts), {}
+    for streams in args.streams:
+        per_task = args.per_task and args.per_task // streams
+        found[streams] = {
+            name: batches(prompts, streams, (name not in OWN_WORKLOADS and per_task) or args.rounds)
+            for name, prompts in workloads.items()
+        }
+    return found
+
+
+def measure_all(
+    args: argparse.Namespace, engines: Mapping[str, LLM], workers: Mapping[str, Worker]
+) -> dict[str, dict]:
+    """Every workload at every number of streams."""
+    found = {}
+    for streams, workloads in planned(args).items():
+        peers = {n: w for n, w in workers.items() if streams == 1 or n not in ONE_STREAM_ONLY}
+        for name in workers.keys() - peers:
+            print(f"streams {streams}  engine {name}  not run: it has one stream only")
+        cells = {}
+        for workload, rounds in workloads.items():
+            cells[workload] = run_rounds(engines, peers, rounds, args.tokens)
+            found |= show(rows_of(workload, streams, cells[workload]), args.output)
+        tasks = [cell for workload, cell in cells.items() if workload not in OWN_WORKLOADS]
+        if len(tasks) > 1:
+            found |= show(rows_of("overall", streams, joined(tasks)), args.output)
+    return found
+
+
 def main() -> None:
-    """Measure every workload at every number of streams, and print."""
+    """Measure and print."""
     args, found = arguments(), {}
-    workloads = make_workloads(args.workloads, args.prompts)
     gguf, directory = prepare(default_work_dir()) if args.peers else (Path(), args.model)
     engines = {name: LLM.from_config(c) for name, c in configs(args, str(directory)).items()}
     workers = start_peers(args, gguf)
@@ -246,22 +280,7 @@ def main() -> None:
             f"of {args.seeds} seeded requests of {args.seed_tokens} tokens not what they are "
             f"alone: {found['seeded']}"
         )
-    for streams in args.streams:
-        peers = {n: w for n, w in workers.items() if streams == 1 or n not in ONE_STREAM_ONLY}
-        for name in workers.keys() - peers:
-            print(f"streams {streams}  engine {name}  not run: it has one stream only")
-        cells = {}
-        for workload, prompts in workloads.items():
-            of_task = workload not in args.workloads
-            num_rounds = args.per_task // streams if args.per_task and of_task else args.rounds
-            batches = [list(islice(prompts, streams)) for _ in range(num_rounds)]
-            if len(batches[-1]) < streams:
-                raise SystemExit(f"{workload}: too few prompts for {num_rounds} x {streams} more")
-            cells[workload] = run_rounds(engines, peers, batches, args.tokens)
-            found |= show(rows_of(workload, streams, cells[workload]), args.output)
-        tasks = [cell for workload, cell in cells.items() if workload not in args.workloads]
-        if len(tasks) > 1:
-            found |= show(rows_of("overall", streams, joined(tasks)), args.output)
+    found |= measure_all(args, engines, workers)
     for worker in workers.values():
         worker.close()
     print(json.dumps(found))

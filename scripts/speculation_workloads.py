@@ -3,7 +3,7 @@
 import inspect
 import json
 from collections.abc import Iterator
-from itertools import count, cycle, zip_longest
+from itertools import count, cycle, islice, zip_longest
 from pathlib import Path
 
 from shiftjax.control import blocks, lane
@@ -33,6 +33,10 @@ TOPICS = [
     "whales",
     "markets",
     "snow",
+    "wool",
+    "islands",
+    "bells",
+    "deserts",
 ]
 QUESTIONS = (
     "Name three kinds of {} and say a sentence about each.",
@@ -107,3 +111,12 @@ def make_workloads(names: list[str], prompts: Path | None) -> dict[str, Iterator
         else:
             workloads[name] = own[name]()
     return workloads
+
+
+def batches(prompts: Iterator[str], streams: int, num_rounds: int) -> list[list[str]]:
+    """The next prompts of a workload, for so many rounds of so many; raises ValueError if few."""
+    found = [list(islice(prompts, streams)) for _ in range(num_rounds)]
+    missing = streams * num_rounds - sum(map(len, found))
+    if missing:
+        raise ValueError(f"{missing} prompts too few for {num_rounds} rounds of {streams} streams")
+    return found

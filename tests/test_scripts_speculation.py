@@ -116,12 +116,25 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
         ("--engines suffix model", "model need --draft-model"),
         ("--per-task 8", "is for --prompts"),
         ("--per-task 12 --prompts f --streams 1 8", "no whole number of rounds of 8"),
+        ("--rounds 100 --streams 8", "prompts too few for 100 rounds of 8 streams"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, words, problem):
     with pytest.raises(SystemExit):
         parsed(monkeypatch, *words.split())
     assert problem in capsys.readouterr().err
+
+
+def test_every_cell_has_prompts_of_its_own(monkeypatch, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(line(f"q{n}", category="qa") for n in range(8)))
+    words = f"--prompts {path} --per-task 4 --streams 1 2 --rounds 3".split()
+    assert bench.planned(parsed(monkeypatch, *words, "--workloads", "chat")) == {
+        1: {"qa": [["q0"], ["q1"], ["q2"], ["q3"]]},
+        2: {"qa": [["q4", "q5"], ["q6", "q7"]]},
+    }
+    both = bench.planned(parsed(monkeypatch, *words, "--workloads", "edit", "chat"))
+    assert [len(rounds) for rounds in both[1].values()] == [3, 4]
 
 
 def test_every_engine_has_the_settings_of_its_name(monkeypatch):
