@@ -56,7 +56,7 @@ ENGINES: dict[str, dict] = {
     PLAIN: {},
     "ngram": {"speculation": "ngram"},
     "suffix": {"speculation": "suffix"},
-    "cost": {"speculation": "suffix", "policy": "cost", "draft_choice": "cost"},
+    **{c: {"speculation": "suffix", "draft_choice": c} for c in ("fill", "cost")},
     **{
         f"{FIXED}{n}": {"speculation": "suffix", "draft_choice": "fixed", "max_draft_tokens": n}
         for n in (4, 8, 16)

@@ -138,12 +138,14 @@ def test_every_cell_has_prompts_of_its_own(monkeypatch, tmp_path):
 
 
 def test_every_engine_has_the_settings_of_its_name(monkeypatch):
-    known = [name for name in bench.ENGINES if name not in bench.NEED_DRAFT_MODEL]
-    configs = bench.configs(parsed(monkeypatch, "--engines", *known), bench.MODEL)
-    assert list(configs) == known
+    words = ["--engines", *bench.ENGINES, "--draft-model", "a speculator"]
+    configs = bench.configs(parsed(monkeypatch, *words), bench.MODEL)
+    assert list(configs) == list(bench.ENGINES)
+    assert configs["hybrid"].drafts.draft_model == "a speculator"
+    assert configs["suffix"].drafts.draft_choice == "auto"
     assert configs["fixed8"].drafts.draft_choice == "fixed"
     assert configs["fixed8"].drafts.max_draft_tokens == 8
-    assert configs["cost"].scheduler.policy == "cost"
+    assert configs["cost"].drafts.draft_choice == "cost"
     assert not any(config.cache.prefix_caching for config in configs.values())
 
 
