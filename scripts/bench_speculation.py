@@ -257,7 +257,7 @@ def measure_all(
     for streams, workloads in planned(args).items():
         peers = {n: w for n, w in workers.items() if streams == 1 or n not in ONE_STREAM_ONLY}
         for name in workers.keys() - peers:
-            print(f"streams {streams}  engine {name}  not run: it has one stream only")
+            print(f"streams {streams}  engine {name}  not run: it has one stream only", flush=True)
         cells = {}
         for workload, rounds in workloads.items():
             cells[workload] = run_rounds(engines, peers, rounds, args.tokens)
@@ -278,7 +278,8 @@ def main() -> None:
         found["seeded"] = changed(engines, args.seeds, args.seed_tokens)
         print(
             f"of {args.seeds} seeded requests of {args.seed_tokens} tokens not what they are "
-            f"alone: {found['seeded']}"
+            f"alone: {found['seeded']}",
+            flush=True,
         )
     found |= measure_all(args, engines, workers)
     for worker in workers.values():
