@@ -116,6 +116,8 @@ def test_settings_and_models_that_do_not_fit_are_refused_in_words():
         "max_model_len = 65 is beyond tiny-bert's 64 positions",
         "99 devices are asked for",
     ]
+    with pytest.raises(ConfigError, match="= 63 holds no text of 64 tokens: raise it"):
+        Embedder("random:tiny-bert", devices=1, max_num_seqs=8, max_num_batched_tokens=63)
 
 
 def write_json(path: Path, values: object) -> None:

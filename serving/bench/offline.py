@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingP
         row = startup(config, counts["starts"])
     else:
         lengths = counts["prompt-tokens"], counts["output-tokens"]
-        llm = open_llm(config)
+        llm = open_llm(config, arguments.server)
         if arguments.kind == "latency":
             row = latency(llm, counts["batch"], *lengths, counts["rounds"])
         else:

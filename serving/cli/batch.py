@@ -46,7 +46,7 @@ def run_batch(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     form = FORMATS[arguments.format]
     lines = _read_input(arguments)
     todo = open_output(arguments.output, lines, arguments.resume, form)
-    llm = open_llm(config)
+    llm = open_llm(config, arguments.server)
     start, counts = time.monotonic(), Counter[str]()
     try:
         asyncio.run(_run(llm, todo, arguments, counts))

@@ -22,7 +22,7 @@ HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops a
 
 def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Hold a conversation until the input ends."""
-    llm = open_llm(config)
+    llm = open_llm(config, arguments.server)
     _talk(llm, sampling, arguments.system)
     if arguments.stats:
         print_table("statistics", llm.stats())

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from serving.server.options import ServerOptions, check_server
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, resolve
@@ -14,7 +15,7 @@ from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import check_complete
 
 
-def make_plan(config: EngineConfig) -> dict[str, Any]:
+def make_plan(config: EngineConfig, server: ServerOptions | None = None) -> dict[str, Any]:
     """Rows of a table; bytes are per device, and estimates until a model is really loaded.
 
     Raises ConfigError and CheckpointError like the start of an engine does.
@@ -22,6 +23,7 @@ def make_plan(config: EngineConfig) -> dict[str, Any]:
     location = resolve_model(config.model.model)
     source = open_source(location, seed=config.model.seed, drafts=config.drafts)
     check_complete(source)
+    check_server(server or ServerOptions(), source.config)
     tokenizer = config.model.tokenizer or location.path
     vocab_size = load_tokenizer(tokenizer).vocab_size if tokenizer else None
     devices = jax.devices()[: config.parallel.devices]

@@ -26,7 +26,7 @@ def generate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     prompts = [*arguments.prompt, *_read_prompts(arguments.prompts)]
     if not prompts:
         raise ConfigError(["no prompt was given: write one, or name a file with --prompts"])
-    llm = open_llm(config)
+    llm = open_llm(config, arguments.server)
     start = time.monotonic()
     is_one = len(prompts) == 1 and sampling.n == 1
     with closing(llm.stream(prompts, sampling)) as stream:
@@ -103,7 +103,7 @@ def check(arguments: argparse.Namespace, config: EngineConfig, sampling: Samplin
     make_virtual_devices(config)
     from serving.cli.check import make_plan
 
-    print_table("plan", make_plan(config), stderr=False)
+    print_table("plan", make_plan(config, arguments.server), stderr=False)
     return 0
 
 

@@ -27,7 +27,7 @@ def run_embed(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     output: Path = arguments.output
     if output.suffix != ".npy":
         raise ConfigError([f"{output}: the output is a NumPy file, and its name ends in .npy"])
-    embedder = open_embedder(config)
+    embedder = open_embedder(config, arguments.server)
     start, partial = time.monotonic(), output.with_suffix(".npy.part")
     try:
         _write(embedder, texts, partial, arguments)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from serving.run import speculative_config
-from serving.server.options import ServerOptions, server_problems
+from serving.server.options import SERVER_SETTINGS, ServerOptions, server_problems
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
 from shiftjax.control.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
-SERVER_SETTINGS = settings_of(ServerOptions)
 PREFIX = "sampling_"  # of the names that sampling flags have in a namespace
 
 EXIT_CODES = """exit codes:

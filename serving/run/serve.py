@@ -128,7 +128,7 @@ class Process:
         """Load, compile, run a first step, then take requests."""
         fault = self._fault
         load = faulty(fault, open_model) if fault and fault.point == LOADING else open_model
-        self._model = model = await asyncio.to_thread(load, self._config)
+        self._model = model = await asyncio.to_thread(load, self._config, self._options)
         is_encoder = hasattr(model, "embed")
         await (self._open_embedder(model) if is_encoder else self._open_llm(model))
         _settle_memory()

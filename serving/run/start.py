@@ -3,7 +3,9 @@
 import resource
 from typing import TYPE_CHECKING, Any
 
+from serving.server.options import ServerOptions, check_server
 from shiftjax.config import EngineConfig
+from shiftjax.control.tasks import Task, task_of
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
@@ -17,22 +19,35 @@ class StartError(Exception):
     """The engine cannot be started, though settings and model are as they should be."""
 
 
-def open_llm(config: EngineConfig) -> "LLM":
-    """Load and compile, with bars on a terminal. Raises StartError for want of memory."""
+def open_llm(config: EngineConfig, server: ServerOptions | None = None) -> "LLM":
+    """Load and compile, with bars on a terminal; `server` are settings that came with `config`.
+
+    Raises StartError for want of memory, and ConfigError for settings of no use for the model.
+    """
+    if server is not None:
+        _check_server(config, server)
     return _opened(config, "LLM")
 
 
-def open_embedder(config: EngineConfig) -> "Embedder":
+def open_embedder(config: EngineConfig, server: ServerOptions | None = None) -> "Embedder":
     """The same for an encoder."""
+    if server is not None:
+        _check_server(config, server)
     return _opened(config, "Embedder")
 
 
-def open_model(config: EngineConfig) -> "LLM | Embedder":
+def open_model(config: EngineConfig, server: ServerOptions) -> "LLM | Embedder":
     """Open an encoder as an embedder and all else as a language model."""
+    return _opened(config, "LLM" if _check_server(config, server) == "generate" else "Embedder")
+
+
+def _check_server(config: EngineConfig, server: ServerOptions) -> Task:
+    """The model's task, from its headers. Raises ConfigError for settings of another task."""
     from shiftjax.weights.resolve import open_source, resolve_model
 
-    source = open_source(resolve_model(config.model.model))
-    return open_llm(config) if source.config.encoder is None else open_embedder(config)
+    model = open_source(resolve_model(config.model.model)).config
+    check_server(server, model)
+    return task_of(model)
 
 
 def _opened(config: EngineConfig, name: str) -> Any:

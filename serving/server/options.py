@@ -1,9 +1,13 @@
 """Every setting of the server, declared once, as those of the engine are. No JAX."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
-from shiftjax.options import option
+from shiftjax.arch.config import ModelConfig
+from shiftjax.control.tasks import Task, idle_settings
+from shiftjax.options import ConfigError, option, settings_of
 
 MEBIBYTE = 1 << 20
 
@@ -74,6 +78,30 @@ class ServerOptions:
         None, "lengths to which embeddings may be cut; default: none, the model must be made for it"
     )
     ui: bool = option(True, "serve the page /ui")
+
+
+SERVER_SETTINGS = settings_of(ServerOptions)
+# Settings that one task alone has a use for; all others are of both.
+SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
+    {
+        "max_logprobs": "generate",
+        "grammar_timeout": "generate",
+        "stream_interval": "generate",
+        "instances": "embed",
+        "matryoshka_dimensions": "embed",
+    }
+)
+
+
+def check_server(options: ServerOptions, model: ModelConfig) -> None:
+    """Raise ConfigError for settings that are of no use for this model."""
+    problems = idle_settings(asdict(options), SERVER_SETTINGS, SERVER_TASKS, model)
+    longest = max(options.matryoshka_dimensions or (0,))
+    if not problems and longest > model.hidden_size:
+        words = f"is beyond the {model.hidden_size} of {model.name}'s embeddings"
+        problems.append(f"matryoshka_dimensions = {longest} {words}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def server_problems(options: ServerOptions) -> list[str]:

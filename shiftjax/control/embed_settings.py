@@ -6,16 +6,10 @@ from shiftjax.arch.weights import num_parameters
 from shiftjax.config import SETTINGS, EngineConfig
 from shiftjax.control.deployment import Devices
 from shiftjax.control.embed import EmbedShape
-from shiftjax.options import ConfigError, shown
+from shiftjax.control.tasks import ENGINE_TASKS, idle_settings
+from shiftjax.options import ConfigError
 
 LEAST_WIDTH = 128  # tokens of a row: attention within it is 6% of the work (hidden size 384)
-# Settings that an encoder has no use for must be left as they are.
-USED = frozenset(
-    (
-        *("model", "tokenizer", "dtype", "max_model_len", "seed", "cache_dir", "memory_fraction"),
-        *("sp", "tp", "pp", "dp", "devices", "max_num_seqs", "max_num_batched_tokens"),
-    )
-)
 
 
 def embed_dtype(config: EngineConfig) -> str:
@@ -42,11 +36,7 @@ def check_encoder(config: EngineConfig, model: ModelConfig, devices: Devices) ->
     if model.encoder is None:
         words = "is a decoder: it generates text, and embeds none; minilm-l6 is an encoder"
         raise ConfigError([f"{model.name} {words}"])
-    problems = [
-        f"{name} = {shown(value)} has no meaning for {model.name}, an encoder: drop it"
-        for name, value in config.flat().items()
-        if name not in USED and value != SETTINGS[name].default
-    ]
+    problems = idle_settings(config.flat(), SETTINGS, ENGINE_TASKS, model)
     wanted, limit = config.model.max_model_len, model.max_position_embeddings
     if wanted is not None and wanted > limit:
         problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
@@ -69,7 +59,8 @@ def embed_shape(
 ) -> EmbedShape:
     """The sizes of steps: widths doubling up to the longest text, rows up to the budget.
 
-    `max_num_batched_tokens` and `max_num_seqs` are those of a device.
+    `max_num_batched_tokens` and `max_num_seqs` are those of a device. Raises ConfigError where
+    the budget holds no row of the longest text.
     """
     longest = min(max_length, config.model.max_model_len or max_length)
     widths = [LEAST_WIDTH]
@@ -77,6 +68,9 @@ def embed_shape(
         widths.append(2 * widths[-1])
     widths[-1] = longest
     budget, rows = config.scheduler.max_num_batched_tokens, []
+    if budget < longest:
+        words = f"holds no text of {longest} tokens: raise it, or set a smaller max_model_len"
+        raise ConfigError([f"max_num_batched_tokens = {budget} {words}"])
     for width in widths:
         counts = [1]
         while 2 * counts[-1] * width <= budget:

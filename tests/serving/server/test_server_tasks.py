@@ -1,0 +1,114 @@
+"""Settings of the server that a decoder, or an encoder, has no use for."""
+
+import pytest
+from kit import run_command
+from served import serve
+
+from serving.cli.main import make_parser
+from serving.run.flags import parse_args, settle
+from serving.run.start import open_model
+from serving.server.options import SERVER_SETTINGS, SERVER_TASKS, ServerOptions, check_server
+from shiftjax import LLM, Embedder
+from shiftjax.arch.presets import PRESETS
+from shiftjax.options import ConfigError
+
+DECODER, ENCODER = PRESETS["tiny"], PRESETS["tiny-bert"]
+OTHERS = {
+    "max_logprobs": 3,
+    "grammar_timeout": 5.0,
+    "stream_interval": 4,
+    "instances": 2,
+    "matryoshka_dimensions": (16,),
+}
+
+
+def test_every_setting_of_one_task_is_tried_here():
+    assert OTHERS.keys() == SERVER_TASKS.keys() <= SERVER_SETTINGS.keys()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_setting_of_the_other_task_is_refused_in_a_sentence(name):
+    options = ServerOptions(**{name: OTHERS[name]})
+    mine, other = (DECODER, ENCODER)[:: 1 if SERVER_TASKS[name] == "generate" else -1]
+    check_server(options, mine)
+    with pytest.raises(ConfigError) as caught:
+        check_server(options, other)
+    kind = "an encoder" if other is ENCODER else "a decoder"
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{name} = ")
+    assert problem.endswith(f" has no meaning for {other.name}, {kind}: drop it")
+
+
+def test_what_is_left_alone_and_what_both_have_is_fine():
+    for model in (DECODER, ENCODER):
+        check_server(ServerOptions(port=1, max_num_queued_reqs=1, stream_interval=1), model)
+
+
+def test_a_length_beyond_the_embedding_is_no_length():
+    check_server(ServerOptions(matryoshka_dimensions=(16, 64)), ENCODER)
+    with pytest.raises(ConfigError, match="dimensions = 128 is beyond the 64 of tiny-bert's"):
+        check_server(ServerOptions(matryoshka_dimensions=(16, 128)), ENCODER)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "words"),
+    [
+        ("tiny", ["--instances=2"], "instances = 2 has no meaning for tiny, a decoder"),
+        ("tiny-bert", ["--stream-interval=2"], "stream_interval = 2 has no meaning for tiny-bert"),
+        ("tiny-bert", ["--speculation=ngram"], "speculation = 'ngram' has no meaning for tiny-b"),
+        (
+            "tiny-bert",
+            ['--speculative-config={"method": "suffix"}'],
+            "speculation = 'suffix' has no meaning for tiny-bert, an encoder",
+        ),
+        ("tiny-bert", ["--policy=shift"], "policy = 'shift' has no meaning for tiny-bert"),
+    ],
+)
+def test_a_server_opens_no_model_with_them(model, flags, words):
+    arguments = parse_args(make_parser(), ["serve", f"--model=random:{model}", *flags])
+    config, _ = settle(arguments)
+    with pytest.raises(ConfigError, match=words):
+        open_model(config, arguments.server)
+
+
+def test_a_server_process_ends_with_the_sentence(cache_dir):
+    with serve("random:tiny", cache_dir, "--instances=2") as served:
+        code, _, err = served.end()
+        assert code == 2
+        assert "instances = 2 has no meaning for tiny, a decoder" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "setting", "words"),
+    [
+        ("embed", "tiny-bert", "stream_interval", "no meaning for tiny-bert, an encoder"),
+        ("generate", "tiny", "instances", "no meaning for tiny, a decoder"),
+        ("batch", "tiny", "instances", "no meaning for tiny, a decoder"),
+        ("chat", "tiny", "instances", "no meaning for tiny, a decoder"),
+        ("check", "tiny", "instances", "no meaning for tiny, a decoder"),
+        ("check", "tiny-bert", "stream_interval", "no meaning for tiny-bert, an encoder"),
+    ],
+)
+def test_a_file_that_no_server_could_use_is_of_no_use_to_a_command(
+    capsys, tmp_path, command, model, setting, words
+):
+    """One file does for all commands, of one model."""
+    (tmp_path / "config.yaml").write_text(f"model: random:{model}\n{setting}: 2\n")
+    (tmp_path / "in").write_text("text")
+    files = {
+        "embed": [str(tmp_path / "in"), str(tmp_path / "out.npy")],
+        "generate": ["text"],
+        "batch": [str(tmp_path / "in"), f"--output={tmp_path / 'out'}"],
+    }.get(command, [])
+    file = str(tmp_path / "config.yaml")
+    code, _, lines = run_command(capsys, command, *files, "--config", file)
+    assert code == 2
+    assert f"{setting} = 2 has" in lines[-1]
+    assert words in lines[-1]
+
+
+@pytest.mark.parametrize("kind", [LLM, Embedder])
+@pytest.mark.parametrize("name", OTHERS)
+def test_neither_of_python_s_classes_has_settings_of_a_server(kind, name):
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'"):
+        kind("random:tiny", **{name: OTHERS[name]})
