@@ -20,6 +20,7 @@ COUNTS = {
     "rounds": ("measured after one that warms up", 5),
     "starts": ("with a warm cache, after a cold one", 3),
 }
+STEPS_MODEL = "smollm2-135m"
 LENGTHS = ("prompt-tokens", "output-tokens")
 OFFLINE = {
     "latency": ("time one batch, again and again", ("batch", *LENGTHS, "rounds")),
@@ -63,7 +64,7 @@ def add_offline_flags(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def add_steps_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench steps`."""
-    parser.add_argument("--model", default="smollm2-135m", help="model to measure with")
+    parser.add_argument("--model", help=f"model to measure with; default {STEPS_MODEL}")
     parser.add_argument("--meshes", default="1x1,4x2", help="SPxTP, ...; default 1x1,4x2")
     parser.add_argument("--repeats", type=int, default=5, help="runs per point, default 5")
     parser.add_argument("--out", type=Path, default=Path("machine.yaml"), help="file to write")

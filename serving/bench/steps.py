@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.bench.flags import meshes_of
+from serving.bench.flags import STEPS_MODEL, meshes_of
 from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
@@ -166,7 +166,7 @@ def measure_mesh(
 
 def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Measure, fit, say how good the fit is, write the machine file and the points."""
-    model, repeats, out = arguments.model, arguments.repeats, arguments.out
+    model, repeats, out = arguments.model or STEPS_MODEL, arguments.repeats, arguments.out
     meshes = meshes_of(arguments.meshes, "--meshes")
     devices = max(sp * tp for sp, tp in meshes)
     make_virtual_devices(EngineConfig.from_options(devices=devices))

@@ -92,6 +92,8 @@ def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampl
     from shiftjax.weights.convert import convert as convert_model
 
     output = arguments.output
+    if arguments.model is None:
+        raise ConfigError(["no model was given: name it before the output, or with --model"])
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError([f"{output} exists and is not an empty directory"])
     print(convert_model(arguments.model, output, arguments.to, arguments.dtype))

@@ -25,6 +25,7 @@ from serving.run.flags import (
     EXIT_CODES,
     UsageParser,
     add_config_flags,
+    add_model_word,
     add_sampling_flags,
     add_server_flags,
     parse_args,
@@ -105,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(subparsers)
     _add_chat(subparsers)
     serve = _add(subparsers, "serve", "run.serve.run_server", "answer requests over HTTP and gRPC")
+    add_model_word(serve)
     add_config_flags(serve)
     add_server_flags(serve)
     serve.set_defaults(serves=True)
@@ -114,6 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_convert(subparsers)
     text = "check settings and model, print the plan"
     check = _add(subparsers, "check", "cli.commands.check", text)
+    add_model_word(check)
     add_config_flags(check)
     mesh_flags.add_commands(subparsers, _add)
     _add(subparsers, "version", "cli.commands.version", "print the versions that matter")
@@ -145,6 +148,7 @@ def _add_generate(subparsers: Any) -> None:
 
 def _add_chat(subparsers: Any) -> None:
     parser = _add(subparsers, "chat", "cli.chat.chat", "talk to a model")
+    add_model_word(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="print a table of steps by mode")
     # an answer ends by itself, or where the context does
@@ -154,6 +158,7 @@ def _add_chat(subparsers: Any) -> None:
 
 def _add_batch(subparsers: Any) -> None:
     parser = _add(subparsers, "batch", "cli.batch.run_batch", "run a file of requests")
+    add_model_word(parser, "input")
     parser.add_argument("input", type=Path, help="JSON lines: OpenAI's batch format, or plain")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--resume", action="store_true", help="do what the output file lacks")
@@ -165,6 +170,7 @@ def _add_batch(subparsers: Any) -> None:
 
 def _add_embed(subparsers: Any) -> None:
     parser = _add(subparsers, "embed", "cli.embed.run_embed", "embed the lines of a file")
+    add_model_word(parser, "input", "output")
     parser.add_argument("input", type=Path, help="a text a line; .jsonl: strings or {text: ...}")
     parser.add_argument("output", type=Path, help="the matrix [texts, dimensions], a .npy file")
     parser.add_argument("--prompt-name", metavar="NAME", help="a prompt of the model, before each")
@@ -179,10 +185,13 @@ def _add_bench(subparsers: Any) -> None:
     add_flags(_add(kinds, "serve", "bench.command.run", text))
     for kind, (text, _) in OFFLINE.items():
         parser = _add(kinds, kind, "bench.offline.run", text)
+        add_model_word(parser)
         add_offline_flags(parser, kind)
         add_config_flags(parser)
     text = "time steps of a model and fit a machine file"
-    add_steps_flags(_add(kinds, "steps", "bench.steps.run_bench", text))
+    steps = _add(kinds, "steps", "bench.steps.run_bench", text)
+    add_model_word(steps)
+    add_steps_flags(steps)
     text = "time the attention kernels of this GPU against its ceilings and the alternatives"
     add_kernels_flags(_add(kinds, "kernels", "bench.kernels.bench_kernels", text))
 
@@ -190,7 +199,8 @@ def _add_bench(subparsers: Any) -> None:
 def _add_convert(subparsers: Any) -> None:
     dtypes = SETTINGS["dtype"].choices[1:]  # the first is "auto"
     parser = _add(subparsers, "convert", "cli.commands.convert", "write a model in another format")
-    parser.add_argument("model", help="the model to read, as for --model of the other commands")
+    add_model_word(parser, "output")
+    parser.add_argument("--model", help="the model to read")
     parser.add_argument("output", type=Path, help="the directory to write, new or empty")
     parser.add_argument("--to", choices=("huggingface", "orbax"), required=True, help="format")
     parser.add_argument("--dtype", choices=dtypes, help="number format; default: as stored")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from serving.run.flags import add_model_word
 from shiftjax.config import SERVER_BUDGETS, SETTINGS
 from shiftjax.costs.machine_files import engine_names, machine_names
 
@@ -58,6 +59,7 @@ _SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat f
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
     machines, engines = ", ".join(machine_names()), ", ".join(engine_names())
     parser.add_argument("--config", metavar="FILE", help=_CONFIG)
     parser.add_argument("--model", help=f"preset, default {MODEL}")

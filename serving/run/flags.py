@@ -51,6 +51,15 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(configured=True)
 
 
+def add_model_word(parser: argparse.ArgumentParser, *words: str) -> None:
+    """Let the first word name the model, as `--model` does.
+
+    `words` are the command's own, files all of them, whose arguments are added after this one.
+    """
+    parser.add_argument("word", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.set_defaults(words=words)
+
+
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of ServerOptions."""
     _add_flags(parser.add_argument_group("server settings"), SERVER_SETTINGS.values())
@@ -110,8 +119,30 @@ def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Nam
     flags = [word.split("=")[0] for word in rest if word.startswith("-")]
     arguments.problems = [unknown_name(flag, known, "flag") for flag in flags]
     if not flags:  # beside an unknown flag, words are likely its values
-        arguments.problems = [f"unexpected argument {shown(word)}" for word in rest]
+        arguments.problems = _place_words(arguments, rest)
     return arguments
+
+
+def _place_words(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Find the model among the words, which argparse takes for others behind a flag; the problems.
+
+    It is the first one where there is one more than the command's own.
+    """
+    own: tuple[str, ...] | None = getattr(arguments, "words", None)
+    if own is None:
+        return [f"unexpected argument {shown(word)}" for word in rest]
+    placed = (arguments.word, *(getattr(arguments, name) for name in own))
+    words = [*(str(word) for word in placed if word is not None), *rest]
+    model = words.pop(0) if len(words) > len(own) else None
+    for name, word in zip(own, words, strict=False):
+        setattr(arguments, name, Path(word))
+    problems = [f"unexpected argument {shown(word)}" for word in words[len(own) :]]
+    if model is not None:
+        if arguments.model not in (None, model):
+            both = f"{shown(model)} and --model {shown(arguments.model)}"
+            problems.append(f"{both} are two models: drop one")
+        arguments.model = model
+    return problems
 
 
 def settle(arguments: argparse.Namespace) -> tuple[EngineConfig, SamplingParams]:

@@ -27,7 +27,7 @@ class Served:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         cache_dir: Path,
         *flags: str,
         fault: str = "",
@@ -131,7 +131,7 @@ class Served:
 
 
 @contextmanager
-def serve(directory: Path, cache_dir: Path, *flags: str, **options: Any) -> Iterator[Served]:
+def serve(directory: Path | str, cache_dir: Path, *flags: str, **options: Any) -> Iterator[Served]:
     """A server that is killed at the end if it still runs."""
     served = Served(directory, cache_dir, *flags, **options)
     try:

@@ -14,6 +14,7 @@ import pytest
 from kit import TEMPLATE, byte_tokenizer, run_command
 
 from serving.cli.main import guarded, make_parser
+from serving.run.flags import parse_args
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import RequestError
 from shiftjax.settings import dump_yaml, resolve
@@ -36,7 +37,9 @@ ROOT = Path(__file__).parents[3]
         (("generate", "--prompts", "/absent", "x"), "--prompts /absent: cannot be read"),
         (("generate", "--config", "/absent.yaml", "x"), "/absent.yaml: cannot be read"),
         (("generate", "--logprobs", "3", "x"), "unknown flag '--logprobs'"),
-        (("chat", "hello"), "unexpected argument 'hello'"),
+        (("chat", "smollm2-135m", "hello"), "unexpected argument 'hello'"),
+        (("serve", "tiny", "--model=tiny-bert"), "'tiny' and --model 'tiny-bert' are two models"),
+        (("convert", "x", "--to", "orbax"), "no model was given"),
         (("check", "--machine", "h200x8"), "has no meaning with policy = threshold"),
         (("check", "--devices", "8", "--sp", "2", "--tp", "2"), "4 devices, but devices = 8"),
         (("convert", "smollm2-135m", "x", "--to", "gguf"), "invalid choice: 'gguf'"),
@@ -160,6 +163,41 @@ def test_every_command_is_where_the_parser_says():
             getattr(importlib.import_module(f"serving.{module}"), name)
         ).parameters
         assert [*parameters] == ["arguments", "config", "sampling"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "own"),
+    [
+        ("serve", ()),
+        ("chat", ()),
+        ("check", ()),
+        ("plan", ()),
+        ("mesh simulate --trace=poisson", ()),
+        ("bench latency", ()),
+        ("bench throughput", ()),
+        ("bench startup", ()),
+        ("bench steps", ()),
+        ("batch --output=c", ("input",)),
+        ("embed", ("input", "output")),
+        ("convert --to=orbax", ("output",)),
+    ],
+)
+def test_the_model_is_the_first_word_or_a_flag(argv, own):
+    """Wherever flags stand, and the words behind it keep their places."""
+    files = ["a/b", "c"][: len(own)]
+    command, flag = argv.split(), ["--model", "m/x"]
+    for words in (
+        [*command, "m/x", *files],
+        [*command, *flag, *files],
+        [*command, *files, *flag],
+        [*command, "m/x", *flag, *files],
+        [*command, "m/x", *files[:1], *flag, *files[1:]],
+    ):
+        arguments = parse_args(make_parser(), words)
+        assert not arguments.problems, words
+        assert arguments.model == "m/x"
+        assert [str(getattr(arguments, name)) for name in own] == files
+    assert parse_args(make_parser(), [*command, *files]).model is None
 
 
 def test_version(capsys):
