@@ -69,8 +69,7 @@ class Embedder:
         if location.path is not None and location.kind != "random":
             verify_checksums(location.path, progress)
         source = open_source(location, seed=config.model.seed)
-        directory = location.path if location.path and location.path.is_dir() else None
-        pooling = read_pooling(directory, source.config)
+        pooling = read_pooling(location.directory, source.config)
         self.config, self.model = config, source.config
         self.runner = _start_runner(config, source, pooling, progress)
         self.reader = InputReader(

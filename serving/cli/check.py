@@ -5,14 +5,26 @@ from typing import Any
 import jax
 
 from serving.server.options import ServerOptions, check_server
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import formats_of
+from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, resolve
-from shiftjax.costs.memory import Memory
+from shiftjax.control.deployment import Deployment, Devices, resolve
+from shiftjax.control.embed_settings import (
+    check_encoder,
+    embed_dtype,
+    embed_shape,
+    num_devices_of,
+)
+from shiftjax.control.tasks import task_of
+from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.device.sizing import measure
+from shiftjax.parallel.layout import Layout
 from shiftjax.text.tokenizer import load_tokenizer
+from shiftjax.weights.encoder_config import read_pooling
 from shiftjax.weights.resolve import open_source, resolve_model
-from shiftjax.weights.source import check_complete
+from shiftjax.weights.source import TensorSource, check_complete
 
 
 def make_plan(config: EngineConfig, server: ServerOptions | None = None) -> dict[str, Any]:
@@ -26,29 +38,62 @@ def make_plan(config: EngineConfig, server: ServerOptions | None = None) -> dict
     check_server(server or ServerOptions(), source.config)
     tokenizer = config.model.tokenizer or location.path
     vocab_size = load_tokenizer(tokenizer).vocab_size if tokenizer else None
+    rows = _model_rows(source) | {"tokenizer": f"{vocab_size} tokens" if vocab_size else "none"}
+    if task_of(source.config) == "embed":
+        pooling = read_pooling(location.directory, source.config)
+        return rows | _encoder_rows(config, source.config, pooling)
     devices = jax.devices()[: config.parallel.devices]
     here = measure(devices)
     deployment = resolve(config, source.config, here)
     memory = deployment.memory(here)
     deployment = deployment.sized(memory)
-    kind = f"{here.num_devices} x {devices[0].device_kind}"
     return (
-        _model_rows(deployment, source.location)
-        | {"tokenizer": f"{vocab_size} tokens" if vocab_size else "none", "devices": kind}
+        rows
+        | {
+            "computed in": deployment.formats.activations,
+            "longest sequence": f"{deployment.max_model_len} tokens",
+        }
+        | _device_rows(here)
         | _mesh_rows(deployment)
-        | {"memory of a device": _mebibytes(here.total_bytes)}
         | _memory_rows(deployment, memory)
     )
 
 
-def _model_rows(deployment: Deployment, location: str) -> dict[str, Any]:
-    model = deployment.layout.model
+def _model_rows(source: TensorSource) -> dict[str, Any]:
+    model = source.config
     return {
         "model": f"{model.name} ({model.architecture})",
-        "from": location,
+        "from": source.location,
         "parameters": f"{num_parameters(model) / 1e6:,.1f} million in {model.num_layers} layers",
-        "computed in": deployment.formats.activations,
-        "longest sequence": f"{deployment.max_model_len} tokens",
+    }
+
+
+def _device_rows(here: Devices) -> dict[str, Any]:
+    kind = jax.devices()[0].device_kind
+    return {
+        "devices": f"{here.num_devices} x {kind}",
+        "memory of a device": _mebibytes(here.total_bytes),
+    }
+
+
+def _encoder_rows(config: EngineConfig, model: ModelConfig, pooling: Pooling) -> dict[str, Any]:
+    """Every device holds all of the weights, and computes rows of its own."""
+    here = measure(jax.devices())
+    check_encoder(config, model, here)
+    num_devices = num_devices_of(config, here.num_devices)
+    shape = embed_shape(config, model, pooling.max_length, num_devices)
+    counts = (shape.most_rows(width) // num_devices for width in shape.widths)
+    rows = (f"{n} of {width} tokens" for n, width in zip(counts, shape.widths, strict=True))
+    dtype = embed_dtype(config)
+    num_bytes = weight_bytes(Layout(model, 1, 1), formats_of(dtype))
+    return {
+        "computed in": dtype,
+        "longest text": f"{shape.widths[-1]} tokens",
+        "pooling": f"{pooling.kind}, {'to length 1' if pooling.normalize else 'not normalised'}",
+        **_device_rows(here._replace(num_devices=num_devices)),
+        "weights": f"{_mebibytes(num_bytes)}, whole on every device",
+        "rows of a device": f"up to {' or '.join(rows)} in a step",
+        "texts of a device": f"up to {shape.max_texts // num_devices} in a step",
     }
 
 

@@ -36,6 +36,7 @@ _TINY_BERT = {
     "max_position_embeddings": 64,
     "encoder": Encoder(),
 }
+_MINILM = _TINY_BERT | {"vocab_size": 30_522, "max_position_embeddings": 512}
 _SMOLLM2 = {
     "architecture": "llama",
     "vocab_size": 49_152,
@@ -83,6 +84,7 @@ _PRESETS = (
     preset("tiny-qwen3", _TINY, 64, 128, 2, 8, 4, 16, architecture="qwen3", qk_norm=True),
     preset("tiny-mistral", _TINY, 64, 128, 2, 8, 4, 8, architecture="mistral", sliding_window=32),
     preset("tiny-bert", _TINY_BERT, 64, 128, 2, 4, 4, 16),
+    preset("minilm-l6", _MINILM, 384, 1536, 6, 12, 12, 32),
     preset("smollm2-135m", _SMOLLM2, 576, 1536, 30, 9, 3, 64, **_TIED),
     preset("llama-3.2-1b", _LLAMA3, 2048, 8192, 16, 32, 8, 64, **_LESS, **_TIED),
     preset("llama-3.1-8b", _LLAMA3, 4096, 14_336, 32, 32, 8, 128),

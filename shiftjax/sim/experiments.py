@@ -28,14 +28,21 @@ SYNTHETIC: Mapping[str, Callable[..., list[TraceRequest]]] = {
 
 
 def target_from(options: Mapping[str, Any]) -> Target:
-    """A target from names: model, machine, engine, dtype, kv_cache_dtype. Raises ConfigError."""
+    """A target from names: model, machine, engine, dtype, kv_cache_dtype.
+
+    Raises ConfigError for unknown ones, and for an encoder: no mesh splits it.
+    """
     dtype = options.get("dtype") or "bfloat16"
     kv = options.get("kv_cache_dtype") or "auto"
     wrong = [name for name in (dtype, kv) if name not in (*FORMATS, "auto")]
     if wrong:
         raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMATS)}"])
+    model = find_model(options["model"])
+    if model.encoder is not None:
+        words = "is an encoder, which every device holds whole: there is no mesh to plan"
+        raise ConfigError([f"{model.name} {words}; `shiftjax check` says what it takes"])
     return Target(
-        find_model(options["model"]),
+        model,
         load_machine(options["machine"]),
         load_engine(options.get("engine") or "shiftjax"),
         formats_of(dtype, kv),

@@ -43,6 +43,11 @@ class ModelLocation(NamedTuple):
     name: str  # how to call it in messages and as the served model
     path: Path | None
 
+    @property
+    def directory(self) -> Path | None:
+        """The path if it is a directory, where files may lie beside the weights."""
+        return self.path if self.path is not None and self.path.is_dir() else None
+
 
 def resolve_model(name: str) -> ModelLocation:
     """Find a model by path, alias, hub id, or `random:` and an architecture or directory.

@@ -5,6 +5,7 @@ from harness import held_bytes
 from kit import run_command
 
 from serving.cli.check import make_plan
+from shiftjax import Embedder
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Devices
@@ -54,6 +55,36 @@ def test_check_says_what_the_engine_then_has(weights):
     assert runner.pool.num_blocks == 40
     pools = sum(x.nbytes for pair in runner.memory.pools for x in pair) // 4
     assert rows["KV blocks"].endswith(f" {pools / 2**20:,.1f} MiB")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_check_says_what_an_embedder_then_has(capsys, dtype):
+    options = {"dtype": dtype, "max_num_batched_tokens": 256, "max_num_seqs": 24}
+    config = {"model": "random:tiny-bert", "devices": 3, "cache_dir": "none"} | options
+    rows = make_plan(EngineConfig.from_options(**config))
+    embedder = Embedder(**config)
+    (held,) = set(held_bytes(list(embedder.runner._leaves)).values())
+    assert rows["weights"] == f"{held / 2**20:,.1f} MiB, whole on every device"
+    assert rows["computed in"] == str(embedder.dtype)
+    assert rows["devices"].startswith(f"{embedder.num_devices} x ")
+    assert rows["rows of a device"] == "up to 4 of 64 tokens in a step"
+    assert rows["texts of a device"] == "up to 24 in a step"
+    assert (embedder.runner.shape.rows, embedder.runner.shape.max_texts) == (((3, 6, 12),), 72)
+    assert not {"base mode", "KV blocks"} & rows.keys()
+
+
+def test_check_of_an_encoder_refuses_what_an_embedder_refuses(capsys):
+    flags = ("random:tiny-bert", "--block-size=32", "--devices=99")
+    code, _, lines = run_command(capsys, "check", *flags)
+    assert (code, len(lines)) == (2, 2)
+    assert "block_size = 32 has no meaning for tiny-bert, an encoder" in lines[0]
+
+
+@pytest.mark.parametrize("command", [("plan",), ("mesh", "simulate", "--trace=poisson")])
+def test_there_is_nothing_to_plan_of_an_encoder(capsys, command):
+    code, out, lines = run_command(capsys, *command, "minilm-l6")
+    assert (code, out, len(lines)) == (2, "", 1)
+    assert "minilm-l6 is an encoder, which every device holds whole" in lines[0]
 
 
 def test_check_refuses_what_the_model_cannot_do(capsys):
