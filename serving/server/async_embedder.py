@@ -7,14 +7,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from serving.server.async_engine import Counts
+from serving.server.async_requests import AsyncRequests, Watches
 from serving.server.embed_instances import Instances
 from serving.server.embed_thread import EmbedTurn
 from serving.server.errors import ServeError
@@ -25,15 +25,9 @@ from shiftjax.control.engine import EngineStats
 
 logger = logging.getLogger(__name__)
 
-CANCELS = ("cancelled", "aborted", "deadline")
 
-
-class EmbedObserver(Protocol):
+class EmbedObserver(Watches, Protocol):
     """What metrics and the page want to hear of."""
-
-    def rejected(self, error: ServeError) -> None:
-        """A request was refused at the door."""
-        ...
 
     def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
         """An instance has finished a turn; `before` are its counters until then."""
@@ -57,13 +51,18 @@ class Job:
     num_left: int
     future: "asyncio.Future[None]"
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether its end is known."""
+        return self.future.done()
+
     def fail(self, error: ServeError) -> None:
         """End with an error; does nothing after the end."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
-class AsyncEmbedder:
+class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
     """Texts go in through `embed` on the event loop, and come back as a matrix.
 
     `options` say how much may wait, and how many instances share the work. All methods are for
@@ -77,33 +76,21 @@ class AsyncEmbedder:
         observers: Sequence[EmbedObserver] = (),
         options: ServerOptions | None = None,
     ):
-        self._options = options or ServerOptions()
+        super().__init__(observers, options)
         longest = runner.shape.widths[-1]
         self.request_limits = RequestLimits(vocab_size, longest, num_kv_tokens=longest)
         self.hidden_size = runner.shape.hidden_size
-        self.counts = Counts()
-        self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] | None = None
-        self.handles: dict[str, Job] = {}  # open requests by id
-        self._observers = observers
-        self._loop = asyncio.get_running_loop()
         number, stall_seconds = self._options.instances, self._options.stall_timeout
-        self._instances = Instances(runner, number, stall_seconds, self)
+        self._threads = self._instances = Instances(runner, number, stall_seconds, self)
         self._keys = itertools.count()
         self._places: dict[int, tuple[Job, int]] = {}  # of texts that have not come out
         self._num_coming = 0  # requests that are being tokenized
-        self._is_draining = False
-        self._quiet = asyncio.Event()
-        self._quiet.set()
 
     # ------------------------------------------------------------------ requests
 
     def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
         """Refuse with `ServeError` what would not fit the queue, or comes at a bad time."""
-        if self.failure is not None:
-            raise ServeError("starting", "The embedder has failed and is being restarted.")
-        if self._is_draining:
-            raise ServeError("draining", "The server is shutting down and takes no new requests.")
+        self._check_open()
         num_open = self._num_coming + len(self.handles)
         if num_requests and num_open >= self._options.max_num_queued_reqs:
             raise ServeError("queue_full", f"The queue is full: {num_open} requests wait.")
@@ -120,11 +107,6 @@ class AsyncEmbedder:
             yield
         finally:
             self._num_coming -= 1
-
-    def refuse(self, error: ServeError) -> None:
-        """Count a request that was refused."""
-        self.counts.rejected += 1
-        self._tell(lambda observer: observer.rejected(error))
 
     async def embed(
         self,
@@ -180,10 +162,7 @@ class AsyncEmbedder:
 
     def _close(self, job: Job, num_tokens: int, seconds: float, error: ServeError | None) -> None:
         del self.handles[job.name]
-        is_cancel = error is not None and error.kind_name in CANCELS
-        self.counts.finished += error is None
-        self.counts.cancelled += is_cancel
-        self.counts.failed += error is not None and not is_cancel
+        self._count_end(error)
         self._tell(lambda observer: observer.embedding_ended(num_tokens, seconds, error))
         reason = "finished" if error is None else error.code
         words = "embedding ended: id=%s reason=%s texts=%d tokens=%d"
@@ -220,75 +199,12 @@ class AsyncEmbedder:
         """Tell the observers of texts that went to another instance."""
         self._tell(lambda observer: observer.moved(num_texts))
 
-    def lost(self, failure: BaseException) -> None:
-        """End everything: nobody is left to embed."""
-        self.failure = failure
-        for job in list(self.handles.values()):
-            job.fail(ServeError("starting", "The embedder failed; the request did not finish."))
-        if self.on_failure is not None:
-            self.on_failure()
-
-    def _tell(self, tell: Callable[[EmbedObserver], None]) -> None:
-        """Tell the observers; what goes wrong there is no request's fault."""
-        for observer in self._observers:
-            try:
-                tell(observer)
-            except Exception:
-                logger.exception("Counting failed.")
-
-    # ------------------------------------------------------------------ health and the end
+    # ------------------------------------------------------------------ the threads
 
     @property
     def stats(self) -> EngineStats:
         """Texts that run and wait; there are no modes and no KV blocks."""
         return self._instances.stats
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether new requests are taken."""
-        return self.failure is None and not self._is_draining and self._instances.is_alive
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the end has begun."""
-        return self._is_draining
-
-    def stalled_seconds(self) -> float:
-        """How long texts have waited for a step of any instance; 0 if there are none."""
-        return self.last_step_age if self._instances.has_work else 0.0
-
-    @property
-    def makes_progress(self) -> bool:
-        """Whether steps finish, if there is work."""
-        return self.stalled_seconds() < self._options.stall_timeout
-
-    @property
-    def last_step_age(self) -> float:
-        """Seconds since an instance last did anything."""
-        return time.monotonic() - self._instances.progress_at
-
-    def stop_accepting(self) -> None:
-        """Refuse new requests from now on; those in flight go on."""
-        self._is_draining = True
-
-    async def drain(self, timeout: float) -> bool:
-        """Wait for the requests in flight, then end the rest. False if there were any."""
-        self.stop_accepting()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._quiet.wait()
-            return True
-        except TimeoutError:
-            self.end_all()
-            return False
-
-    def end_all(self) -> None:
-        """End every request now, because the server stops."""
-        for job in list(self.handles.values()):
-            job.fail(ServeError("draining", "The server shut down before the request ended."))
-
-    async def close(self) -> bool:
-        """End everything and leave the threads; False if a step hangs."""
-        self.stop_accepting()
-        self.end_all()
+    async def _leave(self) -> bool:
         return await self._instances.close()

@@ -5,10 +5,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from serving.server.async_requests import AsyncRequests, Watches
 from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
@@ -22,26 +23,10 @@ from shiftjax.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_RECENT = 1024  # ended requests whose ids are remembered
-STOPPED = "draining", "The server shut down before the request ended."  # kind, message
 
 
-@dataclass
-class Counts:
-    """What became of requests since the start; `accepted` is the sum of the ends and the open."""
-
-    accepted: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    rejected: int = 0
-
-
-class Observer(Protocol):
+class Observer(Watches, Protocol):
     """What metrics and the page want to hear of."""
-
-    def rejected(self, error: ServeError) -> None:
-        """A request was refused at the door."""
-        ...
 
     def tokens(self, handle: RequestHandle, index: int, num: int, now: float) -> None:
         """One step brought `num` tokens of a continuation."""
@@ -56,7 +41,7 @@ class Observer(Protocol):
         ...
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
     """Requests go in through `submit` on the event loop; each comes out of its handle.
 
     `submit` raises `ServeError` for what is refused; `options` say how much may wait. All methods
@@ -70,23 +55,15 @@ class AsyncEngine:
         observers: Sequence[Observer] = (),
         options: ServerOptions | None = None,
     ):
-        self._options = options or ServerOptions()
+        super().__init__(observers, options)  # requests are by the engine's name
         self.request_limits = engine.limits
-        self.counts = Counts()
         self.stats: EngineStats = engine.stats()
-        self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] | None = None
-        self.handles: dict[str, RequestHandle] = {}  # open ones, by the engine's name
         self._names: dict[str, RequestHandle] = {}  # the same, by the id that the client knows
         self._recent: dict[str, None] = {}  # ids that have ended, oldest first
-        self._engine, self._tokenizer, self._observers = engine, tokenizer, observers
-        self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(engine, self._loop, self._deliver)
-        self.is_draining = False  # the end has begun
+        self._engine, self._tokenizer = engine, tokenizer
+        self._threads = self._thread = EngineThread(engine, self._loop, self._deliver)
         self._num_obeyed = 0
         self._submitted: dict[int, tuple[int, int]] = {}  # command -> sequences, prompt tokens
-        self._quiet = asyncio.Event()
-        self._quiet.set()
         self._thread.start()
 
     # ------------------------------------------------------------------ admission
@@ -96,10 +73,7 @@ class AsyncEngine:
 
         Cheap: front ends ask before they tokenize, with the tokens left out.
         """
-        if self.failure is not None:
-            raise ServeError("starting", "The engine has failed and is being restarted.")
-        if self.is_draining:
-            raise ServeError("draining", "The server is shutting down and takes no new requests.")
+        self._check_open()
         on_the_way = self._submitted.values()
         num_queued = self.stats.num_waiting + sum(n for n, _ in on_the_way)
         queued_tokens = self.stats.num_waiting_tokens + sum(tokens for _, tokens in on_the_way)
@@ -112,11 +86,6 @@ class AsyncEngine:
             raise ServeError("queue_full", f"The queue is full: {num_queued} sequences wait.")
         if queued_tokens and queued_tokens + num_tokens > self._options.max_num_queued_tokens:
             raise ServeError("queue_full", f"The queue is full: {queued_tokens} tokens wait.")
-
-    def refuse(self, error: ServeError) -> None:
-        """Count a request that was refused."""
-        self.counts.rejected += 1
-        self._tell(lambda observer: observer.rejected(error))
 
     def submit(
         self,
@@ -173,14 +142,10 @@ class AsyncEngine:
 
     def _ended(self, handle: RequestHandle) -> None:
         error = handle.error
-        if error is None:
-            self.counts.finished += 1
-        else:
+        self._count_end(error)
+        if error is not None:
             name = handle.request.request_id
             self._thread.post(lambda engine: engine.abort(name))
-            is_cancel = error.kind_name in ("cancelled", "aborted", "slow_reader", "deadline")
-            self.counts.cancelled += is_cancel
-            self.counts.failed += not is_cancel
         now = time.monotonic()
         self._tell(lambda observer: observer.ended(handle, now))
         reason = "finished" if error is None else error.code
@@ -222,7 +187,7 @@ class AsyncEngine:
                 self._apply(handle, event, turn.at)
         self._tell(lambda observer: observer.stepped(turn))
         if turn.failure is not None:
-            self._fail(turn.failure)
+            self.lost(turn.failure)
 
     def _apply(self, handle: RequestHandle, event: Event, now: float) -> None:
         """Make text of an event; whatever goes wrong there ends this request alone."""
@@ -239,43 +204,13 @@ class AsyncEngine:
         """Enter an event into its request; returns how many tokens it brought."""
         return handle.apply(event)
 
-    def _tell(self, tell: Callable[[Observer], None]) -> None:
-        """Tell the observers; what goes wrong there is no request's fault."""
-        for observer in self._observers:
-            try:
-                tell(observer)
-            except Exception:
-                logger.exception("Counting failed.")
+    # ------------------------------------------------------------------ the thread
 
-    def _fail(self, failure: BaseException) -> None:
-        self.failure = failure
-        self._end_all("starting", "The engine failed; the request did not finish.")
-        if self.on_failure is not None:
-            self.on_failure()
-
-    # ------------------------------------------------------------------ health
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether new requests are taken."""
-        return self.failure is None and not self.is_draining and self._thread.is_alive
-
-    def stalled_seconds(self) -> float:
-        """How long unfinished requests have waited for a step; 0 if there is no work."""
-        busy = any(not handle.is_ended for handle in self.handles.values())
-        return max(0.0, time.monotonic() - self._thread.progress_at) if busy else 0.0
-
-    @property
-    def makes_progress(self) -> bool:
-        """Whether steps finish, if there is work."""
-        return self.stalled_seconds() < self._options.stall_timeout
-
-    @property
-    def last_step_age(self) -> float:
-        """Seconds since the engine last did anything."""
-        return time.monotonic() - self._thread.progress_at
-
-    # ------------------------------------------------------------------ control
+    async def _leave(self) -> bool:
+        has_ended = await self._loop.run_in_executor(None, self._thread.stop)
+        if has_ended:  # nobody else touches the engine any more
+            self._engine.close()
+        return has_ended
 
     async def call[T](self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine's thread, between steps, and return what it returns."""
@@ -291,37 +226,6 @@ class AsyncEngine:
 
         self._thread.post(command)
         return await asyncio.wrap_future(future)
-
-    def stop_accepting(self) -> None:
-        """Refuse new requests from now on; those in flight go on."""
-        self.is_draining = True
-
-    async def drain(self, timeout: float) -> bool:
-        """Wait for the requests in flight; after `timeout` end the rest. False if there were any.
-
-        What is cut short ends with SERVER_DRAINING after the text that it had.
-        """
-        self.stop_accepting()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._quiet.wait()
-            return True
-        except TimeoutError:
-            self._end_all(*STOPPED)
-            return False
-
-    def _end_all(self, kind: str, message: str) -> None:
-        for handle in list(self.handles.values()):
-            handle.fail(ServeError(kind, message))
-
-    async def close(self) -> bool:
-        """End everything and leave the thread; False if a step hangs."""
-        self.stop_accepting()
-        self._end_all(*STOPPED)
-        has_ended = await self._loop.run_in_executor(None, self._thread.stop)
-        if has_ended:  # nobody else touches the engine any more
-            self._engine.close()
-        return has_ended
 
 
 def _validate(request: Request, engine: Engine) -> None:

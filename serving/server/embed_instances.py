@@ -74,6 +74,8 @@ class Instances:
         self._all = [
             _Instance(EmbedThread(i, runner, self._loop, self._deliver)) for i in range(number)
         ]
+        for instance in self._all:
+            instance.thread.start()
         self._pending: dict[int, _Pending] = {}
         self._look: asyncio.TimerHandle | None = None
 
@@ -143,7 +145,7 @@ class Instances:
                 number = instance.thread.number
                 logger.error("Instance %d of the embedder stalls: taken out.", number)
                 self._take_out(instance)
-        if self._pending:
+        if self.has_work:
             self._look_later()
 
     def _others(self, instance: _Instance) -> list[_Instance]:

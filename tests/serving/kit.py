@@ -13,13 +13,12 @@ from pathlib import Path
 
 import httpx
 import tokenizers
+from in_thread import InThread, server_in_thread
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from serving.cli.main import main
-from serving.run.listeners import Server
 from serving.server.async_engine import AsyncEngine
-from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
@@ -135,28 +134,10 @@ def make_drafting_engine(**drafts) -> Engine:
 
 
 @dataclass
-class Running:
-    """A server in a thread of its own, and ways to look inside."""
+class Running(InThread[AsyncEngine]):
+    """A server over an engine without a model."""
 
-    service: Service
-    server: Server
-    engine: AsyncEngine
     runner: GatedRunner
-    loop: asyncio.AbstractEventLoop
-    url: str
-
-    def on_loop(self, coroutine):
-        """Run a coroutine on the server's loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the HTTP listener."""
-        url = httpx.URL(self.url)
-        return url.host, url.port
-
-    def client(self, **options) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
 
     def let_go(self) -> None:
         """Steps, which a test may have held back or slowed down, are quick again."""
@@ -192,14 +173,6 @@ class Running:
             while engine._submitted or engine.stats != stats:
                 await asyncio.sleep(0.005)
 
-    def wait_until(self, condition) -> None:
-        """Poll; the test fails if it does not come true."""
-        for _ in range(2000):
-            if condition():
-                return
-            time.sleep(0.005)
-        raise AssertionError("the condition never came true")
-
     def has_tokens(self, request_id: str) -> bool:
         """Whether tokens of a request have come, which then is in every step until its end."""
         handles = list(self.engine.handles.values())
@@ -214,57 +187,26 @@ def running_server(
     engine: Engine | None = None,
     *,
     tokenizer: Tokenizer | None = None,
-    keys: tuple[str, ...] = (),
-    drain_seconds: float = 5.0,
     num_compiles: Callable[[], int] = lambda: 0,
     **options,
 ) -> Iterator[Running]:
-    """A server on free ports; at the end it must stop cleanly and hold nothing."""
+    """A server over an engine; at the end it must stop cleanly and hold nothing."""
     engine = engine or make_engine()
     tokenizer = tokenizer or byte_tokenizer()
-    service = Service(ServerOptions(port=0, grpc_port=0, **options))
-    server = Server(service, keys)
-    running: list[Running] = []
-    started = threading.Event()
-    stop = asyncio.Event()
-    failures: list[BaseException] = []
 
-    async def main() -> None:
+    def open_engine(service: Service) -> AsyncEngine:
         async_engine = AsyncEngine(engine, tokenizer, service.observers, service.options)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
         model = ServedModel(("echo", "echo-alias"), tokenizer, template, num_compiles=num_compiles)
         service.open(model, async_engine)
-        await server.start()
-        runner, loop = engine.lanes[0].runner, asyncio.get_running_loop()
-        running.append(Running(service, server, async_engine, runner, loop, server.http_address))
-        started.set()
-        await stop.wait()
-        await server.stop(drain_seconds)
-        assert await service.close(), "the engine's thread did not end"
+        return async_engine
 
-    def run() -> None:
+    with server_in_thread(open_engine, **options) as opened:
+        running = Running(**vars(opened), runner=engine.lanes[0].runner)
         try:
-            asyncio.run(main())
-        except BaseException as error:
-            failures.append(error)
+            yield running
         finally:
-            started.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    started.wait()
-    try:
-        if failures:
-            raise failures[0]
-        yield running[0]
-    finally:
-        if running:
-            running[0].let_go()
-            running[0].loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
-    assert not thread.is_alive(), "the server did not stop"
-    if failures:
-        raise failures[0]
+            running.let_go()
 
 
 @contextmanager
