@@ -1,13 +1,13 @@
-"""Embed the same texts here and with sentence-transformers: CPU seconds per token, and likeness.
+"""Embed the same texts here and with other engines: CPU seconds per token, and likeness.
 
-    python scripts/bench_embeddings.py --reference REFERENCE_PYTHON [--rounds 3] [--out FILE]
+    python scripts/bench_embeddings.py [--reference PYTHON] [--onnx PYTHON] [--rounds 3] [--out F]
 
-REFERENCE_PYTHON is an interpreter with sentence-transformers. Contenders take turns, each in a
-process of its own on one core, and only CPU time of the embedding itself counts: on a machine with
-other load that is what stays comparable. What it should show: products with weights are nearly
-all of the work (2 * 10.6 million operations a token for MiniLM-L6), so tokens that are computed for
-nothing, padding, decide. `computed` counts them; packed rows have some 10%, batches of 32 as they
-come some 75%.
+--reference is an interpreter with sentence-transformers, --onnx one with ONNX Runtime (see
+peers/onnx_encoder.py). Contenders take turns, each in a process of its own on one core, and only
+CPU time of the embedding itself counts: on a machine with other load that is what stays
+comparable. What it should show: products with weights are nearly all of the work (2 * 10.6 million
+operations a token for MiniLM-L6), so tokens that are computed for nothing, padding, decide.
+`computed` counts them; packed rows have some 10%, batches of 32 as they come some 75%.
 
 Texts are made of words of the license, with lengths as in a collection of passages:
 log-normal, median 30 words. One JSON line per contender ends it.
@@ -75,9 +75,18 @@ def run_reference(texts: list[str], is_sorted: bool) -> tuple[np.ndarray, dict]:
     return found, {"tokens": sum(lengths), "computed": computed, "cpu_seconds": seconds}
 
 
+def run_onnx(texts: list[str], is_sorted: bool) -> tuple[np.ndarray, dict]:
+    """Embed in padded batches of ONNX Runtime."""
+    from peers import onnx_encoder
+
+    return onnx_encoder.run(Path(os.environ["MINILM"]), texts, BATCH, is_sorted)
+
+
 CONTENDERS = {
     "packed float32": lambda texts: run_ours(texts, "float32"),
     "packed bfloat16": lambda texts: run_ours(texts, "bfloat16"),
+    "onnxruntime, sorted": lambda texts: run_onnx(texts, True),
+    "onnxruntime, as they come": lambda texts: run_onnx(texts, False),
     "sentence-transformers, sorted": lambda texts: run_reference(texts, True),
     "sentence-transformers, as they come": lambda texts: run_reference(texts, False),
 }
@@ -95,6 +104,7 @@ def main() -> None:
     """Take turns, print a table, end with JSON lines."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--reference", help="a Python with sentence-transformers")
+    parser.add_argument("--onnx", help="a Python with ONNX Runtime")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -108,11 +118,10 @@ def main() -> None:
     from shiftjax.weights.resolve import resolve_model
 
     os.environ["MINILM"] = str(resolve_model("minilm-l6").path)
-    pythons = {
-        name: sys.executable if name.startswith("packed") else arguments.reference
-        for name in CONTENDERS
-        if name.startswith("packed") or arguments.reference
-    }
+    engines = {"packed": sys.executable, "onnxruntime": arguments.onnx}
+    engines["sentence-transformers"] = arguments.reference
+    pythons = {name: engines[name.split(",")[0].split(" ")[0]] for name in CONTENDERS}
+    pythons = {name: python for name, python in pythons.items() if python}
     runs: dict[str, list[dict]] = {name: [] for name in pythons}
     embeddings: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as folder:
