@@ -16,9 +16,9 @@ from shiftjax.weights.resolve import open_source, resolve_model
 
 def test_check_prints_the_plan(capsys):
     flags = ("--model", "random:smollm2-135m", "--sp", "4", "--tp", "2", "--max-model-len", "512")
-    code, out, _ = run_command(capsys, "check", *flags)
+    code, out, problems = run_command(capsys, "check", *flags)
     rows = {line[:20].strip(): line[20:].strip() for line in out.splitlines()}
-    assert code == 0
+    assert code == 0, problems
     assert rows["base mode"] == "sp 4, tp 2"
     assert rows["shift mode"] == "sp 1, tp 8"
     assert rows["query / KV heads"] == "9 / 3, padded to 16 / 4"
