@@ -349,6 +349,7 @@ class Speculation:
             self._idle_turns += 1
         if self._overlap and self._idle_turns >= TURNS_WITHOUT_DRAFT:
             self.commits_first = False
+            self._drafting.fade()
             self._idle_turns = TURNS_WITHOUT_DRAFT - 1  # a trial is one turn
             self._turns_to_trial = self._pause
             self._pause = min(2 * self._pause, MOST_TURNS_BETWEEN_TRIALS)

@@ -1,5 +1,6 @@
 """How often guessed tokens are kept: learned while serving, not believed. No JAX."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shiftjax.drafts.draft import Claims
@@ -8,6 +9,7 @@ BINS = 8  # of claimed probabilities
 MOST_OCTAVES = 6  # matches of 32 tokens and more are alike
 PRIOR_OFFERS = 8.0  # what a claim weighs against what was seen
 DECAY = 0.999  # of what was seen, per offer
+FADE = 0.7  # of what was seen, each time that a group gives drafts up
 RECORD_PRIOR_OFFERS = 4.0
 RECORD_DECAY = 15 / 16  # per draft: a sequence's record is that of about 16 drafts
 
@@ -55,6 +57,14 @@ class Acceptance:
             record.expected += self._rate(cell, claim)
             kept, tried = self._cells.get(cell, (0.0, 0.0))
             self._cells[cell] = kept * DECAY + is_kept, tried * DECAY + 1.0
+
+    def fade(self, records: Iterable[Record]) -> None:
+        """Believe the claims more again: nothing is drafted, so nothing else would correct this."""
+        for cell, (kept, tried) in self._cells.items():
+            self._cells[cell] = kept * FADE, tried * FADE
+        for record in records:
+            record.accepted *= FADE
+            record.expected *= FADE
 
     def _cell(self, claims: Claims, claim: float) -> tuple[str, int, int]:
         octave = min(claims.match.bit_length(), MOST_OCTAVES)

@@ -191,6 +191,13 @@ class Drafting:
         """How a sequence's last drafts did; 1: as well as drafts like them. The best go first."""
         return self._sequences[name].record.factor
 
+    def fade(self) -> None:
+        """Nobody drafts for a while: what was learned counts for less when it is tried again.
+
+        Else some bad luck at the start would be the end of all drafts.
+        """
+        self._acceptance.fade(sequence.record for sequence in self._sequences.values())
+
     def end(self, name: Hashable, finished: bool) -> None:
         """A sequence is over; only if it `finished` by itself does its output enter the corpus."""
         sequence = self._sequences.pop(name)

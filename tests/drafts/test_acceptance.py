@@ -51,6 +51,16 @@ def test_traffic_that_changes_is_followed():
     assert table.survivals(claims, Record())[0] == pytest.approx(0.25, abs=0.06)
 
 
+def test_what_is_not_tried_is_believed_again():
+    table, record, claims = Acceptance(), Record(), Claims("own", 3, [0.8])
+    teach(table, claims, 0.0, 4, record)
+    (unlucky,) = table.survivals(claims, record)
+    assert unlucky < 0.5
+    for _ in range(20):
+        table.fade([record])
+    assert table.survivals(claims, record) == pytest.approx([0.8], abs=0.01)
+
+
 def test_only_outcomes_that_are_known_count():
     """Behind a rejected token, and beyond what was offered, nothing was tried."""
     short, long = Acceptance(), Acceptance()

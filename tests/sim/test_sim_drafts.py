@@ -70,6 +70,13 @@ def test_rates_are_by_place():
     assert acceptance_from("0.7") == acceptance_from(0.7) == AcceptanceModel((0.7,))
 
 
+def test_bad_luck_at_the_start_is_not_the_end_of_drafts():
+    """The first three drafts are wrong, and what is left of the claims would not pay."""
+    trace = [TraceRequest(0.0, 1024, 1500)]
+    found = row(trace, "cost", "auto", AcceptanceModel((0.3,)))
+    assert found["accepted_per_step"] > 0.25
+
+
 @pytest.mark.parametrize(
     "wrong",
     [1.2, -0.1, "much", [], [0.5, 2], {"tokens_per_step": 2}, None, float("nan")]
