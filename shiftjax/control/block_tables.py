@@ -1,10 +1,12 @@
 """The KV blocks of sequences: who gets them, shares them, and loses them. No JAX.
 
 The scheduler decides *when*; this file keeps block tables, the prefix cache and the host tier in
-agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`.
+agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`, or its
+end, by `join`.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 
 from shiftjax.control.blocks import BlockAllocator, block_tokens, extend_hashes, root_hash
 from shiftjax.control.request import Sequence
@@ -30,6 +32,7 @@ class BlockTables:
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self._model = model
+        self._forks: dict[Sequence, list[list[int]]] = {}  # blocks that paths in flight have alone
 
     @property
     def block_size(self) -> int:
@@ -65,6 +68,25 @@ class BlockTables:
         sequence.block_table.append(self.device.allocate())
         return True
 
+    def fork(self, sequence: Sequence, begin: int, num_blocks: int) -> list[int]:
+        """A second table of `num_blocks`, with fresh blocks from number `begin` on, until `join`.
+
+        As many blocks must be free.
+        """
+        blocks = [self.device.allocate() for _ in range(begin, num_blocks)]
+        self._forks.setdefault(sequence, []).append(blocks)
+        return sequence.block_table[:begin] + blocks
+
+    def join(self, sequence: Sequence, table: list[int]) -> None:
+        """Keep `table`, the sequence's or one of its forks', and release what the others had."""
+        for blocks in self._forks.pop(sequence, ()):
+            begin = len(table) - len(blocks)
+            if table[begin:] != blocks:
+                self.device.release(blocks)
+            else:
+                self.device.release(sequence.block_table[begin:])
+                sequence.block_table = table
+
     def release(self, sequence: Sequence) -> None:
         """Take every block from a sequence, on the device and on the host.
 
@@ -72,6 +94,7 @@ class BlockTables:
         same: the device runs steps in order, so the next owner's step writes after it. Blocks in
         the index are never written again: they are full and computed.
         """
+        self.join(sequence, sequence.block_table)
         self.device.release(sequence.block_table)
         sequence.block_table = []
         if self.host is not None:
@@ -112,6 +135,7 @@ class BlockTables:
         for sequence in sequences:
             sequence.block_table, sequence.host_block_table = [], []
             sequence.num_computed_tokens = sequence.num_verified_tokens = 0
+        self._forks.clear()
         self.device.reset()
         if self.host is not None:
             self.host.reset()
@@ -119,7 +143,8 @@ class BlockTables:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Conservation in both tiers, see `BlockAllocator.check`."""
         sequences = list(sequences)
-        self.device.check([sequence.block_table for sequence in sequences])
+        forks = chain.from_iterable(self._forks.values())
+        self.device.check([*(sequence.block_table for sequence in sequences), *forks])
         if self.host is not None:
             self.host.check([sequence.host_block_table for sequence in sequences])
 

@@ -125,6 +125,8 @@ class EchoRunner:
             self._host[host_block] = self._pool[block]
         for block, host_block in plan.restores:
             self._pool[block] = self._host[host_block]
+        for block, copy in plan.copies:
+            self._pool[copy] = self._pool[block]
         contexts = [self._context(item, previous) for item in plan.scheduled]
         for item, context in zip(plan.scheduled, contexts, strict=True):
             self._compare(item, context[: item.start])  # what earlier steps have left behind
@@ -132,7 +134,7 @@ class EchoRunner:
         for item, context in zip(plan.scheduled, contexts, strict=True):
             for position in range(item.start, len(context)):
                 block, offset = divmod(position, self.block_size)
-                slot = (item.sequence.block_table[block], offset)
+                slot = (item.block_table[block], offset)
                 assert slot[0] != 0, "the null block belongs to nobody"
                 assert slot not in written, f"slot {slot} is written twice in one step"
                 written.add(slot)
@@ -142,7 +144,7 @@ class EchoRunner:
 
     def _compare(self, item: ScheduledSequence, context: list[int]) -> None:
         """Raise `AssertionError` unless the block table leads to this context."""
-        seen = self._pool[item.sequence.block_table].reshape(-1)[: len(context)].tolist()
+        seen = self._pool[item.block_table].reshape(-1)[: len(context)].tolist()
         assert seen == context, f"{item.sequence.order}: finds {seen}, computes {context}"
 
     def _context(self, item: ScheduledSequence, previous: list[int]) -> list[int]:

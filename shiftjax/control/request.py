@@ -213,6 +213,12 @@ class ScheduledSequence:
     previous_row: int
     draft: Draft | None = None
     masks: list[np.ndarray] | None = None
+    path_table: list[int] | None = None  # of a further path of the sequence, see `control/paths.py`
+
+    @property
+    def block_table(self) -> list[int]:
+        """The blocks that hold its keys and values."""
+        return self.sequence.block_table if self.path_table is None else self.path_table
 
     @property
     def draft_ids(self) -> list[int]:
@@ -231,7 +237,8 @@ class StepPlan:
     """What one step computes: `num_decodes` sequences of one token and one row, drafts, chunks.
 
     The runner first copies every `(device_block, host_block)` of `offloads` to the host, then
-    those of `restores` to the device, then computes.
+    those of `restores` to the device, then every `(block, new block)` of `copies` on the device,
+    then computes.
     """
 
     scheduled: list[ScheduledSequence]
@@ -241,8 +248,9 @@ class StepPlan:
     offloads: list[tuple[int, int]]
     restores: list[tuple[int, int]]
     step_id: int
-    num_drafts: int = 0  # sequences with drafts; they come after the decodes
+    num_drafts: int = 0  # items with drafts; they come after the decodes
     num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class StepOutput(NamedTuple):

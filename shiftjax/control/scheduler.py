@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from shiftjax.control.block_tables import BlockTables
+from shiftjax.control.paths import place_drafts, settle
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import (
     Event,
@@ -190,17 +191,11 @@ class Scheduler:
 
         A draft takes no block that an admission would have to leave free.
         """
-        device = self.tables.device
-        builder.blocks_left = max(0, device.num_free_blocks - self._watermark)
+        builder.blocks_left = max(0, self.tables.device.num_free_blocks - self._watermark)
+        builder.seqs_left = self._max_num_seqs - len(builder.decodes) - len(builder.chunks)
         drafts = speculation.propose(builder, num_queued + len(self.waiting), last_mode)
         builder.num_guesses = speculation.num_guesses
-        for item, draft in drafts:
-            if (cut := speculation.cut(item, draft)) is None:
-                continue
-            sequence, num_tokens = item.sequence, 1 + len(cut.tokens)
-            while len(sequence.block_table) < device.blocks_for(item.start + num_tokens):
-                self.tables.grow(sequence)
-            builder.extend(item, cut)
+        place_drafts(drafts, builder, self.tables, speculation.cut)
 
     @property
     def _watermark(self) -> int:
@@ -282,19 +277,23 @@ class Scheduler:
         """Enter the results of a step: new tokens, full blocks, ends. In the order of the steps.
 
         A sequence that has ended since the step was scheduled is passed over. Rows of a draft
-        after the first token that the step does not sample itself count for nothing.
+        after the first token that the step does not sample itself count for nothing, nor do those
+        of a path that agrees less than another.
         """
         check_output(plan, output)
         label, caches = mode.label, self.config.prefix_caching
         block_size = self.config.block_size
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
+        losers = settle(plan, tokens, self.tables)
+        for item, sampled in losers.items():
+            self._verify(item, sampled)
         events: list[Event] = []
         next_row = 0
         guesses = output.guesses or [None] * len(plan.scheduled)
         for item, guess in zip(plan.scheduled, guesses, strict=True):
             sequence, first_row = item.sequence, next_row
             next_row += item.num_rows
-            if sequence.status is Status.FINISHED:
+            if sequence.status is Status.FINISHED or item in losers:
                 continue
             sequence.steps_by_mode[label] = sequence.steps_by_mode.get(label, 0) + 1
             if not item.num_rows:

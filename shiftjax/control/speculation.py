@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from shiftjax.control.paths import Name, choose_rows, further_paths
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.policy import Policy, ThresholdPolicy, work_of_items
 from shiftjax.control.request import FinishReason, ScheduledSequence, Sequence
@@ -219,8 +220,10 @@ class Speculation:
         begin = self._clock()
         seconds = self._prices.seconds(builder, num_waiting, last_mode, self._overlap)
         offers = self._offers(builder, seconds)
-        lengths = self._choose(builder, offers, seconds) if offers else {}
-        chosen = [(i, draft.first(lengths[i])) for i, draft in offers.items() if i in lengths]
+        paths = further_paths(builder, offers, self._drafting.options.draft_paths)
+        rows = self._choose(builder, offers, paths, seconds) if offers else {}
+        chosen = [(i, draft.first(rows[i])) for i, draft in offers.items() if i in rows]
+        chosen += [(n[0], path.first(rows[n] - 1)) for n, path in paths.items() if n in rows]
         self._num_declined = self._num_live if offers and not chosen else 0
         self._take_turn(bool(chosen), bool(builder.decodes))
         spent = self._clock() - begin
@@ -259,22 +262,27 @@ class Speculation:
         self,
         builder: PlanBuilder,
         offers: dict[ScheduledSequence, Draft],
+        paths: dict[Name, Draft],
         seconds: Callable[[int], float] | None,
     ) -> dict[Hashable, int]:
-        """The lengths that pay; those of length 0 are left out."""
+        """Rows that pay, one a token and one more a further path; those of 0 are left out."""
         items = builder.decodes + builder.chunks
         num_tokens = _num_tokens(builder)
         # Up to `max_rows` tokens a bucket has a row for each, beyond that as many as sequences.
         rows_left = max(self._max_rows - num_tokens, builder.rows_left)
         room = Room(num_tokens, builder.tokens_left, rows_left, self._prices.buckets)
-        return choose(
-            self._drafting.options,
-            [(item, draft.survivals) for item, draft in offers.items()],
-            room,
-            num_running=len(items),
-            most_tokens=self._prices.threshold,
-            seconds=seconds,
-            drafting_seconds=self._host_seconds,
+        first = [(item, draft.survivals) for item, draft in offers.items()]
+        return choose_rows(
+            paths,
+            lambda further: choose(
+                self._drafting.options,
+                first + further,
+                room,
+                num_running=len(items),
+                most_tokens=self._prices.threshold,
+                seconds=seconds,
+                drafting_seconds=self._host_seconds,
+            ),
         )
 
     def cut(self, item: ScheduledSequence, draft: Draft) -> Draft | None:

@@ -38,7 +38,8 @@ def define_steps(deployment: Deployment, devices: Sequence[Device]) -> list[Step
     weights = ModeWeights(define(layout.model, layout, dtype), layout, deployment.weights)
     max_rows = max(bucket.rows for bucket in deployment.buckets)
     meshes = [group_mesh(devices, grid, group) for group in grid.groups(layout.sp)]
-    return [StepDef(weights, mesh, max_rows, attention) for mesh in meshes]
+    has_paths = deployment.drafts.draft_paths > 1
+    return [StepDef(weights, mesh, max_rows, attention, has_paths) for mesh in meshes]
 
 
 def place(

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from shiftjax.device.mesh import named, pool_spec
-from shiftjax.models.attention import LayerPool, pool_shape
+from shiftjax.models.attention import Blocks, LayerPool, pool_shape
 from shiftjax.parallel.layout import Layout
 
 
@@ -43,3 +44,22 @@ def abstract_pools(
     shape = pool_shape(num_blocks, kv_heads, block_size, layout.model.head_dim)
     pool = jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, pool_spec()))
     return [(pool, pool) for _ in range(layout.model.num_layers)]
+
+
+def copy_blocks(pools: list[LayerPool], copies: Int[Array, "copies 2"]) -> list[LayerPool]:
+    """Copy the contents of blocks to new blocks, `(block, new block)`, in all layers.
+
+    Pairs with the null block are padding and come last. As many turns of a loop as there are
+    copies: a step without any pays for none, and the pools stay where they are.
+    """
+
+    def copy(i: Int[Array, ""], pools: list[LayerPool]) -> list[LayerPool]:
+        old, new = copies[i, 0], copies[i, 1]
+        return [(_copy(k, old, new), _copy(v, old, new)) for k, v in pools]
+
+    return jax.lax.fori_loop(0, jnp.count_nonzero(copies[:, 1]), copy, pools)
+
+
+def _copy(blocks: Blocks, old: Int[Array, ""], new: Int[Array, ""]) -> Blocks:
+    block = jax.lax.dynamic_index_in_dim(blocks, old)
+    return jax.lax.dynamic_update_index_in_dim(blocks, block, new, 0)

@@ -105,8 +105,10 @@ def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Pack
     scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
     empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
     key = np.zeros(2, np.uint32)
-    model = step.layout.model
-    inputs = step_inputs(empty, bucket, pool, step.attention, scalars, key, model=model)
+    model, paths = step.layout.model, step.has_paths
+    inputs = step_inputs(
+        empty, bucket, pool, step.attention, scalars, key, model=model, has_paths=paths
+    )
     return Packing.of(inputs), tables
 
 

@@ -102,6 +102,7 @@ class DeviceRunner:
             rows.scalars,
             self._key,
             model=model,
+            has_paths=self.step.has_paths,
         )
         flat = jax.device_put(program.packing.pack(inputs), self._replicated)
         tables = self._place(program.tables, rows.tables)

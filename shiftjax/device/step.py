@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from shiftjax.device.mesh import mesh_of, named, pool_spec, replicated_spec, rows_spec
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
+from shiftjax.device.pool import copy_blocks
 from shiftjax.device.sampling import sample
 from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
@@ -46,6 +47,7 @@ class StepInputs(NamedTuple):
     attention: AttentionMetadata
     late: RowMetadata | None  # of models with layers that compute logit rows alone
     guessing: "GuessInputs | None"  # of models with a speculator
+    copies: Int[Any, "seqs 2"] | None  # block, new block; None: sequences have one path
     sampling: dict[str, Any]  # the per-row scalars of SamplingInputs, less pending_ids
     key: UInt32[Any, " 2"]
 
@@ -114,6 +116,7 @@ class StepDef:
     mesh: Mesh  # of the group, in base mode
     max_rows: int
     attention: AttentionBackend
+    has_paths: bool = False  # drafts of a sequence may be several
 
     @property
     def model(self) -> ModelDef:
@@ -176,6 +179,8 @@ class StepDef:
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         rope = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(rope, inputs.attention, self.attention, parallel)
+        if inputs.copies is not None:
+            pools = copy_blocks(pools, inputs.copies)
         hidden, pools = model(parallel.local_tokens(ids), pools, context)
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = model.take_rows(hidden[-1], rows, pools, context)

@@ -21,6 +21,7 @@ class Draft(NamedTuple):
     survivals: list[float]  # [tokens] learned probability that it and all before it are kept; falls
     drafter: str  # suffix, ngram, prediction, grammar or model
     keys: Claims  # what the outcome is learned under
+    others: tuple["Draft", ...] = ()  # further paths: drafts with other first tokens
 
     def first(self, most: int) -> "Draft":
         """The beginning of it, `most` tokens at most."""
@@ -55,6 +56,13 @@ class DraftOptions:
         "auto",
         "how many guesses: what a step pads anyway (fill), what pays by the cost model (cost), or "
         "as many as there are (fixed); auto: cost where the machine is known, else fill",
+    )
+    draft_paths: int = option(
+        1,
+        "guesses for a sequence in a step that differ from the first token on; each but the first "
+        "counts as a sequence of the step",
+        low=1,
+        high=4,
     )
     max_draft_rows: int | None = option(
         None,

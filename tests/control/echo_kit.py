@@ -76,7 +76,13 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert len(plan.scheduled) <= config.max_num_seqs
     may_be_all_rows = plan.num_drafts and plan.num_tokens <= config.max_rows
     assert plan.num_rows <= (config.max_rows if may_be_all_rows else config.max_num_seqs)
-    assert len({id(item.sequence) for item in plan.scheduled}) == len(plan.scheduled)
+    first = {item.sequence: item for item in plan.scheduled if item.path_table is None}
+    paths = [item for item in plan.scheduled if item.path_table is not None]
+    assert len(first) + len(paths) == len(plan.scheduled)
+    for item in paths:
+        assert item.start == first[item.sequence].start
+        assert item.draft_ids[0] != first[item.sequence].draft_ids[0]
+    assert plan.num_drafts == sum(item.draft is not None for item in plan.scheduled)
     for number, item in enumerate(plan.scheduled):
         assert 0 <= item.num_rows <= item.num_tokens > 0
         if number < plan.num_decodes:
