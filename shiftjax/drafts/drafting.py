@@ -10,7 +10,7 @@ from shiftjax.drafts.acceptance import Acceptance, Record
 from shiftjax.drafts.corpora import Corpora
 from shiftjax.drafts.draft import Claims, Draft, DraftOptions
 from shiftjax.drafts.history import History, Place, Text
-from shiftjax.drafts.search import Guess, follow, make_search
+from shiftjax.drafts.search import Guess, Lookup, follow, make_search
 from shiftjax.drafts.sorted_index import SortedIndex
 
 INLINE_TOKENS = 1000  # a text up to this long is indexed at once (0.2 ms), a longer one elsewhere
@@ -146,25 +146,23 @@ class Drafting:
         """The draft of the largest expectation, at most `most` tokens long; None: there is none.
 
         Copied from what the request has said itself, from its prediction or from its corpus, or
-        guessed by a model.
+        guessed by a model. With `draft_paths` the next most frequent continuations at the place
+        that it is copied from are its `others`.
         """
         sequence = self._sequences[name]
         most = min(most, self.options.max_draft_tokens)
         if most < 1:
             return None
         tail = sequence.text.tokens[-self._search.max_match :]
-        drafter = "ngram" if self.options.speculation == "ngram" else "suffix"
         drafts = []
         if self.options.copies:
-            guess = self._search.guess(tail, sequence.lookup, most)
-            drafts.append(self._rated(sequence, guess, drafter, "own"))
+            drafts += self._copied(sequence, tail, sequence.lookup, most, "own")
         if sequence.prediction is not None:
             guess = self._predicted(sequence, tail, most)
             drafts.append(self._rated(sequence, guess, "prediction", "prediction"))
         corpus = self._corpora.get(sequence.corpus)
         if corpus is not None:
-            guess = self._search.guess(tail, corpus.places, most)
-            drafts.append(self._rated(sequence, guess, drafter, "corpus"))
+            drafts += self._copied(sequence, tail, corpus.places, most, "corpus")
         if sequence.guess is not None:
             tokens, claims = sequence.guess
             guess = Guess(tokens[:most], claims[:most], 0)
@@ -236,6 +234,15 @@ class Drafting:
             match = self._search.max_match
             return Guess(*follow([(prediction.tokens, done)], most), match)
         return self._search.guess(tail, prediction.lookup, most)
+
+    def _copied(
+        self, sequence: _Sequence, tail: array[int], lookup: Lookup, most: int, source: str
+    ) -> list[Draft]:
+        """One draft with its further paths, or none."""
+        drafter = "ngram" if self.options.speculation == "ngram" else "suffix"
+        guesses = self._search.guesses(tail, lookup, most, self.options.draft_paths)
+        paths = [self._rated(sequence, guess, drafter, source) for guess in guesses]
+        return [paths[0]._replace(others=tuple(paths[1:]))] if paths else []
 
     def _rated(self, sequence: _Sequence, guess: Guess, drafter: str, source: str) -> Draft:
         claims = Claims(source, guess.match, guess.claims)
