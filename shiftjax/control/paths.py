@@ -34,6 +34,8 @@ def further_paths(
     First paths come first: further ones share the blocks that those leave, in the order of the
     offers, and the places that the step has for sequences.
     """
+    if most == 1:
+        return {}
     size, blocks_left, seqs_left = builder.block_size, builder.blocks_left, builder.seqs_left
     for item, draft in offers.items():
         held = len(item.sequence.block_table) * size

@@ -1,5 +1,7 @@
 """Drafts of several paths: the one that agrees stays with its blocks, and no token changes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from echo_kit import (
@@ -43,7 +45,7 @@ class Forked(Guesses):
 
     def draft(self, name, most):
         paths = []
-        for number in range(self.options.draft_paths):
+        for number in range(len(self.claims)):
             shift = number - self.right[self.count % len(self.right)]
             length = self.lengths[(self.count + number) % len(self.lengths)]
             guesses, last = [], name.token_ids[-1]
@@ -195,6 +197,16 @@ def test_a_path_is_offered_where_it_beats_the_rest_of_the_first(bucket, num_toke
     engine.step(1.0)
     plan = next(plan for plan in runner_of(engine).plans if plan.num_drafts)
     assert [item.num_tokens for item in plan.scheduled] == num_tokens
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_paths_are_taken_than_the_setting_says(most):
+    """A step is built for copies of blocks only where there may be further paths."""
+    guesses = Forked(4, [0], [3])
+    guesses.options = replace(guesses.options, draft_paths=most)
+    engine = let_draft(make_engine(max_draft_rows=24), guesses)
+    generate(engine, make_request("a", [1, 2], seed=3, max_tokens=9, ignore_eos=True))
+    assert max(num_paths_of(engine)) == most - 1
 
 
 def test_first_drafts_come_before_second_paths():
