@@ -18,6 +18,8 @@ from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
 NUM_PATHS = 3
+SWIFTKV = {"model_type": "llama_swiftkv", "num_hidden_layers": 2, "num_key_value_layers": 1}
+DEPLOYMENTS = {"sp2tp2": ({}, 2, 2), "swiftkv": (SWIFTKV, 1, 1)}
 FEW_BLOCKS = 60  # prompts do not all run together, and paths find room
 
 
@@ -48,11 +50,12 @@ class Forked(Drafting):
         return paths[0]._replace(others=tuple(paths[1:]))
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 2)], ids=lambda mesh: f"sp{mesh[0]}tp{mesh[1]}")
+@pytest.fixture(scope="module", params=DEPLOYMENTS)
 def built(request):
-    directory, config, tensors = checkpoint()
+    overrides, sp, tp = DEPLOYMENTS[request.param]
+    directory, config, tensors = checkpoint(**overrides)
     options = {"speculation": "suffix", "draft_paths": NUM_PATHS, "max_draft_rows": 24}
-    made = make(directory, *request.param, num_blocks=FEW_BLOCKS, token_buckets=[32], **options)
+    made = make(directory, sp, tp, num_blocks=FEW_BLOCKS, token_buckets=[32], **options)
     (runner,) = made.runners
     for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
         runner.compiled(program, mode)  # a random policy chooses any
