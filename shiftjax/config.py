@@ -57,6 +57,9 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's", low=1, high=1 << 24
     )
+    task: Literal["auto", "generate", "embed"] = option(
+        "auto", "what the model is for; auto: encoders embed texts, all others generate them"
+    )
     seed: int = option(
         0, "seed of requests that bring none, and of random weights", low=0, high=2**32 - 1
     )

@@ -1,4 +1,4 @@
-"""The Python API of encoders: `Embedder` turns texts into embeddings."""
+"""The Python API of embeddings: `Embedder` turns texts into them."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from shiftjax.build import use_compile_cache
 from shiftjax.config import EngineConfig
 from shiftjax.control.embed import EmbedEngine, Text
 from shiftjax.control.embed_settings import (
-    check_encoder,
+    check_embedding,
     embed_dtype,
     embed_shape,
     num_devices_of,
@@ -37,9 +37,11 @@ CHUNK = 1024  # texts that are tokenized at a time; a step or more is in flight 
 
 
 class Embedder:
-    """An encoder, loaded and compiled, that embeds texts.
+    """A model, loaded and compiled, that embeds texts: an encoder, or a decoder.
 
-    Keyword arguments are the settings of `shiftjax.config` that an encoder has: the model, its
+    Of a decoder an embedding is what its files say, else the last token's hidden state after the
+    final norm, scaled to length 1. Keyword arguments are the settings of `shiftjax.config` that
+    embedding has a use for: the model, its
     devices, the budgets of a step and the compilation cache. Every device holds the whole model;
     `dp * sp * tp`, or `devices`, says how many share the rows of a step (default: all there are).
 
@@ -47,7 +49,7 @@ class Embedder:
         embedder.embed(["What is a mode?", "How a step splits its tokens."]).shape  # (2, 384)
 
     Raises:
-        ConfigError: settings that cannot be used, or a model that is no encoder.
+        ConfigError: settings that cannot be used, or a model that cannot embed.
         CheckpointError, TokenizerError: the model cannot be found or read.
     """
 
@@ -174,15 +176,20 @@ def _start_runner(
     """
     use_compile_cache(config)
     model, memory = source.config, measure(jax.devices())
-    check_encoder(config, model, memory)
+    check_embedding(config, model, memory)
     check_complete(source)
     devices = jax.devices()[: num_devices_of(config, memory.num_devices)]
     mesh, layout = rows_mesh(devices), Layout(model, 1, 1)
     defined = define(model, layout, DTYPES[embed_dtype(config)])
     leaves = load(defined, layout, mesh, source, progress)
+    by_name = {weight.name: leaf for weight, leaf in zip(defined.declared, leaves, strict=True)}
+    leaves = [
+        leaf if w.tied_to is None else by_name[w.tied_to]
+        for w, leaf in zip(defined.declared, leaves, strict=True)
+    ]
     shape = embed_shape(config, model, pooling.max_length, len(devices))
     step = EmbedStep(defined, mesh, pooling)
-    return EmbedDeviceRunner(step, cast(tuple[jax.Array, ...], leaves), shape, progress)
+    return EmbedDeviceRunner(step, cast(list[jax.Array], leaves), shape, progress)
 
 
 def as_inputs(texts: Input | Sequence[Input]) -> list[Input]:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engines import checkpoint
 from hlo import collectives
+from oracle import numpy_llama
 
 from shiftjax import LLM, Embedder
 from shiftjax.control.errors import RequestError
@@ -103,11 +105,38 @@ def test_a_text_that_cannot_be_embedded_is_named_and_leaves_nothing_behind(tiny,
     assert not tiny._engine.has_work()
 
 
+VARIANTS = {
+    "llama": {},
+    "window": {"model_type": "mistral", "sliding_window": 7},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_decoder_embeds_by_its_last_token(variant):
+    """Whatever shares its row; the hidden state is the oracle's, on several devices."""
+    directory, config, tensors = checkpoint(**VARIANTS[variant])
+    options = {"devices": 2, "cache_dir": "none", "dtype": "float32", "max_model_len": 64}
+    embedder = Embedder(str(directory), max_num_batched_tokens=64, **options)
+    random = np.random.default_rng(4)
+    texts = [random.integers(3, 199, size).tolist() for size in (1, 2, 9, 20, 31, 64)]
+    found = embedder.embed(texts)
+    for text, embedding in zip(texts, found, strict=True):
+        last = numpy_llama.forward(config, tensors, text)["hidden_states"][-1][-1]
+        np.testing.assert_allclose(embedding, last / np.linalg.norm(last), atol=2e-6)
+    assert embedder.num_compiles == 0
+
+
 def test_settings_and_models_that_do_not_fit_are_refused_in_words():
     with pytest.raises(ConfigError, match="tiny-bert is an encoder: it embeds texts"):
         LLM("random:tiny-bert")
-    with pytest.raises(ConfigError, match="tiny is a decoder: it generates text"):
-        Embedder("random:tiny")
+    with pytest.raises(ConfigError, match="task = generate: tiny is asked to embed texts"):
+        Embedder("random:tiny", task="generate")
+    with pytest.raises(ConfigError, match="task = embed is of Embedder, of embed and of serve"):
+        LLM("random:tiny", task="embed")
+    directory, _, _ = checkpoint(model_type="llama_swiftkv", num_key_value_layers=1)
+    with pytest.raises(ConfigError, match="computes its last layers for output tokens only"):
+        Embedder(str(directory))
     with pytest.raises(ConfigError) as caught:
         Embedder("random:tiny-bert", block_size=32, policy="base", devices=99, max_model_len=65)
     assert [line.split(",")[0] for line in caught.value.problems] == [

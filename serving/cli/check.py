@@ -12,7 +12,7 @@ from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices, resolve
 from shiftjax.control.embed_settings import (
-    check_encoder,
+    check_embedding,
     embed_dtype,
     embed_shape,
     num_devices_of,
@@ -35,11 +35,12 @@ def make_plan(config: EngineConfig, server: ServerOptions | None = None) -> dict
     location = resolve_model(config.model.model)
     source = open_source(location, seed=config.model.seed, drafts=config.drafts)
     check_complete(source)
-    check_server(server or ServerOptions(), source.config)
+    task = task_of(config, source.config)
+    check_server(server or ServerOptions(), source.config, task)
     tokenizer = config.model.tokenizer or location.path
     vocab_size = load_tokenizer(tokenizer).vocab_size if tokenizer else None
     rows = _model_rows(source) | {"tokenizer": f"{vocab_size} tokens" if vocab_size else "none"}
-    if task_of(source.config) == "embed":
+    if task == "embed":
         pooling = read_pooling(location.directory, source.config)
         return rows | _encoder_rows(config, source.config, pooling)
     devices = jax.devices()[: config.parallel.devices]
@@ -79,7 +80,7 @@ def _device_rows(here: Devices) -> dict[str, Any]:
 def _encoder_rows(config: EngineConfig, model: ModelConfig, pooling: Pooling) -> dict[str, Any]:
     """Every device holds all of the weights, and computes rows of its own."""
     here = measure(jax.devices())
-    check_encoder(config, model, here)
+    check_embedding(config, model, here)
     num_devices = num_devices_of(config, here.num_devices)
     shape = embed_shape(config, model, pooling.max_length, num_devices)
     counts = (shape.most_rows(width) // num_devices for width in shape.widths)

@@ -25,29 +25,30 @@ def open_llm(config: EngineConfig, server: ServerOptions | None = None) -> "LLM"
     Raises StartError for want of memory, and ConfigError for settings of no use for the model.
     """
     if server is not None:
-        _check_server(config, server)
+        _check_server(config, server, "generate")
     return _opened(config, "LLM")
 
 
 def open_embedder(config: EngineConfig, server: ServerOptions | None = None) -> "Embedder":
-    """The same for an encoder."""
+    """The same for embeddings."""
     if server is not None:
-        _check_server(config, server)
+        _check_server(config, server, "embed")
     return _opened(config, "Embedder")
 
 
 def open_model(config: EngineConfig, server: ServerOptions) -> "LLM | Embedder":
-    """Open an encoder as an embedder and all else as a language model."""
+    """Open what generates as a language model and what embeds as an embedder."""
     return _opened(config, "LLM" if _check_server(config, server) == "generate" else "Embedder")
 
 
-def _check_server(config: EngineConfig, server: ServerOptions) -> Task:
-    """The model's task, from its headers. Raises ConfigError for settings of another task."""
+def _check_server(config: EngineConfig, server: ServerOptions, task: Task | None = None) -> Task:
+    """The task, by default the model's own. Raises ConfigError for settings of another one."""
     from shiftjax.weights.resolve import open_source, resolve_model
 
     model = open_source(resolve_model(config.model.model)).config
-    check_server(server, model)
-    return task_of(model)
+    task = task or task_of(config, model)
+    check_server(server, model, task)
+    return task
 
 
 def _opened(config: EngineConfig, name: str) -> Any:

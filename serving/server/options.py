@@ -93,9 +93,9 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
 )
 
 
-def check_server(options: ServerOptions, model: ModelConfig) -> None:
-    """Raise ConfigError for settings that are of no use for this model."""
-    problems = idle_settings(asdict(options), SERVER_SETTINGS, SERVER_TASKS, model)
+def check_server(options: ServerOptions, model: ModelConfig, task: Task) -> None:
+    """Raise ConfigError for settings that are of no use for this model and task."""
+    problems = idle_settings(asdict(options), SERVER_SETTINGS, SERVER_TASKS, model, task)
     longest = max(options.matryoshka_dimensions or (0,))
     if not problems and longest > model.hidden_size:
         words = f"is beyond the {model.hidden_size} of {model.name}'s embeddings"

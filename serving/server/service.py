@@ -146,7 +146,9 @@ class Service:
         """The model and its engine. Raises `ServeError` for an encoder, too."""
         model, engine = self.running()
         if isinstance(engine, AsyncEmbedder):
-            message = f"{model.name} is an encoder: it embeds texts (/v1/embeddings, /v1/rerank)."
+            message = (
+                f"{model.name} embeds texts (/v1/embeddings, /v1/rerank), and generates none here."
+            )
             raise ServeError("invalid", message, param="model", code="wrong_task")
         return model, engine
 
@@ -154,7 +156,7 @@ class Service:
         """The encoder and what runs it. Raises `ServeError` for a decoder, too."""
         model, engine = self.running()
         if not isinstance(engine, AsyncEmbedder):
-            message = f"{model.name} is a decoder: it generates text, and has no embeddings."
+            message = f"{model.name} generates text; a server with --task embed embeds with it."
             raise ServeError("invalid", message, param="model", code="wrong_task")
         return model, engine
 

@@ -244,6 +244,8 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
         problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
     if model.encoder is not None:
         problems.append(f"{model.name} is an encoder: it embeds texts, and generates none")
+    if config.model.task == "embed":
+        problems.append("task = embed is of Embedder, of embed and of serve")
     if model.experts is not None:
         problems.append(f"{model.name} has experts: it can be planned for, but not loaded")
     if used > num_devices:

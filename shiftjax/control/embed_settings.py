@@ -9,6 +9,7 @@ from shiftjax.control.embed import EmbedShape
 from shiftjax.control.tasks import ENGINE_TASKS, idle_settings
 from shiftjax.options import ConfigError
 
+DECODER_WIDTH = 512
 LEAST_WIDTH = 128  # tokens of a row: attention within it is 6% of the work (hidden size 384)
 
 
@@ -31,12 +32,16 @@ def num_devices_of(config: EngineConfig, num_present: int) -> int:
     return num_present
 
 
-def check_encoder(config: EngineConfig, model: ModelConfig, devices: Devices) -> None:
-    """Raise ConfigError for a model that is no encoder or is too large, and for idle settings."""
-    if model.encoder is None:
-        words = "is a decoder: it generates text, and embeds none; minilm-l6 is an encoder"
-        raise ConfigError([f"{model.name} {words}"])
-    problems = idle_settings(config.flat(), SETTINGS, ENGINE_TASKS, model)
+def check_embedding(config: EngineConfig, model: ModelConfig, devices: Devices) -> None:
+    """Raise ConfigError for a model that cannot embed or is too large, and for idle settings."""
+    problems = idle_settings(config.flat(), SETTINGS, ENGINE_TASKS, model, "embed")
+    if config.model.task == "generate":
+        problems.append(f"task = generate: {model.name} is asked to embed texts")
+    if model.experts is not None:
+        problems.append(f"{model.name} has experts: it can be planned for, but not loaded")
+    if model.num_late_layers:
+        words = "computes its last layers for output tokens only: it embeds no texts"
+        problems.append(f"{model.name} {words}")
     wanted, limit = config.model.max_model_len, model.max_position_embeddings
     if wanted is not None and wanted > limit:
         problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
@@ -59,10 +64,14 @@ def embed_shape(
 ) -> EmbedShape:
     """The sizes of steps: widths doubling up to the longest text, rows up to the budget.
 
-    `max_num_batched_tokens` and `max_num_seqs` are those of a device. Raises ConfigError where
-    the budget holds no row of the longest text.
+    Unless `max_model_len` says more, a decoder's texts have `DECODER_WIDTH` tokens at most: scores
+    inside of a row grow with its square. `max_num_batched_tokens` and `max_num_seqs` are those of
+    a device. Raises ConfigError where the budget holds no row of the longest text.
     """
-    longest = min(max_length, config.model.max_model_len or max_length)
+    longest = config.model.max_model_len or max_length
+    if model.encoder is None and config.model.max_model_len is None:
+        longest = DECODER_WIDTH
+    longest = min(longest, max_length)
     widths = [LEAST_WIDTH]
     while widths[-1] < longest:
         widths.append(2 * widths[-1])

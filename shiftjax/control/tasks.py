@@ -5,15 +5,26 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.config import SETTINGS
-from shiftjax.options import Setting, shown
+from shiftjax.config import SETTINGS, EngineConfig
+from shiftjax.options import ConfigError, Setting, shown
 
 Task = Literal["generate", "embed"]
 
-_KINDS: Mapping[Task, str] = MappingProxyType({"generate": "a decoder", "embed": "an encoder"})
+_DOES: Mapping[Task, str] = MappingProxyType(
+    {"generate": "generates text", "embed": "embeds texts"}
+)
 _OF_BOTH = frozenset(
     (
-        *("model", "tokenizer", "dtype", "max_model_len", "seed", "cache_dir", "memory_fraction"),
+        *(
+            "model",
+            "task",
+            "tokenizer",
+            "dtype",
+            "max_model_len",
+            "seed",
+            "cache_dir",
+            "memory_fraction",
+        ),
         *("sp", "tp", "pp", "dp", "devices", "max_num_seqs", "max_num_batched_tokens"),
     )
 )
@@ -23,9 +34,17 @@ ENGINE_TASKS: Mapping[str, Task] = MappingProxyType(
 )
 
 
-def task_of(model: ModelConfig) -> Task:
-    """Encoders embed, and all others generate."""
-    return "generate" if model.encoder is None else "embed"
+def task_of(config: EngineConfig, model: ModelConfig) -> Task:
+    """What is asked for; if nothing is, encoders embed, and all others generate.
+
+    Raises ConfigError for an encoder that shall generate.
+    """
+    wanted = config.model.task
+    if model.encoder is None:
+        return "generate" if wanted == "auto" else wanted
+    if wanted == "generate":
+        raise ConfigError([f"{model.name} is an encoder: it embeds texts, and generates none"])
+    return "embed"
 
 
 def idle_settings(
@@ -33,11 +52,11 @@ def idle_settings(
     settings: Mapping[str, Setting],
     tasks: Mapping[str, Task],
     model: ModelConfig,
+    task: Task,
 ) -> list[str]:
     """A line for each value that is not its setting's default, though of another task alone."""
-    task = task_of(model)
     return [
-        f"{name} = {shown(value)} has no meaning for {model.name}, {_KINDS[task]}: drop it"
+        f"{name} = {shown(value)} has no meaning for {model.name}, which {_DOES[task]}: drop it"
         for name, value in values.items()
         if tasks.get(name, task) != task and value != settings[name].default
     ]

@@ -1,4 +1,4 @@
-"""The step of an encoder: rows of packed texts in, an embedding of each text out.
+"""The step that embeds: rows of packed texts in, an embedding of each text out.
 
     step(weights, packed) -> embeddings
 
@@ -24,6 +24,8 @@ from shiftjax.device.place import ModelDef, Progress
 from shiftjax.device.programs import COMPILE_THREADS
 from shiftjax.device.step import COMPILER_OPTIONS
 from shiftjax.models.bert import normalize, pool
+from shiftjax.models.llama import Llama
+from shiftjax.models.packed import decode_rows
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,24 @@ class EmbedStep:
         self, leaves: tuple[Array, ...], packed: Int[Array, "3 rows width"]
     ) -> Float[Array, "rows slots hidden"]:
         """Embed every text of every row, float32; slots without a text hold zeros."""
+        embed = jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(replicated_spec(), packed_spec()),
+            out_specs=embeddings_spec(),
+        )
+        return embed(leaves, packed)
+
+    def _local(
+        self, leaves: tuple[Array, ...], packed: Int[Array, "3 rows width"]
+    ) -> Float[Array, "rows slots hidden"]:
+        """One device's rows."""
         token_ids, positions, owners = packed
-        hidden = self.model.merge(leaves)(token_ids, positions, owners)[-1]
+        model = self.model.merge(leaves)
+        if isinstance(model, Llama):
+            hidden = decode_rows(model, token_ids, positions, owners)
+        else:
+            hidden = model(token_ids, positions, owners)[-1]
         slots = slots_of(packed.shape[2])
         pooled = pool(hidden, positions, owners, slots, self.pooling.kind)
         return normalize(pooled) if self.pooling.normalize else pooled

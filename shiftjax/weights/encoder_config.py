@@ -99,13 +99,17 @@ def read_pooling(directory: Path | None, config: ModelConfig) -> Pooling:
     """How a directory of sentence-transformers says that texts become embeddings.
 
     Without its files (`modules.json` and what that names) it is the mean, not normalised, as that
-    library does it. Raises CheckpointError for modules that are not computed here.
+    library does it; of a decoder, whose first tokens have seen nothing, the last to length 1.
+    Raises CheckpointError for modules that are not computed here.
     """
     kind: PoolingKind = "mean"
     normalize = False
+    modules = _modules(directory) if directory else []
+    if config.encoder is None and not modules:
+        kind, normalize = "last", True
     if directory is None:
         return Pooling(kind, normalize, config.max_position_embeddings)
-    for module, path in _modules(directory):
+    for module, path in modules:
         name = module.rpartition(".")[2]
         if name == "Pooling":
             kind = _pooling_kind(directory / path / "config.json")

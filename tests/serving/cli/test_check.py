@@ -77,7 +77,7 @@ def test_check_of_an_encoder_refuses_what_an_embedder_refuses(capsys):
     flags = ("random:tiny-bert", "--block-size=32", "--devices=99")
     code, _, lines = run_command(capsys, "check", *flags)
     assert (code, len(lines)) == (2, 2)
-    assert "block_size = 32 has no meaning for tiny-bert, an encoder" in lines[0]
+    assert "block_size = 32 has no meaning for tiny-bert, which embeds texts" in lines[0]
 
 
 @pytest.mark.parametrize("command", [("plan",), ("mesh", "simulate", "--trace=poisson")])

@@ -70,9 +70,9 @@ def test_files_that_cannot_be_used(name, text, output, words, tmp_path, capsys):
     assert words in err[0]
 
 
-def test_a_decoder_embeds_nothing(tmp_path, capsys):
+def test_a_decoder_that_shall_generate_embeds_nothing(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("a")
     files = str(tmp_path / "a.txt"), str(tmp_path / "b.npy")
-    code, _, err = run_command(capsys, "embed", *files, "--model=random:tiny")
+    code, _, err = run_command(capsys, "embed", *files, "--model=random:tiny", "--task", "generate")
     assert code == 2
-    assert "tiny is a decoder: it generates text" in err[0]
+    assert "task = generate: tiny is asked to embed texts" in err[0]

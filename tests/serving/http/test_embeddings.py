@@ -211,7 +211,7 @@ def test_an_encoder_generates_nothing_and_a_decoder_embeds_nothing(client, stub)
     assert stub.GetModel(pb.GetModelRequest()).task == "embed"
     completion = client.post("/v1/completions", json={"prompt": "a"})
     is_error(completion, 400, "model")
-    assert "encoder is an encoder: it embeds texts" in completion.json()["error"]["message"]
+    assert "encoder embeds texts (/v1/embeddings" in completion.json()["error"]["message"]
     is_error(client.post("/v1/chat/completions", json={"messages": USER}), 400, "model")
     assert client.post("/tokenize", json={"prompt": "ab"}).json()["max_model_len"] == MOST
 

@@ -14,5 +14,5 @@ from kit import is_error
 def test_it_has_none(client, path, body):
     answer = client.post(path, json=body)
     is_error(answer, 400, "model")
-    assert "echo is a decoder" in answer.json()["error"]["message"]
+    assert "echo generates text; a server with --task embed" in answer.json()["error"]["message"]
     assert {model["task"] for model in client.get("/v1/models").json()["data"]} == {"generate"}

@@ -13,6 +13,7 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.options import ConfigError
 
 DECODER, ENCODER = PRESETS["tiny"], PRESETS["tiny-bert"]
+TASKS = {DECODER: "generate", ENCODER: "embed"}
 OTHERS = {
     "max_logprobs": 3,
     "grammar_timeout": 5.0,
@@ -30,36 +31,38 @@ def test_every_setting_of_one_task_is_tried_here():
 def test_a_setting_of_the_other_task_is_refused_in_a_sentence(name):
     options = ServerOptions(**{name: OTHERS[name]})
     mine, other = (DECODER, ENCODER)[:: 1 if SERVER_TASKS[name] == "generate" else -1]
-    check_server(options, mine)
+    check_server(options, mine, TASKS[mine])
     with pytest.raises(ConfigError) as caught:
-        check_server(options, other)
-    kind = "an encoder" if other is ENCODER else "a decoder"
+        check_server(options, other, TASKS[other])
+    does = "embeds texts" if other is ENCODER else "generates text"
     (problem,) = caught.value.problems
     assert problem.startswith(f"{name} = ")
-    assert problem.endswith(f" has no meaning for {other.name}, {kind}: drop it")
+    assert problem.endswith(f" has no meaning for {other.name}, which {does}: drop it")
 
 
 def test_what_is_left_alone_and_what_both_have_is_fine():
     for model in (DECODER, ENCODER):
-        check_server(ServerOptions(port=1, max_num_queued_reqs=1, stream_interval=1), model)
+        check_server(
+            ServerOptions(port=1, max_num_queued_reqs=1, stream_interval=1), model, TASKS[model]
+        )
 
 
 def test_a_length_beyond_the_embedding_is_no_length():
-    check_server(ServerOptions(matryoshka_dimensions=(16, 64)), ENCODER)
+    check_server(ServerOptions(matryoshka_dimensions=(16, 64)), ENCODER, "embed")
     with pytest.raises(ConfigError, match="dimensions = 128 is beyond the 64 of tiny-bert's"):
-        check_server(ServerOptions(matryoshka_dimensions=(16, 128)), ENCODER)
+        check_server(ServerOptions(matryoshka_dimensions=(16, 128)), ENCODER, "embed")
 
 
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [
-        ("tiny", ["--instances=2"], "instances = 2 has no meaning for tiny, a decoder"),
+        ("tiny", ["--instances=2"], "instances = 2 has no meaning for tiny, which generates text"),
         ("tiny-bert", ["--stream-interval=2"], "stream_interval = 2 has no meaning for tiny-bert"),
         ("tiny-bert", ["--speculation=ngram"], "speculation = 'ngram' has no meaning for tiny-b"),
         (
             "tiny-bert",
             ['--speculative-config={"method": "suffix"}'],
-            "speculation = 'suffix' has no meaning for tiny-bert, an encoder",
+            "speculation = 'suffix' has no meaning for tiny-bert, which embeds texts",
         ),
         ("tiny-bert", ["--policy=shift"], "policy = 'shift' has no meaning for tiny-bert"),
     ],
@@ -75,18 +78,18 @@ def test_a_server_process_ends_with_the_sentence(cache_dir):
     with serve("random:tiny", cache_dir, "--instances=2") as served:
         code, _, err = served.end()
         assert code == 2
-        assert "instances = 2 has no meaning for tiny, a decoder" in err.splitlines()[-1]
+        assert "instances = 2 has no meaning for tiny, which generates text" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("command", "model", "setting", "words"),
     [
-        ("embed", "tiny-bert", "stream_interval", "no meaning for tiny-bert, an encoder"),
-        ("generate", "tiny", "instances", "no meaning for tiny, a decoder"),
-        ("batch", "tiny", "instances", "no meaning for tiny, a decoder"),
-        ("chat", "tiny", "instances", "no meaning for tiny, a decoder"),
-        ("check", "tiny", "instances", "no meaning for tiny, a decoder"),
-        ("check", "tiny-bert", "stream_interval", "no meaning for tiny-bert, an encoder"),
+        ("embed", "tiny-bert", "stream_interval", "no meaning for tiny-bert, which embeds texts"),
+        ("generate", "tiny", "instances", "no meaning for tiny, which generates text"),
+        ("batch", "tiny", "instances", "no meaning for tiny, which generates text"),
+        ("chat", "tiny", "instances", "no meaning for tiny, which generates text"),
+        ("check", "tiny", "instances", "no meaning for tiny, which generates text"),
+        ("check", "tiny-bert", "stream_interval", "no meaning for tiny-bert, which embeds texts"),
     ],
 )
 def test_a_file_that_no_server_could_use_is_of_no_use_to_a_command(

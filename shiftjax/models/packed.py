@@ -1,0 +1,69 @@
+"""Decoders over rows that hold several whole texts each, as encoders have them (`bert.py`).
+
+The forward pass is the decoder's own (`llama.py`). Instead of a paged cache its layers get
+attention inside of the rows: a token sees those of its own text up to itself, and the keys and
+values of a layer are what the step has just computed, one block a token.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from shiftjax.models.attention import AttentionMetadata, LayerPool
+from shiftjax.models.attention_backend import AttentionBackend
+from shiftjax.models.bert import PerToken
+from shiftjax.models.exchange import Parallel
+from shiftjax.models.layers import Context, rope_tables
+from shiftjax.models.llama import Llama
+from shiftjax.parallel.layout import Layout
+
+
+def decode_rows(
+    model: Llama, token_ids: PerToken, positions: PerToken, owners: PerToken
+) -> Float[Array, "rows width hidden"]:
+    """Return the hidden states after the final norm, of all tokens.
+
+    A device computes rows of its own and holds the whole model; inside of `shard_map`.
+    """
+    config, (rows, width) = model.config, owners.shape
+    layout = Layout(config, 1, 1)
+    sees = (owners[:, :, None] == owners[:, None, :]) & jnp.tri(width, dtype=bool)[None]
+    if config.sliding_window is not None:
+        distance = positions[:, :, None] - positions[:, None, :]
+        sees &= distance < config.sliding_window
+    nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
+    context = Context(
+        rope_tables(positions.reshape(-1), config),
+        nothing,
+        packed_attention(sees),
+        Parallel(layout, layout.shift),
+    )
+    hidden, _ = model(token_ids.reshape(-1), _no_pools(model, rows * width), context)
+    return model.normed(hidden[-1]).reshape(rows, width, -1)
+
+
+def packed_attention(sees: Bool[Array, "rows width width"]) -> AttentionBackend:
+    """Return attention inside of rows; `sees[r, t, u]`: token t attends to token u."""
+    rows, width, _ = sees.shape
+
+    def write(pool: LayerPool, k: jax.Array, v: jax.Array, slot_mapping: None) -> LayerPool:
+        return k[:, :, None], v[:, :, None]
+
+    def attend(q: jax.Array, pool: LayerPool, metadata: AttentionMetadata) -> jax.Array:
+        in_rows = (x.reshape(rows, width, -1, q.shape[-1]) for x in (q, *pool))
+        out = jax.nn.dot_product_attention(*in_rows, mask=sees[:, None])
+        return out.reshape(q.shape)
+
+    def unused(*_: Any) -> Any:
+        raise NotImplementedError("rows of texts have no paged cache")
+
+    return AttentionBackend("packed", unused, unused, attend, unused, write)
+
+
+def _no_pools(model: Llama, num_tokens: int) -> list[LayerPool]:
+    """What layers are given and replace unread."""
+    config, dtype = model.config, model.embed[...].dtype
+    empty = jnp.zeros((num_tokens, config.num_kv_heads, 1, config.head_dim), dtype)
+    return [(empty, empty)] * config.num_layers
