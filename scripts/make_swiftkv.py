@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,67 +25,24 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from forward_pass import (
+    SWIFTKV_NORM,
+    Params,
+    attention_of,
+    final_states,
+    head_name,
+    hidden_states,
+    read_params,
+)
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.layers import Rope, apply_rope, project_out, rms_norm, rope_tables
+from shiftjax.models.layers import project_out, rms_norm
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.huggingface import save_huggingface
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import TensorInfo, TensorSource
 
 WINDOW, BATCH = 512, 4  # tokens of a context, contexts of a pass
-NORM = "model.norm_swiftkv.weight"
-Params = Mapping[str, jax.Array]
-
-
-def attention_of(layer: int) -> str:
-    """The names of a layer's attention begin with this."""
-    return f"model.layers.{layer}.self_attn"
-
-
-def heads(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """Project `[tokens, hidden]` to `[tokens, heads, head_dim]`."""
-    return project_out(x, weight).reshape(x.shape[0], -1, config.head_dim)
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention inside of each window, `[BATCH * WINDOW, heads * head_dim]`."""
-    q, k, v = (x.reshape(BATCH, WINDOW, *x.shape[1:]) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return out.reshape(BATCH * WINDOW, -1)
-
-
-def layer_output(
-    params: Params, config: ModelConfig, layer: int, x: jax.Array, shared: jax.Array | None
-) -> jax.Array:
-    """One decoder layer; `shared`: what a late layer's keys and values are made of."""
-    at, rope, eps = attention_of(layer), rope_of_windows(config), config.rms_norm_eps
-    normed = rms_norm(x, params[f"model.layers.{layer}.input_layernorm.weight"], eps)
-    suffix, source = ("", normed) if shared is None else ("_swiftkv", shared)
-    q = apply_rope(heads(normed, params[f"{at}.q_proj{suffix}.weight"], config), rope)
-    k = apply_rope(heads(source, params[f"{at}.k_proj{suffix}.weight"], config), rope)
-    v = heads(source, params[f"{at}.v_proj{suffix}.weight"], config)
-    x = x + project_out(attend(q, k, v), params[f"{at}.o_proj.weight"])
-    mlp = f"model.layers.{layer}.mlp"
-    normed = rms_norm(x, params[f"model.layers.{layer}.post_attention_layernorm.weight"], eps)
-    gate, up = (project_out(normed, params[f"{mlp}.{n}_proj.weight"]) for n in ("gate", "up"))
-    return x + project_out(jax.nn.silu(gate) * up, params[f"{mlp}.down_proj.weight"])
-
-
-def rope_of_windows(config: ModelConfig) -> Rope:
-    """Rotary tables of BATCH windows, one after the other."""
-    return rope_tables(jnp.tile(jnp.arange(WINDOW, dtype=jnp.int32), BATCH), config)
-
-
-def hidden_states(params: Params, config: ModelConfig, ids: jax.Array) -> Iterator[jax.Array]:
-    """Yield the input of every layer, and the output of the last; `ids` [BATCH * WINDOW]."""
-    x, shared = params["model.embed_tokens.weight"][ids], None
-    for layer in range(config.num_layers):
-        yield x
-        if layer == config.num_kv_layers:
-            shared = rms_norm(x, params[NORM], config.rms_norm_eps)
-        x = layer_output(params, config, layer, x, shared)
-    yield x
 
 
 @partial(jax.jit, static_argnums=(1, 3))
@@ -114,12 +70,9 @@ def moments(
 @partial(jax.jit, static_argnums=1)
 def loss(params: Params, config: ModelConfig, ids: jax.Array) -> jax.Array:
     """Mean negative log-likelihood of every token but the first of each window."""
-    *_, last = hidden_states(params, config, ids)
-    normed = rms_norm(last, params["model.norm.weight"], config.rms_norm_eps)
-    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    logits = project_out(normed, params[f"{head}.weight"]).reshape(BATCH, WINDOW, -1)
-    wanted = ids.reshape(BATCH, WINDOW)[:, 1:, None]
-    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    logits = project_out(final_states(params, config, ids), params[head_name(config)])
+    logprobs = jax.nn.log_softmax(logits.reshape(BATCH, WINDOW, -1)[:, :-1], axis=-1)
+    wanted = ids[:, 1:, None]
     return -jnp.take_along_axis(logprobs, wanted, axis=-1).mean()
 
 
@@ -135,7 +88,7 @@ def projections(
         for i in range(depth, config.num_layers)
     ]
     tensors = dict(zip(names, np.split(solved, len(names)), strict=True))
-    return tensors | {NORM: np.ones(config.hidden_size, np.float32)}
+    return tensors | {SWIFTKV_NORM: np.ones(config.hidden_size, np.float32)}
 
 
 class SwiftKVSource:
@@ -162,19 +115,14 @@ class SwiftKVSource:
         return self._original.read(self._names[name], index)
 
 
-def read_params(source: TensorSource) -> Params:
-    """All tensors in float32."""
-    return {name: jnp.asarray(source.read(name), jnp.float32) for name in source.tensors}
-
-
 def batches(file: Path, tokenizer_path: Path, limit: int) -> list[jax.Array]:
-    """Cut a text into passes of whole windows; at most `limit` tokens."""
+    """Cut a text into passes of whole windows, `[BATCH, WINDOW]`; at most `limit` tokens."""
     ids = load_tokenizer(tokenizer_path).encode(file.read_text(), add_special_tokens=False)[:limit]
     size = BATCH * WINDOW
     count = len(ids) // size
     if not count:
         raise SystemExit(f"{file}: {len(ids)} tokens are less than one pass of {size}")
-    return list(jnp.asarray(ids[: count * size], jnp.int32).reshape(count, size))
+    return list(jnp.asarray(ids[: count * size], jnp.int32).reshape(count, BATCH, WINDOW))
 
 
 def perplexity(params: Params, config: ModelConfig, texts: list[jax.Array]) -> float:
@@ -238,7 +186,7 @@ def main() -> None:
     print("layers with KV of their own | perplexity")
     for depth, value in found.items():
         print(f"{depth:27} | {value:.2f}")
-    counts = {"train_tokens": sum(map(len, train)), "test_tokens": sum(map(len, test))}
+    counts = {"train_tokens": sum(x.size for x in train), "test_tokens": sum(x.size for x in test)}
     print(json.dumps({"perplexity": found, **counts, "cpu_seconds": time.process_time() - start}))
 
 
