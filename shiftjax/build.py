@@ -116,12 +116,14 @@ def _lane(
     costs: CostModel | None,
 ) -> Lane:
     modes, budgets, speculation = runner.step.weights.modes, deployment.budgets, None
+    speculator = deployment.layout.model.speculator
     if deployment.drafts.speculation != "none":
         speculation = Speculation(
             Drafting(deployment.drafts),
             prices_of(policy, deployment.buckets, modes, costs),
             max_rows=budgets.max_rows,
             overlap=config.scheduler.overlap,
+            num_guesses=speculator.num_predict if speculator else 0,
         )
     return Lane(Scheduler(budgets, speculation), runner, modes)
 

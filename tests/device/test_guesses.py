@@ -91,6 +91,7 @@ def built(request):
         tensors = knowing_pairs(config, expected_outputs(**overrides)[1])
     where = numpy_speculator.save(Path(tempfile.mkdtemp()), config, tensors)
     options = {"speculation": "hybrid", "draft_model": str(where), "max_draft_rows": 24}
+    options["draft_choice"] = "fill"
     made = make(directory, sp, tp, num_blocks=CROWDED, policy="cost", **options)
     (runner,) = made.runners
     for program in runner.programs:
@@ -104,6 +105,14 @@ def draft_by(built, speculation: str) -> Recorded:
     drafting = Recorded(options)
     let_draft(built[0], drafting, num_guesses=3)
     return drafting
+
+
+def test_an_engine_that_is_built_with_a_speculator_drafts_by_it(built):
+    made, _, _, overrides = built
+    prompts, expected = expected_outputs(**overrides)
+    events = run(made.engine, prompts[:2], [greedy()] * 2)
+    assert [tokens(events[i, 0]) for i in range(2)] == expected[:2]
+    assert sum(made.engine.stats().drafts.by_drafter["model"].values()) > 0
 
 
 @pytest.mark.parametrize("policy", ["random", "threshold", "cost"])
