@@ -5,14 +5,13 @@ python examples/code_edit.py [MODEL]
 
 import inspect
 import sys
-from typing import Any
 
 from shiftjax import LLM, SamplingParams
 
 
-def main(model: str = "smollm2-135m", **options: Any) -> None:
+def main(model: str = "smollm2-135m") -> None:
     """Ask for a function with another name, and say how many steps it took."""
-    llm = LLM(model, speculation="suffix", max_model_len=1024, max_num_seqs=8, **options)
+    llm = LLM(model, speculation="suffix", max_model_len=1024, max_num_seqs=8)
     code = inspect.getsource(inspect.cleandoc)
     question = f"Write this Python function again, with the name `clean`:\n{code}"
     params = SamplingParams(max_tokens=128, temperature=0)

@@ -3,7 +3,6 @@
 import runpy
 from pathlib import Path
 
-import pytest
 from embed_server import embed_server
 from kit import make_drafting_engine, running_server
 
@@ -14,16 +13,6 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 def run(name: str, *args: str, **options) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](*args, **options)
-
-
-@pytest.mark.slow
-def test_a_code_edit(capsys):
-    """Of SmolLM2, in buckets of one size, which is quick to compile."""
-    sizes = {"max_num_batched_tokens": 128, "token_buckets": [128], "devices": 1, "num_blocks": 130}
-    run("code_edit", **sizes, policy="shift", draft_choice="fill", cache_dir="none")
-    *_, last = capsys.readouterr().out.splitlines()
-    num_tokens, num_steps = (int(word) for word in last.split() if word.isdigit())
-    assert 3 * num_steps < 2 * num_tokens
 
 
 def test_a_predicted_output(capsys):
