@@ -42,7 +42,8 @@ def make_buckets(
     """Return a bucket per token count, padded so that P devices can split tokens and rows.
 
     `max_rows` are the logit rows of a step with drafts, if more than its sequences. A step of more
-    tokens than that has chunks of prompts, of which few tokens are rows.
+    tokens than that has chunks of prompts, of which few tokens are rows; large sizes up to there
+    come with rows for their sequences alone, too, for prompts beside which nobody drafts.
 
     Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU. For
     the same reason BASE never leaves a device with a single token. Where layers compute rows
@@ -62,8 +63,8 @@ def make_buckets(
         for n in sizes
     ]
     buckets = list({bucket.tokens: bucket for bucket in buckets}.values())
-    if not layout.model.num_late_layers:
-        return buckets
-    least_rows = round_up(SMALLEST_TOKENS, devices)
-    few = [one._replace(rows=least_rows) for one in buckets if one.tokens >= MANY_TOKENS]
+    large = [one for one in buckets if one.tokens >= MANY_TOKENS]
+    few = [one._replace(rows=one.seqs) for one in large]  # where nobody drafts
+    if layout.model.num_late_layers:
+        few += [one._replace(rows=round_up(SMALLEST_TOKENS, devices)) for one in large]
     return sorted({*buckets, *few})

@@ -18,8 +18,9 @@ def test_every_step_has_a_bucket(sizes, max_rows, sp, tp):
         rows = min(tokens, seqs)
         if tokens <= max_rows:
             rows = tokens
-        bucket = next(b for b in buckets if b.tokens >= tokens)
-        assert bucket.holds(tokens, rows, min(tokens, seqs)), (tokens, buckets)
+        size = next(b.tokens for b in buckets if b.tokens >= tokens)
+        bucket = next(b for b in buckets if b.holds(tokens, rows, min(tokens, seqs)))
+        assert bucket.tokens == size, (tokens, buckets)
 
 
 def test_large_steps_have_rows_for_their_sequences_only():
@@ -32,3 +33,10 @@ def test_large_steps_have_rows_for_their_sequences_only():
         (64, 8, 8),
         (128, 8, 8),
     ]
+
+
+def test_large_steps_without_drafts_have_rows_for_their_sequences_only():
+    layout = Layout(PRESETS["tiny"], 1, 1)
+    buckets = make_buckets((8, 64, 128), 8, layout, max_rows=128)
+    sizes = [(8, 8, 8), (64, 8, 8), (64, 64, 8), (128, 8, 8), (128, 128, 8)]
+    assert [tuple(bucket) for bucket in buckets] == sizes
