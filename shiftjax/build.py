@@ -116,14 +116,15 @@ def _lane(
     costs: CostModel | None,
 ) -> Lane:
     modes, budgets, speculation = runner.step.weights.modes, deployment.budgets, None
-    speculator = deployment.layout.model.speculator
-    if deployment.drafts.speculation != "none":
+    speculator, drafts = deployment.layout.model.speculator, deployment.drafts
+    num_predict = speculator.num_predict if speculator else 0
+    if drafts.speculation != "none":
         speculation = Speculation(
-            Drafting(deployment.drafts),
+            Drafting(drafts),
             prices_of(policy, deployment.buckets, modes, costs),
             max_rows=budgets.max_rows,
             overlap=config.scheduler.overlap,
-            num_guesses=speculator.num_predict if speculator else 0,
+            num_guesses=min(num_predict, drafts.max_draft_tokens),  # no draft is longer
         )
     return Lane(Scheduler(budgets, speculation), runner, modes)
 

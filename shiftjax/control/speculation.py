@@ -62,6 +62,7 @@ class Prices:
         if policy is None or costs is None:
             return None
         work = work_of_items(builder.decodes + builder.chunks, num_decodes)
+        guess_seconds = costs.guess_seconds(num_decodes)
 
         def predict(num_tokens: int) -> float:
             num = num_tokens - work.num_tokens
@@ -74,7 +75,7 @@ class Prices:
             is_hidden = overlap and not num
             seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, step)
             is_switch = last_mode not in (None, mode)
-            guesses = costs.guess_seconds(num_decodes) if num else 0.0
+            guesses = guess_seconds if num else 0.0
             return seconds + guesses + is_switch * costs.engine.switch_seconds
 
         return predict

@@ -39,7 +39,7 @@ def doubling(max_tokens: int) -> tuple[int, ...]:
 def make_buckets(
     sizes: Iterable[int], max_seqs: int, layout: Layout, max_rows: int = 0
 ) -> list[Bucket]:
-    """Return a bucket per token count, padded so that P devices can split tokens and rows.
+    """Return the buckets of every token count, padded so that P devices can split tokens and rows.
 
     `max_rows` are the logit rows of a step with drafts, if more than its sequences. A step of more
     tokens than that has chunks of prompts, of which few tokens are rows; large sizes up to there
