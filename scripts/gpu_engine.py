@@ -32,6 +32,7 @@ from shiftjax.control.request import StepPlan
 from shiftjax.device.groups import Placed, define_steps
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.pack import step_inputs
+from shiftjax.device.pool import DevicePools
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling_inputs import neutral_scalars
 from shiftjax.device.sizing import measure
@@ -103,8 +104,9 @@ def make_engine(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> B
     )
     devices = jax.devices()[: sp * tp]
     deployment = resolve(config, model, measure(devices))
-    (step,) = define_steps(deployment, devices)
-    placed = Placed(step, GroupMemory(step.weights, hashed_weights(step), step.mesh))
+    ((group, step),) = define_steps(deployment, devices).items()
+    memory = GroupMemory(step.weights, hashed_weights(step), step.mesh, DevicePools())
+    placed = Placed(group, step, memory)
     return assemble(config, deployment, [placed], lambda *_: None)
 
 

@@ -1,16 +1,20 @@
 """The assembly root: from a config to devices, weights, KV pools, compiled steps and an engine."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 
 from shiftjax.config import EngineConfig
+from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.deployment import Deployment, resolve
 from shiftjax.control.engine import Engine
+from shiftjax.control.fleet_setup import make_fleet
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy, wanted_modes
 from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.shared_blocks import share
 from shiftjax.control.speculation import Speculation, prices_of
 from shiftjax.costs.machine_files import (
     MACHINE_OF_DEVICE,
@@ -19,12 +23,13 @@ from shiftjax.costs.machine_files import (
     machine_of,
 )
 from shiftjax.costs.step import CostModel
-from shiftjax.device.groups import Placed, compile_steps, place, start_runners
+from shiftjax.device.communicators import make_communicators
+from shiftjax.device.groups import Placed, compile_steps, make_mover, place, start_runners
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
 from shiftjax.drafts.drafting import Drafting
-from shiftjax.parallel.grid import Device
+from shiftjax.parallel.grid import Device, Group
 from shiftjax.settings import compile_cache_dir
 from shiftjax.weights.source import TensorSource, check_complete
 
@@ -35,7 +40,7 @@ class Built:
 
     deployment: Deployment
     engine: Engine
-    runners: list[DeviceRunner]
+    runners: list[DeviceRunner]  # of the groups that the engine begins with
     load_seconds: float
     compile_seconds: float
 
@@ -65,16 +70,47 @@ def assemble(
     load_seconds: float = 0.0,
 ) -> Built:
     """Compile and start over weights that are in place. Raises ConfigError as `build` does."""
-    begin, step = time.perf_counter(), groups[0].step
+    begin = time.perf_counter()
     devices = jax.devices()[: config.parallel.devices]
-    costs = _known_costs(deployment, config.scheduler.machine, devices[0])
-    policy = make_policy(deployment.policy, deployment.threshold, costs)
-    wanted = wanted_modes(policy, deployment.buckets, step.weights.modes)
-    deployment, programs = compile_steps(deployment, step, wanted, devices, progress)
+    steps = {group.width: step for group, step, _ in reversed(groups)}  # of the first groups
+    known = {
+        width: _known_costs(of_width, config.scheduler.machine, devices[0])
+        for width, of_width in deployment.by_width.items()
+    }
+    policies = {
+        width: make_policy(deployment.policy, deployment.threshold, costs)
+        for width, costs in known.items()
+    }
+    wanted = {
+        width: wanted_modes(policies[width], of_width.buckets, steps[width].weights.modes)
+        for width, of_width in deployment.by_width.items()
+    }
+    if deployment.widths and devices[0].platform != "cpu":
+        make_communicators((step for _, step, _ in groups), deployment.widths)
+    deployment, programs = compile_steps(deployment, steps, wanted, devices, progress)
     runners = start_runners(deployment, groups, programs, config.model.seed)
+    blocks: Mapping[Group, BlockAllocator] = {}
+    if deployment.widths:
+        sizes = {group: runner.pool.block_size for group, runner in runners.items()}
+        blocks = share(deployment.num_blocks, sizes)
+    lanes = [
+        _lane(config, deployment, group, runner, policies, known, blocks.get(group))
+        for group, runner in runners.items()
+    ]
+    fleet = None
+    if deployment.widths:
+        fleet = make_fleet(deployment, lanes, policies, known, make_mover(deployment, groups))
+    engine = Engine(
+        lanes,
+        policies[max(policies)],
+        deployment.limits,
+        overlap=config.scheduler.overlap,
+        seed=config.model.seed,
+        clock=time.monotonic,
+        fleet=fleet,
+    )
     compile_seconds = time.perf_counter() - begin
-    engine = _start(config, deployment, policy, runners, costs)
-    return Built(deployment, engine, runners, load_seconds, compile_seconds)
+    return Built(deployment, engine, list(runners.values()), load_seconds, compile_seconds)
 
 
 def _known_costs(deployment: Deployment, machine: str | None, device: Device) -> CostModel | None:
@@ -84,6 +120,7 @@ def _known_costs(deployment: Deployment, machine: str | None, device: Device) ->
     """
     choice, drafts = deployment.drafts.draft_choice, deployment.drafts.speculation != "none"
     is_needed = deployment.policy == "cost" or (drafts and choice == "cost")
+    is_needed |= bool(deployment.widths) and deployment.fleet.fleet_policy == "cost"
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
     if not (is_needed or (drafts and choice == "auto" and is_known)):
         return None
@@ -91,30 +128,17 @@ def _known_costs(deployment: Deployment, machine: str | None, device: Device) ->
     return deployment.costs(constants, load_engine("shiftjax"))
 
 
-def _start(
-    config: EngineConfig,
-    deployment: Deployment,
-    policy: Policy,
-    runners: list[DeviceRunner],
-    costs: CostModel | None,
-) -> Engine:
-    return Engine(
-        [_lane(config, deployment, policy, runner, costs) for runner in runners],
-        policy,
-        deployment.limits,
-        overlap=config.scheduler.overlap,
-        seed=config.model.seed,
-        clock=time.monotonic,
-    )
-
-
 def _lane(
     config: EngineConfig,
     deployment: Deployment,
-    policy: Policy,
+    group: Group,
     runner: DeviceRunner,
-    costs: CostModel | None,
+    policies: Mapping[int, Policy],
+    known: Mapping[int, CostModel | None],
+    blocks: BlockAllocator | None,
 ) -> Lane:
+    deployment = deployment.of_width(group.width)
+    policy, costs = policies[group.width], known[group.width]
     modes, budgets, speculation = runner.step.weights.modes, deployment.budgets, None
     speculator, drafts = deployment.layout.model.speculator, deployment.drafts
     num_predict = speculator.num_predict if speculator else 0
@@ -126,7 +150,8 @@ def _lane(
             overlap=config.scheduler.overlap,
             num_guesses=min(num_predict, drafts.max_draft_tokens),  # no draft is longer
         )
-    return Lane(Scheduler(budgets, speculation), runner, modes)
+    own = policy if deployment.widths else None
+    return Lane(Scheduler(budgets, speculation, blocks), runner, modes, group=group, policy=own)
 
 
 def use_compile_cache(config: EngineConfig) -> None:

@@ -21,6 +21,7 @@ from shiftjax.options import (
     shown,
     unknown_name,
 )
+from shiftjax.parallel.fleet import FleetOptions
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
 # Of a group, on the GPU servers that are planned for and simulated: vLLM's defaults there, with
@@ -184,6 +185,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     drafts: DraftOptions = field(default_factory=DraftOptions)
+    fleet: FleetOptions = field(default_factory=FleetOptions)
 
     def __post_init__(self) -> None:
         options = self.flat()
@@ -239,6 +241,27 @@ def budget_holds_the_decodes(max_num_batched_tokens: int, max_num_seqs: int) -> 
     )
 
 
+def _fleet_has_its_own_degrees(fleet: bool, dp: int, sp: int | None, weights: str) -> str | None:
+    if not fleet:
+        return None
+    if dp != 1 or sp is not None:
+        given = f"dp = {dp}" if dp != 1 else f"sp = {sp}"
+        return f"{given} has no meaning with fleet: groups are formed while serving; drop it"
+    if weights != "alias":
+        return f"weights = {weights} cannot be had with fleet: groups of all widths view one copy"
+    return None
+
+
+def _unused_fleet_settings(options: Mapping[str, Any]) -> list[str]:
+    if options["fleet"]:
+        return []
+    return [
+        f"{name} has no meaning without fleet: drop one"
+        for name, setting in settings_of(FleetOptions).items()
+        if name != "fleet" and options[name] != setting.default
+    ]
+
+
 def _mesh_fills_the_devices(
     devices: int | None, sp: int | None, tp: int | None, dp: int
 ) -> str | None:
@@ -262,10 +285,16 @@ def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
 
 
 def _machine_is_used(
-    policy: str, machine: str | None, speculation: str, draft_choice: str
+    policy: str,
+    machine: str | None,
+    speculation: str,
+    draft_choice: str,
+    fleet: bool,
+    fleet_policy: str,
 ) -> str | None:
     drafts_by_cost = speculation != "none" and draft_choice in ("auto", "cost")
-    if machine is None or policy == "cost" or drafts_by_cost:
+    fleet_by_cost = fleet and fleet_policy == "cost"
+    if machine is None or policy == "cost" or drafts_by_cost or fleet_by_cost:
         return None
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 
@@ -280,10 +309,10 @@ def swap_has_room(preemption: str, num_host_blocks: int) -> str | None:
 
 
 def _pool_holds_a_sequence(
-    max_model_len: int | None, num_blocks: int | None, block_size: int
+    max_model_len: int | None, num_blocks: int | None, block_size: int, fleet: bool
 ) -> str | None:
-    if max_model_len is None or num_blocks is None:
-        return None
+    if max_model_len is None or num_blocks is None or fleet:
+        return None  # of a fleet, the widest group has to
     capacity = (num_blocks - 1) * block_size  # block 0 is the null block
     if capacity >= max_model_len:
         return None
@@ -345,6 +374,7 @@ def _unused_draft_settings(options: Mapping[str, Any]) -> list[str]:
 RULES: tuple[Callable[..., str | None], ...] = (
     budget_holds_the_decodes,
     _mesh_fills_the_devices,
+    _fleet_has_its_own_degrees,
     _threshold_is_used,
     _machine_is_used,
     swap_has_room,
@@ -363,4 +393,5 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
         if not any(name in broken for name in names):
             problems.append(rule(**{name: options[name] for name in names}))
     problems += [] if broken else _unused_draft_settings(options)
+    problems += [] if broken else _unused_fleet_settings(options)
     return [problem for problem in problems if problem]

@@ -14,7 +14,7 @@ from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.place import define, load
-from shiftjax.device.pool import PoolOptions, make_pools
+from shiftjax.device.pool import PoolOptions, as_stored, in_shape, make_pools
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, LogitRows, rope_tables
@@ -100,6 +100,7 @@ def forward(
     parallel = Parallel(layout, mode)
 
     def run(params, pools, inputs):
+        pools = in_shape(pools, layout, BLOCK_SIZE)
         llama = model.merge(weights.local(mode, params))
         rope = rope_tables(parallel.local_tokens(inputs.positions), source.config)
         context = Context(rope, inputs.attention, attention, parallel)
@@ -107,7 +108,7 @@ def forward(
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = llama.take_rows(hidden[-1], rows, pools, context)
         logits = llama.logits(llama.normed(last), parallel)
-        return hidden, parallel.all_rows(logits), pools
+        return hidden, parallel.all_rows(logits), as_stored(pools)
 
     pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)
     split = P("sp") if parallel.splits_tokens else P()

@@ -147,7 +147,7 @@ def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int
     one = replace(deployment, layout=layout, dp=1, weights="alias", token_buckets=(tokens,))
     one = replace(one, max_model_len=tokens)
     bucket, pool = one.buckets[-1], pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
-    (step,) = define_steps(one, _devices(_chip(target), layout.num_devices))
+    (step,) = define_steps(one, _devices(_chip(target), layout.num_devices)).values()
     pools = abstract_pools(step.mesh, layout, pool.num_blocks, pool.block_size, pool.dtype)
     inputs = abstract_inputs(step, pool, bucket)
     with _uncached():

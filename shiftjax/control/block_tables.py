@@ -5,7 +5,7 @@ agreement. A block table grows only; a sequence loses it whole, by `release` or 
 end, by `join`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 from shiftjax.control.blocks import BlockAllocator, block_tokens, extend_hashes, root_hash
@@ -16,18 +16,21 @@ class BlockTables:
     """Block tables of one group over its device pool and, with `num_host_blocks`, a host tier.
 
     Both counts include a null block 0. `model` keeps the hashes of different weights apart.
+    Prefixes are hashed every `hash_size` tokens, of which a block holds some whole number, so that
+    groups whose blocks differ in size share the hashes of a sequence; default: every block.
     """
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        device: BlockAllocator,
         num_host_blocks: int = 0,
         model: str = "",
         prefix_caching: bool = True,
+        hash_size: int = 0,
     ):
-        self.device = BlockAllocator(num_blocks, block_size)
-        self.host = BlockAllocator(num_host_blocks, block_size) if num_host_blocks else None
+        self.device = device
+        self.host = BlockAllocator(num_host_blocks, device.block_size) if num_host_blocks else None
+        self._hash_size = hash_size or device.block_size
         self.prefix_caching = prefix_caching
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -87,6 +90,11 @@ class BlockTables:
                 self.device.release(sequence.block_table[begin:])
                 sequence.block_table = table
 
+    def rename(self, new: Mapping[int, int], sequences: Iterable[Sequence]) -> None:
+        """Blocks of running sequences have been copied elsewhere: block, new block."""
+        for sequence in sequences:
+            sequence.block_table = [new.get(block, block) for block in sequence.block_table]
+
     def release(self, sequence: Sequence) -> None:
         """Take every block from a sequence, on the device and on the host.
 
@@ -123,10 +131,10 @@ class BlockTables:
     def register(self, sequence: Sequence) -> None:
         """Enter the full blocks that are computed and known to be finite into the prefix cache."""
         size, tokens = self.block_size, sequence.token_ids
-        self._hash(sequence)
+        hashes = self._hashes(sequence)
         num_full = sequence.num_verified_tokens // size
         for number in range(sequence.num_registered_blocks, num_full):
-            block, block_hash = sequence.block_table[number], sequence.block_hashes[number]
+            block, block_hash = sequence.block_table[number], hashes[number]
             self.device.register(block, block_hash, block_tokens(tokens, number, size))
         sequence.num_registered_blocks = num_full
 
@@ -160,9 +168,9 @@ class BlockTables:
         prefix: list[int] = []
         limit = (len(sequence.token_ids) - 1) // self.block_size
         if self.prefix_caching and shortage <= limit:
-            self._hash(sequence)
-            if shortage <= 0 or self.device.is_indexed(sequence.block_hashes[shortage - 1]):
-                prefix = self.device.match(sequence.block_hashes, sequence.token_ids, limit)
+            hashes = self._hashes(sequence)
+            if shortage <= 0 or self.device.is_indexed(hashes[shortage - 1]):
+                prefix = self.device.match(hashes, sequence.token_ids, limit)
         shared = self._sibling_prefix(sequence)
         return shared if len(shared) > len(prefix) else prefix
 
@@ -185,7 +193,10 @@ class BlockTables:
             sequence.host_block_table = []
         return pairs
 
-    def _hash(self, sequence: Sequence) -> None:
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        """The hash of every full block: that of what it ends with, which is chained to the rest."""
         request, hashes = sequence.request, sequence.block_hashes
         root = b"" if hashes else root_hash(self._model, request.adapter, request.cache_salt)
-        extend_hashes(hashes, root, sequence.token_ids, self.block_size)
+        extend_hashes(hashes, root, sequence.token_ids, self._hash_size)
+        several = self.block_size // self._hash_size
+        return hashes if several == 1 else hashes[several - 1 :: several]

@@ -80,6 +80,11 @@ class BlockAllocator:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_used_blocks(self) -> int:
+        """Blocks that tables hold."""
+        return self.num_usable_blocks - self.num_free_blocks
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks that no table holds and whose contents can be revived."""
         return len(self._cached)

@@ -25,6 +25,7 @@ from shiftjax.costs.memory import (
 from shiftjax.costs.step import CostModel
 from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
 from shiftjax.options import ConfigError
+from shiftjax.parallel.fleet import NO_FLEET, FleetOptions, possible_widths
 from shiftjax.parallel.grid import Grid
 from shiftjax.parallel.layout import Layout
 
@@ -67,6 +68,25 @@ class Deployment:
     num_host_blocks: int = 0
     drafts: DraftOptions = NO_DRAFTS
     max_draft_rows: int = 0
+    widths: tuple[int, ...] = ()  # units of the groups of a fleet, ascending; (): not a fleet
+    fleet: FleetOptions = NO_FLEET
+    hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
+
+    @property
+    def by_width(self) -> dict[int, "Deployment"]:
+        """The same deployment for the groups of each width; of a fleet it is that of the first."""
+        return {width: self.of_width(width) for width in self.widths or (self.sp,)}
+
+    def of_width(self, width: int) -> "Deployment":
+        """The same deployment in groups of another width, with blocks of as many bytes."""
+        layout = self.layout.of_width(width)
+        bytes_of_head = self.block_size * self.layout.kv_heads_per_device
+        return replace(
+            self,
+            layout=layout,
+            dp=self.grid.units // width,
+            block_size=bytes_of_head // layout.kv_heads_per_device,
+        )
 
     @property
     def sp(self) -> int:
@@ -118,6 +138,7 @@ class Deployment:
             preemption=self.preemption,
             num_host_blocks=self.num_host_blocks,
             max_draft_rows=self.max_draft_rows,
+            hash_size=self.hash_size,
         )
 
     @property
@@ -127,15 +148,14 @@ class Deployment:
         return RequestLimits(
             vocab_size=model.vocab_size,
             max_model_len=self.max_model_len,
-            num_kv_tokens=(self.num_blocks - 1) * self.block_size,
+            num_kv_tokens=(self.num_blocks - 1) * max(d.block_size for d in self.by_width.values()),
             eos_token_ids=model.eos_token_ids,
             computes_prompts=model.num_late_layers == 0,
         )
 
     def costs(self, machine: Machine, engine: EngineOverhead) -> CostModel:
         """The seconds of a group's steps on a machine."""
-        layout, formats = self.layout, self.formats
-        return CostModel(layout.model, layout.sp, layout.tp, machine, engine, formats, self.buckets)
+        return CostModel.of(self.layout, machine, engine, self.formats, self.buckets)
 
     @property
     def temporary_bytes(self) -> int:
@@ -201,11 +221,20 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
     cache, scheduler = config.cache, config.scheduler
     formats = formats_of(config.model.dtype, cache.kv_cache_dtype)
     sizes = config.compile.token_buckets or doubling(scheduler.max_num_batched_tokens)
+    layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
+    widths: tuple[int, ...] = ()
+    if config.fleet.fleet:
+        tp, units = fleet_degrees(config, model, formats, devices)
+        widths = config.fleet.fleet_widths or possible_widths(units)
+        layout = Layout(model, widths[0], tp, widths[-1])
+        dp, block_size = units // widths[0], layout.block_tokens(block_size)
+    else:
+        layout = Layout(model, *choose_degrees(config.parallel, model, formats, devices))
     return Deployment(
         name="config",
-        layout=Layout(model, *choose_degrees(config.parallel, model, formats, devices)),
+        layout=layout,
         formats=formats,
-        dp=config.parallel.dp,
+        dp=dp,
         policy=scheduler.policy,
         threshold=scheduler.threshold_tokens,
         max_model_len=config.model.max_model_len or model.max_position_embeddings,
@@ -213,7 +242,7 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         token_buckets=sizes,
         weights=config.parallel.weights,
-        block_size=cache.block_size,
+        block_size=block_size,
         num_blocks=cache.num_blocks or 0,
         memory_fraction=cache.memory_fraction,
         prefix_caching=cache.prefix_caching,
@@ -221,7 +250,55 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         num_host_blocks=cache.num_host_blocks,
         drafts=config.drafts,
         max_draft_rows=draft_rows(config.drafts, scheduler.max_num_seqs),
+        widths=widths,
+        fleet=config.fleet,
+        hash_size=block_size if widths else 0,
     )
+
+
+def fleet_degrees(
+    config: EngineConfig, model: ModelConfig, formats: Formats, devices: Devices
+) -> tuple[int, int]:
+    """(tp of a unit, units): as configured, or the least tp whose share of the weights fits.
+
+    Raises ConfigError where the devices cannot be cut into such units, or those into the widths.
+    """
+    num_devices = config.parallel.devices or devices.num_devices
+    tp = config.parallel.tp
+    if tp is None:
+        num_bytes = weight_bytes(Layout(model, 1, 1), formats)
+        _, tp = base_rule(num_bytes, devices.total_bytes, num_devices)
+    if num_devices % tp:
+        raise ConfigError([f"{num_devices} devices cannot be cut into units of tp = {tp}"])
+    units = num_devices // tp
+    widths = config.fleet.fleet_widths or possible_widths(units)
+    problems = [
+        f"fleet_widths: {units} units cannot be cut into groups of {width}"
+        for width in widths
+        if units % width
+    ]
+    problems += _widths_problems(Layout(model, widths[0], tp, widths[-1]), widths, config)
+    if problems:
+        raise ConfigError(problems)
+    return tp, units
+
+
+def _widths_problems(layout: Layout, widths: tuple[int, ...], config: EngineConfig) -> list[str]:
+    """Why groups of these widths cannot share what their units hold; none: they can."""
+    problems, unit = [], layout.of_width(1)
+    if widths[-1] * layout.tp > layout.model.num_heads:
+        problems.append(
+            f"fleet_widths: {widths[-1]} units of tp = {layout.tp} are more devices than "
+            f"{layout.model.name}'s {layout.model.num_heads} query heads: some would hold none"
+        )
+    for width in widths:
+        of_width = layout.of_width(width)
+        if of_width.base_kv_heads != unit.base_kv_heads:
+            problems.append(
+                f"fleet_widths: groups of {width} units would split {layout.model.name}'s "
+                f"{layout.model.num_kv_heads} KV heads otherwise than a unit of tp = {layout.tp}"
+            )
+    return problems
 
 
 def draft_rows(drafts: DraftOptions, max_num_seqs: int) -> int:

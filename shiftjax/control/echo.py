@@ -52,7 +52,7 @@ class EchoRunner:
         self.check = check
         self.modes: list[Mode] = []
         self._pool = np.full((num_blocks, block_size), NO_TOKEN)
-        self._host = np.full((num_host_blocks, block_size), NO_TOKEN)
+        self._host: dict[int, np.ndarray] = {}
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: StepOutput | None) -> StepOutput:
         """Compute at once; the handle is the output."""
@@ -89,7 +89,7 @@ class EchoRunner:
     def reset(self) -> None:
         """Empty both tiers."""
         self._pool.fill(NO_TOKEN)
-        self._host.fill(NO_TOKEN)
+        self._host.clear()
 
     def _tokens(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
         """The next tokens for the rows of one sequence."""
@@ -122,11 +122,11 @@ class EchoRunner:
     def _audit(self, plan: StepPlan, previous: list[int]) -> None:
         """Move and write what the plan says, then look at what every sequence would attend to."""
         for block, host_block in plan.offloads:
-            self._host[host_block] = self._pool[block]
+            self._host[host_block] = self.block(block)
         for block, host_block in plan.restores:
-            self._pool[block] = self._host[host_block]
+            self.put_block(block, self._host[host_block])
         for block, copy in plan.copies:
-            self._pool[copy] = self._pool[block]
+            self.put_block(copy, self.block(block))
         contexts = [self._context(item, previous) for item in plan.scheduled]
         for item, context in zip(plan.scheduled, contexts, strict=True):
             self._compare(item, context[: item.start])  # what earlier steps have left behind
@@ -138,13 +138,29 @@ class EchoRunner:
                 assert slot[0] != 0, "the null block belongs to nobody"
                 assert slot not in written, f"slot {slot} is written twice in one step"
                 written.add(slot)
-                self._pool[slot] = context[position]
+                self.write(*slot, context[position])
         for item, context in zip(plan.scheduled, contexts, strict=True):
             self._compare(item, context)
 
+    def write(self, block: int, offset: int, token: int) -> None:
+        """Keep what would be the keys and values of a token."""
+        self._pool[block, offset] = token
+
+    def read(self, blocks: list[int], num_tokens: int) -> list[int]:
+        """The first tokens whose keys and values these blocks hold."""
+        return self._pool[blocks].reshape(-1)[:num_tokens].tolist()
+
+    def block(self, number: int) -> np.ndarray:
+        """A copy of what is in a block."""
+        return self._pool[number].copy()
+
+    def put_block(self, number: int, contents: np.ndarray) -> None:
+        """Overwrite a block."""
+        self._pool[number] = contents
+
     def _compare(self, item: ScheduledSequence, context: list[int]) -> None:
         """Raise `AssertionError` unless the block table leads to this context."""
-        seen = self._pool[item.block_table].reshape(-1)[: len(context)].tolist()
+        seen = self.read(item.block_table, len(context))
         assert seen == context, f"{item.sequence.order}: finds {seen}, computes {context}"
 
     def _context(self, item: ScheduledSequence, previous: list[int]) -> list[int]:

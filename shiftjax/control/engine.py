@@ -5,8 +5,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from shiftjax.control.admission import RequestLimits, validate_request
+from shiftjax.control.fleet import Fleet, load_of
 from shiftjax.control.lane import Failure, Flight, Lane, wait_for_one
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import (
@@ -23,6 +25,7 @@ from shiftjax.control.speculation import DraftStats, total_stats
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
+_ORDER = itemgetter(0, 1, 2)  # of the queue: requests themselves cannot be compared
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Engine:
         seed: int = 0,
         clock: Callable[[], float] | None = None,
         wait: Callable[[Sequence[Lane]], None] = wait_for_one,
+        fleet: Fleet | None = None,  # that opens and closes the lanes; None: all are open
     ):
         if not lanes:
             raise ValueError("An engine needs at least one group of devices.")
@@ -76,6 +80,7 @@ class Engine:
         self.limits = limits
         self.overlap = overlap
         self.wait = wait
+        self.fleet = fleet
         self._seed = seed
         self._clock = clock
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
@@ -90,6 +95,8 @@ class Engine:
 
     def step(self, now: float) -> list[Event]:
         """One turn: schedule, choose and run a step in every lane, then commit what is due."""
+        if self.fleet is not None:
+            self.fleet.turn(self._first_queued, len(self._queued), self._num_requests, now)
         self._dispatch()
         self.ended_steps = []
         due = [lane for lane in self.lanes if self._is_due(lane, self._launch(lane, now))]
@@ -109,7 +116,7 @@ class Engine:
 
     def _launch(self, lane: Lane, now: float) -> bool:
         """Schedule, choose, run, if there is room in flight; nothing is waited for."""
-        if len(lane.in_flight) > (self.overlap and not lane.commits_first):
+        if not lane.steps or len(lane.in_flight) > (self.overlap and not lane.commits_first):
             return False
         plan, previous = None, lane.in_flight[-1] if lane.in_flight else None
         handle = previous.handle if isinstance(previous, Flight) else None
@@ -143,6 +150,8 @@ class Engine:
             self.ended_steps.append((flight.mode.label, done_at - lane.progress_at))
             lane.progress_at = done_at
             events = lane.scheduler.commit(flight.plan, flight.mode, output, done_at)
+            if self.fleet is not None:
+                self.fleet.has_stepped(lane)
         except Exception as error:
             return self._fail(lane, flight.plan, error)
         if lane.in_flight and isinstance(lane.in_flight[0], Failure):
@@ -156,20 +165,26 @@ class Engine:
         Where not even a plan could be made, all requests of the group end. An exception from
         `Runner.reset` is final: the engine is then of no more use.
         """
-        logger.error("A step failed; its requests end with an error.", exc_info=error)
         self._num_failed_steps += 1
+        if self.fleet is not None and self.fleet.is_unproven(lane):
+            logger.error("A move failed; its requests are computed again.", exc_info=error)
+            return self.fleet.recompute([lane], lane.progress_at)
+        logger.error("A step failed; its requests end with an error.", exc_info=error)
         lane.in_flight.clear()
         reason = f"The step that computed this request failed ({type(error).__name__})."
         code = "device_oom" if is_out_of_memory(error) else "step_failed"
         events = lane.scheduler.fail(plan, reason, code)
         if code == "device_oom" and plan is not None:
             lane.scheduler.lower_budget(plan.num_tokens)
+        if self.fleet is not None:
+            events += self.fleet.lost(lane)
         lane.runner.reset()
         return events
 
     def _choose(self, lane: Lane, plan: StepPlan) -> Mode:
         num_waiting = len(self._queued) + len(lane.scheduler.waiting)
-        mode = self.policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
+        policy = lane.policy or self.policy
+        mode = policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
         self._steps_by_mode[mode.label] += 1
         speculation = lane.scheduler.speculation
         if plan.num_drafts and speculation is not None:
@@ -224,8 +239,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
         schedulers = [lane.scheduler for lane in self.lanes]
-        used = sum(scheduler.num_used_blocks for scheduler in schedulers)
-        usable = sum(scheduler.tables.device.num_usable_blocks for scheduler in schedulers)
+        used = sum(e.scheduler.num_used_blocks * e.group.width for e in self.lanes)
+        have = [lane for lane in self.lanes if lane.state not in ("idle", "paused")]
+        usable = sum(e.scheduler.tables.device.num_usable_blocks * e.group.width for e in have)
         preemptions = sum((Counter(s.num_preemptions) for s in schedulers), Counter())
         queued = [(r.sampling.n, len(r.prompt_token_ids)) for r in self._queued.values()]
         return EngineStats(
@@ -268,12 +284,18 @@ class Engine:
         """Conservation in every lane. Raises `RuntimeError` at the first breach."""
         for lane in self.lanes:
             lane.scheduler.check()
+        if self.fleet is not None:
+            self.fleet.check()
 
     def _lane_of(self, request_id: str) -> Lane | None:
         for lane in self.lanes:
             if request_id in lane.scheduler.requests:
                 return lane
         return None
+
+    def _first_queued(self, most: int) -> list[Request]:
+        """The requests that come first in the queue."""
+        return [request for *_, request in heapq.nsmallest(most, self._queue, key=_ORDER)]
 
     def _dispatch(self) -> None:
         """Hand requests from the queue to the least loaded group while one has room for more.
@@ -284,7 +306,10 @@ class Engine:
         while self._queue:
             priority, arrival, number, request = self._queue[0]
             order = (priority, arrival, number, 0)
-            scheduler = min((lane.scheduler for lane in self.lanes), key=_load)
+            lane = self.fleet.lane_for(request) if self.fleet else min(self.lanes, key=load_of)
+            if lane is None:
+                return
+            scheduler = lane.scheduler
             waiting = scheduler.waiting
             if scheduler.is_full and not (waiting and order < waiting[0].order):
                 return
@@ -298,12 +323,6 @@ class Engine:
         max_length = self.limits.max_length(num_prompt_tokens, sampling.max_tokens)
         scheduler.add(request, number, seed, max_length)
         del self._queued[request.request_id]
-
-
-def _load(scheduler: Scheduler) -> tuple[bool, int]:
-    """Sorts groups: those with room first, then by the tokens that they hold and will hold."""
-    held = scheduler.num_used_blocks * scheduler.config.block_size
-    return scheduler.is_full, held + scheduler.num_waiting_tokens
 
 
 def _aborted_in_queue(request: Request) -> list[Event]:

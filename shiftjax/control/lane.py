@@ -4,13 +4,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from shiftjax.control.policy import Policy
 from shiftjax.control.request import Runner, StepPlan
 from shiftjax.control.scheduler import Scheduler
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Group, Mode
 
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 50e-6, 1e-3  # between looks at several groups
+
+
+FIRST_UNIT = Group(0, 1)
 
 
 class Flight(NamedTuple):
@@ -39,14 +43,29 @@ class Lane:
     """One group of devices at work: its sequences, its runner, its steps in flight.
 
     `in_flight` are at most two, the older first; `modes` are those of the group, base first.
+    Where groups come and go (`control/fleet.py`), `state` is
+
+        open      it takes requests and steps
+        leaving   it steps, but takes no request, and will close when it has none left
+        closing   it plans no step, and will give way when none is in flight
+        paused    another group has its devices; its sequences wait with their blocks
+        idle      other groups have its units, and it has no sequences
     """
 
     scheduler: Scheduler
     runner: Runner
     modes: tuple[Mode, ...]
     in_flight: deque[Flight | Failure] = field(default_factory=deque)
+    group: Group = FIRST_UNIT
+    policy: Policy | None = None  # that chooses its modes; None: the engine's
+    state: Literal["open", "leaving", "closing", "paused", "idle"] = "open"
     last_mode: Mode | None = None
     progress_at: float = 0.0  # when its last step ended, or one began with nothing in flight
+
+    @property
+    def steps(self) -> bool:
+        """Whether it may plan a step."""
+        return self.state in ("open", "leaving")
 
     @property
     def commits_first(self) -> bool:

@@ -70,7 +70,8 @@ class Request:
     """One prompt and what to do with it.
 
     A lower `priority` runs earlier (as in vLLM), then the earlier arrival. Requests that differ in
-    `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one each.
+    `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one each. In a fleet
+    a group of at least `min_width` units serves it, or of as many as there are.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class Request:
     cache_salt: str | None = None
     constraints: tuple[TokenConstraint, ...] = ()
     prediction: tuple[int, ...] | None = None  # the output that the client expects
+    min_width: int = 1
 
 
 class TokenLogprobs(NamedTuple):

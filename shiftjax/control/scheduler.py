@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from shiftjax.control.block_tables import BlockTables
+from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.paths import place_drafts, settle
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import (
@@ -51,17 +52,22 @@ _order = attrgetter("order")
 class Scheduler:
     """Sequences and blocks of one group; the only writer of both."""
 
-    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        speculation: Speculation | None = None,
+        blocks: BlockAllocator | None = None,  # of the pool; None: one of its own
+    ):
         self.config = config
         self.speculation = speculation  # None: nothing is drafted
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.tables = BlockTables(
-            config.num_blocks,
-            config.block_size,
+            blocks or BlockAllocator(config.num_blocks, config.block_size),
             config.num_host_blocks,
             config.model,
             config.prefix_caching,
+            config.hash_size,
         )
         self.requests: dict[str, list[Sequence]] = {}  # unfinished ones, with all continuations
         self.num_waiting_tokens = 0  # prompt tokens of the waiting sequences
@@ -74,7 +80,7 @@ class Scheduler:
     @property
     def num_used_blocks(self) -> int:
         """Blocks held by block tables."""
-        return self.tables.device.num_usable_blocks - self.tables.device.num_free_blocks
+        return self.tables.device.num_used_blocks
 
     @property
     def is_full(self) -> bool:
@@ -362,6 +368,39 @@ class Scheduler:
         failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
         return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
 
+    # ----------------------------------------------------------- from group to group
+
+    def detach(self, request_id: str) -> list[Sequence]:
+        """Give up all continuations of a request, at a moment when no step is in flight.
+
+        Their blocks stay what they are; see `control/handover.py`.
+        """
+        siblings = self.requests.pop(request_id)
+        for sequence in siblings:
+            if sequence.status is not Status.FINISHED:
+                self._leave_queue(sequence)
+        if self.speculation is not None:
+            self.speculation.leave(siblings)
+        return siblings
+
+    def attach(self, siblings: list[Sequence]) -> None:
+        """Take over what another group has given up; running sequences have blocks of this one."""
+        self.requests[siblings[0].request.request_id] = siblings
+        for sequence in siblings:
+            if sequence.status is Status.RUNNING:
+                bisect.insort(self.running, sequence, key=_order)
+            elif sequence.status is Status.WAITING:
+                self._wait(sequence)
+        if self.speculation is not None:
+            self.speculation.join(siblings)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A detached sequence loses its blocks, here and on the host: it will be recomputed."""
+        self.tables.forget(sequence)
+        self.num_preemptions["recompute"] += sequence.status is Status.RUNNING
+        sequence.num_preemptions += sequence.status is Status.RUNNING
+        sequence.status = Status.WAITING
+
     def _end_request(
         self,
         siblings: Iterable[Sequence],
@@ -383,10 +422,7 @@ class Scheduler:
         The blocks come first: if that fails, the sequence has not ended and `fail` will end it.
         """
         self.tables.release(sequence)
-        is_waiting = sequence.status is Status.WAITING
-        queue = self.waiting if is_waiting else self.running
-        self.num_waiting_tokens -= sequence.num_prompt_tokens * is_waiting
-        del queue[bisect.bisect_left(queue, sequence.order, key=_order)]
+        self._leave_queue(sequence)
         sequence.status = Status.FINISHED
         if self.speculation is not None:
             self.speculation.end(sequence, reason)
@@ -396,6 +432,12 @@ class Scheduler:
         if event.is_last:
             del self.requests[sequence.request.request_id]
         return event
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        is_waiting = sequence.status is Status.WAITING
+        queue = self.waiting if is_waiting else self.running
+        self.num_waiting_tokens -= sequence.num_prompt_tokens * is_waiting
+        del queue[bisect.bisect_left(queue, sequence.order, key=_order)]
 
     def check(self) -> None:
         """Conservation of blocks and queues. Raises `RuntimeError` at the first breach."""

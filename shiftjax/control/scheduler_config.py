@@ -26,6 +26,7 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     watermark: float = 0.01
     max_preemptions: int = 4
+    hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
     max_draft_rows: int = 0  # logit rows of a step of no more tokens, where they are drafts
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 from shiftjax.control.paths import Name, choose_rows, further_paths
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.policy import Policy, ThresholdPolicy, work_of_items
-from shiftjax.control.request import FinishReason, ScheduledSequence, Sequence
+from shiftjax.control.request import FinishReason, ScheduledSequence, Sequence, Status
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.step import CostModel
 from shiftjax.drafts.choice import Room, choose
@@ -189,6 +189,16 @@ class Speculation:
         self._num_live -= 1
         if 2 * self._num_live <= self._num_declined:
             self._try_soon()
+
+    def leave(self, siblings: list[Sequence]) -> None:
+        """These sequences go to another group."""
+        for sequence in siblings:
+            if sequence.status is not Status.FINISHED:
+                self.end(sequence, "abort")
+
+    def join(self, siblings: list[Sequence]) -> None:
+        """These sequences come from another group; what they have so far is known."""
+        self.start([each for each in siblings if each.status is not Status.FINISHED])
 
     def close(self) -> None:
         """End what drafts in the background."""

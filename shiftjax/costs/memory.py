@@ -50,7 +50,7 @@ def temporary_bytes(
 def weight_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of BASE's weights on a device; a tied head is the memory of the embedding."""
     held = (weight for weight in weights_of(layout.model) if weight.tied_to is None)
-    return sum(_shard_bytes(weight, layout, formats, layout.base) for weight in held)
+    return sum(_shard_bytes(weight, layout, formats, layout.stored_in(weight)) for weight in held)
 
 
 def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
@@ -72,7 +72,6 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
 
 def _shard_bytes(weight: Weight, layout: Layout, formats: Formats, mode: Mode) -> int:
     """Bytes of the part of one weight that a device has in a mode."""
-    mode = layout.shift if weight.in_shift else mode
     sizes = zip(weight.axes, layout.stored(weight).shape, strict=True)
     width = formats.weight_bytes if weight.kind == "matrix" else formats.activation_bytes
     return width * math.prod(_local_size(axis, size, layout, mode) for axis, size in sizes)

@@ -132,10 +132,11 @@ class CostModel:
         engine: EngineOverhead,
         formats: Formats,
         buckets: Sequence[Bucket] = (),
+        widest: int = 0,
     ):
         self.buckets = sorted(buckets)
         self.model, self.machine, self.engine, self.formats = model, machine, engine, formats
-        self.layout = Layout(model, sp, tp)
+        self.layout = Layout(model, sp, tp, widest)
         self._by_tokens: dict[tuple[Mode, int], StepCost] = {}
         self._by_rows: dict[tuple[Mode, int], StepCost] = {}
         self._contention = sp * tp if machine.shared_cores else 1
@@ -148,6 +149,19 @@ class CostModel:
         self._pair_seconds = 4 * heads * self._queueing / rate
         token_bytes = kv_token_bytes(self.layout, formats)
         self._read_seconds = token_bytes * self._queueing / bandwidth
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        machine: Machine,
+        engine: EngineOverhead,
+        formats: Formats,
+        buckets: Sequence[Bucket] = (),
+    ) -> "CostModel":
+        """The same for a layout, padded as it is."""
+        sizes = layout.model, layout.sp, layout.tp
+        return cls(*sizes, machine, engine, formats, buckets, layout.widest)
 
     def seconds(self, mode: Mode, work: Work) -> float:
         """Seconds of a step in a stream of steps, host work included where it does not hide."""

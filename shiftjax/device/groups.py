@@ -1,6 +1,5 @@
 """The groups of a deployment: weights placed on their devices, pools sized, steps compiled."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,14 +9,15 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import grid_mesh, group_mesh
 from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.mover import DeviceMover
 from shiftjax.device.place import define, load
-from shiftjax.device.pool import PoolOptions
+from shiftjax.device.pool import DevicePools, PoolOptions
 from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention
-from shiftjax.parallel.grid import Device, Mode
+from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.weights.source import TensorSource
 
 LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are compiled and known
@@ -26,54 +26,76 @@ LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are
 class Placed(NamedTuple):
     """One group: its step definition, and what its devices hold."""
 
+    group: Group
     step: StepDef
     memory: GroupMemory
 
 
-def define_steps(deployment: Deployment, devices: Sequence[Device]) -> list[StepDef]:
+def define_steps(deployment: Deployment, devices: Sequence[Device]) -> dict[Group, StepDef]:
     """What the steps of every group are; groups are consecutive devices. Nothing is allocated."""
-    layout, grid = deployment.layout, deployment.grid
-    dtype, kv = (FORMATS[n].dtype for n in (deployment.formats.weights, deployment.formats.kv))
-    attention = choose_attention(layout, devices[0], dtype, kv, deployment.block_size)
-    weights = ModeWeights(define(layout.model, layout, dtype), layout, deployment.weights)
-    max_rows = max(bucket.rows for bucket in deployment.buckets)
-    meshes = [group_mesh(devices, grid, group) for group in grid.groups(layout.sp)]
-    has_paths = deployment.drafts.draft_paths > 1
-    return [StepDef(weights, mesh, max_rows, attention, has_paths) for mesh in meshes]
+    found: dict[Group, StepDef] = {}
+    for width, of_width in deployment.by_width.items():
+        layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
+        formats = of_width.formats
+        dtype, kv = (FORMATS[name].dtype for name in (formats.weights, formats.kv))
+        attention = choose_attention(layout, devices[0], dtype, kv, size)
+        weights = ModeWeights(define(layout.model, layout, dtype), layout, of_width.weights)
+        max_rows = max(bucket.rows for bucket in of_width.buckets)
+        has_paths = of_width.drafts.draft_paths > 1
+        for group in grid.groups(width):
+            mesh = group_mesh(devices, grid, group)
+            found[group] = StepDef(weights, mesh, max_rows, attention, size, has_paths)
+    return found
 
 
 def place(
     deployment: Deployment, devices: Sequence[Device], source: TensorSource, progress: Progress
 ) -> list[Placed]:
-    """Load the weights onto every group."""
-    steps, grid = define_steps(deployment, devices), deployment.grid
-    weights, layout = steps[0].weights, deployment.layout
-    mesh = grid_mesh(devices, grid, grid.groups(layout.sp))
-    stored = load(weights.model, layout, mesh, source, progress)
-    return [Placed(step, GroupMemory(weights, stored, step.mesh)) for step in steps]
+    """Load the weights onto every unit; groups view them, and share the pools of their devices."""
+    steps, grid, layout = define_steps(deployment, devices), deployment.grid, deployment.layout
+    narrowest = grid.groups(layout.sp)
+    mesh = grid_mesh(devices, grid, narrowest)
+    stored = load(steps[narrowest[0]].weights.model, layout, mesh, source, progress)
+    pools = DevicePools()
+    return [
+        Placed(group, step, GroupMemory(step.weights, stored, step.mesh, pools))
+        for group, step in steps.items()
+    ]
+
+
+Wanted = Mapping[int, Mapping[Bucket, list[Mode]]]  # modes of each bucket, by width
 
 
 def compile_steps(
     deployment: Deployment,
-    step: StepDef,
-    wanted: Mapping[Bucket, list[Mode]],
+    steps: Mapping[int, StepDef],
+    wanted: Wanted,
     devices: Sequence[Device],
     progress: Progress,
-) -> tuple[Deployment, list[Program]]:
-    """Compile the wanted steps for one group; returns the deployment with its KV blocks, too.
+) -> tuple[Deployment, dict[int, list[Program]]]:
+    """Compile the wanted steps of each width for one group, `steps`.
 
-    The pool is sized by a guess of the temporaries first; only if the compiled steps then need
-    more is it made smaller, and the largest bucket compiled again.
+    Returns the deployment with its KV blocks, too. The pool is sized by a guess of the temporaries
+    first; only if the compiled steps then need more is it made smaller, and the largest bucket
+    compiled again.
     """
-    last, workspace = max(wanted), LEAST_WORKSPACE_BYTES
+    workspace = LEAST_WORKSPACE_BYTES
     while True:
         sized = _sized(deployment, devices, workspace)
-        largest = compile_programs(step, pool_of(sized), {last: wanted[last]}, progress)
-        if deployment.num_blocks or largest[0].temporary_bytes <= workspace:
+        largest = {}
+        for width, step in steps.items():
+            last, pool = max(wanted[width]), pool_of(sized.of_width(width))
+            largest[width] = compile_programs(step, pool, {last: wanted[width][last]}, progress)
+        needed = max(programs[0].temporary_bytes for programs in largest.values())
+        if deployment.num_blocks or needed <= workspace:
             break
-        workspace = largest[0].temporary_bytes
-    missing = {bucket: wanted[bucket] for bucket in wanted if bucket != last}
-    return sized, compile_programs(step, pool_of(sized), missing, progress) + largest
+        workspace = needed
+    programs = {}
+    for width, step in steps.items():
+        missing = {b: modes for b, modes in wanted[width].items() if b != max(wanted[width])}
+        pool = pool_of(sized.of_width(width))
+        programs[width] = compile_programs(step, pool, missing, progress) + largest[width]
+    return sized, programs
 
 
 def _sized(deployment: Deployment, devices: Sequence[Device], workspace_bytes: int) -> Deployment:
@@ -92,19 +114,38 @@ def pool_of(deployment: Deployment) -> PoolOptions:
 
 
 def start_runners(
-    deployment: Deployment, groups: Sequence[Placed], programs: list[Program], seed: int
-) -> list[DeviceRunner]:
-    """Allocate the pools, and load the programs of the first group on the others.
+    deployment: Deployment,
+    groups: Sequence[Placed],
+    programs: Mapping[int, list[Program]],
+    seed: int,
+) -> dict[Group, DeviceRunner]:
+    """Allocate the pools, and load the programs of the first group of a width on the others.
+
+    The widest groups come first: what devices need to talk to each other is made when they first
+    do, and is then there for narrower groups, too.
 
     Raises:
         ConfigError: the weights of a mode cannot be viewed in place; not at its first step.
     """
-    pool, swaps = pool_of(deployment), deployment.preemption == "swap"
-    runners = [DeviceRunner(*group, pool, (), swaps=swaps, seed=seed) for group in groups]
-    runners[0].programs = programs
-    for runner in runners[1:]:
-        runner.load_programs(runners[0])
-    modes = {mode for program in programs for mode in program.steps}
-    for runner, mode in itertools.product(runners, modes):
-        runner.memory.params(mode)  # made here, so that no step waits for them
+    swaps = deployment.preemption == "swap"
+    runners: dict[Group, DeviceRunner] = {}
+    firsts: dict[int, DeviceRunner] = {}
+    for group, step, memory in sorted(groups, key=lambda placed: -placed.group.width):
+        pool = pool_of(deployment.of_width(group.width))
+        runner = DeviceRunner(step, memory, pool, (), swaps=swaps, seed=seed)
+        if group.width in firsts:
+            runner.load_programs(firsts[group.width])
+        else:
+            runner.programs = programs[group.width]
+        firsts.setdefault(group.width, runner)
+        for mode in {mode for program in runner.programs for mode in program.steps}:
+            memory.params(mode)  # made here, so that no step waits for them
+        runners[group] = runner
     return runners
+
+
+def make_mover(deployment: Deployment, groups: Sequence[Placed]) -> DeviceMover:
+    """What moves sequences between the groups of a fleet, compiled."""
+    memories = {group: memory for group, _, memory in groups}
+    pools = {w: pool_of(of_width) for w, of_width in deployment.by_width.items()}
+    return DeviceMover(memories, pools)

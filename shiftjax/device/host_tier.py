@@ -1,9 +1,8 @@
 """KV blocks parked in host memory: the other side of preemption by swap.
 
-A block travels as one array, `[2 * layers, kv_heads, block_size, head_dim]`, sharded by heads
-like the pool, so one transfer moves all layers. Copies are dispatched, never awaited: the
-device's own order puts an offload before the step that reuses the block, and a restore before
-the step that reads it.
+A block travels as one array, `[2 * layers, elements]`, sharded by heads like the pool, so one
+transfer moves all layers. Copies are dispatched, never awaited: the device's own order puts an
+offload before the step that reuses the block, and a restore before the step that reads it.
 """
 
 import jax
@@ -11,13 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shiftjax.device.mesh import named, payload_spec
-from shiftjax.models.attention import LayerPool
+from shiftjax.device.pool import FlatPools
 
 
 class HostTier:
     """Blocks in `pinned_host` memory, by host block id; the scheduler hands the ids out."""
 
-    def __init__(self, mesh: Mesh, pools: list[LayerPool]):
+    def __init__(self, mesh: Mesh, pools: FlatPools):
         self._blocks: dict[int, jax.Array] = {}
         device = named(mesh, payload_spec())
         self._device, self._host = device, device.with_memory_kind("pinned_host")
@@ -35,24 +34,22 @@ class HostTier:
         """Forget every block: the pool they belong to is gone."""
         self._blocks.clear()
 
-    def offload(self, pools: list[LayerPool], device_block: int, host_block: int) -> None:
+    def offload(self, pools: FlatPools, device_block: int, host_block: int) -> None:
         """Copy a device block to the host."""
         payload = self._gather(pools, jnp.int32(device_block))
         self._blocks[host_block] = jax.device_put(payload, self._host)
 
-    def restore(
-        self, pools: list[LayerPool], device_block: int, host_block: int
-    ) -> list[LayerPool]:
+    def restore(self, pools: FlatPools, device_block: int, host_block: int) -> FlatPools:
         """Copy a host block back into the (donated) pools and return them."""
         payload = jax.device_put(self._blocks.pop(host_block), self._device)
         return self._scatter(pools, payload, jnp.int32(device_block))
 
 
-def _gather_block(pools: list[LayerPool], block: jax.Array) -> jax.Array:
+def _gather_block(pools: FlatPools, block: jax.Array) -> jax.Array:
     return jnp.stack([pool[block] for layer in pools for pool in layer])
 
 
-def _scatter_block(pools: list[LayerPool], payload: jax.Array, block: jax.Array) -> list[LayerPool]:
+def _scatter_block(pools: FlatPools, payload: jax.Array, block: jax.Array) -> FlatPools:
     write = jax.lax.dynamic_update_index_in_dim
     return [
         (write(k, payload[2 * i], block, 0), write(v, payload[2 * i + 1], block, 0))

@@ -10,9 +10,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shiftjax.device.host_tier import HostTier
+from shiftjax.device.mesh import named, replicated_spec
 from shiftjax.device.mode_weights import ModeWeights, Weights
-from shiftjax.device.pool import PoolOptions, make_pools
+from shiftjax.device.pool import DevicePools, FlatPools, PoolOptions
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
 
 
 def on_group(array: jax.Array | None, mesh: Mesh) -> jax.Array | None:
@@ -33,13 +35,34 @@ class GroupMemory:
     those of other modes are views of the stored ones, made when a mode is first used.
     """
 
-    def __init__(self, weights: ModeWeights, stored: Sequence[jax.Array | None], mesh: Mesh):
+    def __init__(
+        self,
+        weights: ModeWeights,
+        stored: Sequence[jax.Array | None],
+        mesh: Mesh,
+        device_pools: DevicePools,
+    ):
         self.mesh = mesh
+        self.everywhere = named(mesh, replicated_spec())  # small inputs of what runs on it
+        self._device_pools = device_pools
         self._weights = weights
         self._stored = weights.with_head([on_group(array, mesh) for array in stored])
         self._by_mode: dict[Mode, Weights] = {}
-        self.pools: list = []
         self.host: HostTier | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the model falls on the devices of the group."""
+        return self._weights.layout
+
+    @property
+    def pools(self) -> FlatPools:
+        """The pools on the devices of the group; whoever donates them sets what came of them."""
+        return self._device_pools.take(self.mesh)
+
+    @pools.setter
+    def pools(self, pools: FlatPools) -> None:
+        self._device_pools.put(self.mesh, pools)
 
     def params(self, mode: Mode) -> Weights:
         """Return the weights that a step of a mode is called with."""
@@ -47,11 +70,15 @@ class GroupMemory:
             self._by_mode[mode] = self._weights.of(mode, self._stored)
         return self._by_mode[mode]
 
-    def allocate(self, sizes: PoolOptions, *, swaps: bool) -> None:
-        """Make empty pools, and with `swaps` an empty host tier. What was in them is lost."""
-        layout = self._weights.layout
-        self.pools = make_pools(self.mesh, layout, sizes.num_blocks, sizes.block_size, sizes.dtype)
+    def prepare(self, sizes: PoolOptions, *, swaps: bool) -> None:
+        """Make pools where the devices have none yet, and with `swaps` a host tier."""
+        if not self._device_pools.has(self.mesh):
+            self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
+        if swaps:
+            self.host = HostTier(self.mesh, self.pools)
+
+    def allocate(self, sizes: PoolOptions) -> None:
+        """Make empty pools, and empty the host tier. What was in them is lost."""
+        self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
         if self.host is not None:
             self.host.clear()
-        elif swaps:
-            self.host = HostTier(self.mesh, self.pools)

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.weights import Weight
-from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES, Device, Grid, Group, Mode
+from shiftjax.parallel.grid import ALL_AXES, STORED_AXES, WEIGHT_AXES, Device, Grid, Group, Mode
+from shiftjax.parallel.layout import Layout
 
 
 def make_mesh(devices: Sequence[Device], sp: int, tp: int) -> Mesh:
@@ -49,6 +50,18 @@ def mesh_of(mesh: Mesh, mode: Mode) -> Mesh:
     return _mesh(mesh.devices.flat, mesh.shape["tp"], mode.width // mode.sp, mode.sp)
 
 
+def exchange_mesh(mesh: Mesh, ways: int) -> Mesh:
+    """Return the mesh of a group on which `ways` neighbours exchange what they cache."""
+    devices = np.array(list(mesh.devices.flat), dtype=object)
+    types = (AxisType.Auto,) * 2
+    return Mesh(devices.reshape(-1, ways), ("same", "exchange"), axis_types=types)
+
+
+def exchange_spec() -> P:
+    """Return the spec of a KV pool on such a mesh."""
+    return P(None, ("same", "exchange"))
+
+
 def _mesh(places: Iterable[Device], *sizes: int) -> Mesh:
     names = ("dp", *ALL_AXES)[-len(sizes) :]
     grid = np.array(list(places), dtype=object).reshape(sizes)
@@ -64,18 +77,25 @@ def weight_spec(weight: Weight, split: tuple[str, ...] = WEIGHT_AXES) -> P:
     return P(*(axis and (ALL_AXES if weight.in_shift else split) for axis in weight.axes))
 
 
+def stored_spec(weight: Weight, layout: Layout) -> P:
+    """Return the spec of a weight as it is stored, on the mesh of any group that has it."""
+    if layout.widest:
+        weight = weight._replace(in_shift=False)  # whole in every unit, for groups of any width
+    return weight_spec(weight, STORED_AXES)
+
+
 def view_spec() -> P:
     """Return the spec of a weight whose first dimension a mode splits."""
     return P(WEIGHT_AXES)
 
 
 def pool_spec() -> P:
-    """Return the spec of a KV pool `[blocks, kv_heads, block_size, head_dim]`, in all modes."""
+    """Return the spec of a KV pool `[blocks, devices * elements of a block]`, in all modes."""
     return P(None, ALL_AXES)
 
 
 def payload_spec() -> P:
-    """Return the spec of a block of all layers, `[2 * layers, kv_heads, block_size, head_dim]`."""
+    """Return the spec of a block of all layers, `[2 * layers, devices * elements of a block]`."""
     return P(None, ALL_AXES)
 
 

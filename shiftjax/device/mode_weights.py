@@ -6,8 +6,8 @@
     replicate   a separate copy, w / ways more per device: the published way (arXiv 2509.16495,
                 section 3.3.2) and a control
 
-LM head and late layers are split over all devices in every mode: they are no mode's alone. A tied
-head is the embedding in that split.
+LM head and late layers are split over all devices in every mode: they are no mode's alone, and are
+stored so, unless groups of other widths share them. A tied head is the embedding in that split.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,8 @@ class ModeWeights(NamedTuple):
         for weight, spec in zip(self.model.declared, self.specs(), strict=True):
             shape, axis = weight.shape, weight.axes[0]
             if self._is_viewed(weight, mode) and axis:
-                rows = self.layout.shard_rows(axis, mode) * self.layout.ways(mode)
+                used = self._used_in(weight, mode)
+                rows = self.layout.shard_rows(axis, used) * self.layout.ways(used)
                 shape = (rows, *shape[1:])
             sharding = named(mesh, spec)
             params.append(jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=sharding))
@@ -90,7 +91,7 @@ class ModeWeights(NamedTuple):
         return tuple(self._slice(weight, mode, array) for weight, array in weights)
 
     def _head(self, embedding: Any) -> Any:
-        if self.strategy == "slice" or self.layout.sp == 1:
+        if self.strategy == "slice" or self.layout.sp == 1 or self.layout.widest:
             return embedding
         copy, shift = self.strategy == "replicate", self.layout.shift
         return array_in_mode(embedding, "vocab", self.layout, shift, "lm_head", copy=copy)
@@ -99,22 +100,26 @@ class ModeWeights(NamedTuple):
         if not self._is_viewed(weight, mode):
             return stored
         copy = self.strategy == "replicate" or weight.kind == "bias"
-        axis = weight.axes[0]
+        axis, mode = weight.axes[0], self._used_in(weight, mode)
         assert axis is not None
         return array_in_mode(stored, axis, self.layout, mode, weight.name, copy=copy)
 
+    def _used_in(self, weight: Weight, mode: Mode) -> Mode:
+        """The mode as whose steps split it a weight enters a step of `mode`."""
+        return self.layout.shift if weight.in_shift else mode
+
     def _is_viewed(self, weight: Weight, mode: Mode) -> bool:
-        """Whether a mode has an array of its own of this weight."""
-        is_split_anew = weight.axes[0] is not None and mode != self.layout.base
-        return is_split_anew and not weight.in_shift and self.strategy != "slice"
+        """Whether a mode has an array that is not the stored one."""
+        if weight.axes[0] is None or self.strategy == "slice":
+            return False
+        return self._used_in(weight, mode) != self.layout.stored_in(weight)
 
     def _is_in_shift(self, weight: Weight) -> bool:
         """Whether it enters a step split over all devices; a tied head is sliced in the step."""
         return weight.in_shift and not (self.strategy == "slice" and weight.tied_to is not None)
 
     def _slice(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
-        axis = weight.axes[0]
-        mode = self.layout.shift if weight.in_shift else mode
+        axis, mode = weight.axes[0], self._used_in(weight, mode)
         if axis is None or mode == self.layout.base or self._is_in_shift(weight):
             return stored
         places = range(self.layout.num_devices)

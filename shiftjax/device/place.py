@@ -17,10 +17,9 @@ from jax.typing import DTypeLike
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight, family_of, weights_of
-from shiftjax.device.mesh import named, weight_spec
+from shiftjax.device.mesh import named, stored_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
-from shiftjax.parallel.grid import STORED_AXES
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.source import TensorSource, check_finite
 
@@ -78,7 +77,7 @@ def _load_one(
     weight: Weight, dtype: np.dtype, layout: Layout, mesh: Mesh, source: TensorSource
 ) -> jax.Array:
     """Read what this process stores of one weight and put each device's shard on it."""
-    sharding = named(mesh, weight_spec(weight, STORED_AXES))
+    sharding = named(mesh, stored_spec(weight, layout))
     places = sharding.addressable_devices_indices_map(weight.shape)
     ranges = {
         device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])

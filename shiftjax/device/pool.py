@@ -1,6 +1,14 @@
-"""The device memory of the KV cache: one K and one V array per layer, sharded by heads."""
+"""The device memory of the KV cache: one K and one V array per layer, sharded by heads.
 
+On a device a pool is `[blocks, elements of a block]`; a step reads it in the shape of its own
+layout, `[blocks, kv_heads, block_size, head_dim]`, for nothing: both are the same bytes. So groups
+of any width find their blocks in one memory (`DevicePools`), if their blocks have as many bytes
+(`Layout.block_tokens`).
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +19,7 @@ from jaxtyping import Array, Int
 
 from shiftjax.device.mesh import named, pool_spec
 from shiftjax.models.attention import Blocks, LayerPool, pool_shape
+from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
 
@@ -24,9 +33,12 @@ class PoolOptions:
     dtype: np.dtype
 
 
+FlatPools = list[tuple[jax.Array, jax.Array]]  # K and V of every layer, as they are stored
+
+
 def make_pools(
     mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
-) -> list[LayerPool]:
+) -> FlatPools:
     """Allocate zeroed pools; block 0 is the null block that padding reads and writes."""
     abstract = abstract_pools(mesh, layout, num_blocks, block_size, dtype)
     zeros = jax.jit(
@@ -40,26 +52,101 @@ def abstract_pools(
     mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """Describe the pools: what compiling a step needs to know of them."""
-    kv_heads = layout.kv_heads_per_device * layout.num_devices
-    shape = pool_shape(num_blocks, kv_heads, block_size, layout.model.head_dim)
+    elements = layout.kv_heads_per_device * block_size * layout.model.head_dim
+    shape = num_blocks, layout.num_devices * elements
     pool = jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, pool_spec()))
     return [(pool, pool) for _ in range(layout.model.num_layers)]
 
 
-def copy_blocks(pools: list[LayerPool], copies: Int[Array, "copies 2"]) -> list[LayerPool]:
+def in_shape(pools: FlatPools, layout: Layout, block_size: int) -> list[LayerPool]:
+    """Return, on one device, its pools as a step of this layout reads and writes them."""
+    heads, head_dim = layout.kv_heads_per_device, layout.model.head_dim
+
+    def shape(pool: jax.Array) -> Blocks:
+        return pool.reshape(pool_shape(pool.shape[0], heads, block_size, head_dim))
+
+    return [(shape(k), shape(v)) for k, v in pools]
+
+
+def as_stored(pools: list[LayerPool]) -> FlatPools:
+    """Undo `in_shape`."""
+    return [(k.reshape(k.shape[0], -1), v.reshape(v.shape[0], -1)) for k, v in pools]
+
+
+class DevicePools:
+    """The pools of all devices, whichever group has them now.
+
+    A group takes the arrays of its mesh; they are put together from what its devices have, and
+    taken apart only when a group of another width takes one of the devices. A group that gives its
+    arrays to a step owns what the step returns.
+    """
+
+    def __init__(self):
+        self._held: dict[tuple[Device, ...], FlatPools] = {}
+        self._loose: dict[Device, list[jax.Array]] = {}  # K and V of each layer in turn
+
+    def has(self, mesh: Mesh) -> bool:
+        """Whether the devices of a mesh have pools."""
+        held = {device for devices in self._held for device in devices}
+        return held.union(self._loose).issuperset(mesh.devices.flat)
+
+    def take(self, mesh: Mesh) -> FlatPools:
+        """Return the pools of the devices of a mesh, as arrays on it."""
+        devices = tuple(mesh.devices.flat)
+        if devices not in self._held:
+            self._take_apart(devices)
+            self._held[devices] = _assemble([self._loose.pop(each) for each in devices], mesh)
+        return self._held[devices]
+
+    def put(self, mesh: Mesh, pools: FlatPools) -> None:
+        """Keep what a step has made of the pools that `take` gave for this mesh."""
+        self._held[tuple(mesh.devices.flat)] = pools
+
+    def allocate(self, mesh: Mesh, layout: Layout, sizes: PoolOptions) -> None:
+        """Make empty pools for the devices of a mesh; what was in them is lost."""
+        devices = tuple(mesh.devices.flat)
+        self._held.pop(devices, None)
+        self._take_apart(devices)
+        for device in devices:
+            self._loose.pop(device, None)
+        blocks = sizes.num_blocks, sizes.block_size
+        self._held[devices] = make_pools(mesh, layout, *blocks, sizes.dtype)
+
+    def _take_apart(self, devices: Sequence[Device]) -> None:
+        """Let go of what groups hold that have any of these devices."""
+        for held in [each for each in self._held if not set(each).isdisjoint(devices)]:
+            arrays = [array for layer in self._held.pop(held) for array in layer]
+            for array in arrays:
+                for shard in array.addressable_shards:
+                    self._loose.setdefault(shard.device, []).append(shard.data)
+
+
+def _assemble(buffers: Sequence[Sequence[jax.Array]], mesh: Mesh) -> FlatPools:
+    """Put buffers together, `[device][array]`, as arrays of a mesh."""
+    sharding = named(mesh, pool_spec())
+    num_blocks, elements = buffers[0][0].shape
+    shape = num_blocks, elements * len(buffers)
+    make: Any = jax.make_array_from_single_device_arrays
+    arrays = [make(shape, sharding, list(each)) for each in zip(*buffers, strict=True)]
+    return list(zip(arrays[::2], arrays[1::2], strict=True))
+
+
+def copy_blocks(
+    pools: list[tuple[Array, Array]], copies: Int[Array, "copies 2"]
+) -> list[tuple[Array, Array]]:
     """Copy the contents of blocks to new blocks, `(block, new block)`, in all layers.
 
     Pairs with the null block are padding and come last. As many turns of a loop as there are
     copies: a step without any pays for none, and the pools stay where they are.
     """
 
-    def copy(i: Int[Array, ""], pools: list[LayerPool]) -> list[LayerPool]:
+    def copy(i: Int[Array, ""], pools: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
         old, new = copies[i, 0], copies[i, 1]
         return [(_copy(k, old, new), _copy(v, old, new)) for k, v in pools]
 
     return jax.lax.fori_loop(0, jnp.count_nonzero(copies[:, 1]), copy, pools)
 
 
-def _copy(blocks: Blocks, old: Int[Array, ""], new: Int[Array, ""]) -> Blocks:
+def _copy(blocks: Array, old: Int[Array, ""], new: Int[Array, ""]) -> Array:
     block = jax.lax.dynamic_index_in_dim(blocks, old)
     return jax.lax.dynamic_update_index_in_dim(blocks, block, new, 0)

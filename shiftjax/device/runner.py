@@ -59,13 +59,12 @@ class DeviceRunner:
     ):
         self.step, self.memory, self.pool = step, memory, pool
         self.programs = list(programs)
-        self._swaps = swaps
         self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
         self._replicated = named(step.mesh, replicated_spec())
         self._rows = named(step.mesh, rows_spec())
         self._no_tokens = jax.device_put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
-        memory.allocate(pool, swaps=swaps)
+        memory.prepare(pool, swaps=swaps)
 
     def load_programs(self, other: "DeviceRunner") -> None:
         """Take over the programs of the runner of another group, which has the same layout."""
@@ -147,7 +146,7 @@ class DeviceRunner:
 
     def reset(self) -> None:
         """Rebuild the pools, whose buffers a failed step may have consumed."""
-        self.memory.allocate(self.pool, swaps=self._swaps)
+        self.memory.allocate(self.pool)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         host = self.memory.host

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from shiftjax.device.mesh import mesh_of, named, pool_spec, replicated_spec, rows_spec
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
-from shiftjax.device.pool import copy_blocks
+from shiftjax.device.pool import as_stored, copy_blocks, in_shape
 from shiftjax.device.sampling import sample
 from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
@@ -116,6 +116,7 @@ class StepDef:
     mesh: Mesh  # of the group, in base mode
     max_rows: int
     attention: AttentionBackend
+    block_size: int  # tokens of a KV block in this layout
     has_paths: bool = False  # drafts of a sequence may be several
 
     @property
@@ -151,7 +152,9 @@ class StepDef:
         result = StepResult._make((everywhere, rows, rows, guesses))
 
         def step(params, pools, last_tokens, flat, tables):
-            return self._local_step(mode, packing.unpack(flat), params, pools, last_tokens, tables)
+            inputs, pools = packing.unpack(flat), in_shape(pools, self.layout, self.block_size)
+            pools, *results = self._local_step(mode, inputs, params, pools, last_tokens, tables)
+            return as_stored(pools), *results
 
         return jax.shard_map(
             step,

@@ -11,10 +11,17 @@ whole model (its stage of it, with pipeline stages), and units hold the same. No
     a mode       how many ways, sp, a step splits its tokens over the units of its group:
                  (width 4): sp=4 is base, sp=1 is shift, sp=2 lies between
 
-In a group, place `j = t * width + u` holds head block j of queries, keys and values in every mode:
-sp divides width, so a mode only says how many neighbours in that order share a step's tokens, and
-`tp * width / sp` is how many ways a step splits the weights. Modes of one width share the KV
-layout and may alternate at every step (Shift Parallelism, arXiv 2509.16495, section 3.3).
+In a group, place `j = t * width + p` holds head block j of queries, keys and values in every mode,
+where p counts the units of the group in the order of `unit_order`: sp divides width, so a mode only
+says how many neighbours in that order share a step's tokens, and `tp * width / sp` is how many ways
+a step splits the weights. Modes of one width share the KV layout and may alternate at every step
+(Shift Parallelism, arXiv 2509.16495, section 3.3).
+
+The order is bit-reversed where the width is a power of two. Then the heads of a device in a group
+lie inside its heads in every narrower group that it can belong to, so that a sequence changes
+between any two widths by an exchange among the devices that hold the same narrow heads: those of
+place j of the narrow groups of `n` units are the places `[j * width / n, (j + 1) * width / n)` of
+the wide one.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +33,14 @@ STORED_AXES = ("tp",)  # split the weights as they are stored
 WEIGHT_AXES = ("tp", "shift")  # split the weights as a step uses them
 TOKEN_AXIS = "sp"
 ALL_AXES = ("tp", "shift", "sp")  # split heads, KV cache, LM head and sampling
+
+
+def unit_order(width: int) -> list[int]:
+    """The units of a group by place: in bit-reversed order if they are a power of two."""
+    bits = width.bit_length() - 1
+    if width != 1 << bits:
+        return list(range(width))
+    return [int(f"{place:0{bits}b}"[::-1], 2) if bits else 0 for place in range(width)]
 
 
 class Mode(NamedTuple):
@@ -54,6 +69,15 @@ class Group(NamedTuple):
         splits = (sp for sp in range(self.width, 0, -1) if self.width % sp == 0)
         return tuple(Mode(self.width, sp) for sp in splits)
 
+    def overlaps(self, other: "Group") -> bool:
+        """Whether the two have a unit in common; aligned ones then lie inside each other."""
+        return self.first < other.first + other.width and other.first < self.first + self.width
+
+    def halves(self) -> "tuple[Group, Group]":
+        """The two groups that it can be released into next."""
+        half = self.width // 2
+        return Group(self.first, half), Group(self.first + half, half)
+
 
 class Grid(NamedTuple):
     """Where weights are stored: `tp` ways in each of `units` units, of each of `pp` stages."""
@@ -74,6 +98,7 @@ class Grid(NamedTuple):
         return [Group(first, width) for first in range(0, self.units, width)]
 
     def devices_of(self, group: Group, stage: int = 0) -> list[int]:
-        """The devices of a stage of a group by place `j = t * width + u`."""
+        """The devices of a stage of a group by place."""
         first = (stage * self.units + group.first) * self.tp
-        return [first + u * self.tp + t for t in range(self.tp) for u in range(group.width)]
+        order = unit_order(group.width)
+        return [first + u * self.tp + t for t in range(self.tp) for u in order]

@@ -4,7 +4,7 @@ Devices of a group are counted by place `j = t * SP + s` (tp-major, see `paralle
 mode that splits tokens `sp` ways, `sp` neighbours of that order hold the same weights: a rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,11 +43,16 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model on a group of `sp` units of `tp` devices each. Counts are padded ones."""
+    """A model on a group of `sp` units of `tp` devices each. Counts are padded ones.
+
+    Groups of several widths can share what their units store. It is then stored whole in every
+    unit and padded for the widest of them, of `widest` units; 0: the group has its weights alone.
+    """
 
     model: ModelConfig
     sp: int
     tp: int
+    widest: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -73,9 +78,18 @@ class Layout:
         """How many ways a step of this mode splits the weights."""
         return self.num_devices // mode.sp
 
+    @property
+    def padded_for(self) -> int:
+        """The devices of the widest group that shares the weights: sizes are multiples of it."""
+        return (self.widest or self.sp) * self.tp
+
+    def of_width(self, width: int) -> "Layout":
+        """The same model in a group of another width that shares the weights."""
+        return replace(self, sp=width)
+
     @cached_property
     def _heads(self) -> tuple[int, int]:
-        return pad_heads(self.model.num_heads, self.model.num_kv_heads, self.num_devices)
+        return pad_heads(self.model.num_heads, self.model.num_kv_heads, self.padded_for)
 
     @property
     def num_kv_heads(self) -> int:
@@ -105,18 +119,28 @@ class Layout:
     @property
     def intermediate_size(self) -> int:
         """MLP width, padded to a multiple of P."""
-        return round_up(self.model.intermediate_size, self.num_devices)
+        return round_up(self.model.intermediate_size, self.padded_for)
 
     @property
     def vocab_size(self) -> int:
         """Vocabulary, padded to a multiple of P."""
-        return round_up(self.model.vocab_size, self.num_devices)
+        return round_up(self.model.vocab_size, self.padded_for)
 
     @property
     def num_draft_ids(self) -> int:
         """Token ids that a speculator drafts, unpadded: those below this; 0 without one."""
         speculator = self.model.speculator
         return speculator.draft_vocab or self.model.vocab_size if speculator else 0
+
+    def block_tokens(self, block_size: int) -> int:
+        """Tokens of a KV block of this group, if a block of one unit holds `block_size`.
+
+        What is constant between groups that share their pools is the bytes of a block on a device;
+        with more devices, each has fewer heads of more tokens. Where there are more devices than
+        KV heads, it grows no more.
+        """
+        of_unit = max(1, self.num_kv_heads // self.tp)
+        return block_size * of_unit // self.kv_heads_per_device
 
     def kv_heads_of(self, device: int) -> list[int]:
         """Return the KV heads that flat device `j = t * SP + s` caches."""
@@ -171,14 +195,14 @@ class Layout:
 
     def stored_in(self, weight: Weight) -> Mode:
         """Return the mode as whose steps split it a weight is stored."""
-        return self.shift if weight.in_shift else self.base
+        return self.shift if weight.in_shift and not self.widest else self.base
 
     def _stored_size(self, axis: str | None, size: int, mode: Mode) -> int:
         if axis == "heads":
             return self.num_heads
         if axis == "kv_heads":
             return sum(map(len, self.kv_heads_of_ranks(mode)))
-        return round_up(size, self.num_devices) if axis in _PADDED_AXES else size
+        return round_up(size, self.padded_for) if axis in _PADDED_AXES else size
 
     def source_rows(self, axis: str, mode: Mode | None = None) -> np.ndarray:
         """Return, per row of a sharded axis, the checkpoint's row, or -1 for padding.
@@ -198,7 +222,7 @@ class Layout:
         real_size, size = {
             "intermediate": (model.intermediate_size, self.intermediate_size),
             "vocab": (model.vocab_size, self.vocab_size),
-            "draft_vocab": (self.num_draft_ids, round_up(self.num_draft_ids, self.num_devices)),
+            "draft_vocab": (self.num_draft_ids, round_up(self.num_draft_ids, self.padded_for)),
         }[axis]
         rows = np.arange(size)
         return np.where(rows < real_size, rows, -1)

@@ -169,7 +169,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     assert attention.name == case.attention
     model = define(layout.model, layout, jnp.bfloat16)
     weights = ModeWeights(model, layout, case.strategy)
-    step = StepDef(weights, mesh, case.bucket.rows, attention)
+    step = StepDef(weights, mesh, case.bucket.rows, attention, BLOCK_SIZE)
     return step, PoolOptions(NUM_BLOCKS, BLOCK_SIZE, BLOCKS_PER_SEQ, case.kv_dtype)
 
 

@@ -20,6 +20,7 @@ from test_engine_properties import FAST, check_tokens, engines, play, traffic
 from test_speculation import Guesses, counts, let_draft
 
 from shiftjax.control.block_tables import BlockTables
+from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.echo import echo_token
 from shiftjax.control.paths import row_worths
 from shiftjax.drafts.draft import DraftOptions
@@ -302,7 +303,7 @@ def test_the_first_row_of_a_path_brings_nothing_by_itself(survivals, worths):
 
 
 def test_a_fork_keeps_what_stands_before_it():
-    tables = BlockTables(20, 4)
+    tables = BlockTables(BlockAllocator(20, 4))
     (sequence,) = sequences = [_sequence(range(10))]
     tables.admit(sequence, 0)
     before = list(sequence.block_table)

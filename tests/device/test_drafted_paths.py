@@ -126,7 +126,9 @@ def test_sampled_tokens_are_those_without_drafts(built):
 
 def test_steps_of_one_path_know_of_no_copies(built):
     made, (runner,) = built[0], built[0].runners
-    (one_path,) = define_steps(replace(made.deployment, drafts=DraftOptions()), jax.devices())
+    (one_path,) = define_steps(
+        replace(made.deployment, drafts=DraftOptions()), jax.devices()
+    ).values()
     for program in runner.programs:
         several, one = program.packing, empty_inputs(one_path, runner.pool, program.bucket)[0]
         assert several.size - one.size == 2 * program.bucket.seqs

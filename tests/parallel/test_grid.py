@@ -7,7 +7,7 @@ from shiftjax.parallel.grid import Grid, Group, Mode
 
 def test_the_devices_of_the_picture():
     grid = Grid(tp=2, units=4)
-    assert grid.devices_of(Group(0, 4)) == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert grid.devices_of(Group(0, 4)) == [0, 4, 2, 6, 1, 5, 3, 7]
     assert [grid.devices_of(group) for group in grid.groups(2)] == [[0, 2, 1, 3], [4, 6, 5, 7]]
     assert [grid.devices_of(group) for group in grid.groups(1)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

@@ -1,0 +1,404 @@
+"""A fleet: units that form groups, and groups that give way to others, while requests run. No JAX.
+
+What shares a KV layout may change every step: that is a `Mode`. What changes the layout changes
+here, at a safe point of the groups concerned, when no step of theirs is in flight:
+
+    decide    a policy names an arrangement, and why
+    close     the groups that have to go plan no more steps; those in flight are committed
+    hand over their requests go to the groups that come, with their keys and values
+    open      the new groups step at once: devices run what they are given in order
+
+Kinds of switching, for binding groups into a wider one (a release always moves):
+
+    move        running requests come along, nothing is recomputed
+    sequential  the groups finish their requests first, taking no new ones (Flying Serving, F15)
+    soft        the same, and what waits for the wide group already runs in an idle one (F16)
+    hard        running requests pause with their blocks until the wide group is released (F17);
+                after `max_pause_seconds` they take turns with it
+    auto        move, unless a prediction says that waiting for the end is quicker
+
+A step of the wide group and one of a paused group would find each other's devices busy, but not
+each other's blocks: both layouts are valid at once, so taking turns is nothing but stepping.
+"""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.fleet_policy import Demand, FleetPolicy, FleetView, GroupView, Wish
+from shiftjax.control.handover import Handover, Mover, hand_over, make_room
+from shiftjax.control.lane import Lane
+from shiftjax.control.request import Event, Request, StepPlan
+from shiftjax.parallel.fleet import Arrangement, Change, changes, check_arrangement
+from shiftjax.parallel.grid import Group
+
+GROWTH_TOKENS = 1024  # that a request without a limit has room for before it is served wider
+MOST_VIEWED = 256  # requests of the queue that a policy looks at
+MOST_REMEMBERED = 4096  # changes that `history` keeps
+MOST_FAILED_MOVES = 3  # in `FAILED_MOVES_SECONDS`; then requests are not moved any more
+FAILED_MOVES_SECONDS = 600.0
+NOTHING = StepPlan([], 0, 0, 0, [], [], step_id=-1)
+logger = logging.getLogger(__name__)
+
+
+class Turn(NamedTuple):
+    """A change of groups that has been made."""
+
+    seconds: float  # when, by the clock of the engine
+    arrangement: Arrangement  # since then
+    reason: str
+    kind: str
+    num_sequences: int  # that went along
+    num_recomputed: int
+    host_seconds: float
+
+
+@dataclass(slots=True)
+class FleetStats:
+    """Counters since the start; widths are units."""
+
+    binds: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # width, kind, reason
+    releases: Counter[int] = field(default_factory=Counter)  # width of the group that went
+    num_moved_sequences: int = 0
+    num_recomputed_sequences: int = 0
+    moved_blocks: Counter[str] = field(default_factory=Counter)  # bind, release; narrow blocks
+    num_compacted_blocks: int = 0
+    move_seconds: float = 0.0  # of the host
+    paused_seconds: float = 0.0  # of groups, added up
+    failed_changes: Counter[str] = field(default_factory=Counter)  # by reason
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A change under way: its sources are closing, or finish what they have."""
+
+    change: Change
+    kind: str
+    reason: str
+    since: float
+
+
+class Fleet:
+    """The groups of all widths over the same units, of which an arrangement is open.
+
+    `lanes` are one for every group. `policy` says which shall be open; it is asked when a request
+    has come or gone, and every `arrange_seconds`. `clock` measures the host's work.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        arrangement: Arrangement,
+        policy: FleetPolicy,
+        mover: Mover,
+        limits: RequestLimits,
+        *,
+        switch: str = "move",
+        max_pause_seconds: float = 10.0,
+        arrange_seconds: float = 0.05,
+        clock: Callable[[], float] = time.perf_counter,
+        kind_of_bind: Callable[[Change, Sequence[Request]], str] | None = None,
+    ):
+        self.lanes: Mapping[Group, Lane] = {lane.group: lane for lane in lanes}
+        self.arrangement = arrangement
+        self.policy = policy
+        self.mover = mover
+        self.limits = limits
+        self.switch = switch
+        self.max_pause_seconds = max_pause_seconds
+        self.arrange_seconds = arrange_seconds
+        self.kind_of_bind = kind_of_bind  # of switch = auto; None: move
+        self.stats = FleetStats()
+        self.history: deque[Turn] = deque(maxlen=MOST_REMEMBERED)
+        self._clock = clock
+        self._pending: list[_Pending] = []
+        self._paused_at: dict[Group, float] = {}
+        self._below: dict[Group, Arrangement] = {}  # what pauses below a group, and shall return
+        self._failed_at: deque[float] = deque(maxlen=MOST_FAILED_MOVES)
+        self._unproven: set[Group] = set()  # no step has shown yet that what it was handed is there
+        self._asked_at = float("-inf")
+        self._seen: tuple[int, ...] = ()
+        self._units = sum(group.width for group in arrangement)
+        self._num_tokens_of: dict[int, int] = {}
+        for lane in lanes:
+            lane.state = "open" if lane.group in arrangement else "idle"
+            blocks = lane.scheduler.tables.device
+            most = blocks.num_usable_blocks * blocks.block_size
+            self._num_tokens_of[lane.group.width] = most
+
+    # ------------------------------------------------------------------ a turn of the engine
+
+    def turn(
+        self, queue: Callable[[int], list[Request]], num_queued: int, num_seen: int, now: float
+    ) -> None:
+        """Between steps: make the changes that are due, and ask for others.
+
+        Of the `num_queued` requests that no group has `queue` gives so many, those first that come
+        first; `num_seen` grows with each that comes.
+        """
+        self._end_pauses(now)
+        if not self._pending and self._shall_ask(num_queued, num_seen, now):
+            self._asked_at = now
+            first = queue(MOST_VIEWED)
+            wish = self.policy.arrange(self.view(first, num_queued, now))
+            if wish is not None and wish.arrangement != self.arrangement:
+                self.begin(wish, now, first)
+        for pending in [each for each in self._pending if self._is_due(each, now)]:
+            self._pending.remove(pending)
+            self._make(pending, now)
+
+    def begin(self, wish: Wish, now: float, wanting: Sequence[Request] = ()) -> None:
+        """Let groups close that a wished arrangement does not have, for those that want it."""
+        check_arrangement(wish.arrangement, self._units)
+        for wanted in changes(self.arrangement, wish.arrangement):
+            change = self._after_pauses(wanted)
+            kind = self._kind(change, wish, wanting)
+            waits = kind in ("sequential", "soft")
+            for group in change.sources:
+                self.lanes[group].state = "leaving" if waits else "closing"
+            self._pending.append(_Pending(change, kind, wish.reason, now))
+
+    def _after_pauses(self, change: Change) -> Change:
+        """What has to come first where groups pause below a source: its release to them."""
+        for group in change.sources:
+            below = self._below.get(group)
+            if below is not None:
+                return Change((group,), below)
+        return change
+
+    def lane_for(self, request: Request) -> Lane | None:
+        """The group that shall have the first request of the queue; None: it has to wait."""
+        width, lanes = self.needed_width(request), self.lanes.values()
+        able = [lane for lane in lanes if lane.state == "open"]
+        if self.switch == "soft" and self._pending:
+            width = min(width, self._fitting_width(self._num_kv_tokens(request)))
+            able += [e for e in lanes if e.state == "leaving" and not e.scheduler.requests]
+        able = [lane for lane in able if lane.group.width >= width]
+        return min(able, key=load_of) if able else None
+
+    def needed_width(self, request: Request, num_tokens: int | None = None) -> int:
+        """The least width that may serve a request that has come to so many tokens."""
+        asked = max(request.min_width, self.policy.width_for(request))
+        fitting = self._fitting_width(self._num_kv_tokens(request, num_tokens))
+        return max(min(asked, self.widest), fitting)
+
+    @property
+    def widest(self) -> int:
+        """Units of the widest group."""
+        return max(group.width for group in self.lanes)
+
+    def _num_kv_tokens(self, request: Request, num_tokens: int | None = None) -> int:
+        """Tokens that a group must hold for one sequence of a request.
+
+        One that has no limit of its own gets a wider group when it comes near the end of what it
+        has, if groups come and go.
+        """
+        most_output, num_prompt_tokens = request.sampling.max_tokens, len(request.prompt_token_ids)
+        most = self.limits.max_length(num_prompt_tokens, most_output) - 1
+        if most_output is not None or not self.policy.widens:
+            return most
+        return min(most, (num_tokens or num_prompt_tokens) + GROWTH_TOKENS)
+
+    def _fitting_width(self, num_kv_tokens: int) -> int:
+        """The least width whose pool holds so many tokens of one sequence."""
+        fits = [width for width, most in self._num_tokens_of.items() if most >= num_kv_tokens]
+        return min(fits, default=self.widest)
+
+    def view(self, queue: Iterable[Request], num_queued: int, now: float) -> FleetView:
+        """What a policy sees, of the queue its beginning."""
+        groups = {group: self._view_of(self.lanes[group]) for group in self.arrangement}
+        waiting = [
+            Demand(self.needed_width(each), len(each.prompt_token_ids), each.sampling.n)
+            for each in queue
+        ]
+        paused = frozenset(self._paused_at)
+        unseen = max(0, num_queued - len(waiting))
+        return FleetView(self._units, self.arrangement, groups, waiting, unseen, paused, now)
+
+    def _view_of(self, lane: Lane) -> GroupView:
+        scheduler = lane.scheduler
+        sequences = scheduler.running
+        unfinished = sum(max(0, s.num_prompt_tokens - s.num_computed_tokens) for s in sequences)
+        needed = 1
+        for siblings in scheduler.requests.values():
+            longest = max(len(sequence.token_ids) for sequence in siblings)
+            needed = max(needed, self.needed_width(siblings[0].request, longest))
+        return GroupView(
+            num_running=len(sequences),
+            num_waiting=len(scheduler.waiting),
+            num_prompt_tokens=scheduler.num_waiting_tokens + unfinished,
+            num_context_tokens=sum(s.num_computed_tokens for s in sequences),
+            num_used_blocks=scheduler.num_used_blocks,
+            num_blocks=scheduler.tables.device.num_usable_blocks,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            needed_width=needed,
+        )
+
+    # ------------------------------------------------------------------ changes
+
+    def _shall_ask(self, num_queued: int, num_seen: int, now: float) -> bool:
+        seen = (
+            num_queued,
+            num_seen,
+            sum(len(lane.scheduler.requests) for lane in self.lanes.values()),
+        )
+        if seen == self._seen and now - self._asked_at < self.arrange_seconds:
+            return False
+        self._seen = seen
+        return True
+
+    def _kind(self, change: Change, wish: Wish, wanting: Sequence[Request]) -> str:
+        if not change.is_bind:
+            return "move"
+        kind = wish.kind or self.switch
+        if kind == "auto":
+            kind = self.kind_of_bind(change, wanting) if self.kind_of_bind else "move"
+        if kind == "move" and len(self._failed_at) == MOST_FAILED_MOVES:
+            return "hard"
+        return kind
+
+    def _is_due(self, pending: _Pending, now: float) -> bool:
+        """Whether a change can be made now. What has waited long enough for others pauses them."""
+        lanes = [self.lanes[group] for group in pending.change.sources]
+        if pending.kind in ("sequential", "soft"):
+            busy = sum(bool(lane.scheduler.requests) for lane in lanes)
+            if busy > (pending.kind == "soft"):
+                if now - pending.since < self.max_pause_seconds:
+                    return False
+                pending.kind = "hard"
+        for lane in lanes:
+            lane.state = "closing"
+        return not any(lane.in_flight for lane in lanes)
+
+    def _make(self, pending: _Pending, now: float) -> None:
+        """Hand over, and open the groups that come."""
+        begin, change = self._clock(), pending.change
+        sources, targets = (
+            [self.lanes[group] for group in side] for side in (change.sources, change.targets)
+        )
+        if pending.kind == "hard":
+            handover = self._pause(sources, targets[0], now)
+            self._below[change.wide] = change.narrow
+        else:
+            self._resume(targets, now)
+            self._below.pop(change.wide, None)
+            handover = hand_over(sources, targets, change)
+            for lane in sources:
+                lane.state = "idle"
+        for lane in targets:
+            lane.state, lane.last_mode, lane.progress_at = "open", None, now
+        stays = [group for group in self.arrangement if group not in change.sources]
+        self.arrangement = tuple(sorted([*stays, *change.targets]))
+        try:
+            for copy in handover.copies:
+                self.mover.compact(copy)
+            for crossing in handover.crossings(change):
+                self.mover.move(crossing)
+            self._unproven.update(change.targets if handover.moves else ())
+        except Exception as error:
+            logger.error("A move failed; its requests are computed again.", exc_info=error)
+            self.recompute(targets, now)
+        seconds = self._clock() - begin
+        self._count(pending, handover, seconds)
+        self.history.append(
+            Turn(
+                now,
+                self.arrangement,
+                pending.reason,
+                pending.kind,
+                handover.num_sequences,
+                handover.num_recomputed,
+                seconds,
+            )
+        )
+
+    def _count(self, pending: _Pending, handover: Handover, seconds: float) -> None:
+        stats, change = self.stats, pending.change
+        if change.is_bind:
+            stats.binds[change.wide.width, pending.kind, pending.reason] += 1
+        else:
+            stats.releases[change.wide.width] += 1
+        direction = "bind" if change.is_bind else "release"
+        stats.moved_blocks[direction] += handover.num_narrow_blocks
+        stats.num_moved_sequences += handover.num_sequences
+        stats.num_recomputed_sequences += handover.num_recomputed
+        stats.num_compacted_blocks += sum(len(copy.blocks) for copy in handover.copies)
+        stats.move_seconds += seconds
+
+    # ------------------------------------------------------------------ pauses
+
+    def _pause(self, sources: list[Lane], wide: Lane, now: float) -> Handover:
+        """Keep what groups have while another one has their devices, and make room for it."""
+        copies = make_room(wide, sources, wide.scheduler.tables.device.num_usable_blocks // 2)
+        for lane in sources:
+            lane.state = "paused" if lane.scheduler.requests else "idle"
+            if lane.state == "paused":
+                self._paused_at[lane.group] = now
+        return Handover(copies=copies)
+
+    def _resume(self, targets: list[Lane], now: float) -> None:
+        for lane in targets:
+            since = self._paused_at.pop(lane.group, None)
+            if since is not None:
+                self.stats.paused_seconds += now - since
+
+    def _end_pauses(self, now: float) -> None:
+        """Groups that have paused long enough step again, beside the one that has their devices."""
+        for group, since in self._paused_at.items():
+            if now - since >= self.max_pause_seconds and self.lanes[group].state == "paused":
+                self.lanes[group].state = "leaving"
+
+    # ------------------------------------------------------------------ failures
+
+    def has_stepped(self, lane: Lane) -> None:
+        """A step of a group has been committed: what it was handed is there."""
+        self._unproven.discard(lane.group)
+
+    def is_unproven(self, lane: Lane) -> bool:
+        """Whether a step that fails may do so because of what the group was handed."""
+        return lane.group in self._unproven
+
+    def recompute(self, lanes: Iterable[Lane], now: float) -> list[Event]:
+        """What groups were handed is lost, and their pools: all starts again from its tokens."""
+        self._failed_at.append(now)
+        self.stats.failed_changes["move"] += 1
+        if self._failed_at[0] < now - FAILED_MOVES_SECONDS:
+            self._failed_at.popleft()
+        if len(self._failed_at) == MOST_FAILED_MOVES:
+            logger.warning("Moves keep failing: from now on groups pause instead (switch=hard).")
+        events: list[Event] = []
+        for lane in lanes:
+            events += self.lost(lane)
+            lane.runner.reset()
+            self._unproven.discard(lane.group)
+        return events
+
+    def lost(self, lane: Lane) -> list[Event]:
+        """The pools of a group's devices are lost: everybody on them starts from the tokens."""
+        events: list[Event] = []
+        for other in self.lanes.values():
+            if other.group.overlaps(lane.group) and other.scheduler.requests:
+                other.in_flight.clear()
+                events += other.scheduler.fail(NOTHING, "")
+        return events
+
+    def check(self) -> None:
+        """Conservation. Raises RuntimeError at the first breach."""
+        check_arrangement(self.arrangement, self._units)
+        for group, lane in self.lanes.items():
+            lane.scheduler.check()
+            if lane.state == "idle" and (lane.scheduler.requests or lane.in_flight):
+                raise RuntimeError(f"{group} is idle, but has requests.")
+            if (lane.state == "open") and group not in self.arrangement:
+                raise RuntimeError(f"{group} is open, but not in the arrangement.")
+
+
+def load_of(lane: Lane) -> tuple[bool, int]:
+    """Sorts groups: those with room first, then by the tokens that a unit holds and will hold."""
+    scheduler = lane.scheduler
+    held = scheduler.num_used_blocks * scheduler.config.block_size
+    return scheduler.is_full, (held + scheduler.num_waiting_tokens) // lane.group.width

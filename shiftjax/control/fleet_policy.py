@@ -1,0 +1,380 @@
+"""Which groups a fleet shall have. A policy sees demands and what groups hold, never JAX.
+
+All of them let a request have the width that it needs: because its context fits no narrower group
+(F20 of Flying Serving's mechanisms), because it asks (`min_width`), or because of its class (F19).
+They differ in what they do with the rest of the load.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, NamedTuple, Protocol
+
+from shiftjax.control.policy import Policy
+from shiftjax.control.request import Request
+from shiftjax.costs.moves import MoveCosts
+from shiftjax.costs.step import CostModel, Work
+from shiftjax.parallel.fleet import Arrangement, bound, equal_groups, released
+from shiftjax.parallel.grid import Group, Mode
+
+HORIZON_TOKENS = 32  # of every running sequence, that a prediction looks ahead
+MARGIN = 0.1  # of the predicted seconds, which a change must save at least
+HOLD_SWITCHES = 20  # times the seconds of a switch: for as long the groups concerned stay
+LEAST_HOLD_SECONDS = 0.05
+KV_SHARE = 0.9  # of the blocks of a group that a bind may fill
+
+
+class Demand(NamedTuple):
+    """A request that no group has yet."""
+
+    needed_width: int
+    num_prompt_tokens: int
+    num_sequences: int
+
+
+class GroupView(NamedTuple):
+    """What a group has to do."""
+
+    num_running: int
+    num_waiting: int
+    num_prompt_tokens: int  # that are not computed yet
+    num_context_tokens: int
+    num_used_blocks: int
+    num_blocks: int
+    max_num_seqs: int
+    needed_width: int  # the least width that all its requests can be served with
+
+
+class FleetView(NamedTuple):
+    """What a policy sees."""
+
+    units: int
+    arrangement: Arrangement
+    groups: Mapping[Group, GroupView]  # of the arrangement
+    queue: Sequence[Demand]  # its beginning
+    num_unseen: int  # requests that come after
+    paused: frozenset[Group]
+    now: float
+
+    @property
+    def num_sequences(self) -> int:
+        """All that run or wait."""
+        held = sum(group.num_running + group.num_waiting for group in self.groups.values())
+        return held + self.num_queued
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that no group has; those of requests that are not seen count once."""
+        return self.num_unseen + sum(demand.num_sequences for demand in self.queue)
+
+    @property
+    def num_queued_tokens(self) -> float:
+        """Tokens of their prompts; those that are not seen are as long as the others."""
+        seen = sum(demand.num_prompt_tokens for demand in self.queue)
+        return seen * (1 + self.num_unseen / max(1, len(self.queue)))
+
+
+class Wish(NamedTuple):
+    """An arrangement, and why; `kind` of switching, if not the fleet's own."""
+
+    arrangement: Arrangement
+    reason: str
+    kind: str | None = None
+
+
+class FleetPolicy(Protocol):
+    """Says which groups there shall be; `widens`: as wide as a request comes to need."""
+
+    widens: ClassVar[bool]
+
+    def width_for(self, request: Request) -> int:
+        """The least width that a request shall have, as far as its class says."""
+        ...
+
+    def arrange(self, view: FleetView) -> Wish | None:
+        """The groups that there shall be; None: as it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedArrangement:
+    """The same groups whatever comes: the control."""
+
+    arrangement: Arrangement
+    widens: ClassVar[bool] = False
+
+    def width_for(self, request: Request) -> int:
+        """Any."""
+        return 1
+
+    def arrange(self, view: FleetView) -> Wish | None:
+        """As it was at the start."""
+        return None
+
+
+@dataclass(frozen=True)
+class NeedPolicy:
+    """Groups are as wide as their requests need: by context, by wish, by class.
+
+    Requests of a class in `priorities` have a group of `bind_width` units.
+    """
+
+    widths: tuple[int, ...]
+    priorities: frozenset[int] = frozenset()
+    bind_width: int = 1
+    widens: ClassVar[bool] = True
+
+    def width_for(self, request: Request) -> int:
+        """Of a class that binds: `bind_width`."""
+        return self.bind_width if request.priority in self.priorities else 1
+
+    def arrange(self, view: FleetView) -> Wish | None:
+        """Bind for the first request that needs it; release what nobody needs."""
+        return bind_for_need(view) or release_unneeded(view, self.widths)
+
+
+@dataclass(frozen=True)
+class LoadPolicy:
+    """Few requests: one group; many: every unit on its own (F18). In between: as it is.
+
+    Counts are of sequences, running or waiting, per unit.
+    """
+
+    widths: tuple[int, ...]
+    bind_at: float
+    release_at: float
+    needs: NeedPolicy
+    widens: ClassVar[bool] = True
+
+    def width_for(self, request: Request) -> int:
+        """What its class says."""
+        return self.needs.width_for(request)
+
+    def arrange(self, view: FleetView) -> Wish | None:
+        """By the load per unit."""
+        if wish := bind_for_need(view):
+            return wish
+        load = view.num_sequences / view.units
+        if load >= self.release_at:
+            return release_unneeded(view, self.widths, "load")
+        widest = max(self.widths)
+        wanted = equal_groups(view.units, widest)
+        if load > self.bind_at or view.arrangement == wanted:
+            return None
+        return Wish(wanted, "quiet") if all(fits(view, group) for group in wanted) else None
+
+
+@dataclass
+class CostArrangement:
+    """The arrangement of least predicted seconds, over all requests and the next tokens of each.
+
+    Of a group g with prompts of P tokens to compute, a sequences waiting and n running,
+
+        J(g) = a (P / 2 X(g) + s(g)) + n (P / 2 X(g) + h s(g))
+
+    with X its rate of computing prompts, s the seconds of a step that decodes all of them, h
+    `HORIZON_TOKENS`, each in the mode that the group's own policy would choose: what all requests
+    together wait. Waiting work is spread over the units evenly; running work stays where it is. Of
+    the binary tree of aligned groups the cheapest partition is taken, if it saves more than the
+    moves that it takes and `MARGIN`, and no unit changes groups within `HOLD_SWITCHES` times what
+    its last change took.
+    """
+
+    widths: tuple[int, ...]
+    costs: Mapping[int, CostModel]  # by width
+    modes: Mapping[int, Sequence[Mode]]
+    mode_policies: Mapping[int, Policy]  # by width
+    moves: MoveCosts
+    max_num_batched_tokens: int
+    needs: NeedPolicy
+    margin: float = MARGIN
+    widens: ClassVar[bool] = True
+    _held_until: dict[int, float] = field(default_factory=dict)  # by unit
+
+    def width_for(self, request: Request) -> int:
+        """What its class says."""
+        return self.needs.width_for(request)
+
+    def arrange(self, view: FleetView) -> Wish | None:
+        """Compare the partition of least seconds with what there is."""
+        if wish := bind_for_need(view):
+            return wish
+        if not view.num_sequences:
+            return None
+        nodes = _Nodes(self, view)
+        best = nodes.best_partition()
+        if best is None or best == view.arrangement:
+            return None
+        switch = self._switch_seconds(view, best)
+        changed = [group for group in best if group not in view.arrangement]
+        units = [unit for g in changed for unit in range(g.first, g.first + g.width)]
+        if any(self._held_until.get(unit, 0.0) > view.now for unit in units):
+            return None
+        saved = nodes.seconds_of(view.arrangement) - nodes.seconds_of(best)
+        doubt = self.margin * nodes.seconds_of(view.arrangement)
+        if saved <= doubt + switch * max(1, view.num_sequences):
+            return None
+        hold = max(LEAST_HOLD_SECONDS, HOLD_SWITCHES * switch)
+        self._held_until |= dict.fromkeys(units, view.now + hold)
+        wider = max(g.width for g in best) > max(g.width for g in view.arrangement)
+        return Wish(best, "quicker" if wider else "throughput")
+
+    def prefill_rate(self, width: int) -> float:
+        """Tokens per second of prompts in full steps."""
+        if width not in self._rates:
+            tokens = self.max_num_batched_tokens
+            work = Work.prefill(tokens)
+            self._rates[width] = tokens / self._seconds(width, work)
+        return self._rates[width]
+
+    def decode_seconds(self, width: int, num_sequences: int, context: int) -> float:
+        """Seconds of a step that decodes so many sequences."""
+        return self._seconds(width, Work.decode(max(1, num_sequences), max(1, context)))
+
+    def _seconds(self, width: int, work: Work) -> float:
+        mode = self.mode_policies[width].mode_of(work, self.modes[width], 0, None)
+        return self.costs[width].seconds(mode, work)
+
+    @cached_property
+    def _rates(self) -> dict[int, float]:
+        return {}
+
+    def _switch_seconds(self, view: FleetView, new: Arrangement) -> float:
+        """Seconds in which the changed groups do not step: moves, and the overlap that is lost."""
+        seconds = 0.0
+        for old, group in view.groups.items():
+            if old not in new:
+                others = [other for other in new if other.overlaps(old)]
+                ways = max(max(o.width, old.width) // min(o.width, old.width) for o in others)
+                width = max(o.width for o in (*others, old))
+                of_unit = group.num_context_tokens // old.width
+                engine = self.costs[width].engine
+                host = engine.host(group.num_running, 2)
+                seconds = max(seconds, self.moves.seconds(of_unit, ways) + host)
+        return seconds
+
+
+class _Nodes:
+    """The groups of the binary tree over the units, and what each would take."""
+
+    def __init__(self, policy: CostArrangement, view: FleetView):
+        self.policy, self.view = policy, view
+        self._seconds: dict[Group, float] = {}
+        self._best: dict[Group, tuple[float, Arrangement]] = {}
+        self._num_queued = view.num_queued / view.units
+        self._queued_tokens = view.num_queued_tokens / view.units
+
+    def best_partition(self) -> Arrangement | None:
+        """The cheapest arrangement that everybody fits into; None: there is none."""
+        widest = max(self.policy.widths)
+        parts = [self._best_of(group) for group in equal_groups(self.view.units, widest)]
+        if any(seconds == float("inf") for seconds, _ in parts):
+            return None
+        return tuple(sorted(group for _, groups in parts for group in groups))
+
+    def seconds_of(self, arrangement: Arrangement) -> float:
+        """The sum over its groups."""
+        return sum(self._of(group) for group in arrangement)
+
+    def _best_of(self, node: Group) -> tuple[float, Arrangement]:
+        if node not in self._best:
+            choices: list[tuple[float, Arrangement]] = []
+            if node.width in self.policy.widths and self._is_possible(node):
+                choices.append((self._of(node), (node,)))
+            if node.width > min(self.policy.widths):
+                left, right = (self._best_of(half) for half in node.halves())
+                choices.append((left[0] + right[0], left[1] + right[1]))
+            best = min(choices, default=(float("inf"), ()), key=lambda choice: choice[0])
+            self._best[node] = best
+        return self._best[node]
+
+    def _is_possible(self, node: Group) -> bool:
+        view = self.view
+        for group, held in view.groups.items():
+            if group.overlaps(node) and node.width < held.needed_width <= group.width:
+                return False
+        return node in view.arrangement or fits(view, node)
+
+    def _of(self, node: Group) -> float:
+        if node not in self._seconds:
+            self._seconds[node] = self._predict(node)
+        return self._seconds[node]
+
+    def _predict(self, node: Group) -> float:
+        running = waiting = tokens = context = 0.0
+        for group, held in self.view.groups.items():
+            if group.overlaps(node):
+                share = min(1.0, node.width / group.width)
+                running += share * held.num_running
+                context += share * held.num_context_tokens
+                waiting += share * held.num_waiting
+                tokens += share * held.num_prompt_tokens
+        waiting += self._num_queued * node.width
+        tokens += self._queued_tokens * node.width
+        together = running + waiting
+        if not together:
+            return 0.0
+        mean = (context + tokens) / together
+        policy, most = self.policy, min(held.max_num_seqs for held in self.view.groups.values())
+        at_once = min(together, most)
+        step = policy.decode_seconds(node.width, round(at_once), round(mean))
+        prompts = tokens / policy.prefill_rate(node.width)
+        return together * (prompts / 2 + HORIZON_TOKENS * step * together / at_once)
+
+
+def bind_for_need(view: FleetView) -> Wish | None:
+    """A wide enough group for whom there is none: for what has outgrown its group, and the queue.
+
+    For one of the queue it is where least is to do.
+    """
+    for group, held in view.groups.items():
+        if held.needed_width > group.width:
+            width = held.needed_width
+            place = Group(group.first // width * width, width)
+            return Wish(bound(view.arrangement, place), "need")
+    for demand in view.queue:
+        width = demand.needed_width
+        if all(group.width < width for group in view.arrangement):
+            places = [g for g in equal_groups(view.units, width) if _is_free(view, g)]
+            if not places:
+                return None
+            place = min(places, key=lambda group: _work_around(view, group))
+            return Wish(bound(view.arrangement, place), "need")
+    return None
+
+
+def release_unneeded(
+    view: FleetView, widths: Iterable[int], reason: str = "unneeded"
+) -> Wish | None:
+    """The narrowest groups that all requests can be served with; None: there are no others."""
+    arrangement = view.arrangement
+    wanted = {demand.needed_width for demand in view.queue}
+    for group in view.arrangement:
+        needed = max(view.groups[group].needed_width, *(w for w in wanted if w <= group.width), 1)
+        width = min(width for width in widths if width >= needed)
+        if width < group.width:
+            arrangement = released(arrangement, group, width)
+    return None if arrangement == view.arrangement else Wish(arrangement, reason)
+
+
+def fits(view: FleetView, node: Group) -> bool:
+    """Whether all that runs on the units of a group could run in it, with room to grow."""
+    inside = [(g, held) for g, held in view.groups.items() if g.overlaps(node)]
+    num_running = sum(held.num_running for _, held in inside)
+    blocks = sum(held.num_used_blocks * group.width for group, held in inside)
+    least = min(held.num_blocks for _, held in inside)
+    most = min(held.max_num_seqs for _, held in inside)
+    return num_running <= most and blocks / node.width <= KV_SHARE * least
+
+
+def _is_free(view: FleetView, place: Group) -> bool:
+    """Whether no group that is as wide would be torn up."""
+    return all(g.width < place.width for g in view.arrangement if g.overlaps(place))
+
+
+def _work_around(view: FleetView, place: Group) -> tuple[int, int]:
+    inside = [held for group, held in view.groups.items() if group.overlaps(place)]
+    return (
+        sum(held.num_running + held.num_waiting for held in inside),
+        sum(held.num_context_tokens for held in inside),
+    )

@@ -1,0 +1,256 @@
+"""Running requests go from groups to others on the same units, with what they have computed.
+
+A sequence keeps its tokens, its place in every order and its state of sampling; only where its keys
+and values lie changes. A wide block holds the tokens of several narrow ones of one narrow group, on
+every unit a part of the heads (`device/mover.py` moves them). What finds no room is preempted by
+the rule of the scheduler: recomputed, the youngest first.
+
+Sequences are carried one after the other, in their order, and each gives up an old block just
+before it takes the new one, which may be the same; so a full pool suffices, if blocks are moved in
+this order, too, and what is read at once is read before anything is written.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+from shiftjax.control.lane import Lane
+from shiftjax.control.request import Sequence, Status
+from shiftjax.control.shared_blocks import SharedBlocks, plan_compaction
+from shiftjax.parallel.fleet import Change
+from shiftjax.parallel.grid import Group, unit_order
+
+Pair = tuple[int, tuple[int, ...], int]  # place of the narrow group, its blocks, the wide block
+
+
+class Crossing(NamedTuple):
+    """Blocks between one wide group and narrow groups of one width, in the order to move them.
+
+    A place is that of a narrow group among the devices that exchange, `places`.
+    """
+
+    wide: Group
+    narrow_width: int
+    to_wide: bool
+    pairs: list[Pair]
+
+
+class Copy(NamedTuple):
+    """Blocks that move inside their pool, `(block, new block)`."""
+
+    group: Group
+    blocks: list[tuple[int, int]]
+
+
+class Mover(Protocol):
+    """Moves keys and values in device memory, in order with the steps of all groups."""
+
+    def move(self, crossing: Crossing) -> None:
+        """Move the blocks of a crossing; nothing is awaited. Raises whatever made it fail."""
+        ...
+
+    def compact(self, copy: Copy) -> None:
+        """Copy blocks inside a pool; no new block is one that is copied."""
+        ...
+
+
+def calls(pairs: List[Pair], ways: int, chunk: int) -> Iterator[list[list[Pair]]]:
+    """Pairs by place, `ways` lists of at most `chunk`, for one call of the devices after the other.
+
+    A call reads all of its blocks before it writes any, so what must not be told apart is only the
+    order of calls: the first place that is full closes one.
+    """
+    of_places: list[list[Pair]] = [[] for _ in range(ways)]
+    for pair in pairs:
+        if len(of_places[pair[0]]) == chunk:
+            yield of_places
+            of_places = [[] for _ in range(ways)]
+        of_places[pair[0]].append(pair)
+    if pairs:
+        yield of_places
+
+
+@dataclass(slots=True)
+class Handover:
+    """What a change of groups comes to: blocks to copy first, then blocks to move, in order."""
+
+    copies: list[Copy] = field(default_factory=list)
+    moves: list[tuple[int, Pair]] = field(default_factory=list)  # with the width of the narrow side
+    num_sequences: int = 0  # that run on without recomputing anything
+    num_recomputed: int = 0
+
+    @property
+    def num_narrow_blocks(self) -> int:
+        """Blocks of the narrow side that cross."""
+        return sum(len(blocks) for _, (_, blocks, _) in self.moves)
+
+    def crossings(self, change: Change) -> list[Crossing]:
+        """The moves, those of neighbouring ones together that are between the same widths."""
+        return [
+            Crossing(change.wide, width, change.is_bind, [pair for _, pair in pairs])
+            for width, pairs in groupby(self.moves, key=itemgetter(0))
+        ]
+
+
+def place_of(wide: Group, narrow: Group) -> int:
+    """The place of a narrow group among those in a wide one."""
+    return unit_order(wide.width // narrow.width)[(narrow.first - wide.first) // narrow.width]
+
+
+def hand_over(sources: List[Lane], targets: List[Lane], change: Change) -> Handover:
+    """Carry all requests of `sources` to `targets`; no step of either may be in flight.
+
+    Queues and block tables are those of the targets when it returns; what it returns has yet to be
+    moved, before any step of theirs.
+    """
+    handover = Handover()
+    if change.is_bind:
+        handover.copies = make_room(targets[0], sources, _blocks_of_all(sources, targets[0]))
+    routes: dict[tuple[Group, Group], _Route] = {}
+    requests = [
+        (siblings[0].order, name, source)
+        for source in sources
+        for name, siblings in source.scheduler.requests.items()
+    ]
+    for _, name, source in sorted(requests, key=itemgetter(0)):
+        target = _target_for(source.scheduler.requests[name], targets)
+        siblings = source.scheduler.detach(name)
+        ends = source.group, target.group
+        if ends not in routes:
+            routes[ends] = _Route(source, target, change, handover)
+        room = target.scheduler.config.max_num_seqs - len(target.scheduler.running)
+        for sequence in siblings:
+            if sequence.status is not Status.FINISHED:
+                room -= routes[ends].carry(sequence, room > 0)
+        target.scheduler.attach(siblings)
+    return handover
+
+
+def make_room(wide: Lane, lanes: List[Lane], num_blocks: int) -> list[Copy]:
+    """Free so many block numbers on all units of a wide group, as far as that goes, by copies.
+
+    `lanes` are those on its units whose tables hold blocks; no step of theirs may be in flight.
+    """
+    by_owner = {id(lane.scheduler.tables.device): lane for lane in lanes}
+    owners = [_shared(lane) for lane in lanes]
+    copies: dict[Group, Copy] = {}
+    for owner, block, new in plan_compaction(_shared(wide), owners, num_blocks):
+        lane = by_owner[id(owner)]
+        owner.replace(block, new)
+        copies.setdefault(lane.group, Copy(lane.group, [])).blocks.append((block, new))
+    for group, copy in copies.items():
+        (lane,) = (lane for lane in lanes if lane.group == group)
+        lane.scheduler.tables.rename(dict(copy.blocks), lane.scheduler.running)
+    return list(copies.values())
+
+
+class _Route:
+    """From one group to another: which new blocks the old ones have become.
+
+    Full blocks that several tables share are moved once, and shared again. Nobody else's key can
+    be the same, because a block that was moved is given to nobody by its old group.
+    """
+
+    def __init__(self, source: Lane, target: Lane, change: Change, handover: Handover):
+        self.source, self.target, self.handover = source.scheduler, target.scheduler, handover
+        self.to_wide = change.is_bind
+        narrow = source.group if self.to_wide else target.group
+        self.width, self.place = narrow.width, place_of(change.wide, narrow)
+        sizes = self.source.config.block_size, self.target.config.block_size
+        self.several = max(sizes) // min(sizes)  # narrow blocks of a wide one
+        self.moved: dict[tuple[int, ...], list[int]] = {}  # new blocks of full old ones
+
+    def carry(self, sequence: Sequence, has_room: bool) -> bool:
+        """Give a detached sequence blocks of the target, or the fate of the preempted; if it runs.
+
+        `has_room`: the target may have one more running sequence.
+        """
+        runs = sequence.status is Status.RUNNING
+        if runs and has_room and self._change_blocks(sequence):
+            self.handover.num_sequences += 1
+            sequence.num_registered_blocks = 0
+            return True
+        self.handover.num_recomputed += runs
+        self.source.forget(sequence)
+        return False
+
+    def _change_blocks(self, sequence: Sequence) -> bool:
+        """Take new blocks for all its tokens, and give up each old one just before.
+
+        So a sequence may fill its old group. Whether there is room shows on the way; where there
+        is not, what it has got is given back, and nothing of it is moved.
+        """
+        old, new = self.source.tables.device, self.target.tables.device
+        num_blocks = new.blocks_for(len(sequence.token_ids))
+        left, table = sequence.block_table, []
+        mine: dict[tuple[int, ...], list[int]] = {}
+        for part, count, is_complete in self._parts(left, sequence.num_computed_tokens):
+            blocks = self.moved.get(part) if is_complete else None
+            old.release(part)
+            left = left[len(part) :]
+            if blocks is not None:
+                new.retain(blocks)
+            elif new.num_free_blocks < count:
+                break
+            else:
+                mine[part] = blocks = [new.allocate() for _ in range(count)]
+            table += blocks
+        old.release(left)
+        sequence.block_table = []
+        is_moved = len(table) * self.target.config.block_size >= sequence.num_computed_tokens
+        if not is_moved or num_blocks - len(table) > new.num_free_blocks:
+            new.release(table)
+            return False
+        for part, blocks in mine.items():
+            ends = (part, blocks[0]) if self.to_wide else (tuple(blocks), part[0])
+            self.handover.moves.append((self.width, (self.place, *ends)))
+        self.moved |= mine
+        table += [new.allocate() for _ in range(num_blocks - len(table))]
+        sequence.block_table = table
+        return True
+
+    def _parts(self, old: list[int], computed: int) -> Iterator[tuple[tuple[int, ...], int, bool]]:
+        """What is computed, by wide block: old blocks, how many new ones, whether it is full."""
+        wide_size = max(self.source.config.block_size, self.target.config.block_size)
+        narrow_size = wide_size // self.several
+        for number in range(-(-computed // wide_size)):
+            num_tokens = min(wide_size, computed - number * wide_size)
+            narrow = -(-num_tokens // narrow_size)
+            if self.to_wide:
+                first = number * self.several
+                part, count = tuple(old[first : first + narrow]), 1
+            else:
+                part, count = (old[number],), narrow
+            yield part, count, num_tokens == wide_size
+
+
+def _target_for(siblings: list[Sequence], targets: List[Lane]) -> Lane:
+    """The least loaded of the groups that have room for a request, else of all."""
+    if len(targets) == 1:
+        return targets[0]
+    running = [each for each in siblings if each.status is Status.RUNNING]
+
+    def order(lane: Lane) -> tuple[bool, int]:
+        blocks = lane.scheduler.tables.device
+        needed = sum(blocks.blocks_for(len(each.token_ids)) for each in running)
+        num_seqs = len(lane.scheduler.running) + len(running)
+        lacks = needed > blocks.num_free_blocks or num_seqs > lane.scheduler.config.max_num_seqs
+        return lacks, blocks.num_used_blocks * blocks.block_size + lane.scheduler.num_waiting_tokens
+
+    return min(targets, key=order)
+
+
+def _blocks_of_all(lanes: List[Lane], target: Lane) -> int:
+    """Blocks that the running sequences of some groups take in another one, shared ones apart."""
+    blocks_for = target.scheduler.tables.device.blocks_for
+    sequences = [each for lane in lanes for each in lane.scheduler.running]
+    return sum(blocks_for(len(sequence.token_ids)) for sequence in sequences)
+
+
+def _shared(lane: Lane) -> SharedBlocks:
+    blocks = lane.scheduler.tables.device
+    assert isinstance(blocks, SharedBlocks), "groups that come and go share their blocks"
+    return blocks

@@ -1,0 +1,261 @@
+"""KV blocks change their layout: running sequences move between groups of different widths.
+
+A device of a wide group has some of the heads that it has in a narrower one, of more tokens. So the
+`ways` devices that hold the same narrow heads between them exchange what each has too much: one
+all-to-all for keys and values of all layers, in place in the pools, which are donated. In the order
+of places of the wide group these devices are neighbours (`parallel/grid.py`).
+
+Bytes that a device sends in a call: `chunk` blocks, less the part that it keeps, 1 / ways.
+Blocks are numbers in an int32 vector, padded with the null block, so any sequences of all groups
+travel together, and nothing is compiled for them.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Sequence as List
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from shiftjax.control.handover import Copy, Crossing, Pair, calls
+from shiftjax.device.memory import GroupMemory
+from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
+from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools, copy_blocks
+from shiftjax.device.retarget import load_on
+from shiftjax.parallel.grid import Device, Group
+from shiftjax.parallel.layout import Layout
+
+MOST_CHUNK_BYTES = 32 << 20  # of what a call moves, per device; its temporaries are twice that
+MOST_CHUNK_BLOCKS = 64  # of a narrow group, in blocks of the wide one
+COPIED_BLOCKS = 64  # that one call moves inside their pool
+
+
+class Shapes(NamedTuple):
+    """How a block of a device looks in a narrow and in a wide layout of the same bytes."""
+
+    narrow_heads: int
+    wide_heads: int
+    narrow_tokens: int
+    wide_tokens: int
+    head_dim: int
+    ways: int  # devices that exchange, narrow groups in the wide one
+
+    @classmethod
+    def of(cls, narrow: Layout, wide: Layout, narrow_tokens: int) -> "Shapes":
+        """From the layouts and the tokens of a narrow block."""
+        heads = narrow.kv_heads_per_device, wide.kv_heads_per_device
+        tokens = narrow_tokens, narrow_tokens * heads[0] // heads[1]
+        return cls(*heads, *tokens, narrow.model.head_dim, wide.sp // narrow.sp)
+
+    @property
+    def blocks(self) -> int:
+        """Narrow blocks that hold the tokens of a wide one."""
+        return self.wide_tokens // self.narrow_tokens
+
+    @property
+    def parts(self) -> int:
+        """Into how many sets the narrow heads of a device are split; `copies` devices have each."""
+        return self.narrow_heads // self.wide_heads
+
+    @property
+    def copies(self) -> int:
+        """Devices of the wide group that keep the same heads."""
+        return self.ways // self.parts
+
+
+def widen(
+    shapes: Shapes,
+    pools: FlatPools,
+    sources: Int[Array, "ways chunk blocks"],
+    targets: Int[Array, "ways chunk"],
+) -> FlatPools:
+    """On one device: give away narrow blocks of its group, and keep wide blocks of every group."""
+    ways, parts, me = shapes.ways, shapes.parts, jax.lax.axis_index("exchange")
+    arrays = [array for layer in pools for array in layer]
+    num, chunk = len(arrays), targets.shape[1]
+    shape = -1, shapes.narrow_heads, shapes.narrow_tokens, shapes.head_dim
+    own = jnp.stack([array.reshape(shape)[sources[me]] for array in arrays])
+    # [arrays, chunk, blocks, heads, tokens, head_dim]: heads first, and blocks next to tokens
+    split = own.transpose(3, 0, 1, 2, 4, 5)
+    size = shapes.wide_tokens, shapes.head_dim
+    split = split.reshape(parts, shapes.wide_heads, num, chunk, *size)
+    split = jnp.repeat(split, shapes.copies, axis=0)
+    got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its chunk
+    got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * chunk, -1)
+    return _write(arrays, got, targets.reshape(-1))
+
+
+def narrow(
+    shapes: Shapes,
+    pools: FlatPools,
+    sources: Int[Array, "ways chunk"],
+    targets: Int[Array, "ways chunk blocks"],
+) -> FlatPools:
+    """On one device: undo `widen`; of heads that several devices keep the first one's are taken."""
+    me = jax.lax.axis_index("exchange")
+    arrays = [array for layer in pools for array in layer]
+    num, chunk = len(arrays), sources.shape[1]
+    shape = -1, shapes.wide_heads, shapes.wide_tokens, shapes.head_dim
+    own = jnp.stack([array.reshape(shape)[sources] for array in arrays])
+    # [arrays, ways, chunk, heads, tokens, head_dim]
+    got = jax.lax.all_to_all(own.transpose(1, 3, 0, 2, 4, 5), "exchange", 0, 0)
+    got = got[:: shapes.copies].reshape(
+        shapes.narrow_heads, num, chunk, shapes.blocks, shapes.narrow_tokens, shapes.head_dim
+    )
+    got = got.transpose(1, 2, 3, 0, 4, 5).reshape(num, chunk * shapes.blocks, -1)
+    return _write(arrays, got, targets[me].reshape(-1))
+
+
+def _write(arrays: list[Array], blocks: Array, targets: Int[Array, " blocks"]) -> FlatPools:
+    """Write blocks of every array where they shall be; the null block takes what is padding."""
+    new = [
+        array.at[targets].set(mine, mode="promise_in_bounds", wrap_negative_indices=False)
+        for array, mine in zip(arrays, blocks, strict=True)
+    ]
+    return list(zip(new[::2], new[1::2], strict=True))
+
+
+class Exchange(NamedTuple):
+    """The two compiled directions of a pair of widths, for one wide group."""
+
+    shapes: Shapes
+    chunk: int  # wide blocks of each narrow group in a call
+    to_wide: jax.stages.Compiled
+    to_narrow: jax.stages.Compiled
+
+
+def chunk_blocks(block_bytes: int, ways: int) -> int:
+    """Wide blocks of each narrow group that one call moves; a block has so many bytes a device."""
+    return max(1, min(MOST_CHUNK_BLOCKS, MOST_CHUNK_BYTES // (block_bytes * ways)))
+
+
+def compile_exchange(
+    mesh: Mesh, narrow_layout: Layout, wide_layout: Layout, narrow_pool: PoolOptions
+) -> Exchange:
+    """Compile the exchange between a wide group, by its mesh, and groups of another layout."""
+    shapes = Shapes.of(narrow_layout, wide_layout, narrow_pool.block_size)
+    pools = abstract_pools(
+        mesh, wide_layout, narrow_pool.num_blocks, shapes.wide_tokens, narrow_pool.dtype
+    )
+    elements = 2 * len(pools) * shapes.wide_heads * shapes.wide_tokens * shapes.head_dim
+    chunk = chunk_blocks(elements * narrow_pool.dtype.itemsize, shapes.ways)
+    exchange, spec = exchange_mesh(mesh, shapes.ways), exchange_spec()
+
+    def compiled(function: Any, *sizes: tuple[int, ...]) -> jax.stages.Compiled:
+        mapped = jax.shard_map(
+            lambda *arguments: function(shapes, *arguments),
+            mesh=exchange,
+            in_specs=(spec, replicated_spec(), replicated_spec()),
+            out_specs=spec,
+            check_vma=False,
+        )
+        everywhere = named(mesh, replicated_spec())
+        numbers = [jax.ShapeDtypeStruct(s, jnp.int32, sharding=everywhere) for s in sizes]
+        stays = jax.tree.map(lambda pool: pool.sharding, pools)
+        step = jax.jit(mapped, donate_argnums=0, out_shardings=stays)
+        return step.lower(pools, *numbers).compile()
+
+    many, one = (shapes.ways, chunk, shapes.blocks), (shapes.ways, chunk)
+    return Exchange(shapes, chunk, compiled(widen, many, one), compiled(narrow, one, many))
+
+
+def load_exchange(
+    exchange: Exchange, devices: Sequence[Device], others: Sequence[Device]
+) -> Exchange:
+    """Return the exchange of one wide group for another one. Raises where that cannot be done."""
+    to_wide, to_narrow = (
+        load_on(step, devices, others) for step in (exchange.to_wide, exchange.to_narrow)
+    )
+    return exchange._replace(to_wide=to_wide, to_narrow=to_narrow)
+
+
+class DeviceMover:
+    """Moves blocks between the groups of a fleet; see `control.handover.Mover`."""
+
+    def __init__(self, memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]):
+        self._memories = memories
+        self._exchanges = _compile_all(memories, pools)
+        self._copies = _compile_copies(memories, pools)
+
+    def move(self, crossing: Crossing) -> None:
+        """Dispatch what a crossing says; nothing is awaited."""
+        memory = self._memories[crossing.wide]
+        exchange = self._exchanges[crossing.wide, crossing.narrow_width]
+        step = exchange.to_wide if crossing.to_wide else exchange.to_narrow
+        for call in calls(crossing.pairs, exchange.shapes.ways, exchange.chunk):
+            many, one = _numbers(exchange, call)
+            numbers = (many, one) if crossing.to_wide else (one, many)
+            memory.pools = step(memory.pools, *jax.device_put(numbers, memory.everywhere))
+
+    def compact(self, copy: Copy) -> None:
+        """Dispatch copies inside the pools of a group."""
+        memory, step = self._memories[copy.group], self._copies[copy.group]
+        for start in range(0, len(copy.blocks), COPIED_BLOCKS):
+            part = copy.blocks[start : start + COPIED_BLOCKS]
+            numbers = np.zeros((COPIED_BLOCKS, 2), np.int32)
+            numbers[: len(part)] = part
+            memory.pools = step(memory.pools, jax.device_put(numbers, memory.everywhere))
+
+
+def _numbers(exchange: Exchange, call: List[List[Pair]]) -> tuple[np.ndarray, np.ndarray]:
+    """The block numbers of a call: narrow ones `[ways, chunk, blocks]`, wide ones."""
+    shapes, chunk = exchange.shapes, exchange.chunk
+    many = np.zeros((shapes.ways, chunk, shapes.blocks), np.int32)
+    one = np.zeros((shapes.ways, chunk), np.int32)
+    for place, pairs in enumerate(call):
+        for nth, (_, blocks, wide) in enumerate(pairs):
+            many[place, nth, : len(blocks)] = blocks
+            one[place, nth] = wide
+    return many, one
+
+
+def _compile_all(
+    memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]
+) -> dict[tuple[Group, int], Exchange]:
+    """Every pair of widths, compiled for the first wide group and loaded on the others."""
+    found: dict[tuple[Group, int], Exchange] = {}
+    widths = sorted(pools)
+    layouts = {group.width: memory.layout for group, memory in memories.items()}
+    for wide in widths:
+        groups = [group for group in memories if group.width == wide]
+        for narrower in (width for width in widths if width < wide):
+            first = groups[0]
+            described = layouts[narrower], layouts[wide], pools[narrower]
+            found[first, narrower] = compile_exchange(memories[first].mesh, *described)
+            for group in groups[1:]:
+                meshes = [list(memories[each].mesh.devices.flat) for each in (first, group)]
+                try:
+                    found[group, narrower] = load_exchange(found[first, narrower], *meshes)
+                    _try_out(memories[group], found[group, narrower])
+                except Exception:
+                    found[group, narrower] = compile_exchange(memories[group].mesh, *described)
+    return found
+
+
+def _try_out(memory: GroupMemory, exchange: Exchange) -> None:
+    """Move the null block to itself, there and back. Raises what makes it fail."""
+    numbers = _numbers(exchange, [[]] * exchange.shapes.ways)
+    many, one = jax.device_put(numbers, memory.everywhere)
+    memory.pools = exchange.to_wide(memory.pools, many, one)
+    memory.pools = exchange.to_narrow(memory.pools, one, many)
+    jax.block_until_ready(memory.pools)
+
+
+def _compile_copies(
+    memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]
+) -> dict[Group, jax.stages.Compiled]:
+    """The copy of blocks inside the pools of each group."""
+    return {group: _compile_copy(memory, pools[group.width]) for group, memory in memories.items()}
+
+
+def _compile_copy(memory: GroupMemory, pool: PoolOptions) -> jax.stages.Compiled:
+    abstract = abstract_pools(
+        memory.mesh, memory.layout, pool.num_blocks, pool.block_size, pool.dtype
+    )
+    numbers = jax.ShapeDtypeStruct((COPIED_BLOCKS, 2), jnp.int32, sharding=memory.everywhere)
+    stays = jax.tree.map(lambda each: each.sharding, abstract)
+    step = jax.jit(copy_blocks, donate_argnums=0, out_shardings=stays)
+    return step.lower(abstract, numbers).compile()

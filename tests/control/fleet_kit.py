@@ -1,0 +1,103 @@
+"""Engines of a fleet over audited echo runners, whose blocks are in pools that all groups share."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from echo_kit import ENGINE_SEED, MAX_MODEL_LEN, VOCAB_SIZE, AuditedRunner
+from echo_pools import EchoMover, EchoPools, Told
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.engine import Engine
+from shiftjax.control.fleet import Fleet
+from shiftjax.control.fleet_policy import FleetPolicy
+from shiftjax.control.lane import Lane
+from shiftjax.control.policy import make_policy
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.control.shared_blocks import share
+from shiftjax.parallel.fleet import Arrangement, all_groups, equal_groups, possible_widths
+from shiftjax.parallel.grid import Grid, Group
+from shiftjax.parallel.layout import Layout
+
+
+class FleetRunner(AuditedRunner):
+    """An audited runner of one group, whose blocks are in the pools of all."""
+
+    def __init__(self, config: SchedulerConfig, group: Group, pools: EchoPools):
+        super().__init__(config)
+        self.group, self.pools = group, pools
+
+    def write(self, block: int, offset: int, token: int) -> None:
+        self.pools.write(self.group, block, offset, token)
+
+    def read(self, blocks: list[int], num_tokens: int) -> list[int]:
+        return self.pools.read(self.group, blocks, num_tokens)
+
+    def block(self, number: int) -> np.ndarray:
+        return self.pools.whole(self.group, number)
+
+    def put_block(self, number: int, contents: np.ndarray) -> None:
+        self.pools.put(self.group, number, contents)
+
+    def reset(self) -> None:
+        super().reset()
+        self.pools.forget(self.group)
+
+
+def make_fleet(
+    *,
+    units: int = 8,
+    num_kv_heads: int = 4,
+    num_blocks: int = 40,
+    block_size: int = 2,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    arrangement: Arrangement | None = None,
+    policy: FleetPolicy | None = None,
+    overlap: bool = True,
+    fleet: Mapping[str, Any] | None = None,
+    clock: Any = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    **scheduler: Any,
+) -> Engine:
+    """An engine whose units form the groups that `policy` says, at first one for each unit."""
+    model = replace(PRESETS["tiny"], num_heads=8, num_kv_heads=num_kv_heads)
+    widths = possible_widths(units)
+    layouts = {width: Layout(model, width, 1, units) for width in widths}
+    pools = EchoPools(layouts, Grid(1, units), num_blocks, block_size)
+    groups = all_groups(units, widths)
+    sizes = {group: pools.block_tokens(group.width) for group in groups}
+    blocks = share(num_blocks, sizes)
+    lanes = []
+    for group in groups:
+        config = SchedulerConfig(
+            num_blocks,
+            sizes[group],
+            max_num_seqs,
+            max_num_batched_tokens,
+            hash_size=block_size,
+            **scheduler,
+        )
+        runner = FleetRunner(config, group, pools)
+        lanes.append(Lane(Scheduler(config, None, blocks[group]), runner, group.modes, group=group))
+    limits = RequestLimits(
+        VOCAB_SIZE,
+        max_model_len,
+        (num_blocks - 1) * max(sizes.values()),
+        eos_token_ids=scheduler.get("eos_token_ids", ()),
+    )
+    made = Fleet(
+        lanes,
+        arrangement or equal_groups(units, 1),
+        policy or Told(),
+        EchoMover(pools),
+        limits,
+        **(fleet or {}),
+    )
+    mode_policy = make_policy("threshold", 8)
+    return Engine(
+        lanes, mode_policy, limits, overlap=overlap, seed=ENGINE_SEED, fleet=made, clock=clock
+    )

@@ -1,0 +1,262 @@
+"""Groups come and go under running requests; nobody's tokens, and nobody's blocks, are lost."""
+
+import random
+
+import pytest
+from echo_kit import (
+    Listener,
+    assert_quiescent,
+    make_request,
+    reference,
+    run_to_end,
+)
+from echo_pools import EchoMover, Told
+from fleet_kit import make_fleet
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shiftjax.control.fleet_policy import NeedPolicy, Wish
+from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
+from shiftjax.parallel.grid import Group
+
+UNITS = 8
+WIDTHS = possible_widths(UNITS)
+
+
+def random_arrangement(rng: random.Random, units: int = UNITS) -> Arrangement:
+    found = equal_groups(units, 1)
+    for group in rng.sample(all_groups(units, possible_widths(units)), rng.randrange(6)):
+        found = (
+            bound(found, group)
+            if all(g.width <= group.width for g in found if g.overlaps(group))
+            else found
+        )
+    return found
+
+
+def random_requests(rng: random.Random, num: int) -> list:
+    shared = [rng.randrange(13) for _ in range(20)]
+    requests = []
+    for number in range(num):
+        prompt = shared[: rng.choice([0, 0, 9, 17])]
+        prompt = prompt + [rng.randrange(13) for _ in range(rng.randrange(1, 12))]
+        requests.append(
+            make_request(
+                str(number),
+                prompt,
+                float(number),
+                max_tokens=rng.randrange(1, 48 - len(prompt)),
+                n=rng.choice([1, 1, 1, 3]),
+                seed=rng.choice([None, number]),
+                ignore_eos=rng.random() < 0.5,
+                stop_token_ids=[rng.randrange(13)] if rng.random() < 0.2 else [],
+            )
+        )
+    return requests
+
+
+def play(
+    engine, requests, rng: random.Random, *, kinds=("move",), aborts=False, num_failures=0
+) -> Listener:
+    """Requests come, groups change, in any order, until all is done."""
+    policy = engine.fleet.policy
+    listener, todo, turn = Listener(), list(requests), 0
+    while todo or engine.has_work():
+        for _ in range(rng.randrange(3)):
+            if todo:
+                engine.add_request(todo.pop(0))
+        if rng.random() < 0.3:
+            policy.wishes = [Wish(random_arrangement(rng), "told", rng.choice(kinds))]
+        if aborts and rng.random() < 0.1:
+            name = str(rng.randrange(len(requests)))
+            if name not in listener.ended:
+                listener.hear(engine.abort(name))
+        listener.hear(engine.step(float(turn)))
+        engine.check()
+        turn += 1
+        assert turn < 4000, engine.stats()
+    assert engine.stats().num_failed_steps == num_failures
+    return listener
+
+
+def assert_as_alone(engine, requests, listener: Listener, but: frozenset[str] = frozenset()):
+    for number, request in enumerate(requests):
+        for index in range(request.sampling.n):
+            outcome = listener.outcomes[request.request_id, index]
+            wanted, reason = reference(engine, request, number, index)
+            if outcome.last.finish_reason == "abort":
+                assert outcome.token_ids == wanted[: len(outcome.token_ids)]
+            elif request.request_id not in but:
+                assert (outcome.token_ids, outcome.last.finish_reason) == (wanted, reason)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 1 << 30),
+    num_kv_heads=st.sampled_from([1, 2, 4, 8]),
+    num_blocks=st.sampled_from([26, 40, 120]),
+    overlap=st.booleans(),
+    prefix_caching=st.booleans(),
+    aborts=st.booleans(),
+)
+def test_nobody_notices_a_move(seed, num_kv_heads, num_blocks, overlap, prefix_caching, aborts):
+    rng = random.Random(seed)
+    engine = make_fleet(
+        num_kv_heads=num_kv_heads,
+        num_blocks=num_blocks,
+        overlap=overlap,
+        prefix_caching=prefix_caching,
+    )
+    requests = random_requests(rng, 14)
+    listener = play(engine, requests, rng, aborts=aborts)
+    assert_as_alone(engine, requests, listener)
+    assert_quiescent(engine)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 1 << 30), preemption=st.sampled_from(["recompute", "swap"]))
+def test_nobody_notices_any_kind_of_switching(seed, preemption):
+    rng = random.Random(seed)
+    engine = make_fleet(
+        num_blocks=40,
+        fleet={"switch": "soft", "max_pause_seconds": 6.0},
+        preemption=preemption,
+        num_host_blocks=30 if preemption == "swap" else 0,
+    )
+    requests = random_requests(rng, 14)
+    listener = play(engine, requests, rng, kinds=("move", "soft", "hard", "sequential"))
+    assert_as_alone(engine, requests, listener)
+    assert_quiescent(engine)
+
+
+def test_what_runs_is_moved_and_not_computed_again():
+    engine = make_fleet()
+    listener = Listener()
+    requests = [make_request(str(i), [1, 2, 3, i % 13], max_tokens=30) for i in range(6)]
+    for request in requests:
+        engine.add_request(request)
+    for turn in range(6):
+        listener.hear(engine.step(float(turn)))
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    for turn in range(6, 12):
+        listener.hear(engine.step(float(turn)))
+        engine.check()
+    (last,) = engine.fleet.history
+    assert (last.arrangement, last.num_sequences, last.num_recomputed) == ((Group(0, 8),), 6, 0)
+    run_to_end(engine, listener)
+    assert_as_alone(engine, requests, listener)
+    assert engine.stats().num_preemptions == {"recompute": 0, "swap": 0}
+
+
+def test_continuations_that_share_blocks_share_them_after_a_move():
+    engine = make_fleet(block_size=2, num_kv_heads=8)
+    request = make_request("a", [1, 2, 3] * 8, n=3, max_tokens=20, ignore_eos=True)
+    engine.add_request(request)
+    listener = Listener()
+    for turn in range(5):
+        listener.hear(engine.step(float(turn)))
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    for turn in range(5, 9):
+        listener.hear(engine.step(float(turn)))
+    tables = [s.block_table for s in engine.fleet.lanes[Group(0, 8)].scheduler.running]
+    assert len(tables) == 3 and len({table[0] for table in tables}) == 1
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, 2), "told")]
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [request], listener)
+
+
+def test_a_request_that_fits_no_unit_is_served_by_a_wider_group():
+    """And a unit's pool is what it was before, when it has ended."""
+    policy = NeedPolicy(WIDTHS)
+    engine = make_fleet(num_kv_heads=8, num_blocks=12, policy=policy, max_model_len=160)
+    long = make_request("long", [1] * 60, max_tokens=20, ignore_eos=True)
+    short = [make_request(str(i), [2, 3, i], max_tokens=12) for i in range(3)]
+    listener = Listener()
+    for request in (*short, long):
+        engine.add_request(request)
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [*short, long], listener)
+    assert {width for width, *_ in engine.fleet.stats.binds} == {4}
+    engine.add_request(make_request("next", [1], max_tokens=2))
+    run_to_end(engine, listener)
+    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
+
+
+def test_a_request_without_a_limit_is_served_wider_when_it_comes_to_need_it(monkeypatch):
+    monkeypatch.setattr("shiftjax.control.fleet.GROWTH_TOKENS", 4)
+    engine = make_fleet(num_kv_heads=8, num_blocks=12, policy=NeedPolicy(WIDTHS), max_model_len=100)
+    request = make_request("a", [1] * 5, max_tokens=None, ignore_eos=True)
+    listener = Listener()
+    engine.add_request(request)
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [request], listener)
+    widths = [max(g.width for g in turn.arrangement) for turn in engine.fleet.history]
+    assert widths == [2, 4, 8] and engine.stats().num_preemptions["recompute"] == 0
+
+
+def test_a_class_has_a_group_as_wide_as_it_is_told(monkeypatch):
+    policy = NeedPolicy(WIDTHS, frozenset([-1]), bind_width=4)
+    engine = make_fleet(policy=policy)
+    requests = [make_request(str(i), [1, i], max_tokens=20, ignore_eos=True) for i in range(5)]
+    requests.append(make_request("first", [5, 5], max_tokens=9, priority=-1, ignore_eos=True))
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    run_to_end(engine, listener)
+    assert_as_alone(engine, requests, listener)
+    assert engine.fleet.stats.binds[4, "move", "need"] == 1
+    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_move_that_fails_ends_nobody(failing):
+    engine = make_fleet()
+    mover = engine.fleet.mover
+    assert isinstance(mover, EchoMover)
+    mover.faults = {failing}
+    requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(6)]
+    listener = play(engine, requests, random.Random(failing))
+    assert_as_alone(engine, requests, listener)
+    assert engine.fleet.stats.failed_changes["move"] == (mover.num_calls >= failing)
+
+
+def test_a_step_of_a_group_that_fails_harms_only_its_requests():
+    engine = make_fleet()
+    requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(8)]
+    lane = engine.fleet.lanes[Group(3, 1)]
+    lane.runner.faults = {4: "fetch"}
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    run_to_end(engine, listener)
+    failed = frozenset(lane.runner.failed_requests)
+    assert failed
+    assert_as_alone(engine, requests, listener, but=failed)
+    for name in failed:
+        assert listener.outcomes[name, 0].last.finish_reason == "error"
+
+
+def test_a_step_of_a_wide_group_that_fails_recomputes_who_pauses_below():
+    engine = make_fleet(fleet={"max_pause_seconds": 1000.0})
+    requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(8)]
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    for turn in range(4):
+        listener.hear(engine.step(float(turn)))
+    assert isinstance(engine.fleet.policy, Told)
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told", "hard")]
+    wide = engine.fleet.lanes[Group(0, 8)]
+    wide.runner.faults = {3: "fetch"}
+    late = make_request("late", [7, 7, 7], max_tokens=9)
+    for turn in range(4, 8):
+        listener.hear(engine.step(float(turn)))
+    assert {lane.state for lane in engine.fleet.lanes.values()} == {"open", "paused", "idle"}
+    engine.add_request(late)
+    for turn in range(8, 20):
+        listener.hear(engine.step(float(turn)))
+    assert "late" in listener.ended
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, 1), "told")]
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [*requests, late], listener, but=frozenset(["late"]))
+    assert listener.outcomes["late", 0].last.finish_reason == "error"
