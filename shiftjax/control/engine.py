@@ -24,6 +24,7 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.speculation import DraftStats, total_stats
 from shiftjax.parallel.grid import Mode
 
+MOST_PASSED = 64  # requests that wait for a wider group, and that others may overtake
 logger = logging.getLogger(__name__)
 _ORDER = itemgetter(0, 1, 2)  # of the queue: requests themselves cannot be compared
 
@@ -301,20 +302,25 @@ class Engine:
         """Hand requests from the queue to the least loaded group while one has room for more.
 
         A group takes no more than it can soon admit; the rest stays in front, where any group can
-        still take it. A request that comes before all that waits in a group need not stay.
+        still take it. A request that comes before all that waits in a group need not stay. Where
+        one waits for a wider group, those after it go to groups that do not have to give way.
         """
-        while self._queue:
+        passed: list[tuple[int, float, int, Request]] = []
+        while self._queue and len(passed) < MOST_PASSED:
             priority, arrival, number, request = self._queue[0]
             order = (priority, arrival, number, 0)
             lane = self.fleet.lane_for(request) if self.fleet else min(self.lanes, key=load_of)
             if lane is None:
-                return
+                passed.append(heapq.heappop(self._queue))
+                continue
             scheduler = lane.scheduler
             waiting = scheduler.waiting
             if scheduler.is_full and not (waiting and order < waiting[0].order):
-                return
+                break
             heapq.heappop(self._queue)
             self._start(request, number, scheduler)
+        for entry in passed:
+            heapq.heappush(self._queue, entry)
 
     def _start(self, request: Request, number: int, scheduler: Scheduler) -> None:
         sampling = request.sampling

@@ -129,6 +129,8 @@ class Fleet:
             blocks = lane.scheduler.tables.device
             most = blocks.num_usable_blocks * blocks.block_size
             self._num_tokens_of[lane.group.width] = most
+        self.widest = max(self._num_tokens_of)
+        self._units_hold_all = min(self._num_tokens_of.values()) >= limits.max_model_len
 
     # ------------------------------------------------------------------ a turn of the engine
 
@@ -141,6 +143,7 @@ class Fleet:
         first; `num_seen` grows with each that comes.
         """
         self._end_pauses(now)
+        self._release_idle(now)
         if not self._pending and self._shall_ask(num_queued, num_seen, now):
             self._asked_at = now
             first = queue(MOST_VIEWED)
@@ -182,14 +185,12 @@ class Fleet:
 
     def needed_width(self, request: Request, num_tokens: int | None = None) -> int:
         """The least width that may serve a request that has come to so many tokens."""
-        asked = max(request.min_width, self.policy.width_for(request))
         fitting = self._fitting_width(self._num_kv_tokens(request, num_tokens))
-        return max(min(asked, self.widest), fitting)
+        return max(self._asked_width(request), fitting)
 
-    @property
-    def widest(self) -> int:
-        """Units of the widest group."""
-        return max(group.width for group in self.lanes)
+    def _asked_width(self, request: Request) -> int:
+        """The width that a request, or its class, asks for, as far as there is one."""
+        return min(max(request.min_width, self.policy.width_for(request)), self.widest)
 
     def _num_kv_tokens(self, request: Request, num_tokens: int | None = None) -> int:
         """Tokens that a group must hold for one sequence of a request.
@@ -215,18 +216,13 @@ class Fleet:
             Demand(self.needed_width(each), len(each.prompt_token_ids), each.sampling.n)
             for each in queue
         ]
-        paused = frozenset(self._paused_at)
         unseen = max(0, num_queued - len(waiting))
-        return FleetView(self._units, self.arrangement, groups, waiting, unseen, paused, now)
+        return FleetView(self._units, self.arrangement, groups, waiting, unseen, now)
 
     def _view_of(self, lane: Lane) -> GroupView:
         scheduler = lane.scheduler
         sequences = scheduler.running
         unfinished = sum(max(0, s.num_prompt_tokens - s.num_computed_tokens) for s in sequences)
-        needed = 1
-        for siblings in scheduler.requests.values():
-            longest = max(len(sequence.token_ids) for sequence in siblings)
-            needed = max(needed, self.needed_width(siblings[0].request, longest))
         return GroupView(
             num_running=len(sequences),
             num_waiting=len(scheduler.waiting),
@@ -235,8 +231,20 @@ class Fleet:
             num_used_blocks=scheduler.num_used_blocks,
             num_blocks=scheduler.tables.device.num_usable_blocks,
             max_num_seqs=scheduler.config.max_num_seqs,
-            needed_width=needed,
+            needed_width=self._needed_by(lane),
         )
+
+    def _needed_by(self, lane: Lane) -> int:
+        """The least width that all requests of a group can be served with."""
+        needed = 1
+        for siblings in lane.scheduler.requests.values():
+            request = siblings[0].request
+            if self._units_hold_all:
+                needed = max(needed, self._asked_width(request))
+            else:
+                longest = max(len(sequence.token_ids) for sequence in siblings)
+                needed = max(needed, self.needed_width(request, longest))
+        return needed
 
     # ------------------------------------------------------------------ changes
 
@@ -352,6 +360,14 @@ class Fleet:
             if now - since >= self.max_pause_seconds and self.lanes[group].state == "paused":
                 self.lanes[group].state = "leaving"
 
+    def _release_idle(self, now: float) -> None:
+        """What pauses below a group that has nothing to do goes on at once."""
+        for wide, below in self._below.items():
+            lane = self.lanes[wide]
+            if lane.state == "open" and not lane.scheduler.requests:
+                lane.state = "closing"
+                self._pending.append(_Pending(Change((wide,), below), "move", "done", now))
+
     # ------------------------------------------------------------------ failures
 
     def has_stepped(self, lane: Lane) -> None:
@@ -381,9 +397,10 @@ class Fleet:
         """The pools of a group's devices are lost: everybody on them starts from the tokens."""
         events: list[Event] = []
         for other in self.lanes.values():
-            if other.group.overlaps(lane.group) and other.scheduler.requests:
+            if other.group.overlaps(lane.group):
                 other.in_flight.clear()
-                events += other.scheduler.fail(NOTHING, "")
+                if other.scheduler.requests:
+                    events += other.scheduler.fail(NOTHING, "")
         return events
 
     def check(self) -> None:

@@ -53,7 +53,6 @@ class FleetView(NamedTuple):
     groups: Mapping[Group, GroupView]  # of the arrangement
     queue: Sequence[Demand]  # its beginning
     num_unseen: int  # requests that come after
-    paused: frozenset[Group]
     now: float
 
     @property

@@ -1,6 +1,7 @@
 """Groups come and go under running requests; nobody's tokens, and nobody's blocks, are lost."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from echo_kit import (
@@ -194,6 +195,46 @@ def test_a_request_without_a_limit_is_served_wider_when_it_comes_to_need_it(monk
     assert widths == [2, 4, 8] and engine.stats().num_preemptions["recompute"] == 0
 
 
+def test_what_pauses_goes_on_as_soon_as_the_wide_group_has_nothing_to_do():
+    policy = NeedPolicy(WIDTHS, frozenset([-1]), bind_width=8)
+    engine = make_fleet(policy=policy, fleet={"switch": "hard", "max_pause_seconds": 1e6})
+    requests = [make_request(str(i), [1, i], max_tokens=20, ignore_eos=True) for i in range(5)]
+    requests.append(make_request("first", [5, 5], max_tokens=9, priority=-1, ignore_eos=True))
+    listener = Listener()
+    for request in requests[:-1]:
+        engine.add_request(request)
+    for turn in range(3):
+        listener.hear(engine.step(float(turn)))
+    engine.add_request(requests[-1])
+    assert run_to_end(engine, listener) < 60
+    assert_as_alone(engine, requests, listener)
+    reasons = [(turn.kind, turn.reason) for turn in engine.fleet.history]
+    assert reasons == [("hard", "need"), ("move", "done")]
+    assert engine.fleet.stats.paused_seconds > 0
+
+
+def test_others_go_on_while_a_request_waits_for_groups_to_give_way():
+    """It waits for the four units that it will have; the rest take what comes after it."""
+    policy = NeedPolicy(WIDTHS, frozenset([-1]), bind_width=4)
+    engine = make_fleet(policy=policy, fleet={"switch": "sequential", "max_pause_seconds": 1e6})
+    old = [make_request(str(i), [1, i], max_tokens=30, ignore_eos=True) for i in range(8)]
+    wide = make_request("wide", [5, 5], max_tokens=9, priority=-1, ignore_eos=True)
+    late = make_request("late", [7], max_tokens=4, ignore_eos=True)
+    listener = Listener()
+    for request in old:
+        engine.add_request(request)
+    for turn in range(3):
+        listener.hear(engine.step(float(turn)))
+    engine.add_request(wide)
+    listener.hear(engine.step(3.0))
+    engine.add_request(late)
+    for turn in range(4, 12):
+        listener.hear(engine.step(float(turn)))
+    assert "late" in listener.ended and "wide" not in listener.ended
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [*old, wide, late], listener)
+
+
 def test_a_class_has_a_group_as_wide_as_it_is_told(monkeypatch):
     policy = NeedPolicy(WIDTHS, frozenset([-1]), bind_width=4)
     engine = make_fleet(policy=policy)
@@ -248,15 +289,14 @@ def test_a_step_of_a_wide_group_that_fails_recomputes_who_pauses_below():
     engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told", "hard")]
     wide = engine.fleet.lanes[Group(0, 8)]
     wide.runner.faults = {3: "fetch"}
-    late = make_request("late", [7, 7, 7], max_tokens=9)
+    late = replace(make_request("late", [7, 7, 7], max_tokens=9), min_width=UNITS)
+    engine.add_request(late)
     for turn in range(4, 8):
         listener.hear(engine.step(float(turn)))
     assert {lane.state for lane in engine.fleet.lanes.values()} == {"open", "paused", "idle"}
-    engine.add_request(late)
     for turn in range(8, 20):
         listener.hear(engine.step(float(turn)))
     assert "late" in listener.ended
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, 1), "told")]
     run_to_end(engine, listener)
     assert_as_alone(engine, [*requests, late], listener, but=frozenset(["late"]))
     assert listener.outcomes["late", 0].last.finish_reason == "error"
