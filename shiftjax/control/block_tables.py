@@ -34,6 +34,7 @@ class BlockTables:
         self.prefix_caching = prefix_caching
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
+        self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
         self._model = model
         self._forks: dict[Sequence, list[list[int]]] = {}  # blocks that paths in flight have alone
 
@@ -62,6 +63,7 @@ class BlockTables:
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_hit_tokens)
         self.num_prefix_query_tokens += num_tokens
         self.num_prefix_hit_tokens += num_hit_tokens
+        self.num_prefix_hits_elsewhere += not prefix and self._is_known_elsewhere(sequence)
         return self._restore(sequence)[len(prefix) :]
 
     def grow(self, sequence: Sequence) -> bool:
@@ -173,6 +175,15 @@ class BlockTables:
                 prefix = self.device.match(hashes, sequence.token_ids, limit)
         shared = self._sibling_prefix(sequence)
         return shared if len(shared) > len(prefix) else prefix
+
+    def _is_known_elsewhere(self, sequence: Sequence) -> bool:
+        """Whether a group of another width on the same units has the beginning of a sequence."""
+        hashes = sequence.block_hashes
+        for other in self.device.relatives:
+            first = other.block_size // self._hash_size - 1
+            if first < len(hashes) and other.is_indexed(hashes[first]):
+                return True
+        return False
 
     def _sibling_prefix(self, sequence: Sequence) -> list[int]:
         """The full blocks of the prompt, where a sibling holds them computed."""

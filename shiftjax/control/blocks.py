@@ -51,6 +51,8 @@ class BlockAllocator:
     needed, the least recently used going first.
     """
 
+    relatives: "Sequence[BlockAllocator]" = ()  # of groups that share the pool
+
     def __init__(self, num_blocks: int, block_size: int):
         if num_blocks < 2 or block_size < 1:
             raise ValueError(

@@ -102,7 +102,7 @@ class Engine:
         self.ended_steps = []
         due = [lane for lane in self.lanes if self._is_due(lane, self._launch(lane, now))]
         busy = sum(bool(lane.in_flight) for lane in self.lanes)
-        if len(self.lanes) > 1:  # a single one waits in `fetch`
+        if sum(lane.steps for lane in self.lanes) > 1 or busy > 1:  # a single one waits in `fetch`
             if len(due) == busy > 0:
                 self.wait(due)
             due = [lane for lane in due if lane.is_ready]
