@@ -87,6 +87,12 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         if queued_tokens and queued_tokens + num_tokens > self._options.max_num_queued_tokens:
             raise ServeError("queue_full", f"The queue is full: {queued_tokens} tokens wait.")
 
+    def stop_accepting(self) -> None:
+        """Refuse new requests from now on, and bind no groups for those in flight."""
+        if not self.is_draining:
+            self._thread.post(Engine.drain)
+        super().stop_accepting()
+
     def submit(
         self,
         requests: Sequence[Request],

@@ -51,7 +51,10 @@ class BlockAllocator:
     needed, the least recently used going first.
     """
 
-    relatives: "Sequence[BlockAllocator]" = ()  # of groups that share the pool
+    @property
+    def relatives(self) -> "Sequence[BlockAllocator]":
+        """Those of groups that share the pool."""
+        return ()
 
     def __init__(self, num_blocks: int, block_size: int):
         if num_blocks < 2 or block_size < 1:

@@ -275,6 +275,11 @@ class Engine:
         for lane in self.lanes:
             lane.scheduler.tables.device.clear_cache()
 
+    def drain(self) -> None:
+        """The end has begun: what there is goes on, and no groups are bound for it."""
+        if self.fleet is not None:
+            self.fleet.drain()
+
     def close(self) -> None:
         """End what works in the background; requests that come later are served without it."""
         for lane in self.lanes:

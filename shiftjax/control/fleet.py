@@ -24,21 +24,23 @@ each other's blocks: both layouts are valid at once, so taking turns is nothing 
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.fleet_policy import Demand, FleetPolicy, FleetView, GroupView, Wish
-from shiftjax.control.handover import Handover, Mover, hand_over, make_room
+from shiftjax.control.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.control.lane import Lane
-from shiftjax.control.request import Event, Request, StepPlan
+from shiftjax.control.request import Event, Request, Sequence, StepPlan
 from shiftjax.parallel.fleet import Arrangement, Change, changes, check_arrangement
 from shiftjax.parallel.grid import Group
 
 GROWTH_TOKENS = 1024  # that a request without a limit has room for before it is served wider
 MOST_VIEWED = 256  # requests of the queue that a policy looks at
 MOST_REMEMBERED = 4096  # changes that `history` keeps
+CLOSE_SECONDS = 30.0  # that groups may take until no step of theirs is in flight
 MOST_FAILED_MOVES = 3  # in `FAILED_MOVES_SECONDS`; then requests are not moved any more
 FAILED_MOVES_SECONDS = 600.0
 NOTHING = StepPlan([], 0, 0, 0, [], [], step_id=-1)
@@ -80,6 +82,7 @@ class _Pending:
     kind: str
     reason: str
     since: float
+    closing_since: float = 0.0
 
 
 class Fleet:
@@ -91,7 +94,7 @@ class Fleet:
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        lanes: List[Lane],
         arrangement: Arrangement,
         policy: FleetPolicy,
         mover: Mover,
@@ -101,7 +104,7 @@ class Fleet:
         max_pause_seconds: float = 10.0,
         arrange_seconds: float = 0.05,
         clock: Callable[[], float] = time.perf_counter,
-        kind_of_bind: Callable[[Change, Sequence[Request]], str] | None = None,
+        kind_of_bind: Callable[[Change, List[Request]], str] | None = None,
     ):
         self.lanes: Mapping[Group, Lane] = {lane.group: lane for lane in lanes}
         self.arrangement = arrangement
@@ -112,6 +115,7 @@ class Fleet:
         self.max_pause_seconds = max_pause_seconds
         self.arrange_seconds = arrange_seconds
         self.kind_of_bind = kind_of_bind  # of switch = auto; None: move
+        self.is_draining = False
         self.stats = FleetStats()
         self.history: deque[Turn] = deque(maxlen=MOST_REMEMBERED)
         self._clock = clock
@@ -144,17 +148,30 @@ class Fleet:
         """
         self._end_pauses(now)
         self._release_idle(now)
+        self._reopen_late(now)
         if not self._pending and self._shall_ask(num_queued, num_seen, now):
             self._asked_at = now
-            first = queue(MOST_VIEWED)
-            wish = self.policy.arrange(self.view(first, num_queued, now))
-            if wish is not None and wish.arrangement != self.arrangement:
-                self.begin(wish, now, first)
+            self._ask(queue(MOST_VIEWED), num_queued, now)
         for pending in [each for each in self._pending if self._is_due(each, now)]:
             self._pending.remove(pending)
             self._make(pending, now)
 
-    def begin(self, wish: Wish, now: float, wanting: Sequence[Request] = ()) -> None:
+    def _ask(self, queue: list[Request], num_queued: int, now: float) -> None:
+        """Let the policy say what there shall be; one that fails has no say this time."""
+        try:
+            wish = self.policy.arrange(self.view(queue, num_queued, now))
+            if wish is not None and wish.arrangement != self.arrangement:
+                self.begin(wish, now, queue)
+        except Exception as error:
+            self.stats.failed_changes["policy"] += 1
+            logger.error("The policy of the fleet failed; groups stay.", exc_info=error)
+
+    def drain(self) -> None:
+        """Nothing is bound any more; what pauses goes on."""
+        self.is_draining = True
+        self.max_pause_seconds = 0.0
+
+    def begin(self, wish: Wish, now: float, wanting: List[Request] = ()) -> None:
         """Let groups close that a wished arrangement does not have, for those that want it."""
         check_arrangement(wish.arrangement, self._units)
         for wanted in changes(self.arrangement, wish.arrangement):
@@ -254,12 +271,28 @@ class Fleet:
             num_seen,
             sum(len(lane.scheduler.requests) for lane in self.lanes.values()),
         )
+        if self.is_draining and not self._is_stuck(num_queued):
+            return False
         if seen == self._seen and now - self._asked_at < self.arrange_seconds:
             return False
         self._seen = seen
         return True
 
-    def _kind(self, change: Change, wish: Wish, wanting: Sequence[Request]) -> str:
+    def _is_stuck(self, num_queued: int) -> bool:
+        """Whether requests wait, and no group works that could take them."""
+        return num_queued > 0 and not any(each.scheduler.requests for each in self.lanes.values())
+
+    def _reopen_late(self, now: float) -> None:
+        """Groups whose steps do not end in time are not waited for: they go on as they were."""
+        for pending in self._pending:
+            if pending.closing_since and now - pending.closing_since > CLOSE_SECONDS:
+                self._pending.remove(pending)
+                self.stats.failed_changes["not_ready"] += 1
+                for group in pending.change.sources:
+                    self.lanes[group].state = "open"
+                return
+
+    def _kind(self, change: Change, wish: Wish, wanting: List[Request]) -> str:
         if not change.is_bind:
             return "move"
         kind = wish.kind or self.switch
@@ -278,30 +311,22 @@ class Fleet:
                 if now - pending.since < self.max_pause_seconds:
                     return False
                 pending.kind = "hard"
+        pending.closing_since = pending.closing_since or now
         for lane in lanes:
             lane.state = "closing"
         return not any(lane.in_flight for lane in lanes)
 
     def _make(self, pending: _Pending, now: float) -> None:
-        """Hand over, and open the groups that come."""
+        """Hand over, and open the groups that come. Whatever goes wrong, nobody is lost."""
         begin, change = self._clock(), pending.change
         sources, targets = (
             [self.lanes[group] for group in side] for side in (change.sources, change.targets)
         )
-        if pending.kind == "hard":
-            handover = self._pause(sources, targets[0], now)
-            self._below[change.wide] = change.narrow
-        else:
-            self._resume(targets, now)
-            self._below.pop(change.wide, None)
-            handover = hand_over(sources, targets, change)
-            for lane in sources:
-                lane.state = "idle"
-        for lane in targets:
-            lane.state, lane.last_mode, lane.progress_at = "open", None, now
+        requests = [each for lane in sources for each in lane.scheduler.requests.values()]
         stays = [group for group in self.arrangement if group not in change.sources]
         self.arrangement = tuple(sorted([*stays, *change.targets]))
         try:
+            handover = self._hand_over(pending, sources, targets, now)
             for copy in handover.copies:
                 self.mover.compact(copy)
             for crossing in handover.crossings(change):
@@ -309,20 +334,48 @@ class Fleet:
             self._unproven.update(change.targets if handover.moves else ())
         except Exception as error:
             logger.error("A move failed; its requests are computed again.", exc_info=error)
-            self.recompute(targets, now)
+            handover = Handover(num_recomputed=sum(map(len, requests)))
+            self._recover([*sources, *targets], targets, requests, now)
+        for lane in targets:
+            lane.state, lane.last_mode, lane.progress_at = "open", None, now
         seconds = self._clock() - begin
         self._count(pending, handover, seconds)
-        self.history.append(
-            Turn(
-                now,
-                self.arrangement,
-                pending.reason,
-                pending.kind,
-                handover.num_sequences,
-                handover.num_recomputed,
-                seconds,
-            )
-        )
+        numbers = handover.num_sequences, handover.num_recomputed
+        what = pending.reason, pending.kind
+        self.history.append(Turn(now, self.arrangement, *what, *numbers, seconds))
+
+    def _hand_over(
+        self, pending: _Pending, sources: list[Lane], targets: list[Lane], now: float
+    ) -> Handover:
+        """Change queues and block tables; returns what the devices have to move."""
+        change = pending.change
+        if pending.kind == "hard":
+            self._below[change.wide] = change.narrow
+            return self._pause(sources, targets[0], now)
+        self._resume(targets, now)
+        self._below.pop(change.wide, None)
+        handover = hand_over(sources, targets, change)
+        for lane in sources:
+            lane.state = "idle"
+        return handover
+
+    def _recover(
+        self,
+        lanes: list[Lane],
+        targets: list[Lane],
+        requests: list[list[Sequence]],
+        now: float,
+    ) -> None:
+        """What was under way is lost, and the pools with it: all begin from their tokens."""
+        below = [each for lane in targets for each in lane.scheduler.requests.values()]
+        everybody = list({id(each): each for each in (*requests, *below)}.values())
+        start_anew(lanes, targets, everybody)
+        for lane in lanes:
+            lane.state = "idle"
+        for group in {lane.group for lane in lanes}:
+            self._below.pop(group, None)
+        self._resume(lanes, now)
+        self.recompute(targets, now)
 
     def _count(self, pending: _Pending, handover: Handover, seconds: float) -> None:
         stats, change = self.stats, pending.change

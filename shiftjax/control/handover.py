@@ -129,6 +129,24 @@ def hand_over(sources: List[Lane], targets: List[Lane], change: Change) -> Hando
     return handover
 
 
+def start_anew(lanes: List[Lane], targets: List[Lane], requests: List[list[Sequence]]) -> None:
+    """After a hand-over that has gone wrong: all requests begin from their tokens in the targets.
+
+    `requests` are all that the lanes had before it; whose continuations have all ended are left.
+    """
+    for lane in lanes:
+        lane.scheduler.disown()
+    for number, siblings in enumerate(requests):
+        for sequence in siblings:
+            sequence.block_table, sequence.host_block_table = [], []
+            sequence.num_computed_tokens = sequence.num_verified_tokens = 0
+            sequence.num_pending_tokens = sequence.num_registered_blocks = 0
+            if sequence.status is not Status.FINISHED:
+                sequence.status = Status.WAITING
+        if any(sequence.status is Status.WAITING for sequence in siblings):
+            targets[number % len(targets)].scheduler.attach(siblings)
+
+
 def make_room(wide: Lane, lanes: List[Lane], num_blocks: int) -> list[Copy]:
     """Free so many block numbers on all units of a wide group, as far as that goes, by copies.
 

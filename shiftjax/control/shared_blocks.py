@@ -39,7 +39,7 @@ class SharedBlocks(BlockAllocator):
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, from_top: bool):
-        self.relatives: list[SharedBlocks] = []
+        self._relatives: list[SharedBlocks] = []
         self._sign = -1 if from_top else 1
         super().__init__(num_blocks, block_size)
 
@@ -49,7 +49,7 @@ class SharedBlocks(BlockAllocator):
         The contents of their pools are gone. Blocks that tables of relatives hold stay theirs.
         """
         if hasattr(self, "_states"):
-            for relative in self.relatives:
+            for relative in self._relatives:
                 relative.clear_cache()
             self.clear_cache()
             for block in [b for b, count in enumerate(self._ref_counts) if count]:
@@ -72,6 +72,11 @@ class SharedBlocks(BlockAllocator):
             State.FOREIGN: bytearray(self.num_blocks),
         }
         self._counts = [self.num_blocks - 1, 0, 0, 0, 0]
+
+    @property
+    def relatives(self) -> "list[SharedBlocks]":
+        """The allocators of overlapping groups."""
+        return self._relatives
 
     @property
     def num_free_blocks(self) -> int:
@@ -106,7 +111,7 @@ class SharedBlocks(BlockAllocator):
         for block in blocks:
             if not self._ref_counts[block]:
                 del self._cached[block]
-                for relative in self.relatives:
+                for relative in self._relatives:
                     relative._keepers[block] -= 1
                 self._claim(block)
             self._ref_counts[block] += 1
@@ -138,8 +143,8 @@ class SharedBlocks(BlockAllocator):
         """Conservation, against all tables of the group and the relatives' states."""
         tables = list(tables)
         for block in range(1, self.num_blocks):
-            users = sum(bool(other._ref_counts[block]) for other in self.relatives)
-            keepers = sum(block in other._cached for other in self.relatives)
+            users = sum(bool(other._ref_counts[block]) for other in self._relatives)
+            keepers = sum(block in other._cached for other in self._relatives)
             if (users, keepers) != (self._users[block], self._keepers[block]):
                 known = f"{self._users[block]} and {self._keepers[block]}"
                 raise RuntimeError(
@@ -191,7 +196,7 @@ class SharedBlocks(BlockAllocator):
         """Tables of this group will hold a block: nobody else may, and nothing is cached in it."""
         if self._users[block]:
             raise RuntimeError(f"Block {block} belongs to another group.")
-        for relative in self.relatives:
+        for relative in self._relatives:
             if block in relative._cached:
                 relative._drop(block)
             relative._users[block] += 1
@@ -201,14 +206,14 @@ class SharedBlocks(BlockAllocator):
     def _give_back(self, block: int) -> None:
         """Tables hold a block no more."""
         self._enter(block, self._state(block))
-        for relative in self.relatives:
+        for relative in self._relatives:
             relative._users[block] -= 1
             relative._enter(block, relative._state(block))
 
     def _return(self, block: int) -> None:
         if self._contents[block] is not None:
             self._cached[block] = None
-            for relative in self.relatives:
+            for relative in self._relatives:
                 relative._keepers[block] += 1
         self._give_back(block)
 
@@ -216,7 +221,7 @@ class SharedBlocks(BlockAllocator):
         """Forget what is cached in a block that no table holds."""
         del self._cached[block]
         self._forget(block)
-        for relative in self.relatives:
+        for relative in self._relatives:
             relative._keepers[block] -= 1
             relative._enter(block, relative._state(block))
         self._enter(block, self._state(block))
@@ -233,7 +238,7 @@ def share(num_blocks: int, block_sizes: Mapping[Group, int]) -> dict[Group, Shar
         for group, size in block_sizes.items()
     }
     for group, blocks in found.items():
-        blocks.relatives = [
+        blocks._relatives = [
             other for each, other in found.items() if each != group and each.overlaps(group)
         ]
     return found

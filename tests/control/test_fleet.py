@@ -16,6 +16,7 @@ from fleet_kit import make_fleet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shiftjax.control import handover
 from shiftjax.control.fleet_policy import NeedPolicy, Wish
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
@@ -115,8 +116,12 @@ def test_nobody_notices_a_move(seed, num_kv_heads, num_blocks, overlap, prefix_c
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 1 << 30), preemption=st.sampled_from(["recompute", "swap"]))
-def test_nobody_notices_any_kind_of_switching(seed, preemption):
+@given(
+    seed=st.integers(0, 1 << 30),
+    preemption=st.sampled_from(["recompute", "swap"]),
+    aborts=st.booleans(),
+)
+def test_nobody_notices_any_kind_of_switching(seed, preemption, aborts):
     rng = random.Random(seed)
     engine = make_fleet(
         num_blocks=40,
@@ -125,7 +130,8 @@ def test_nobody_notices_any_kind_of_switching(seed, preemption):
         num_host_blocks=30 if preemption == "swap" else 0,
     )
     requests = random_requests(rng, 14)
-    listener = play(engine, requests, rng, kinds=("move", "soft", "hard", "sequential"))
+    kinds = ("move", "soft", "hard", "sequential")
+    listener = play(engine, requests, rng, kinds=kinds, aborts=aborts)
     assert_as_alone(engine, requests, listener)
     assert_quiescent(engine)
 
@@ -300,3 +306,103 @@ def test_a_step_of_a_wide_group_that_fails_recomputes_who_pauses_below():
     run_to_end(engine, listener)
     assert_as_alone(engine, [*requests, late], listener, but=frozenset(["late"]))
     assert listener.outcomes["late", 0].last.finish_reason == "error"
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_hand_over_that_breaks_ends_nobody(failing, monkeypatch):
+    """In the middle, with some requests here and some there."""
+    engine, calls = make_fleet(), [0]
+    carry = handover._Route.carry
+
+    def breaks(self, *arguments):
+        calls[0] += 1
+        if calls[0] == failing:
+            raise RuntimeError("told to")
+        return carry(self, *arguments)
+
+    monkeypatch.setattr(handover._Route, "carry", breaks)
+    requests = [make_request(str(i), [1, 2, i], max_tokens=25, n=1 + i % 2) for i in range(6)]
+    listener = play(engine, requests, random.Random(failing))
+    assert_as_alone(engine, requests, listener)
+    assert engine.fleet.stats.failed_changes["move"] == (calls[0] >= failing)
+    assert_quiescent(engine)
+
+
+def test_after_three_failed_moves_groups_pause_instead():
+    engine = make_fleet()
+    mover = engine.fleet.mover
+    assert isinstance(mover, EchoMover)
+    mover.faults = set(range(1, 1000))
+    requests = [make_request(str(i), [1, 2, i % 13], max_tokens=25) for i in range(14)]
+    listener = play(engine, requests, random.Random(2))
+    assert_as_alone(engine, requests, listener)
+    kinds = [turn.kind for turn in engine.fleet.history]
+    assert engine.fleet.stats.failed_changes["move"] >= 3 and "hard" in kinds
+
+
+def test_a_policy_that_fails_changes_nothing():
+    class Broken(Told):
+        def arrange(self, view):
+            raise RuntimeError("told to")
+
+    engine = make_fleet(policy=Broken())
+    requests = [make_request(str(i), [1, 2, i], max_tokens=9) for i in range(3)]
+    assert_as_alone(engine, requests, play_through(engine, requests))
+    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
+    assert engine.fleet.stats.failed_changes["policy"] > 0
+
+
+def play_through(engine, requests) -> Listener:
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    run_to_end(engine, listener)
+    return listener
+
+
+def test_groups_that_do_not_come_to_a_safe_point_go_on_as_they_were():
+    engine = make_fleet()
+    slow = [engine.fleet.lanes[Group(unit, 1)] for unit in (2, 3)]
+    is_ready = [lane.runner.is_ready for lane in slow]
+    for lane in slow:
+        lane.runner.is_ready = lambda handle: False
+    requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(8)]
+    engine.wait = lambda lanes: None
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    listener.hear(engine.step(0.0))
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    for turn in range(1, 30):
+        listener.hear(engine.step(float(turn)))
+    assert {each.state for each in engine.fleet.lanes.values()} == {"closing", "idle"}
+    for turn in range(30, 40):
+        listener.hear(engine.step(float(turn)))
+    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
+    assert engine.fleet.stats.failed_changes["not_ready"] == 1
+    for lane, function in zip(slow, is_ready, strict=True):
+        lane.runner.is_ready = function
+    run_to_end(engine, listener)
+    assert_as_alone(engine, requests, listener)
+
+
+def test_nothing_is_bound_once_the_end_has_begun():
+    policy = NeedPolicy(WIDTHS, frozenset([-1]), bind_width=8)
+    engine = make_fleet(policy=policy, fleet={"switch": "hard", "max_pause_seconds": 1e6})
+    requests = [make_request(str(i), [1, i], max_tokens=20, ignore_eos=True) for i in range(5)]
+    wide = make_request("wide", [5, 5], max_tokens=30, priority=-1, ignore_eos=True)
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    listener.hear(engine.step(0.0))
+    engine.add_request(wide)
+    for turn in range(1, 6):
+        listener.hear(engine.step(float(turn)))
+    states = {lane.state for lane in engine.fleet.lanes.values()}
+    assert "paused" in states
+    engine.drain()
+    listener.hear(engine.step(7.0))
+    assert "paused" not in {lane.state for lane in engine.fleet.lanes.values()}
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [*requests, wide], listener)
+    assert len(engine.fleet.stats.binds) == 1
