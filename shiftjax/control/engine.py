@@ -106,7 +106,8 @@ class Engine:
             if len(due) == busy > 0:
                 self.wait(due)
             due = [lane for lane in due if lane.is_ready]
-        return [event for lane in due for event in self._turn(lane, now)]
+        # A group whose step fails may take what others on its devices have in flight with it.
+        return [event for lane in due if lane.in_flight for event in self._turn(lane, now)]
 
     def _turn(self, lane: Lane, now: float) -> list[Event]:
         """Commit; where the next step had to wait for that, launch it before events are told."""

@@ -139,8 +139,6 @@ class Scheduler:
             self._draft(builder, self.speculation, num_queued, last_mode)
         plan = builder.finish(self._num_steps)
         self._num_steps += plan is not None
-        if plan is None and builder.offloads:
-            self._forget_swapped(builder)
         return plan
 
     def lower_budget(self, num_tokens: int) -> None:
@@ -229,16 +227,6 @@ class Scheduler:
         builder.num_preempted += 1
         sequence.num_preemptions += 1
         self._wait(sequence)
-
-    def _forget_swapped(self, builder: PlanBuilder) -> None:
-        """No step will copy what has been swapped out: it is computed again.
-
-        The oldest sequence finds no room where a group that pauses holds blocks of the same pool.
-        """
-        host_blocks = {block for _, block in builder.offloads}
-        for sequence in self.waiting:
-            if not host_blocks.isdisjoint(sequence.host_block_table):
-                self.tables.forget(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING

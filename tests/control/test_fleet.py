@@ -308,6 +308,7 @@ def test_a_step_of_a_wide_group_that_fails_recomputes_who_pauses_below():
     assert listener.outcomes["late", 0].last.finish_reason == "error"
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_hand_over_that_breaks_ends_nobody(failing, monkeypatch):
     """In the middle, with some requests here and some there."""
@@ -406,3 +407,26 @@ def test_nothing_is_bound_once_the_end_has_begun():
     run_to_end(engine, listener)
     assert_as_alone(engine, [*requests, wide], listener)
     assert len(engine.fleet.stats.binds) == 1
+=======
+@pytest.mark.parametrize("failing", range(1, 9))
+def test_a_step_of_a_wide_group_fails_while_those_below_take_turns_with_it(failing):
+    engine = make_fleet(fleet={"max_pause_seconds": 2.0})
+    requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(8)]
+    late = make_request("late", [7, 7, 7], max_tokens=30, ignore_eos=True)
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    for turn in range(4):
+        listener.hear(engine.step(float(turn)))
+    engine.add_request(late)
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told", "hard")]
+    engine.fleet.lanes[Group(0, 8)].runner.faults = {failing: "fetch"}
+    for turn in range(4, 2000):
+        listener.hear(engine.step(float(turn)))
+        engine.check()
+        if not engine.has_work():
+            break
+    assert_as_alone(engine, [*requests, late], listener, but=frozenset(["late"]))
+    assert listener.outcomes["late", 0].last.finish_reason == "error"
+    assert_quiescent(engine)
+>>>>>>> bd891a9 (A step that fails while others on its devices are due: their steps in flight are gone, and the turn goes on)
