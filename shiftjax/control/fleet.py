@@ -298,7 +298,7 @@ class Fleet:
         kind = wish.kind or self.switch
         if kind == "auto":
             kind = self.kind_of_bind(change, wanting) if self.kind_of_bind else "move"
-        if kind == "move" and len(self._failed_at) == MOST_FAILED_MOVES:
+        if kind == "move" and wish.kind is None and len(self._failed_at) == MOST_FAILED_MOVES:
             return "hard"
         return kind
 

@@ -330,7 +330,8 @@ def bind_for_need(view: FleetView) -> Wish | None:
         if held.needed_width > group.width:
             width = held.needed_width
             place = Group(group.first // width * width, width)
-            return Wish(bound(view.arrangement, place), "need")
+            # No other kind takes it along, and it would wait for others to give way.
+            return Wish(bound(view.arrangement, place), "need", "move")
     for demand in view.queue:
         width = demand.needed_width
         if all(group.width < width for group in view.arrangement):

@@ -189,9 +189,17 @@ def test_a_request_that_fits_no_unit_is_served_by_a_wider_group():
     assert engine.fleet.arrangement == equal_groups(UNITS, 1)
 
 
-def test_a_request_without_a_limit_is_served_wider_when_it_comes_to_need_it(monkeypatch):
+@pytest.mark.parametrize("switch", ["move", "soft", "hard", "sequential"])
+def test_a_request_without_a_limit_is_served_wider_when_it_comes_to_need_it(monkeypatch, switch):
+    """Whatever the kind of switching: it would wait for ever for others to give way."""
     monkeypatch.setattr("shiftjax.control.fleet.GROWTH_TOKENS", 4)
-    engine = make_fleet(num_kv_heads=8, num_blocks=12, policy=NeedPolicy(WIDTHS), max_model_len=100)
+    engine = make_fleet(
+        num_kv_heads=8,
+        num_blocks=12,
+        policy=NeedPolicy(WIDTHS),
+        max_model_len=100,
+        fleet={"switch": switch, "max_pause_seconds": 4.0},
+    )
     request = make_request("a", [1] * 5, max_tokens=None, ignore_eos=True)
     listener = Listener()
     engine.add_request(request)
