@@ -27,6 +27,7 @@ class PlanBuilder:
     offloads: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    swapped: list[Sequence] = field(default_factory=list)  # whose blocks `offloads` copies
     num_preempted: int = 0
 
     def add(self, sequence: Sequence) -> None:

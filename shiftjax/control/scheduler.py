@@ -138,8 +138,17 @@ class Scheduler:
         if self.speculation is not None:
             self._draft(builder, self.speculation, num_queued, last_mode)
         plan = builder.finish(self._num_steps)
+        if plan is None:
+            self._forget_swapped(builder.swapped)
         self._num_steps += plan is not None
         return plan
+
+    def _forget_swapped(self, sequences: Iterable[Sequence]) -> None:
+        """No step will copy what these have computed to the host: they start from their tokens."""
+        for sequence in sequences:
+            self.tables.forget(sequence)
+            self.num_preemptions["swap"] -= 1
+            self.num_preemptions["recompute"] += 1
 
     def lower_budget(self, num_tokens: int) -> None:
         """Plan at most half of `num_tokens`, which a device had no memory for, in a step.
@@ -223,6 +232,7 @@ class Scheduler:
             self.tables.forget(sequence)
         else:
             builder.offloads += pairs
+            builder.swapped.append(sequence)
         self.num_preemptions["recompute" if pairs is None else "swap"] += 1
         builder.num_preempted += 1
         sequence.num_preemptions += 1

@@ -253,6 +253,21 @@ def test_without_host_room_swap_falls_back_to_recompute():
     assert engine.stats().num_preemptions == {"recompute": 1, "swap": 0}
 
 
+def test_a_swap_that_no_step_would_copy_is_a_recompute():
+    """ "a" has its last token in flight, and "b" is the victim of its own growth: no step is left.
+
+    The runner audits what a sequence that comes back from the host would attend to.
+    """
+    engine = make_engine(
+        num_blocks=5, block_size=2, watermark=0.0, preemption="swap", num_host_blocks=9
+    )
+    a, b = make_request("a", [1] * 3, max_tokens=2), make_request("b", [2] * 3, 1.0, max_tokens=4)
+    outcomes = generate(engine, a, b)
+    assert engine.stats().num_preemptions == {"recompute": 1, "swap": 0}
+    assert engine.stats().num_failed_steps == 0
+    assert outcomes["b", 0].token_ids == reference(engine, b, 1, 0)[0]
+
+
 def test_no_preemptions_where_none_are_allowed():
     engine, _, outcomes = squeeze("recompute", True, max_preemptions=0)
     assert engine.stats().num_preemptions == {"recompute": 0, "swap": 0}
