@@ -33,8 +33,7 @@ class PlanBuilder:
     def add(self, sequence: Sequence) -> None:
         """As much of what the sequence has not computed as the budgets allow.
 
-        At least one token and one row must be left. A running sequence is sure of them: each of
-        the others has taken one at most, and only the last one added can be short of its prompt.
+        At least one token and one row must be left.
         """
         start = sequence.num_computed_tokens
         num_new = len(sequence.token_ids) - start

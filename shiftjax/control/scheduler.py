@@ -132,7 +132,8 @@ class Scheduler:
         builder = PlanBuilder(self._tokens_per_step(), self._max_num_seqs, self.config.block_size)
         self._schedule_decodes(builder)
         for sequence in builder.unfinished_prompts:
-            builder.add(sequence)
+            if min(builder.tokens_left, builder.rows_left) > 0:  # a handover may bring several
+                builder.add(sequence)
         if not builder.num_preempted:
             self._admit_waiting(builder, now)
         if self.speculation is not None:

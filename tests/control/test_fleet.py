@@ -435,3 +435,21 @@ def test_a_step_of_a_wide_group_fails_while_those_below_take_turns_with_it(faili
     assert_as_alone(engine, [*requests, late], listener, but=frozenset(["late"]))
     assert listener.outcomes["late", 0].last.finish_reason == "error"
     assert_quiescent(engine)
+
+
+def test_prompts_that_are_cut_by_a_bind_go_on_within_the_budgets_of_one_group():
+    """Of a group alone, one prompt at most is unfinished; the runner audits tokens and rows."""
+    engine = make_fleet(max_num_batched_tokens=8, max_num_seqs=4)
+    requests = [
+        make_request(str(i), [i] * 21, max_tokens=4, prompt_logprobs=0 if i == 1 else None)
+        for i in range(4)
+    ]
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    listener.hear(engine.step(0.0))
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    run_to_end(engine, listener)
+    assert engine.fleet.stats.num_moved_sequences == 4
+    assert engine.stats().num_failed_steps == 0
+    assert_as_alone(engine, requests, listener)
