@@ -419,6 +419,7 @@ def test_a_step_of_a_wide_group_fails_while_those_below_take_turns_with_it(faili
     engine = make_fleet(fleet={"max_pause_seconds": 2.0})
     requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(8)]
     late = make_request("late", [7, 7, 7], max_tokens=30, ignore_eos=True)
+    late = replace(late, min_width=UNITS)
     listener = Listener()
     for request in requests:
         engine.add_request(request)
