@@ -13,9 +13,10 @@ from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import make_fleet
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy, wanted_modes
+from shiftjax.control.prices import prices_of
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.shared_blocks import share
-from shiftjax.control.speculation import Speculation, prices_of
+from shiftjax.control.speculation import Speculation
 from shiftjax.costs.machine_files import (
     MACHINE_OF_DEVICE,
     load_engine,

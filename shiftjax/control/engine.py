@@ -128,8 +128,9 @@ class Engine:
                 return False
             mode = self._choose(lane, plan)
             if previous is None:
-                lane.progress_at = now
-            lane.in_flight.append(Flight(plan, mode, lane.runner.run(plan, mode, handle)))
+                lane.progress_at = max(lane.progress_at, now)  # `now` may be before a commit
+            handle = lane.runner.run(plan, mode, handle)
+            lane.in_flight.append(Flight(plan, mode, handle, previous is not None))
         except Exception as error:
             lane.in_flight.append(Failure(plan, error))
         return True
@@ -149,8 +150,7 @@ class Engine:
                 raise flight.error
             output = lane.runner.fetch(flight.handle)
             done_at = self._clock() if self._clock else now
-            self.ended_steps.append((flight.mode.label, done_at - lane.progress_at))
-            lane.progress_at = done_at
+            self.ended_steps.append((flight.mode.label, lane.end_step(flight, done_at)))
             events = lane.scheduler.commit(flight.plan, flight.mode, output, done_at)
             if self.fleet is not None:
                 self.fleet.has_stepped(lane)

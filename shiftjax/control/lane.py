@@ -23,6 +23,7 @@ class Flight(NamedTuple):
     plan: StepPlan
     mode: Mode
     handle: Any
+    is_ahead: bool = False  # given while the step before was in flight, so the host was hidden
 
     @property
     def has_drafts(self) -> bool:
@@ -80,6 +81,13 @@ class Lane:
         """Whether the oldest step in flight can be committed without waiting."""
         oldest = self.in_flight[0]
         return isinstance(oldest, Failure) or self.runner.is_ready(oldest.handle)
+
+    def end_step(self, flight: Flight, now: float) -> float:
+        """The oldest step has ended: returns its seconds, which whoever drafts learns from."""
+        seconds, self.progress_at = now - self.progress_at, now
+        if (speculation := self.scheduler.speculation) is not None:
+            speculation.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
+        return seconds
 
 
 def poll(is_over: Callable[[], bool]) -> None:

@@ -20,6 +20,7 @@ class PlanBuilder:
     blocks_left: int = 0  # that drafts may take
     num_guesses: int = 0  # that a drafting model shall make after the step
     seqs_left: int = 0  # that further paths of drafts may take
+    drafting_seconds: float = 0.0
     decodes: list[ScheduledSequence] = field(default_factory=list)
     drafted: list[ScheduledSequence] = field(default_factory=list)  # in `decodes`, or paths
     chunks: list[ScheduledSequence] = field(default_factory=list)
@@ -94,4 +95,5 @@ class PlanBuilder:
             num_drafts=len(self.drafted),
             num_guesses=self.num_guesses,
             copies=self.copies,
+            drafting_seconds=self.drafting_seconds,
         )

@@ -253,6 +253,7 @@ class StepPlan:
     num_drafts: int = 0  # items with drafts; they come after the decodes
     num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
     copies: list[tuple[int, int]] = field(default_factory=list)
+    drafting_seconds: float = 0.0  # of the host, in making this plan
 
 
 class StepOutput(NamedTuple):

@@ -17,10 +17,14 @@ from typing import Any
 
 from shiftjax.control.paths import Name, choose_rows, further_paths
 from shiftjax.control.plan_builder import PlanBuilder
-from shiftjax.control.policy import Policy, ThresholdPolicy, work_of_items
-from shiftjax.control.request import FinishReason, ScheduledSequence, Sequence, Status
-from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.step import CostModel
+from shiftjax.control.prices import Prices
+from shiftjax.control.request import (
+    FinishReason,
+    ScheduledSequence,
+    Sequence,
+    Status,
+    StepPlan,
+)
 from shiftjax.drafts.choice import Room, choose
 from shiftjax.drafts.draft import Draft
 from shiftjax.drafts.drafting import Drafting, ModelGuess
@@ -32,60 +36,6 @@ SECONDS_MEMORY = 16  # turns that the mean of the host's time goes over
 DRAFTING_SHARE = 0.1  # of a predicted step
 SLOW_DRAFT_SECONDS = 0.05  # a drafter that takes longer is asked no more for this sequence
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a choice of draft lengths has to know of steps."""
-
-    buckets: tuple[int, ...]  # the tokens that steps are padded to, ascending
-    policy: Policy | None = None  # that chooses the mode when the plan is made
-    modes: tuple[Mode, ...] = ()
-    costs: CostModel | None = None  # None: nobody knows what a step of this machine takes
-
-    @property
-    def threshold(self) -> int | None:
-        """Of a policy with one: drafts do not carry a step past it."""
-        return self.policy.threshold if isinstance(self.policy, ThresholdPolicy) else None
-
-    def seconds(
-        self, builder: PlanBuilder, num_waiting: int, last_mode: Mode | None, overlap: bool
-    ) -> Callable[[int], float] | None:
-        """Seconds of a step that drafts bring to so many tokens; None: nobody can say.
-
-        They are those of the mode that the policy will choose for the plan, whose hysteresis knows
-        the same `last_mode` and `num_waiting`. Without drafts a group that may `overlap` goes on
-        to hide its host, and soon asks no speculator. A draft token attends to as much as the
-        decodes do on average.
-        """
-        policy, costs, num_decodes = self.policy, self.costs, len(builder.decodes)
-        if policy is None or costs is None:
-            return None
-        work = work_of_items(builder.decodes + builder.chunks, num_decodes)
-        guess_seconds = costs.guess_seconds(num_decodes)
-
-        def predict(num_tokens: int) -> float:
-            num = num_tokens - work.num_tokens
-            step = work._replace(
-                num_tokens=num_tokens,
-                num_rows=work.num_rows + num,
-                context_tokens=work.context_tokens + num * work.context_tokens // num_decodes,
-            )
-            mode = policy.mode_of(step, self.modes, num_waiting, last_mode)
-            is_hidden = overlap and not num
-            seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, step)
-            is_switch = last_mode not in (None, mode)
-            guesses = guess_seconds if num else 0.0
-            return seconds + guesses + is_switch * costs.engine.switch_seconds
-
-        return predict
-
-
-def prices_of(
-    policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...], costs: CostModel | None
-) -> Prices:
-    """What a group's steps cost, as far as is known."""
-    return Prices(tuple(bucket.tokens for bucket in buckets), policy, modes, costs)
 
 
 @dataclass(slots=True)
@@ -156,6 +106,7 @@ class Speculation:
         self._pause = self._turns_to_trial = TURNS_WITHOUT_DRAFT
         self._host_seconds = 0.0  # of a turn with drafts, about
         self._num_live = self._num_declined = 0  # sequences now; when drafts did not pay
+        self._last_mode: Mode | None = None  # of the step that ended last
 
     # ------------------------------------------------------------------ the life of a sequence
 
@@ -237,7 +188,7 @@ class Speculation:
         chosen += [(n[0], path.first(rows[n] - 1)) for n, path in paths.items() if n in rows]
         self._num_declined = self._num_live if offers and not chosen else 0
         self._take_turn(bool(chosen), bool(builder.decodes))
-        spent = self._clock() - begin
+        builder.drafting_seconds = spent = self._clock() - begin
         self.stats.seconds += spent
         if chosen:
             self._host_seconds += (spent - self._host_seconds) / SECONDS_MEMORY
@@ -313,6 +264,11 @@ class Speculation:
         stats.tokens[draft.drafter, "rejected"] += offered - accepted
         stats.accepted_at.update(range(accepted))
         self._ask(sequence, self._drafting.learn, sequence, draft, offered, accepted)
+
+    def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
+        """A step has ended; what its like are said to take follows, see `Prices.learn`."""
+        self._prices.learn(plan, mode, self._last_mode, seconds, is_hidden)
+        self._last_mode = mode
 
     def _offer(self, item: ScheduledSequence, room: int) -> Draft | None:
         sequence = item.sequence

@@ -16,6 +16,7 @@ from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
 from shiftjax.control.lane import Failure, Lane
 from shiftjax.control.policy import work_of
+from shiftjax.control.prices import Prices
 from shiftjax.control.request import (
     Event,
     Request,
@@ -25,7 +26,7 @@ from shiftjax.control.request import (
     StepPlan,
 )
 from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.speculation import Prices, Speculation
+from shiftjax.control.speculation import Speculation
 from shiftjax.costs.step import CostModel
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import (

@@ -1,6 +1,7 @@
 """What the tests of the control plane share: engines over audited echo runners, and the truth."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shiftjax.control.admission import RequestLimits
@@ -101,6 +102,7 @@ def make_engine(
     block_size: int = 4,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
+    clock: Callable[[], float] | None = None,
     **scheduler: object,
 ) -> Engine:
     config = SchedulerConfig(
@@ -119,7 +121,7 @@ def make_engine(
     modes = Group(0, 2).modes
     lanes = [Lane(Scheduler(config), AuditedRunner(config), modes) for _ in range(dp)]
     policy = policy or make_policy("threshold", 8)
-    return Engine(lanes, policy, limits, overlap=overlap, seed=ENGINE_SEED)
+    return Engine(lanes, policy, limits, overlap=overlap, seed=ENGINE_SEED, clock=clock)
 
 
 def runner_of(engine: Engine, group: int = 0) -> AuditedRunner:

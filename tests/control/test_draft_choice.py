@@ -69,6 +69,7 @@ class Claiming(Guesses):
 
 
 def no_time() -> float:
+    """A clock that stands still: steps take no time, and nobody learns what they take."""
     return 0.0
 
 
@@ -112,6 +113,7 @@ def test_no_other_lengths_or_mode_promise_more(
     engine = make_engine(
         policy=policy,
         overlap=overlap,
+        clock=no_time,
         max_num_seqs=max_num_seqs,
         max_draft_rows=12,
         max_num_batched_tokens=16,
@@ -149,6 +151,7 @@ def many(costs: Costs, claims: list[float] | None, margin: float = 0.02):
     """The modes and tokens of steps with all of 64 sequences, with drafts or without."""
     engine = make_engine(
         policy=cost_policy(costs, margin),
+        clock=no_time,
         num_blocks=1000,
         max_num_seqs=64,
         max_num_batched_tokens=256,
@@ -177,6 +180,7 @@ def test_without_a_cost_policy_costs_are_those_of_the_mode_that_will_be_chosen(
     costs = Costs(lambda n: base_seconds, lambda n: 8.0, (64, 128, 256))
     engine = make_engine(
         policy=ThresholdPolicy(64),
+        clock=no_time,
         num_blocks=1000,
         max_num_seqs=64,
         max_num_batched_tokens=256,
@@ -197,7 +201,8 @@ def test_drafts_move_the_crossing_of_the_modes():
 
 def test_a_gain_below_the_bubble_is_none():
     """Who drafts commits first, and the host's time is no longer hidden."""
-    engine = make_engine(policy=cost_policy(cheap := Costs(lambda n: 9.0, lambda n: 1.0)))
+    policy = cost_policy(cheap := Costs(lambda n: 9.0, lambda n: 1.0))
+    engine = make_engine(policy=policy, clock=no_time)
     let_draft(engine, Claiming([0.5]), *BUCKETS, clock=no_time)
     request = make_request("a", [1], seed=1, max_tokens=20, ignore_eos=True)
     assert generate(engine, request)["a", 0].last.metrics.num_draft_tokens > 0

@@ -23,8 +23,9 @@ from test_engine_properties import FAST, check_tokens, engines, play, traffic
 
 from shiftjax.control.echo import echo_token
 from shiftjax.control.engine import Engine
+from shiftjax.control.prices import Prices
 from shiftjax.control.request import Sequence
-from shiftjax.control.speculation import MOST_TURNS_BETWEEN_TRIALS, Prices, Speculation
+from shiftjax.control.speculation import MOST_TURNS_BETWEEN_TRIALS, Speculation
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 

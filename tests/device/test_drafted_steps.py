@@ -8,8 +8,9 @@ from engines import RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
+from shiftjax.control.prices import prices_of
 from shiftjax.control.request import SamplingParams
-from shiftjax.control.speculation import Speculation, prices_of
+from shiftjax.control.speculation import Speculation
 from shiftjax.device.programs import CompileCounter
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting

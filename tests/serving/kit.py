@@ -25,9 +25,10 @@ from shiftjax.control.echo import EchoRunner
 from shiftjax.control.engine import Engine
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
+from shiftjax.control.prices import Prices
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.control.speculation import Prices, Speculation
+from shiftjax.control.speculation import Speculation
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Group

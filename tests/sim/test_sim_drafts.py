@@ -9,9 +9,11 @@ from shiftjax.arch.formats import Formats
 from shiftjax.control.echo import EchoRunner, echo_token
 from shiftjax.control.engine import Engine
 from shiftjax.control.lane import Lane
+from shiftjax.control.prices import Prices
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.speculation import Prices, Speculation
+from shiftjax.control.speculation import Speculation
+from shiftjax.control.step_times import StepTimes
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import ConfigError
@@ -186,3 +188,19 @@ def test_the_choice_by_cost_does_not_lose_at_high_load(rate):
     assert chosen <= 1.03 * plain
     fixed = row(trace, "cost", "fixed", acceptance)["completion_mean_seconds"]
     assert chosen <= 1.03 * fixed
+
+
+def learn_nothing(monkeypatch):
+    monkeypatch.setattr(StepTimes, "learn", lambda self, kind, measured, predicted: None)
+
+
+def test_where_predictions_are_exact_nothing_is_learned_of_steps(monkeypatch):
+    """The simulator's are: what it decides does not depend on what steps took."""
+    trace, acceptance = poisson(12.0, 4.0, 600, 60), AcceptanceModel((0.2,))
+    names = ("tp", "shift", "cost")
+    found = [replay(trace, H200, deployment(n, "auto"), acceptance=acceptance) for n in names]
+    learn_nothing(monkeypatch)
+    for name, one in zip(names, found, strict=True):
+        assert any(record.num_draft_tokens for record in one.requests)
+        other = replay(trace, H200, deployment(name, "auto"), acceptance=acceptance)
+        assert (one.requests, one.steps) == (other.requests, other.steps)

@@ -9,8 +9,9 @@ from kit import EOS, VOCAB_SIZE, byte_tokenizer, make_engine
 
 from serving.server.grammar import Grammars, GrammarState
 from serving.server.schema import GrammarSource
+from shiftjax.control.prices import Prices
 from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.speculation import Prices, Speculation
+from shiftjax.control.speculation import Speculation
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
