@@ -79,7 +79,7 @@ class DraftOptions:
     suffix_factor: float = option(
         1.0, "a guess has at most factor * match + offset tokens", low=0.0, high=64.0
     )
-    suffix_offset: float = option(0.0, "see suffix_factor", low=0.0, high=256.0)
+    suffix_offset: float = option(8.0, "see suffix_factor", low=0.0, high=256.0)
     suffix_max_match: int = option(32, "longer matches count as this long", low=4, high=1024)
     prompt_lookup_min: int = option(2, "tokens of ngram's shortest key", low=1, high=32)
     prompt_lookup_max: int = option(5, "tokens of ngram's longest key", low=1, high=32)

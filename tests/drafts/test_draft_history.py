@@ -23,7 +23,7 @@ from shiftjax.drafts.sorted_index import SortedIndex
 
 steady = settings(deadline=None, derandomize=True)
 
-SUFFIX = make_search(DraftOptions(speculation="suffix"))
+SUFFIX = make_search(DraftOptions(speculation="suffix", suffix_offset=0))  # the match is the length
 NGRAM = make_search(DraftOptions(speculation="ngram", max_draft_tokens=6))
 NGRAM_SIZES = (5, 4, 3, 2)
 

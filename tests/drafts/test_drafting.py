@@ -70,6 +70,13 @@ def test_drafts_are_at_most_as_long_as_asked():
     assert drafting.draft("a", 0) is None and drafting.draft("a", -1) is None
 
 
+@pytest.mark.parametrize(("match", "length"), [(1, 9), (3, 11), (8, 16)])
+def test_a_draft_is_eight_tokens_longer_than_its_match(match, length):
+    drafting = Drafting(SUFFIX)
+    drafting.start("a", [*range(40), 99, *range(5, 5 + match)], None)
+    assert tokens_of(drafting, "a") == list(range(5 + match, 5 + match + length))
+
+
 @pytest.mark.parametrize("method", ["suffix", "ngram"])
 def test_further_paths_are_the_next_most_frequent_continuations(method):
     prompt = [1, 2, 3, 1, 2, 4, 5, 1, 2, 3, 9, 1, 2, 6, 1, 2]
@@ -150,7 +157,7 @@ def test_a_prediction_is_followed_from_its_first_token_and_found_again():
     drafting.extend("a", [99])  # not as predicted
     assert tokens_of(drafting, "a") == []
     drafting.extend("a", ANSWER[3:7])
-    assert tokens_of(drafting, "a") == [18, 21, 22, 23]
+    assert tokens_of(drafting, "a") == [18, 21, 22, 23, 24, 25]
     drafting.extend("a", expected[7:])
     assert tokens_of(drafting, "a") == []
 
@@ -168,14 +175,14 @@ def test_continuations_of_a_request_see_each_other():
         drafting.start(name, [1, 2, 3, 4], None, parent="a")
     drafting.start("b", [1, 2, 3, 4], None, parent="b")
     drafting.extend("a0", ANSWER)
-    assert tokens_of(drafting, "a1") == ANSWER[:4]  # the prompt is the match
+    assert tokens_of(drafting, "a1") == ANSWER  # the prompt is the match
     drafting.extend("a1", ANSWER[:2])
     assert tokens_of(drafting, "a1") == ANSWER[2:]
     assert tokens_of(drafting, "b") == []
     drafting.end("a0", finished=False)
     assert tokens_of(drafting, "a1") == ANSWER[2:]
     drafting.start("a2", [1, 2, 3, 4], None, parent="a")
-    assert tokens_of(drafting, "a2") == ANSWER[:4]
+    assert tokens_of(drafting, "a2") == ANSWER
     for name in ("a1", "a2"):
         drafting.end(name, finished=False)
     drafting.start("a3", [1, 2, 3, 4], None, parent="a")
@@ -190,12 +197,12 @@ def test_a_long_prompt_is_indexed_elsewhere_and_used_when_that_is_done(busy):
     drafting.extend("a", [110, 111])
     assert drafting.draft("a", 8) is None
     drafting.extend("a", [7, 8, 9, 7, 8])
-    assert tokens_of(drafting, "a") == [9, 7]  # from the output
+    assert tokens_of(drafting, "a") == [9, 7, 8]  # from the output
     release()
     index = drafting._sequences["a"].family.prompt.result()
     assert index.ends([7], 9) == []  # of the prompt alone, whatever was said since
     drafting.extend("a", ANSWER[:4])
-    assert tokens_of(drafting, "a") == ANSWER[4:]
+    assert tokens_of(drafting, "a", 4) == ANSWER[4:]
 
 
 def test_a_long_prediction_is_followed_before_it_is_indexed(busy):
