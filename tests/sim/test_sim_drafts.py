@@ -190,17 +190,16 @@ def test_the_choice_by_cost_does_not_lose_at_high_load(rate):
     assert chosen <= 1.03 * fixed
 
 
-def learn_nothing(monkeypatch):
-    monkeypatch.setattr(StepTimes, "learn", lambda self, kind, measured, predicted: None)
-
-
 def test_where_predictions_are_exact_nothing_is_learned_of_steps(monkeypatch):
     """The simulator's are: what it decides does not depend on what steps took."""
     trace, acceptance = poisson(12.0, 4.0, 600, 60), AcceptanceModel((0.2,))
-    names = ("tp", "shift", "cost")
+    names, steps = ("tp", "shift", "cost"), []
     found = [replay(trace, H200, deployment(n, "auto"), acceptance=acceptance) for n in names]
-    learn_nothing(monkeypatch)
+    monkeypatch.setattr(StepTimes, "learn", lambda self, *step: steps.append(step))
     for name, one in zip(names, found, strict=True):
         assert any(record.num_draft_tokens for record in one.requests)
         other = replay(trace, H200, deployment(name, "auto"), acceptance=acceptance)
         assert (one.requests, one.steps) == (other.requests, other.steps)
+    assert {kind.is_hidden for kind, _, _ in steps} == {True, False}
+    measured, predicted = zip(*(step[1:] for step in steps), strict=True)
+    assert measured == pytest.approx(predicted, rel=1e-9)
