@@ -13,7 +13,7 @@ from shiftjax.control.admission import validate_request
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.outputs import OutputAssembler, RequestOutput
-from shiftjax.settings import make_virtual_devices
+from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
 from shiftjax.weights.checksums import verify_checksums
@@ -55,6 +55,7 @@ class LLM:
 
     def _start(self, config: EngineConfig, progress: Progress | None) -> None:
         make_virtual_devices(config)
+        keep_communicators_apart(config)
         location = resolve_model(config.model.model)
         if location.path is not None and location.kind != "random":
             verify_checksums(location.path, progress)

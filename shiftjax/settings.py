@@ -262,3 +262,19 @@ def make_virtual_devices(
     is_open = parallel.devices is not None or others == present
     if needed > 1 and is_open:
         environ["XLA_FLAGS"] = " ".join([*others, f"{option}{needed}"])
+
+
+def keep_communicators_apart(
+    config: EngineConfig, environ: MutableMapping[str, str] | None = None
+) -> None:
+    """Have XLA make every communicator of a fleet on its own; call it before JAX is first used.
+
+    XLA:GPU makes one for a set of devices by splitting that of a larger set. A fleet has many sets
+    that overlap, in other orders: splitting has hung where they came from different parents
+    (openxla/xla pull requests 15935, 34196, 36981), and has bound members of a set in another
+    order to the wrong devices (45000). What XLA_FLAGS already says of it holds.
+    """
+    environ = os.environ if environ is None else environ
+    option, present = "--xla_gpu_enable_nccl_comm_splitting", environ.get("XLA_FLAGS", "").split()
+    if config.fleet.fleet and not any(flag.partition("=")[0] == option for flag in present):
+        environ["XLA_FLAGS"] = " ".join([*present, f"{option}=false"])

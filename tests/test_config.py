@@ -22,6 +22,7 @@ from shiftjax.settings import (
     MAX_FILE_BYTES,
     compile_cache_dir,
     dump_yaml,
+    keep_communicators_apart,
     make_virtual_devices,
     read_config_file,
     resolve,
@@ -373,6 +374,36 @@ def test_virtual_devices_are_asked_of_xla(options, before, after):
     environ = {"XLA_FLAGS": before}
     make_virtual_devices(EngineConfig.from_options(**options), environ)
     assert environ["XLA_FLAGS"] == after
+
+
+SPLITTING = "--xla_gpu_enable_nccl_comm_splitting"
+
+
+@pytest.mark.parametrize(
+    ("fleet", "before", "after"),
+    [
+        (True, "", f"{SPLITTING}=false"),
+        (True, f"--a=1 {SPLITTING}_too=1", f"--a=1 {SPLITTING}_too=1 {SPLITTING}=false"),
+        (True, f"{SPLITTING}=true --a=1", f"{SPLITTING}=true --a=1"),
+        (True, f"--a=1 {SPLITTING}", f"--a=1 {SPLITTING}"),
+        (False, "--a=1", "--a=1"),
+    ],
+)
+def test_a_fleet_splits_no_communicators_unless_told_to(fleet, before, after):
+    environ = {"XLA_FLAGS": before}
+    keep_communicators_apart(EngineConfig.from_options(fleet=fleet), environ)
+    assert environ["XLA_FLAGS"] == after
+
+
+def test_xla_knows_the_flags_of_a_fleet():
+    """In a process of its own: XLA ends one that has a flag that it does not know."""
+    code = (
+        "import jax; from shiftjax.config import EngineConfig as C; import shiftjax.settings as s;"
+        "s.keep_communicators_apart(C.from_options(fleet=True)); print(len(jax.devices()))"
+    )
+    command, environ = [sys.executable, "-c", code], os.environ | {"XLA_FLAGS": ""}
+    run = subprocess.run(command, env=environ, check=False, capture_output=True)
+    assert run.stdout == b"1\n", run.stderr
 
 
 def test_the_config_needs_no_jax():

@@ -3,8 +3,8 @@
 A GPU backend makes a communicator, with buffers of its own, when a set of devices first runs a
 collective together (Flying Serving's prepared communicators, F10). A fleet has many such sets: the
 devices of every group, in every mode split by weights and by tokens, and those that exchange what
-they cache. Here each set runs one sum of a number; the widest groups come first, so that narrower
-ones can be parts of what is there.
+they cache. Here each set runs one sum of a number, those of the widest groups first: nobody waits
+for a communicator while serving, and what is free afterwards is what pools can have.
 """
 
 from collections.abc import Iterable, Iterator
