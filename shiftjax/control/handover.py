@@ -5,9 +5,10 @@ and values lie changes. A wide block holds the tokens of several narrow ones of 
 every unit a part of the heads (`device/mover.py` moves them). What finds no room is preempted by
 the rule of the scheduler: recomputed, the youngest first.
 
-Sequences are carried one after the other, in their order, and each gives up an old block just
-before it takes the new one, which may be the same; so a full pool suffices, if blocks are moved in
-this order, too, and what is read at once is read before anything is written.
+Sequences are carried one after the other, in their order, and each gives up its old blocks when it
+has the new ones. In a full pool it gives up an old block just before it takes the new one, which
+may be the same: that suffices, if blocks are moved in this order, too, and what is read at once is
+read before anything is written.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from shiftjax.control.shared_blocks import SharedBlocks, plan_compaction
 from shiftjax.parallel.fleet import Change
 from shiftjax.parallel.grid import Group, unit_order
 
+# Old blocks that hold the tokens of a wide one, how many new ones, which, if they have moved.
+_Part = tuple[tuple[int, ...], int, List[int] | None]
 Pair = tuple[int, tuple[int, ...], int]  # place of the narrow group, its blocks, the wide block
 
 
@@ -174,6 +177,7 @@ class _Route:
 
     def __init__(self, source: Lane, target: Lane, change: Change, handover: Handover):
         self.source, self.target, self.handover = source.scheduler, target.scheduler, handover
+        self.old, self.new = _shared(source), _shared(target)
         self.to_wide = change.is_bind
         narrow = source.group if self.to_wide else target.group
         self.width, self.place = narrow.width, place_of(change.wide, narrow)
@@ -196,39 +200,70 @@ class _Route:
         return False
 
     def _change_blocks(self, sequence: Sequence) -> bool:
-        """Take new blocks for all its tokens, and give up each old one just before.
+        """Take new blocks for all its tokens and give up the old ones; whether there is room."""
+        num_blocks = self.new.blocks_for(len(sequence.token_ids))
+        parts = [
+            (part, count, self.moved.get(part) if is_full else None)
+            for part, count, is_full in self._parts(
+                sequence.block_table, sequence.num_computed_tokens
+            )
+        ]
+        num_shared = sum(len(shared) for _, _, shared in parts if shared is not None)
+        if self.new.num_free_blocks >= num_blocks - num_shared:
+            old, table = sequence.block_table, []
+            fresh = self.new.allocate_many(num_blocks - num_shared)
+            mine: dict[tuple[int, ...], list[int]] = {}
+            next_one = 0
+            for part, count, shared in parts:
+                if shared is not None:
+                    self.new.retain(shared)
+                    table += shared
+                    continue
+                mine[part] = fresh[next_one : next_one + count]
+                next_one += count
+                table += mine[part]
+            sequence.block_table = table + fresh[next_one:]
+            self.old.release(old)
+            self._note(mine)
+            return True
+        return self._change_one_by_one(sequence, parts, num_blocks)
+
+    def _change_one_by_one(self, sequence: Sequence, parts: List[_Part], num_blocks: int) -> bool:
+        """The same where a new block may have to be an old one, given up just before.
 
         So a sequence may fill its old group. Whether there is room shows on the way; where there
         is not, what it has got is given back, and nothing of it is moved.
         """
-        old, new = self.source.tables.device, self.target.tables.device
-        num_blocks = new.blocks_for(len(sequence.token_ids))
+        old, new = self.old, self.new
         left, table = sequence.block_table, []
         mine: dict[tuple[int, ...], list[int]] = {}
-        for part, count, is_complete in self._parts(left, sequence.num_computed_tokens):
-            blocks = self.moved.get(part) if is_complete else None
+        for part, count, shared in parts:
             old.release(part)
             left = left[len(part) :]
-            if blocks is not None:
-                new.retain(blocks)
-            elif new.num_free_blocks < count:
+            if shared is not None:
+                new.retain(shared)
+                table += shared
+                continue
+            if new.num_free_blocks < count:
                 break
-            else:
-                mine[part] = blocks = [new.allocate() for _ in range(count)]
-            table += blocks
+            mine[part] = new.allocate_many(count)
+            table += mine[part]
         old.release(left)
         sequence.block_table = []
         is_moved = len(table) * self.target.config.block_size >= sequence.num_computed_tokens
         if not is_moved or num_blocks - len(table) > new.num_free_blocks:
             new.release(table)
             return False
-        for part, blocks in mine.items():
+        sequence.block_table = table + new.allocate_many(num_blocks - len(table))
+        self._note(mine)
+        return True
+
+    def _note(self, moved: dict[tuple[int, ...], list[int]]) -> None:
+        """New blocks of old ones, to be moved in this order."""
+        for part, blocks in moved.items():
             ends = (part, blocks[0]) if self.to_wide else (tuple(blocks), part[0])
             self.handover.moves.append((self.width, (self.place, *ends)))
-        self.moved |= mine
-        table += [new.allocate() for _ in range(num_blocks - len(table))]
-        sequence.block_table = table
-        return True
+        self.moved |= moved
 
     def _parts(self, old: list[int], computed: int) -> Iterator[tuple[tuple[int, ...], int, bool]]:
         """What is computed, by wide block: old blocks, how many new ones, whether it is full."""

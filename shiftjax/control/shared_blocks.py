@@ -14,7 +14,6 @@ Narrow groups take the lowest numbers, wide ones the highest, so that numbers wh
 units of a wide group stay; where there are too few, `plan_compaction` moves blocks down.
 """
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
@@ -40,7 +39,7 @@ class SharedBlocks(BlockAllocator):
 
     def __init__(self, num_blocks: int, block_size: int, *, from_top: bool):
         self._relatives: list[SharedBlocks] = []
-        self._sign = -1 if from_top else 1
+        self._from_top = from_top
         super().__init__(num_blocks, block_size)
 
     def reset(self) -> None:
@@ -52,26 +51,21 @@ class SharedBlocks(BlockAllocator):
             for relative in self._relatives:
                 relative.clear_cache()
             self.clear_cache()
-            for block in [b for b, count in enumerate(self._ref_counts) if count]:
+            held = [block for block, count in enumerate(self._ref_counts) if count]
+            for block in held:
                 self._ref_counts[block] = 0
                 self._contents[block] = None
-                self._give_back(block)
+            self._give_back(held)
             return
         super().reset()
         self._free = []
-        self._states = [State.CLEAN] * self.num_blocks
+        self._states = bytearray(self.num_blocks)  # all clean
+        self._states[0] = State.BLOCKED
         self._users = [0] * self.num_blocks  # relatives that use it
         self._keepers = [0] * self.num_blocks  # relatives that cache something in it
-        numbers = list(range(1, self.num_blocks))[:: self._sign]
-        self._heaps: dict[State, list[int]] = {
-            State.CLEAN: [self._sign * number for number in numbers],
-            State.FOREIGN: [],
-        }
-        self._queued = {
-            State.CLEAN: bytearray(b"\1" * self.num_blocks),
-            State.FOREIGN: bytearray(self.num_blocks),
-        }
-        self._counts = [self.num_blocks - 1, 0, 0, 0, 0]
+        # No clean, and no foreign, block comes before these in the order of the group.
+        self._first_ones = [self.num_blocks - 1 if self._from_top else 1] * 2
+        self._num_free, self._num_used = self.num_blocks - 1, 0
 
     @property
     def relatives(self) -> "list[SharedBlocks]":
@@ -81,40 +75,62 @@ class SharedBlocks(BlockAllocator):
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated now, those with cached prefixes included."""
-        counts = self._counts
-        return counts[State.CLEAN] + counts[State.FOREIGN] + counts[State.CACHED]
+        return self._num_free
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that tables of this group hold."""
-        return self._counts[State.USED]
+        return self._num_used
 
     def allocate(self) -> int:
         """One block, referenced once; what is cached in it is forgotten."""
-        block = (
-            self._first(State.CLEAN) or self._first(State.FOREIGN) or next(iter(self._cached), 0)
-        )
-        if not block:
+        return self.allocate_many(1)[0]
+
+    def allocate_many(self, count: int) -> list[int]:
+        """As many blocks, each referenced once; all or, with RuntimeError, none."""
+        if count > self._num_free:
             raise RuntimeError("The KV pool has no free block; the scheduler must preempt first.")
-        self.take(block)
-        return block
+        blocks = self._first(State.CLEAN, count)
+        blocks += self._first(State.FOREIGN, count - len(blocks))
+        while len(blocks) < count:
+            blocks.append(next(iter(self._cached)))
+            self._drop(blocks[-1])
+        self._claim(blocks)
+        return blocks
 
     def take(self, block: int) -> None:
         """Reference a free block once, whichever it is; what is cached in it is forgotten."""
+        if self._users[block]:
+            raise RuntimeError(f"Block {block} belongs to another group.")
         if block in self._cached:
             self._drop(block)
-        self._claim(block)
-        self._ref_counts[block] = 1
+        self._claim([block])
 
     def retain(self, blocks: Iterable[int]) -> None:
         """One more table holds these blocks, each cached or used."""
         for block in blocks:
-            if not self._ref_counts[block]:
-                del self._cached[block]
-                for relative in self._relatives:
-                    relative._keepers[block] -= 1
-                self._claim(block)
-            self._ref_counts[block] += 1
+            if self._ref_counts[block]:
+                self._ref_counts[block] += 1
+                continue
+            del self._cached[block]
+            for relative in self._relatives:
+                relative._keepers[block] -= 1
+            self._claim([block])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One table less holds these blocks, given in the order of the table."""
+        counts, ended = self._ref_counts, []
+        for block in reversed(blocks):
+            count = counts[block] - 1
+            if count < 0:
+                raise RuntimeError(f"Block {block} was released more often than it was retained.")
+            counts[block] = count
+            if not count:
+                ended.append(block)
+                if self._contents[block] is not None:
+                    self._keep(block)
+        if ended:
+            self._give_back(ended)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; tables keep their blocks."""
@@ -125,15 +141,13 @@ class SharedBlocks(BlockAllocator):
 
     def replace(self, block: int, other: int) -> None:
         """Tables hold a free block in the place of a used one, whose contents have been copied."""
-        if other in self._cached:
-            self._drop(other)
-        self._claim(other)
+        self.take(other)
         self._ref_counts[other], self._ref_counts[block] = self._ref_counts[block], 0
         contents, self._contents[block] = self._contents[block], None
         if contents is not None:
             self._contents[other] = contents
             self._index[contents.block_hash] = other
-        self._give_back(block)
+        self._give_back([block])
 
     def state_of(self, block: int) -> State:
         """What a block is to this group."""
@@ -154,6 +168,10 @@ class SharedBlocks(BlockAllocator):
                 raise RuntimeError(f"Block {block} belongs to two groups.")
             if self._states[block] != self._state(block):
                 raise RuntimeError(f"Block {block} is {self.state_of(block).name}: wrong.")
+        counted = sum(state < State.USED for state in self._states), self._states.count(State.USED)
+        if counted != (self._num_free, self._num_used):
+            known = self._num_free, self._num_used
+            raise RuntimeError(f"{counted} blocks are free and used, not {known}.")
         others = (State.USED, State.CACHED)
         self._free = [b for b in range(1, self.num_blocks) if self._states[b] not in others]
         try:
@@ -173,49 +191,87 @@ class SharedBlocks(BlockAllocator):
         return State.FOREIGN if self._keepers[block] else State.CLEAN
 
     def _enter(self, block: int, state: State) -> None:
-        """Note that a block is in a state now."""
-        self._counts[self._states[block]] -= 1
-        self._counts[state] += 1
+        """Note that a block that no table holds is in another state now."""
         self._states[block] = state
-        if state in _UNKEPT and not self._queued[state][block]:
-            self._queued[state][block] = 1
-            heapq.heappush(self._heaps[state], self._sign * block)
+        self._may_come_first([block])
 
-    def _first(self, state: State) -> int:
-        """The first block in a state by the group's order; 0: there is none."""
-        heap, queued = self._heaps[state], self._queued[state]
-        while heap:
-            block = self._sign * heap[0]
-            if self._states[block] == state:
-                return block
-            heapq.heappop(heap)  # it has changed since it was put here
-            queued[block] = 0
-        return 0
+    def _may_come_first(self, blocks: Sequence[int]) -> None:
+        """Of the clean or foreign blocks, these may be the next."""
+        nearest = max(blocks) if self._from_top else min(blocks)
+        for state in _UNKEPT:
+            if (nearest > self._first_ones[state]) == self._from_top:
+                self._first_ones[state] = nearest
 
-    def _claim(self, block: int) -> None:
-        """Tables of this group will hold a block: nobody else may, and nothing is cached in it."""
-        if self._users[block]:
-            raise RuntimeError(f"Block {block} belongs to another group.")
+    def _first(self, state: State, count: int) -> list[int]:
+        """The first blocks in a state by the group's order, marked as used; at most `count`."""
+        states, start, found = self._states, self._first_ones[state], []
+        while len(found) < count:
+            block = (
+                states.rfind(state, 1, start + 1) if self._from_top else states.find(state, start)
+            )
+            if block < 0:
+                start = 0 if self._from_top else self.num_blocks
+                break
+            states[block] = _USED
+            found.append(block)
+            start = block
+        self._first_ones[state] = start
+        return found
+
+    def _claim(self, blocks: Sequence[int]) -> None:
+        """One table of this group holds blocks that are free: nobody else may take them."""
+        for block in blocks:
+            self._ref_counts[block] = 1
+            self._states[block] = State.USED
+        self._num_free -= len(blocks)
+        self._num_used += len(blocks)
         for relative in self._relatives:
-            if block in relative._cached:
-                relative._drop(block)
-            relative._users[block] += 1
-            relative._enter(block, State.BLOCKED)
-        self._enter(block, State.USED)
+            relative._block(blocks)
 
-    def _give_back(self, block: int) -> None:
-        """Tables hold a block no more."""
-        self._enter(block, self._state(block))
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        """Tables hold these blocks no more."""
+        if not blocks:
+            return
+        cached, keepers = self._cached, self._keepers
+        for block in blocks:
+            self._states[block] = (
+                State.CACHED if block in cached else _FOREIGN if keepers[block] else _CLEAN
+            )
+        self._num_free += len(blocks)
+        self._num_used -= len(blocks)
+        self._may_come_first(blocks)
         for relative in self._relatives:
-            relative._users[block] -= 1
-            relative._enter(block, relative._state(block))
+            relative._unblock(blocks)
 
-    def _return(self, block: int) -> None:
-        if self._contents[block] is not None:
-            self._cached[block] = None
-            for relative in self._relatives:
-                relative._keepers[block] += 1
-        self._give_back(block)
+    def _block(self, blocks: Sequence[int]) -> None:
+        """Tables of a relative hold these blocks: nothing of this group is cached in them."""
+        users, states = self._users, self._states
+        for block in blocks:
+            if not users[block]:
+                if states[block] == _CACHED:
+                    self._drop(block)
+                states[block] = _BLOCKED
+                self._num_free -= 1
+            users[block] += 1
+
+    def _unblock(self, blocks: Sequence[int]) -> None:
+        """Tables of a relative hold these blocks no more."""
+        users, states, keepers, num_free = self._users, self._states, self._keepers, 0
+        for block in blocks:
+            left = users[block] - 1
+            users[block] = left
+            if not left:
+                states[block] = _FOREIGN if keepers[block] else _CLEAN
+                num_free += 1
+        if num_free:
+            self._num_free += num_free
+            self._may_come_first(blocks)
+
+    def _keep(self, block: int) -> None:
+        """What a block has is cached from when no table holds it."""
+        self._cached[block] = None
+        for relative in self._relatives:
+            relative._keepers[block] += 1
 
     def _drop(self, block: int) -> None:
         """Forget what is cached in a block that no table holds."""
@@ -227,6 +283,7 @@ class SharedBlocks(BlockAllocator):
         self._enter(block, self._state(block))
 
 
+_CLEAN, _FOREIGN, _CACHED, _USED, _BLOCKED = (int(state) for state in State)  # quicker than an enum
 _UNKEPT = (State.CLEAN, State.FOREIGN)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from shiftjax.device.mesh import named, payload_spec
+from shiftjax.device.mesh import named, payload_spec, pool_spec
 from shiftjax.device.pool import FlatPools
 
 
@@ -21,8 +21,9 @@ class HostTier:
         device = named(mesh, payload_spec())
         self._device, self._host = device, device.with_memory_kind("pinned_host")
         index = jax.ShapeDtypeStruct((), jnp.int32)
+        stored = named(mesh, pool_spec())
         like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), pools
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=stored), pools
         )
         self._gather = jax.jit(_gather_block, out_shardings=device).lower(like, index).compile()
         payload = self._gather.out_info

@@ -10,8 +10,11 @@ Blocks are numbers in an int32 vector, padded with the null block, so any sequen
 travel together, and nothing is compiled for them.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Sequence as List
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +26,15 @@ from jaxtyping import Array, Int
 from shiftjax.control.handover import Copy, Crossing, Pair, calls
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
-from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools, copy_blocks
+from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
+from shiftjax.device.programs import COMPILE_THREADS
 from shiftjax.device.retarget import load_on
 from shiftjax.parallel.grid import Device, Group
 from shiftjax.parallel.layout import Layout
 
 MOST_CHUNK_BYTES = 32 << 20  # of what a call moves, per device; its temporaries are twice that
 MOST_CHUNK_BLOCKS = 64  # of a narrow group, in blocks of the wide one
-COPIED_BLOCKS = 64  # that one call moves inside their pool
+logger = logging.getLogger(__name__)
 
 
 class Shapes(NamedTuple):
@@ -109,7 +113,9 @@ def narrow(
     return _write(arrays, got, targets[me].reshape(-1))
 
 
-def _write(arrays: list[Array], blocks: Array, targets: Int[Array, " blocks"]) -> FlatPools:
+def _write(
+    arrays: list[Array], blocks: Iterable[Array], targets: Int[Array, " blocks"]
+) -> FlatPools:
     """Write blocks of every array where they shall be; the null block takes what is padding."""
     new = [
         array.at[targets].set(mine, mode="promise_in_bounds", wrap_negative_indices=False)
@@ -162,14 +168,44 @@ def compile_exchange(
     return Exchange(shapes, chunk, compiled(widen, many, one), compiled(narrow, one, many))
 
 
-def load_exchange(
-    exchange: Exchange, devices: Sequence[Device], others: Sequence[Device]
-) -> Exchange:
-    """Return the exchange of one wide group for another one. Raises where that cannot be done."""
-    to_wide, to_narrow = (
-        load_on(step, devices, others) for step in (exchange.to_wide, exchange.to_narrow)
-    )
-    return exchange._replace(to_wide=to_wide, to_narrow=to_narrow)
+class Copies(NamedTuple):
+    """The compiled copy of blocks inside the pools of one group."""
+
+    chunk: int  # blocks that a call copies
+    step: jax.stages.Compiled
+
+
+def compile_copies(mesh: Mesh, layout: Layout, pool: PoolOptions) -> Copies:
+    """Compile the copy of blocks in place, for a group by its mesh.
+
+    All blocks of a call are read before any is written, without a loop: the host would have to
+    wait for its condition.
+    """
+    sizes = pool.num_blocks, pool.block_size
+    abstract = abstract_pools(mesh, layout, *sizes, pool.dtype)
+    elements = 2 * len(abstract) * layout.kv_heads_per_device * pool.block_size
+    chunk = chunk_blocks(elements * layout.model.head_dim * pool.dtype.itemsize, 1)
+
+    def copies(pools: FlatPools, numbers: Int[Array, "chunk 2"]) -> FlatPools:
+        arrays = [array for layer in pools for array in layer]
+        return _write(arrays, [array[numbers[:, 0]] for array in arrays], numbers[:, 1])
+
+    numbers = jax.ShapeDtypeStruct((chunk, 2), jnp.int32, sharding=named(mesh, replicated_spec()))
+    stays = jax.tree.map(lambda each: each.sharding, abstract)
+    step = jax.jit(copies, donate_argnums=0, out_shardings=stays)
+    return Copies(chunk, step.lower(abstract, numbers).compile())
+
+
+def load_programs[Made: Exchange | Copies](
+    made: Made, devices: Sequence[Device], others: Sequence[Device]
+) -> Made:
+    """Return the programs of one group for another one. Raises where that cannot be done."""
+    programs = {
+        name: load_on(program, devices, others)
+        for name, program in made._asdict().items()
+        if isinstance(program, jax.stages.Compiled)
+    }
+    return made._replace(**programs)
 
 
 class DeviceMover:
@@ -177,8 +213,7 @@ class DeviceMover:
 
     def __init__(self, memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]):
         self._memories = memories
-        self._exchanges = _compile_all(memories, pools)
-        self._copies = _compile_copies(memories, pools)
+        self._exchanges, self._copies = _compile_all(memories, pools)
 
     def move(self, crossing: Crossing) -> None:
         """Dispatch what a crossing says; nothing is awaited."""
@@ -192,12 +227,12 @@ class DeviceMover:
 
     def compact(self, copy: Copy) -> None:
         """Dispatch copies inside the pools of a group."""
-        memory, step = self._memories[copy.group], self._copies[copy.group]
-        for start in range(0, len(copy.blocks), COPIED_BLOCKS):
-            part = copy.blocks[start : start + COPIED_BLOCKS]
-            numbers = np.zeros((COPIED_BLOCKS, 2), np.int32)
+        memory, copies = self._memories[copy.group], self._copies[copy.group]
+        for start in range(0, len(copy.blocks), copies.chunk):
+            numbers = np.zeros((copies.chunk, 2), np.int32)
+            part = copy.blocks[start : start + copies.chunk]
             numbers[: len(part)] = part
-            memory.pools = step(memory.pools, jax.device_put(numbers, memory.everywhere))
+            memory.pools = copies.step(memory.pools, jax.device_put(numbers, memory.everywhere))
 
 
 def _numbers(exchange: Exchange, call: List[List[Pair]]) -> tuple[np.ndarray, np.ndarray]:
@@ -214,48 +249,67 @@ def _numbers(exchange: Exchange, call: List[List[Pair]]) -> tuple[np.ndarray, np
 
 def _compile_all(
     memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]
-) -> dict[tuple[Group, int], Exchange]:
-    """Every pair of widths, compiled for the first wide group and loaded on the others."""
+) -> tuple[dict[tuple[Group, int], Exchange], dict[Group, Copies]]:
+    """Every pair of widths and every width: compiled for its first group, loaded on the others."""
+    groups = {width: [group for group in memories if group.width == width] for width in pools}
+    pairs = [(wide, narrow) for wide in pools for narrow in pools if narrow < wide]
+
+    def exchange(group: Group, narrow: int) -> Exchange:
+        layout, memory = memories[groups[narrow][0]].layout, memories[group]
+        return compile_exchange(memory.mesh, layout, memory.layout, pools[narrow])
+
+    def copies(group: Group) -> Copies:
+        memory = memories[group]
+        return compile_copies(memory.mesh, memory.layout, pools[group.width])
+
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        exchanges = {pair: threads.submit(exchange, groups[pair[0]][0], pair[1]) for pair in pairs}
+        copied = {width: threads.submit(copies, groups[width][0]) for width in pools}
     found: dict[tuple[Group, int], Exchange] = {}
-    widths = sorted(pools)
-    layouts = {group.width: memory.layout for group, memory in memories.items()}
-    for wide in widths:
-        groups = [group for group in memories if group.width == wide]
-        for narrower in (width for width in widths if width < wide):
-            first = groups[0]
-            described = layouts[narrower], layouts[wide], pools[narrower]
-            found[first, narrower] = compile_exchange(memories[first].mesh, *described)
-            for group in groups[1:]:
-                meshes = [list(memories[each].mesh.devices.flat) for each in (first, group)]
-                try:
-                    found[group, narrower] = load_exchange(found[first, narrower], *meshes)
-                    _try_out(memories[group], found[group, narrower])
-                except Exception:
-                    found[group, narrower] = compile_exchange(memories[group].mesh, *described)
+    for (wide, narrow), job in exchanges.items():
+        make = functools.partial(exchange, narrow=narrow)
+        made = _on_all(job.result(), groups[wide], memories, pools[wide], make)
+        found |= {(group, narrow): each for group, each in made.items()}
+    found_copies: dict[Group, Copies] = {}
+    for width, job in copied.items():
+        found_copies |= _on_all(job.result(), groups[width], memories, pools[width], copies)
+    return found, found_copies
+
+
+def _on_all[Made: Exchange | Copies](
+    made: Made,
+    groups: Sequence[Group],
+    memories: Mapping[Group, GroupMemory],
+    pool: PoolOptions,
+    make: Callable[[Group], Made],
+) -> dict[Group, Made]:
+    """What was made for the first group for all of them: loaded, or made where that fails."""
+    found = {groups[0]: made}
+    devices = list(memories[groups[0]].mesh.devices.flat)
+    for group in groups[1:]:
+        memory = memories[group]
+        try:
+            loaded = load_programs(made, devices, list(memory.mesh.devices.flat))
+            _try_out(memory, loaded, pool)
+            found[group] = loaded
+        except Exception as error:
+            logger.info("a move is compiled for other devices, not loaded: %s", error)
+            found[group] = make(group)
     return found
 
 
-def _try_out(memory: GroupMemory, exchange: Exchange) -> None:
-    """Move the null block to itself, there and back. Raises what makes it fail."""
-    numbers = _numbers(exchange, [[]] * exchange.shapes.ways)
-    many, one = jax.device_put(numbers, memory.everywhere)
-    memory.pools = exchange.to_wide(memory.pools, many, one)
-    memory.pools = exchange.to_narrow(memory.pools, one, many)
-    jax.block_until_ready(memory.pools)
-
-
-def _compile_copies(
-    memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]
-) -> dict[Group, jax.stages.Compiled]:
-    """The copy of blocks inside the pools of each group."""
-    return {group: _compile_copy(memory, pools[group.width]) for group, memory in memories.items()}
-
-
-def _compile_copy(memory: GroupMemory, pool: PoolOptions) -> jax.stages.Compiled:
-    abstract = abstract_pools(
-        memory.mesh, memory.layout, pool.num_blocks, pool.block_size, pool.dtype
-    )
-    numbers = jax.ShapeDtypeStruct((COPIED_BLOCKS, 2), jnp.int32, sharding=memory.everywhere)
-    stays = jax.tree.map(lambda each: each.sharding, abstract)
-    step = jax.jit(copy_blocks, donate_argnums=0, out_shardings=stays)
-    return step.lower(abstract, numbers).compile()
+def _try_out(memory: GroupMemory, made: Exchange | Copies, pool: PoolOptions) -> None:
+    """Move the null block to itself. Raises what makes it fail; pools are then empty ones."""
+    try:
+        if isinstance(made, Copies):
+            none = jax.device_put(np.zeros((made.chunk, 2), np.int32), memory.everywhere)
+            memory.pools = made.step(memory.pools, none)
+        else:
+            numbers = _numbers(made, [[]] * made.shapes.ways)
+            many, one = jax.device_put(numbers, memory.everywhere)
+            memory.pools = made.to_wide(memory.pools, many, one)
+            memory.pools = made.to_narrow(memory.pools, one, many)
+        jax.block_until_ready(memory.pools)
+    except Exception:
+        memory.allocate(pool)
+        raise

@@ -31,17 +31,19 @@ from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.programs import abstract_inputs
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
+from shiftjax.parallel.fleet import possible_widths
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
 
 NUM_DEVICES = 8
 CHIP = "h200"
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
+FLEETS = ((8, 1), (4, 2))  # units, tp
 NUM_LAYERS = 80
 BLOCK_SIZE = 16
-BLOCKS_PER_SEQ = 512  # 8,192 tokens
+LONGEST = 8192  # tokens of a sequence
 # One pool of K, of one layer, on one device: 256 MiB, more than all temporaries of a step.
-NUM_BLOCKS = 1 << 16
+NUM_TOKENS_AND_HEADS = 1 << 20
 # No matrix has as many rows as a device has of 1,536 tokens, or parts of them: what moves
 # activations is not taken for what moves weights.
 PREFILL, DECODE = Bucket(1536, 64), Bucket(64, 64)
@@ -61,11 +63,29 @@ class Case(NamedTuple):
     attention: str = "pallas"
     num_layers: int = 2
     late_layers: int = 0  # of them, SwiftKV's
+    units: int = 0  # of the fleet, of which this is a group of `sp` units; 0: all devices are one
 
     @property
     def bucket(self) -> Bucket:
         """A prefill step in BASE, a decode step in SHIFT."""
         return PREFILL if self.mode.sp == self.sp > 1 else DECODE
+
+    @property
+    def layout(self) -> Layout:
+        """How the model falls on the devices of the group."""
+        config = llama_70b(self.num_layers, self.size)
+        if self.late_layers:
+            early = self.num_layers - self.late_layers
+            config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
+        return Layout(config, self.sp, self.tp, self.units)
+
+    @property
+    def pool(self) -> PoolOptions:
+        """The pools: in a fleet of blocks that hold as many bytes in every group."""
+        layout = self.layout
+        size = layout.block_tokens(BLOCK_SIZE) if self.units else BLOCK_SIZE
+        blocks = NUM_TOKENS_AND_HEADS // (layout.kv_heads_per_device * size)
+        return PoolOptions(blocks, size, LONGEST // size, self.kv_dtype)
 
     @property
     def kv_dtype(self) -> np.dtype:
@@ -95,6 +115,14 @@ def modes_of(sp: int) -> list[Mode]:
 def cases(size: str) -> list[Case]:
     """Every mesh and mode, with weights that SHIFT sees in place."""
     return [Case(sp, tp, mode, size) for sp, tp in MESHES for mode in modes_of(sp)]
+
+
+def fleet_cases(units: int, tp: int) -> list[Case]:
+    """A decode step of a group of every width; that of the widest has a static twin."""
+    return [
+        Case(width, tp, Mode(width, 1), num_layers=1 + (width == units), units=units)
+        for width in possible_widths(units)
+    ]
 
 
 def llama_70b(num_layers: int, size: str = "bf16") -> ModelConfig:
@@ -155,22 +183,17 @@ def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
 
 def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions]:
     """Define the step of a case, with the attention that the engine chooses on these devices."""
-    config = llama_70b(case.num_layers, case.size)
-    if case.late_layers:
-        early = case.num_layers - case.late_layers
-        config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
-    layout = Layout(config, case.sp, case.tp)
+    layout, pool = case.layout, case.pool
     mesh = make_mesh(devices, case.sp, case.tp)
     attention = (
-        xla_attention(layout.model.head_dim, None, BLOCK_SIZE)
+        xla_attention(layout.model.head_dim, None, pool.block_size)
         if case.attention == "xla"
-        else choose_attention(layout, devices[0], jnp.bfloat16, case.kv_dtype, BLOCK_SIZE)
+        else choose_attention(layout, devices[0], jnp.bfloat16, case.kv_dtype, pool.block_size)
     )
     assert attention.name == case.attention
     model = define(layout.model, layout, jnp.bfloat16)
     weights = ModeWeights(model, layout, case.strategy)
-    step = StepDef(weights, mesh, case.bucket.rows, attention, BLOCK_SIZE)
-    return step, PoolOptions(NUM_BLOCKS, BLOCK_SIZE, BLOCKS_PER_SEQ, case.kv_dtype)
+    return StepDef(weights, mesh, case.bucket.rows, attention, pool.block_size), pool
 
 
 def pools_of(step: StepDef, pool: PoolOptions) -> Any:

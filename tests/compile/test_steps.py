@@ -34,6 +34,7 @@ aot.require()
 
 from steps import (  # noqa: E402
     BLOCK_SIZE,
+    FLEETS,
     KERNEL,
     MESHES,
     NUM_DEVICES,
@@ -44,6 +45,7 @@ from steps import (  # noqa: E402
     cases,
     define_step,
     device_bytes,
+    fleet_cases,
     llama_70b,
     modes_of,
     resident_bytes,
@@ -57,7 +59,8 @@ KERNELS = {"bf16": 3, "fp8": 4}  # of a layer: prefill, decode, its combination;
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
 MAX_LAUNCHES = {"base": (22, 40), "shift": (17, 40)}
 
-EVERY = [*cases("bf16"), *cases("fp8")]
+FLEET = [case for fleet in FLEETS for case in fleet_cases(*fleet)]
+EVERY = [*cases("bf16"), *cases("fp8"), *FLEET]
 ALIAS = Case(4, 2, Mode(4, 1))
 SLICE, MORE_LAYERS = ALIAS._replace(strategy="slice"), ALIAS._replace(num_layers=4)
 XLA = ALIAS._replace(attention="xla", num_layers=1)
@@ -65,7 +68,8 @@ LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
 
 
 def name_of(case: Case) -> str:
-    return f"{case.size}-{case.sp}x{case.tp}-{case.mode.label}"
+    fleet = f"{case.units}-units-" if case.units else ""
+    return f"{fleet}{case.size}-{case.sp}x{case.tp}-{case.mode.label}"
 
 
 every_case = pytest.mark.parametrize("case", EVERY, ids=name_of)
@@ -111,7 +115,8 @@ def test_weights_are_read_where_they_are(case, compiled):
     assert weight_moves(one.text, matrices(one.step, one.params), "bf16") == []
     if case.mode.sp == 1:  # few tokens: there is no room for one of three large matrices
         model = one.step.layout.model
-        gate = model.intermediate_size * model.hidden_size * BF16_BYTES // NUM_DEVICES
+        devices = one.step.layout.num_devices
+        gate = model.intermediate_size * model.hidden_size * BF16_BYTES // devices
         assert one.temporary_bytes < gate
 
 
@@ -143,6 +148,19 @@ def test_every_layer_has_its_kernels_and_few_launches(case, compiled):
     each += KERNELS[case.size] - KERNELS["bf16"]
     assert len(found) <= case.num_layers * each + beside
     assert not [i for i in found if i.opcode == "while"]
+
+
+def test_a_step_of_a_fleet_needs_what_it_needs_without_one(compiled):
+    """Whatever a block holds: of every size there is a kernel (see above), and no table grows."""
+    assert {case.pool.block_size for case in FLEET} == {16, 32, 64, 128}
+    twins = [case for case in FLEET if case.sp == case.units]
+    assert [(case.sp, case.tp) for case in twins] == list(FLEETS)
+    for case in twins:
+        one, alone = compiled(case), compiled(case._replace(units=0))
+        assert case.pool.block_size > BLOCK_SIZE == alone.case.pool.block_size
+        assert one.temporary_bytes <= alone.temporary_bytes
+        assert len(launches(one.text)) == len(launches(alone.text))
+        assert one.aliased_bytes == alone.aliased_bytes == device_bytes(alone.pools)
 
 
 @pytest.mark.parametrize("case", LATE, ids=name_of)

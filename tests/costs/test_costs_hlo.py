@@ -2,15 +2,26 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 from engines import checkpoint, make
 from hlo import FLOAT32_BYTES, collectives, instructions, product_flops
 from oracle import numpy_speculator
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import formats_of
+from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.costs.collectives import guess_collectives, step_collectives
+from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.device.mesh import group_mesh
+from shiftjax.device.mover import compile_exchange
+from shiftjax.device.pool import PoolOptions
+from shiftjax.parallel.grid import Grid, Group
+from shiftjax.parallel.layout import Layout
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 HEADS = {  # query and KV heads on 8 devices
@@ -71,6 +82,33 @@ def check(sp: int, tp: int, sizes: dict, **drafts: str) -> None:
         for move in moves + guess_collectives(layout, bucket.seqs, FLOAT32_BYTES):
             predicted[move.kind, move.num_bytes] += move.num_times
         assert collectives(runner.compiled(program, mode).as_text()) == predicted, mode
+
+
+@pytest.mark.parametrize(
+    ("units", "tp", "narrow", "wide", "num_kv_heads"),
+    [
+        (8, 1, 1, 2, 8),
+        (8, 1, 1, 8, 8),
+        (8, 1, 2, 8, 16),
+        (4, 2, 1, 4, 8),
+        (8, 1, 1, 8, 2),  # 2 heads on 8 devices: four keep the same
+        (8, 1, 4, 8, 2),  # what one has, two have: nothing is split
+        (4, 2, 2, 4, 3),  # 3 heads, padded
+    ],
+)
+def test_a_move_exchanges_the_bytes_of_its_blocks(units, tp, narrow, wide, num_kv_heads):
+    """Each way: a chunk from every narrow group, of which a device's part is one block a block."""
+    heads = {"num_heads": 2 * num_kv_heads, "num_kv_heads": num_kv_heads, "num_layers": 3}
+    layouts = {
+        w: Layout(replace(PRESETS["tiny"], **heads), w, tp, units) for w in (1, narrow, wide)
+    }
+    pool = PoolOptions(9, layouts[narrow].block_tokens(4), 1, np.dtype(np.float32))
+    mesh = group_mesh(jax.devices(), Grid(tp, units), Group(0, wide))
+    exchange = compile_exchange(mesh, layouts[narrow], layouts[wide], pool)
+    block_bytes = 4 * kv_token_bytes(layouts[1], formats_of("float32"))
+    num_bytes = wide // narrow * exchange.chunk * block_bytes
+    for step in (exchange.to_wide, exchange.to_narrow):
+        assert collectives(step.as_text()) == {("all-to-all", num_bytes): 1}
 
 
 def test_late_layers_multiply_rows_alone():

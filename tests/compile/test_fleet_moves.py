@@ -1,0 +1,101 @@
+"""Moves between the groups of a fleet, compiled for 8 H200s on a machine that has none.
+
+Nothing of a move is as large as a pool: running sequences change hands in the memory that they
+have, and what a call needs besides is bounded by its chunk, however large the pools are.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import aot
+import jax
+import pytest
+from hlo import collectives, entry, shape_bytes
+
+from shiftjax.arch.formats import formats_of
+from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.device.mesh import group_mesh
+from shiftjax.device.mover import compile_copies, compile_exchange
+from shiftjax.device.pool import FlatPools, abstract_pools
+from shiftjax.parallel.fleet import possible_widths
+from shiftjax.parallel.grid import Grid, Group, Mode
+
+aot.require()
+
+from steps import BLOCK_SIZE, CHIP, FLEETS, NUM_DEVICES, Case, device_bytes  # noqa: E402
+
+CHUNK_BYTES = 32 << 20  # that a call may move, per device
+MOST_CHUNKS = 2.5  # of temporaries: what goes, what comes, and the numbers of blocks
+
+
+class Pair(NamedTuple):
+    """A narrow and a wide group of a fleet."""
+
+    units: int
+    tp: int
+    narrow: int
+    wide: int
+
+    def case(self, width: int) -> Case:
+        return Case(width, self.tp, Mode(width, 1), units=self.units)
+
+    def mesh(self, devices: list) -> jax.sharding.Mesh:
+        """Of the wide group; the last one of its width: no layout may depend on which it is."""
+        group = Group(self.units - self.wide, self.wide)
+        return group_mesh(devices, Grid(self.tp, self.units), group)
+
+
+PAIRS = [
+    Pair(*fleet, *widths)
+    for fleet in FLEETS
+    for widths in itertools.combinations(possible_widths(fleet[0]), 2)
+]
+
+
+@pytest.fixture(scope="module")
+def devices() -> list:
+    return list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat)
+
+
+def assert_in_place(step: jax.stages.Compiled, mesh: jax.sharding.Mesh, case: Case) -> None:
+    """Every pool is written where it is, once, and nothing else is as large as one."""
+    blocks = case.pool.num_blocks, case.pool.block_size
+    pools: FlatPools = abstract_pools(mesh, case.layout, *blocks, case.pool.dtype)
+    text, pool = step.as_text(), device_bytes(pools[0][0])
+    assert step.memory_analysis().alias_size_in_bytes == device_bytes(pools)
+    assert text.splitlines()[0].count("may-alias") == 2 * len(pools)
+    large = [one for one in entry(text) if shape_bytes(one.shape) >= pool]
+    kinds = sorted(one.opcode for one in large if one.opcode != "tuple")
+    assert kinds == ["fusion"] * 2 * len(pools) + ["parameter"] * 2 * len(pools)
+    writes = [one for one in large if one.opcode == "fusion"]
+    assert all("calls=%fused_scatter" in one.rest for one in writes)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="{0.units}x{0.tp}-{0.narrow}-{0.wide}".format)
+def test_blocks_are_exchanged_in_place_by_one_all_to_all_of_their_bytes(pair, devices):
+    """In both directions: a device gets a chunk of every group, and nothing more."""
+    narrow, wide, mesh = pair.case(pair.narrow), pair.case(pair.wide), pair.mesh(devices)
+    exchange = compile_exchange(mesh, narrow.layout, wide.layout, narrow.pool)
+    block = BLOCK_SIZE * kv_token_bytes(pair.case(1).layout, formats_of("bfloat16"))
+    ways = pair.wide // pair.narrow
+    chunk = ways * exchange.chunk * block
+    assert CHUNK_BYTES / 4 <= chunk <= CHUNK_BYTES
+    for step in (exchange.to_wide, exchange.to_narrow):
+        assert collectives(step.as_text()) == {("all-to-all", chunk): 1}
+        assert step.memory_analysis().temp_size_in_bytes <= MOST_CHUNKS * chunk
+        assert_in_place(step, mesh, wide)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "width"), [(fleet, width) for fleet in FLEETS for width in (1, fleet[0])]
+)
+def test_blocks_are_copied_in_their_pool_without_another_one(fleet, width, devices):
+    pair = Pair(*fleet, width, width)
+    case, mesh = pair.case(width), pair.mesh(devices)
+    copies = compile_copies(mesh, case.layout, case.pool)
+    assert collectives(copies.step.as_text()) == {}
+    chunk = (
+        copies.chunk * case.pool.block_size * kv_token_bytes(case.layout, formats_of("bfloat16"))
+    )
+    assert copies.step.memory_analysis().temp_size_in_bytes <= MOST_CHUNKS * chunk
+    assert_in_place(copies.step, mesh, case)
