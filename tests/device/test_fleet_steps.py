@@ -5,16 +5,14 @@ import random
 import jax
 import numpy as np
 import pytest
-from echo_pools import EchoMover, EchoPools, Told
+from echo_pools import Told
 from engines import checkpoint, make
 
 from shiftjax.build import Built
 from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.handover import Crossing
 from shiftjax.control.request import Event, Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups
-from shiftjax.parallel.grid import Group, unit_order
 
 KINDS = ("move", "move", "soft", "hard", "sequential")
 SHAPES = {  # name: tensors, units and tp, widths
@@ -162,93 +160,3 @@ def test_weights_stay_where_they_are_and_memory_does_not_grow(built):
         engine.step(100.0)
     assert addresses() == before
     assert max(counts[20:]) <= max(counts[:20])
-
-
-def random_crossing(rng: random.Random, built: Built, pools: EchoPools) -> Crossing:
-    """Blocks of some narrow groups in a wide one, targets among them that are sources, too."""
-    widths, grid = built.deployment.widths, built.deployment.grid
-    narrow, wide = sorted(rng.sample(widths, 2))
-    group = rng.choice(grid.groups(wide))
-    several = pools.block_tokens(wide) // pools.block_tokens(narrow)
-    ways, num_blocks = wide // narrow, pools.cells.shape[1]
-    to_wide, pairs = rng.random() < 0.5, []
-    wides = rng.sample(range(1, num_blocks), min(num_blocks - 1, rng.randrange(1, 30)))
-    free = [rng.sample(range(1, num_blocks), num_blocks - 1) for _ in range(ways)]
-    for number in wides:
-        place = rng.randrange(ways)
-        count = min(len(free[place]), rng.randrange(1, several + 1))
-        if count:
-            blocks = tuple(free[place].pop() for _ in range(count))
-            pairs.append((place, blocks, number))
-    return Crossing(group, narrow, to_wide, pairs)
-
-
-def test_blocks_move_as_the_definition_of_the_layouts_has_it(built):
-    """Against NumPy, head by head; whatever the two widths, ragged ends and chunks."""
-    rng, deployment, fleet = random.Random(3), built.deployment, built.engine.fleet
-    layouts = {width: each.layout for width, each in deployment.by_width.items()}
-    unit_block = deployment.hash_size
-    pools = EchoPools(layouts, deployment.grid, deployment.num_blocks, unit_block)
-    widest = [r for g, r in zip(fleet.lanes, built.runners, strict=True) if g.width == fleet.widest]
-    head_dim = deployment.layout.model.head_dim
-    for _ in range(12):
-        crossing = random_crossing(rng, built, pools)
-        pools.cells[:] = (
-            np.random.default_rng(rng.randrange(99))
-            .permutation(pools.cells.size)[: pools.cells.size]
-            .reshape(pools.cells.shape)
-        )
-        replicate_heads(pools, crossing)
-        chunk = fleet.mover._exchanges[crossing.wide, crossing.narrow_width].chunk
-        before = pools.cells.copy()
-        for runner in widest:
-            set_pools(runner.memory, before, head_dim)
-        EchoMover(pools, chunk).move(crossing)
-        fleet.mover.move(crossing)
-        for runner in widest:
-            check_pools(runner.memory, pools.cells, before, head_dim)
-
-
-def replicate_heads(pools: EchoPools, crossing: Crossing) -> None:
-    """Devices that keep the same head of a block keep the same."""
-    ways = crossing.wide.width // crossing.narrow_width
-    for place, blocks, wide in crossing.pairs:
-        first = crossing.wide.first + unit_order(ways)[place] * crossing.narrow_width
-        narrow = Group(first, crossing.narrow_width)
-        sources = [(crossing.wide, wide)]
-        if crossing.to_wide:
-            sources = [(narrow, block) for block in blocks]
-        for group, number in sources:
-            pools.put(group, number, pools.whole(group, number))
-
-
-def spread(cells: np.ndarray, layer: int, head_dim: int) -> np.ndarray:
-    """What a pool of a layer would have in the place of cells."""
-    return np.repeat(cells * 8.0 + layer, head_dim, axis=-1).astype(np.float32)
-
-
-def set_pools(memory, cells: np.ndarray, head_dim: int) -> None:
-    new, number = [], 0
-    ids = [device.id for device in memory.mesh.devices.flat]
-    for layer in memory.pools:
-        arrays = []
-        for pool in layer:
-            whole = np.concatenate([spread(cells[i], number, head_dim) for i in ids], axis=1)
-            arrays.append(jax.device_put(whole, pool.sharding))
-            number += 1
-        new.append(tuple(arrays))
-    memory.pools = new
-
-
-def check_pools(memory, cells: np.ndarray, before: np.ndarray, head_dim: int) -> None:
-    number = 0
-    for layer in memory.pools:
-        for pool in layer:
-            for shard in pool.addressable_shards:
-                held, want = np.asarray(shard.data), cells[shard.device.id]
-                want = spread(np.where(want < 0, before[shard.device.id], want), number, head_dim)
-                known = cells[shard.device.id] >= 0
-                known = np.repeat(known, head_dim, axis=-1)
-                known[0] = False  # the null block takes what is padding
-                np.testing.assert_array_equal(held[known], want[known])
-            number += 1

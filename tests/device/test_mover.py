@@ -1,0 +1,168 @@
+"""The mover of a fleet against the definition of the layouts; there is no engine, and no step."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from echo_pools import EchoMover, EchoPools
+from harness import silent
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.control.handover import Copy, Crossing
+from shiftjax.device.memory import GroupMemory
+from shiftjax.device.mesh import grid_mesh, group_mesh
+from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.mover import DeviceMover
+from shiftjax.device.place import define, load
+from shiftjax.device.pool import DevicePools, PoolOptions
+from shiftjax.parallel.fleet import all_groups
+from shiftjax.parallel.grid import Grid, Group, unit_order
+from shiftjax.parallel.layout import Layout
+from shiftjax.weights.random import RandomSource
+
+NUM_BLOCKS, UNIT_BLOCK = 160, 4  # a unit's block: tokens
+SHAPES = {  # KV heads, units and tp, widths
+    "4-heads-tp2": (4, 4, 2, (1, 2, 4)),  # 8 devices: in a group of 4 units two keep each head
+    "3-heads": (3, 8, 1, (1, 2, 8)),  # padded
+}
+
+
+class Moved(NamedTuple):
+    """What moves blocks, and what it moves them in."""
+
+    grid: Grid
+    layouts: dict[int, Layout]
+    memories: dict[Group, GroupMemory]
+    mover: DeviceMover
+
+
+@cache
+def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) -> Moved:
+    config = replace(PRESETS["tiny"], num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
+    grid, devices = Grid(tp, units), jax.devices()
+    layouts = {width: Layout(config, width, tp, units) for width in widths}
+    models = {width: define(config, layout, "float32") for width, layout in layouts.items()}
+    mesh = grid_mesh(devices, grid, grid.groups(1))
+    stored = load(models[1], layouts[1], mesh, RandomSource(config, 0), silent)
+    device_pools, memories = DevicePools(), {}
+    sizes = {
+        width: PoolOptions(NUM_BLOCKS, layout.block_tokens(UNIT_BLOCK), 4, np.dtype(np.float32))
+        for width, layout in layouts.items()
+    }
+    for group in all_groups(units, widths):
+        weights = ModeWeights(models[group.width], layouts[group.width], "alias")
+        mesh = group_mesh(devices, grid, group)
+        memories[group] = GroupMemory(weights, stored, mesh, device_pools)
+        memories[group].prepare(sizes[group.width], swaps=False)
+    return Moved(grid, layouts, memories, DeviceMover(memories, sizes))
+
+
+def random_crossing(rng: random.Random, fleet: Moved, pools: EchoPools) -> Crossing:
+    """Blocks of some narrow groups in a wide one, targets among them that are sources, too."""
+    narrow, wide = sorted(rng.sample(sorted(fleet.layouts), 2))
+    group = rng.choice(fleet.grid.groups(wide))
+    several = pools.block_tokens(wide) // pools.block_tokens(narrow)
+    ways, num_blocks = wide // narrow, pools.cells.shape[1]
+    to_wide, pairs = rng.random() < 0.5, []
+    wides = rng.sample(range(1, num_blocks), min(num_blocks - 1, rng.randrange(1, 30)))
+    free = [rng.sample(range(1, num_blocks), num_blocks - 1) for _ in range(ways)]
+    for number in wides:
+        place = rng.randrange(ways)
+        count = min(len(free[place]), rng.randrange(1, several + 1))
+        if count:
+            blocks = tuple(free[place].pop() for _ in range(count))
+            pairs.append((place, blocks, number))
+    return Crossing(group, narrow, to_wide, pairs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_move_as_the_definition_of_the_layouts_has_it(shape):
+    """Against NumPy, head by head; whatever the two widths, ragged ends and chunks."""
+    num_kv_heads, units, tp, widths = SHAPES[shape]
+    fleet, rng = make_fleet(num_kv_heads, units, tp, widths), random.Random(3)
+    pools = EchoPools(fleet.layouts, fleet.grid, NUM_BLOCKS, UNIT_BLOCK)
+    widest = [fleet.memories[group] for group in fleet.grid.groups(widths[-1])]
+    head_dim = fleet.layouts[1].model.head_dim
+    for number in range(16):
+        crossing = random_crossing(rng, fleet, pools)
+        pools.cells[:] = (
+            np.random.default_rng(number).permutation(pools.cells.size).reshape(pools.cells.shape)
+        )
+        replicate_heads(pools, crossing)
+        chunk = fleet.mover._exchanges[crossing.wide, crossing.narrow_width].chunk
+        before = pools.cells.copy()
+        for memory in widest:
+            set_pools(memory, before, head_dim)
+        EchoMover(pools, chunk).move(crossing)
+        fleet.mover.move(crossing)
+        for memory in widest:
+            check_pools(memory, pools.cells, before, head_dim)
+
+
+def test_blocks_are_copied_in_the_pools_of_one_group_alone():
+    """More than one call of them; what is written is not what is read."""
+    fleet = make_fleet(*SHAPES["4-heads-tp2"])
+    group, other, head_dim = Group(2, 2), Group(0, 2), fleet.layouts[1].model.head_dim
+    cells = np.random.default_rng(5).permutation(
+        fleet.grid.num_devices * NUM_BLOCKS * 2 * UNIT_BLOCK
+    )
+    cells = cells.reshape(fleet.grid.num_devices, NUM_BLOCKS, -1)
+    for each in (group, other):
+        set_pools(fleet.memories[each], cells, head_dim)
+    numbers = random.Random(5).sample(range(1, NUM_BLOCKS), 2 * 70)
+    copies = list(zip(numbers[:70], numbers[70:], strict=True))
+    assert len(copies) > fleet.mover._copies[group].chunk
+    fleet.mover.compact(Copy(group, copies))
+    check_pools(fleet.memories[other], cells, cells, head_dim)
+    for device in fleet.grid.devices_of(group):
+        cells[device, numbers[70:]] = cells[device, numbers[:70]]
+    check_pools(fleet.memories[group], cells, cells, head_dim)
+
+
+def replicate_heads(pools: EchoPools, crossing: Crossing) -> None:
+    """Devices that keep the same head of a block keep the same."""
+    ways = crossing.wide.width // crossing.narrow_width
+    for place, blocks, wide in crossing.pairs:
+        first = crossing.wide.first + unit_order(ways)[place] * crossing.narrow_width
+        narrow = Group(first, crossing.narrow_width)
+        sources = [(crossing.wide, wide)]
+        if crossing.to_wide:
+            sources = [(narrow, block) for block in blocks]
+        for group, number in sources:
+            pools.put(group, number, pools.whole(group, number))
+
+
+def spread(cells: np.ndarray, layer: int, head_dim: int) -> np.ndarray:
+    """What a pool of a layer would have in the place of cells."""
+    return np.repeat(cells * 8.0 + layer, head_dim, axis=-1).astype(np.float32)
+
+
+def set_pools(memory, cells: np.ndarray, head_dim: int) -> None:
+    new, number = [], 0
+    ids = [device.id for device in memory.mesh.devices.flat]
+    for layer in memory.pools:
+        arrays = []
+        for pool in layer:
+            whole = np.concatenate([spread(cells[i], number, head_dim) for i in ids], axis=1)
+            arrays.append(jax.device_put(whole, pool.sharding))
+            number += 1
+        new.append(tuple(arrays))
+    memory.pools = new
+
+
+def check_pools(memory, cells: np.ndarray, before: np.ndarray, head_dim: int) -> None:
+    number = 0
+    for layer in memory.pools:
+        for pool in layer:
+            for shard in pool.addressable_shards:
+                held, want = np.asarray(shard.data), cells[shard.device.id]
+                want = spread(np.where(want < 0, before[shard.device.id], want), number, head_dim)
+                known = cells[shard.device.id] >= 0
+                known = np.repeat(known, head_dim, axis=-1)
+                known[0] = False  # the null block takes what is padding
+                np.testing.assert_array_equal(held[known], want[known])
+            number += 1
