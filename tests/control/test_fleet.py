@@ -414,6 +414,8 @@ def test_nothing_is_bound_once_the_end_has_begun():
     run_to_end(engine, listener)
     assert_as_alone(engine, [*requests, wide], listener)
     assert len(engine.fleet.stats.binds) == 1
+
+
 @pytest.mark.parametrize("failing", range(1, 9))
 def test_a_step_of_a_wide_group_fails_while_those_below_take_turns_with_it(failing):
     engine = make_fleet(fleet={"max_pause_seconds": 2.0})
