@@ -21,7 +21,7 @@ from shiftjax.options import (
     shown,
     unknown_name,
 )
-from shiftjax.parallel.fleet import FleetOptions
+from shiftjax.parallel.fleet import FleetOptions, fleet_problems
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
 # Of a group, on the GPU servers that are planned for and simulated: vLLM's defaults there, with
@@ -252,16 +252,6 @@ def _fleet_has_its_own_degrees(fleet: bool, dp: int, sp: int | None, weights: st
     return None
 
 
-def _unused_fleet_settings(options: Mapping[str, Any]) -> list[str]:
-    if options["fleet"]:
-        return []
-    return [
-        f"{name} has no meaning without fleet: drop one"
-        for name, setting in settings_of(FleetOptions).items()
-        if name != "fleet" and options[name] != setting.default
-    ]
-
-
 def _mesh_fills_the_devices(
     devices: int | None, sp: int | None, tp: int | None, dp: int
 ) -> str | None:
@@ -393,5 +383,5 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
         if not any(name in broken for name in names):
             problems.append(rule(**{name: options[name] for name in names}))
     problems += [] if broken else _unused_draft_settings(options)
-    problems += [] if broken else _unused_fleet_settings(options)
+    problems += [] if broken else fleet_problems(options)
     return [problem for problem in problems if problem]

@@ -10,6 +10,7 @@ from typing import Any, cast
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.control.admission import validate_request
+from shiftjax.control.fleet_state import plain_counters, plain_state
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.outputs import OutputAssembler, RequestOutput
@@ -149,10 +150,19 @@ class LLM:
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
             "drafts": {} if stats.drafts is None else stats.drafts.by_drafter,
+            "fleet": {} if stats.fleet is None else plain_counters(stats.fleet),
             "mesh": self._built.deployment.mesh,
             "load_seconds": round(self._built.load_seconds, 3),
             "compile_seconds": round(self._built.compile_seconds, 3),
         }
+
+    def fleet(self) -> dict[str, Any] | None:
+        """Which groups there are, what each does, and the latest changes with their reasons.
+
+        None: without `fleet` groups stay as they are. docs/fleet.md says how to read it.
+        """
+        state = self.engine.stats().fleet
+        return None if state is None else plain_state(state, time.monotonic())
 
     # ------------------------------------------------------------------- inside
 

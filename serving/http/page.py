@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.service import Service
 from serving.server.timeline import row_of
+from shiftjax.control.fleet_state import FleetState, plain_change, plain_group, shown_arrangement
 
 NUM_OPEN = 16  # requests that have not ended, on the page
 
@@ -60,6 +61,7 @@ def _now(service: Service) -> dict[str, Any]:
             "mesh": "",
             "load": load,
             "open": [],
+            "fleet": None,
         }
     stats = engine.stats
     handles = () if isinstance(engine, AsyncEmbedder) else engine.handles.values()
@@ -77,6 +79,18 @@ def _now(service: Service) -> dict[str, Any]:
             "drafts": None if stats.drafts is None else stats.drafts.by_drafter,
         },
         "open": [row_of(handle, None) for handle in islice(unfinished, NUM_OPEN)],
+        "fleet": None if stats.fleet is None else _fleet(stats.fleet),
+    }
+
+
+def _fleet(state: FleetState) -> dict[str, Any]:
+    """The groups of now, and the latest changes with their reasons."""
+    return {
+        "arrangement": shown_arrangement(state.arrangement),
+        "units": sum(group.width for group in state.arrangement),
+        "widths": state.widths,
+        "groups": [plain_group(each) for each in state.groups],
+        "changes": [{"at": turn.seconds} | plain_change(turn) for turn in state.changes],
     }
 
 

@@ -17,6 +17,7 @@ SCALARS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "max_tokens", "min_tokens", "prompt_logprobs"),
 )
+OPTIONAL = ("cache_salt", "min_width")
 EMBED_OPTIONS = ("dimensions", "truncate_prompt_tokens", "prompt_name")
 LISTS = ("allowed_token_ids", "stop", "stop_token_ids")
 REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
@@ -37,8 +38,7 @@ def generate_values(request: pb.GenerateRequest, *, stream: bool) -> dict[str, A
     values = prompt_values(request) | sampling_values(request)
     values |= {"model": request.model or None, "request_id": request.request_id or None}
     values |= {"priority": request.priority, "stream": stream}
-    if request.HasField("cache_salt"):
-        values["cache_salt"] = request.cache_salt
+    values |= {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}
     if request.HasField("prediction"):
         values["prediction"] = {"type": "content", "content": request.prediction}
     return values

@@ -83,6 +83,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     prediction: Prediction | None = None
     priority: int | None = None
+    min_width: int | None = None
     cache_salt: str | None = None
     user: str | None = None
     request_id: str | None = None

@@ -23,6 +23,7 @@ from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
 from shiftjax.control.embed import EmbedStats
+from shiftjax.control.fleet_state import FleetState
 from shiftjax.control.speculation import DraftStats
 
 FIRST_TOKEN_BUCKETS = (
@@ -39,6 +40,7 @@ REQUEST_BUCKETS = (
 )
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 FILL_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+OWN_PRIORITIES = range(-9, 10)  # clients choose them: others share two labels
 SIZE_BUCKETS = tuple(float(n * 10**e) for e in range(6) for n in (1, 2, 5))
 
 HISTOGRAMS: Mapping[str, tuple[Any, ...]] = {
@@ -54,6 +56,8 @@ HISTOGRAMS: Mapping[str, tuple[Any, ...]] = {
     "request_generation_tokens": ("Generated tokens of a request.", SIZE_BUCKETS),
     "request_params_n": ("Continuations asked for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
     "step_duration_seconds": ("Duration of a step.", STEP_BUCKETS, "mode"),
+    "queue_seconds": ("Arrival to first scheduled, by class.", REQUEST_BUCKETS, "priority"),
+    "move_seconds": ("Host time of a change of groups.", STEP_BUCKETS),
     "draft_seconds": ("Host time to guess ahead in a turn.", STEP_BUCKETS),
     "embedding_queue_time_seconds": ("Arrival of a text to its step.", FIRST_TOKEN_BUCKETS),
     "embedding_rows_fill": ("Tokens of texts over tokens computed.", FILL_BUCKETS),
@@ -105,6 +109,7 @@ class Metrics(Collector):
         self._info: Mapping[str, str] = {}
         self._num_programs, self._num_compiles = 0, lambda: 0
         self._draft_seconds = 0.0  # until the last turn
+        self._num_changes = 0  # of groups, until then
         self._counters: dict[Series, int] = {
             (name, ()): 0 for name, (_, extra) in COUNTERS.items() if not extra
         }
@@ -177,6 +182,8 @@ class Metrics(Collector):
         decode = (metrics.tpot_seconds or 0.0) * later
         prefill = metrics.ttft_seconds - metrics.queue_seconds
         self._observe("request_queue_time_seconds", metrics.queue_seconds)
+        priority = _priority_label(handle.request.priority)
+        self._observe("queue_seconds", metrics.queue_seconds, priority)
         self._observe("request_prefill_time_seconds", prefill)
         self._observe("request_decode_time_seconds", decode)
         self._observe("request_inference_time_seconds", prefill + decode)
@@ -191,6 +198,11 @@ class Metrics(Collector):
         if drafts is not None and drafts.seconds > self._draft_seconds:
             self._observe("draft_seconds", drafts.seconds - self._draft_seconds)
             self._draft_seconds = drafts.seconds
+        fleet = turn.stats.fleet
+        if fleet is not None:
+            for change in fleet.changes_since(self._num_changes):
+                self._observe("move_seconds", change.host_seconds)
+            self._num_changes = fleet.stats.num_changes
 
     def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
         """An instance of an embedder has finished a turn."""
@@ -243,6 +255,8 @@ class Metrics(Collector):
         yield from self._engine_counters(stats)
         if stats.drafts is not None:
             yield from self._draft_metrics(stats.drafts)
+        if stats.fleet is not None:
+            yield from self._fleet_metrics(stats.fleet)
         info = InfoMetricFamily(f"{self.prefix}:config", "The deployment.", labels=[*self._labels])
         info.add_metric([*self._labels.values()], dict(self._info))
         yield info
@@ -276,8 +290,8 @@ class Metrics(Collector):
         yield self._total("recompiles_after_warmup", "Must be 0.", {(): compiles})
         compiled = self._num_programs + compiles
         yield self._total("compile", "Programs compiled.", {(): compiled})
-        modes = {(mode,): count for mode, count in stats.steps_by_mode.items()}
-        yield self._total("steps", "Steps by mode.", modes, "mode")
+        steps = {(mode, str(width)): count for (mode, width), count in stats.steps.items()}
+        yield self._total("steps", "Steps by mode, and units of a group.", steps, "mode", "width")
         pairs = permutations(stats.steps_by_mode, 2)
         switches = {pair: stats.mode_switches.get(pair, 0) for pair in pairs}
         yield self._total("mode_switches", "Changes of mode.", switches, "from", "to")
@@ -298,16 +312,47 @@ class Metrics(Collector):
         size = drafts.num_corpus_tokens
         yield self._gauge("draft_corpus_tokens", "Tokens of finished outputs kept.", size)
 
+    def _fleet_metrics(self, fleet: FleetState) -> Iterator[Metric]:
+        """What groups there are, and what their changes have taken."""
+        stats, open_widths = fleet.stats, [group.width for group in fleet.arrangement]
+        groups = GaugeMetricFamily(
+            f"{self.prefix}:fleet_groups", "Groups by units.", labels=[*self._labels, "width"]
+        )
+        for width in fleet.widths:
+            groups.add_metric([*self._labels.values(), str(width)], open_widths.count(width))
+        yield groups
+        binds = {(str(width), *why): count for (width, *why), count in stats.binds.items()}
+        yield self._total("fleet_binds", "Groups bound.", binds, "width", "kind", "reason")
+        releases = {(str(width),): stats.releases[width] for width in fleet.widths[1:]}
+        yield self._total("fleet_releases", "Groups released.", releases, "width")
+        failed = {(reason,): count for reason, count in stats.failed_changes.items()}
+        yield self._total("binds_failed", "Changes of groups that failed.", failed, "reason")
+        moved = {(way,): stats.moved_bytes[way] for way in ("bind", "release")}
+        yield self._total("kv_moved_bytes", "Keys and values moved.", moved, "direction")
+        copied = stats.num_compacted_blocks
+        yield self._total("kv_compacted_blocks", "KV blocks copied to make room.", {(): copied})
+        text = "Seconds that groups paused, of pauses that have ended."
+        yield self._total("paused_seconds", text, {(): stats.paused_seconds})
+        paused = fleet.num_paused_sequences
+        yield self._gauge("sequences_paused", "Sequences of groups that pause.", paused)
+
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=[*self._labels])
         family.add_metric([*self._labels.values()], value)
         return family
 
     def _total(
-        self, name: str, text: str, values: Mapping[tuple[str, ...], int], *extra: str
+        self, name: str, text: str, values: Mapping[tuple[str, ...], float], *extra: str
     ) -> Metric:
         full = f"{self.prefix}:{name}"
         family = CounterMetricFamily(full, text, labels=[*self._labels, *extra])
         for labels, value in values.items():
             family.add_metric([*self._labels.values(), *labels], value)
         return family
+
+
+def _priority_label(priority: int) -> str:
+    """A bounded number of labels, whatever clients choose."""
+    if priority in OWN_PRIORITIES:
+        return str(priority)
+    return f"below {OWN_PRIORITIES[0]}" if priority < 0 else f"above {OWN_PRIORITIES[-1]}"

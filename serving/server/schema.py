@@ -22,6 +22,7 @@ from serving.server.fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from shiftjax.control.admission import MAX_WIDTH
 from shiftjax.control.sampling_params import (
     INT32_MAX,
     MAX_LOGIT_BIAS,
@@ -63,6 +64,11 @@ class Wish:
     def priority(self) -> int:
         """Lower is earlier."""
         return self.fields.priority or 0
+
+    @property
+    def min_width(self) -> int:
+        """Units of the group that shall serve it, at least."""
+        return self.fields.min_width or 1
 
 
 def parse_json(text: bytes) -> Any:
@@ -235,6 +241,8 @@ def _check_common(fields: GenerationFields) -> None:
         raise invalid("stream_options", "needs stream to be true")
     if fields.priority is not None and abs(fields.priority) > INT32_MAX:
         raise invalid("priority", f"must be between -{INT32_MAX} and {INT32_MAX}")
+    if fields.min_width is not None and not 1 <= fields.min_width <= MAX_WIDTH:
+        raise invalid("min_width", f"must be between 1 and {MAX_WIDTH}")
     for name in ("cache_salt", "user", "request_id", "prompt_cache_key", "safety_identifier"):
         text = getattr(fields, name)
         if text is not None and not (0 < len(text) <= MAX_TEXT_CHARACTERS and text.isprintable()):

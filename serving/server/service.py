@@ -223,6 +223,7 @@ class Service:
                 wish.sampling,
                 arrival_seconds=arrival,
                 priority=wish.priority,
+                min_width=wish.min_width,
                 cache_salt=fields.cache_salt,
                 constraints=tuple(states[index * wish.sampling.n :][: wish.sampling.n]),
                 prediction=prediction,

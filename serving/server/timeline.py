@@ -11,9 +11,11 @@ from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
 from shiftjax.control.embed import EmbedStats
+from shiftjax.control.fleet_state import FleetState
 
 BUCKET_SECONDS = 0.5
 NUM_BUCKETS = 240
+NUM_STRIPS = 120  # buckets of which the groups are kept: what the page shows of them
 NUM_REQUESTS = 40
 NUM_LATENCIES = 512
 
@@ -26,6 +28,7 @@ class Timeline:
         self._requests: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
         self._ttft: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._tpot: deque[float] = deque(maxlen=NUM_LATENCIES)
+        self._strip: deque[dict[str, Any]] = deque(maxlen=NUM_STRIPS)
         self._num_accepted = 0  # guessed tokens that were right, until the last turn
 
     def rejected(self, error: ServeError) -> None:
@@ -46,6 +49,8 @@ class Timeline:
         if stats.drafts is not None:
             bucket["accepted"] += stats.drafts.num_accepted - self._num_accepted
             self._num_accepted = stats.drafts.num_accepted
+        if stats.fleet is not None:
+            self._note_groups(bucket["at"], stats.fleet)
 
     def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
         """Count texts and tokens of an embedder's step, and what it computed."""
@@ -71,6 +76,19 @@ class Timeline:
         if metrics is not None and metrics.tpot_seconds is not None:
             self._tpot.append(metrics.tpot_seconds)
 
+    def _note_groups(self, at: float, fleet: FleetState) -> None:
+        """Keep the groups at the end of a bucket, each with the most load that it had in it."""
+        is_new = not self._strip or self._strip[-1]["at"] < at
+        before = {} if is_new else {each[:2]: each[3] for each in self._strip[-1]["groups"]}
+        if not is_new:
+            self._strip.pop()
+        rows = []
+        for each in fleet.groups:
+            if each.group in fleet.arrangement:
+                load = max(each.num_running + each.num_waiting, before.get(each.group, 0))
+                rows.append((*each.group, each.mode, load))
+        self._strip.append({"at": at, "groups": rows})
+
     def _bucket(self, now: float) -> dict[str, Any]:
         start = now // BUCKET_SECONDS * BUCKET_SECONDS
         if not self._buckets or self._buckets[-1]["at"] < start:
@@ -85,6 +103,7 @@ class Timeline:
             "now": time.monotonic(),
             "bucket_seconds": BUCKET_SECONDS,
             "buckets": list(self._buckets),
+            "strip": list(self._strip),
             "requests": list(self._requests),
             "ttft": _percentiles(self._ttft),
             "tpot": _percentiles(self._tpot),

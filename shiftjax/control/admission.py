@@ -8,13 +8,15 @@ from shiftjax.control.request import Request, RequestError
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
 
 MAX_ID_CHARACTERS = 256
+MAX_WIDTH = 1024  # units, as many as there can be devices
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """What a model and its deployment can take.
 
-    `num_kv_tokens` is the number of tokens that the KV pool of one group holds.
+    `num_kv_tokens` is the number of tokens that the KV pool of one group holds, of a fleet that of
+    the widest. `widest` are the units of that group; 1: there is no fleet, or of units alone.
     """
 
     vocab_size: int
@@ -24,6 +26,7 @@ class RequestLimits:
     eos_token_ids: tuple[int, ...] = ()
     computes_prompts: bool = True  # False: the last layers compute output tokens only (SwiftKV)
     adapters: frozenset[str] = frozenset()
+    widest: int = 1
 
     def max_length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """The longest that prompt and output may become, in tokens.
@@ -40,6 +43,7 @@ def validate_request(request: Request, limits: RequestLimits) -> None:
     Complete before admission, because a device clamps or drops bad indices in silence.
     """
     _check_identity(request, limits)
+    _check_width(request.min_width, limits.widest)
     _check_prompt(request.prompt_token_ids, limits)
     _check_length(len(request.prompt_token_ids), request.sampling.max_tokens, limits)
     _check_sampling(request.sampling, limits)
@@ -67,6 +71,18 @@ def _check_identity(request: Request, limits: RequestLimits) -> None:
         raise RequestError("arrival_seconds must be a finite number.", "arrival_seconds")
     if request.adapter is not None and request.adapter not in limits.adapters:
         raise RequestError("The adapter of this request is not loaded.", "adapter")
+
+
+def _check_width(wanted: Any, widest: int) -> None:
+    if type(wanted) is not int or not 1 <= wanted <= MAX_WIDTH:
+        words = f"must be an integer between 1 and {MAX_WIDTH}"
+        raise RequestError(f"min_width {words}.", "min_width")
+    if wanted > widest == 1:
+        words = f"min_width is {wanted}, but requests choose among widths on a fleet only"
+        raise RequestError(f"{words}: leave it out, or start with fleet.", "min_width", "no_fleet")
+    if wanted > widest:
+        words = f"min_width is {wanted}, but the widest group has {widest} units"
+        raise RequestError(f"{words}.", "min_width", "too_wide")
 
 
 def _check_prompt(token_ids: Any, limits: RequestLimits) -> None:

@@ -24,8 +24,15 @@ from shiftjax.costs.memory import (
 )
 from shiftjax.costs.step import CostModel
 from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
-from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import NO_FLEET, FleetOptions, possible_widths
+from shiftjax.options import ConfigError, shown
+from shiftjax.parallel.fleet import (
+    FIXED,
+    NO_FLEET,
+    Arrangement,
+    FleetOptions,
+    parse_arrangement,
+    widths_of,
+)
 from shiftjax.parallel.grid import Grid
 from shiftjax.parallel.layout import Layout
 
@@ -104,8 +111,30 @@ class Deployment:
         return Grid(self.tp, self.sp * self.dp)
 
     @property
+    def fixed(self) -> Arrangement | None:
+        """The groups of a fleet that keeps them; None: they come and go.
+
+        Raises ConfigError where the units cannot form them.
+        """
+        if not self.fleet.fleet_policy.startswith(FIXED):
+            return None
+        text = self.fleet.fleet_policy.removeprefix(FIXED)
+        try:
+            return parse_arrangement(text, self.grid.units, self.widths)
+        except ValueError as error:
+            raise ConfigError([f"fleet_policy: {error}"]) from None
+
+    @property
+    def widest(self) -> int:
+        """Units of the widest group that a request can come to; 1: not a fleet."""
+        return max((group.width for group in self.fixed or ()), default=max(self.widths or (1,)))
+
+    @property
     def mesh(self) -> str:
         """For people."""
+        if self.widths:
+            widths = ",".join(map(str, self.widths))
+            return f"fleet of {self.grid.units} units, tp={self.tp}, widths {widths}"
         return f"dp={self.dp} sp={self.sp} tp={self.tp}"
 
     @cached_property
@@ -145,12 +174,14 @@ class Deployment:
     def limits(self) -> RequestLimits:
         """What a request may ask for."""
         model = self.layout.model
+        widest = self.of_width(self.widest) if self.widths else self
         return RequestLimits(
             vocab_size=model.vocab_size,
             max_model_len=self.max_model_len,
-            num_kv_tokens=(self.num_blocks - 1) * max(d.block_size for d in self.by_width.values()),
+            num_kv_tokens=(self.num_blocks - 1) * widest.block_size,
             eos_token_ids=model.eos_token_ids,
             computes_prompts=model.num_late_layers == 0,
+            widest=self.widest,
         )
 
     def costs(self, machine: Machine, engine: EngineOverhead) -> CostModel:
@@ -225,12 +256,12 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
     widths: tuple[int, ...] = ()
     if config.fleet.fleet:
         tp, units = fleet_degrees(config, model, formats, devices)
-        widths = config.fleet.fleet_widths or possible_widths(units)
+        widths = widths_of(config.fleet, units)
         layout = Layout(model, widths[0], tp, widths[-1])
         dp, block_size = units // widths[0], layout.block_tokens(block_size)
     else:
         layout = Layout(model, *choose_degrees(config.parallel, model, formats, devices))
-    return Deployment(
+    deployment = Deployment(
         name="config",
         layout=layout,
         formats=formats,
@@ -254,6 +285,8 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
     )
+    _ = deployment.fixed  # that its groups can be formed
+    return deployment
 
 
 def fleet_degrees(
@@ -271,19 +304,26 @@ def fleet_degrees(
     if num_devices % tp:
         raise ConfigError([f"{num_devices} devices cannot be cut into units of tp = {tp}"])
     units = num_devices // tp
-    widths = config.fleet.fleet_widths or possible_widths(units)
+    widths = widths_of(config.fleet, units)
+    if units == 1:
+        words = f"{num_devices} devices are one unit of tp = {tp}"
+        raise ConfigError([f"fleet: {words}, and a fleet has several: use more, or drop fleet"])
     problems = [
         f"fleet_widths: {units} units cannot be cut into groups of {width}"
         for width in widths
         if units % width
     ]
-    problems += _widths_problems(Layout(model, widths[0], tp, widths[-1]), widths, config)
+    bind_width = config.fleet.bind_width
+    if bind_width is not None and bind_width not in widths:
+        given = f"bind_width = {bind_width} is none of the widths {shown(widths)}"
+        problems.append(f"{given} of its groups")
+    problems += _widths_problems(Layout(model, widths[0], tp, widths[-1]), widths)
     if problems:
         raise ConfigError(problems)
     return tp, units
 
 
-def _widths_problems(layout: Layout, widths: tuple[int, ...], config: EngineConfig) -> list[str]:
+def _widths_problems(layout: Layout, widths: tuple[int, ...]) -> list[str]:
     """Why groups of these widths cannot share what their units hold; none: they can."""
     problems, unit = [], layout.of_width(1)
     if widths[-1] * layout.tp > layout.model.num_heads:

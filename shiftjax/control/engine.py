@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from shiftjax.control.admission import RequestLimits, validate_request
 from shiftjax.control.fleet import Fleet, load_of
+from shiftjax.control.fleet_state import FleetState, state_of
 from shiftjax.control.lane import Failure, Flight, Lane, wait_for_one
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import (
@@ -41,13 +42,22 @@ class EngineStats:
     num_waiting: int
     num_waiting_tokens: int  # of their prompts
     kv_usage: float
-    steps_by_mode: dict[str, int]
+    steps: dict[tuple[str, int], int]  # by mode, and by units of the group
     mode_switches: dict[tuple[str, str], int]  # (from, to)
     num_failed_steps: int
     num_preemptions: dict[str, int]  # recompute, swap
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
     drafts: DraftStats | None  # None: nobody drafts
+    fleet: FleetState | None  # None: groups stay as they are
+
+    @property
+    def steps_by_mode(self) -> dict[str, int]:
+        """Steps of groups of all widths."""
+        totals: dict[str, int] = {}
+        for (mode, _), count in self.steps.items():
+            totals[mode] = totals.get(mode, 0) + count
+        return totals
 
 
 class Engine:
@@ -87,7 +97,7 @@ class Engine:
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
         self._queued: dict[str, Request] = {}  # the same, by id
         self._num_requests = 0
-        self._steps_by_mode = {mode.label: 0 for lane in lanes for mode in lane.modes}
+        self._steps = {(mode.label, lane.group.width): 0 for lane in lanes for mode in lane.modes}
         self._mode_switches: Counter[tuple[str, str]] = Counter()
         self._num_failed_steps = 0
         self.ended_steps: list[tuple[str, float]] = []  # of the last turn: mode, seconds
@@ -187,7 +197,7 @@ class Engine:
         num_waiting = len(self._queued) + len(lane.scheduler.waiting)
         policy = lane.policy or self.policy
         mode = policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
-        self._steps_by_mode[mode.label] += 1
+        self._steps[mode.label, lane.group.width] += 1
         speculation = lane.scheduler.speculation
         if plan.num_drafts and speculation is not None:
             speculation.stats.steps[mode.label] += 1
@@ -252,13 +262,14 @@ class Engine:
             num_waiting_tokens=sum(n * num_tokens for n, num_tokens in queued)
             + sum(scheduler.num_waiting_tokens for scheduler in schedulers),
             kv_usage=used / usable,
-            steps_by_mode=dict(self._steps_by_mode),
+            steps=dict(self._steps),
             mode_switches=dict(self._mode_switches),
             num_failed_steps=self._num_failed_steps,
             num_preemptions={kind: preemptions[kind] for kind in ("recompute", "swap")},
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
             drafts=total_stats(scheduler.speculation for scheduler in schedulers),
+            fleet=None if self.fleet is None else state_of(self.fleet),
         )
 
     def mend(self, error: Exception) -> list[Event]:

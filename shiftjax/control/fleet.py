@@ -26,7 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from shiftjax.control.admission import RequestLimits
@@ -57,6 +57,7 @@ class Turn(NamedTuple):
     num_sequences: int  # that went along
     num_recomputed: int
     host_seconds: float
+    change: Change
 
 
 @dataclass(slots=True)
@@ -68,10 +69,21 @@ class FleetStats:
     num_moved_sequences: int = 0
     num_recomputed_sequences: int = 0
     moved_blocks: Counter[str] = field(default_factory=Counter)  # bind, release; narrow blocks
+    moved_bytes: Counter[str] = field(default_factory=Counter)  # the same, on all devices
     num_compacted_blocks: int = 0
     move_seconds: float = 0.0  # of the host
     paused_seconds: float = 0.0  # of groups, added up
     failed_changes: Counter[str] = field(default_factory=Counter)  # by reason
+
+    @property
+    def num_changes(self) -> int:
+        """All that have been made."""
+        return self.binds.total() + self.releases.total()
+
+    def copy(self) -> "FleetStats":
+        """As of now: what is counted later does not show."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{n: Counter(v) for n, v in values.items() if type(v) is Counter})
 
 
 @dataclass(slots=True)
@@ -105,6 +117,7 @@ class Fleet:
         arrange_seconds: float = 0.05,
         clock: Callable[[], float] = time.perf_counter,
         kind_of_bind: Callable[[Change, List[Request]], str] | None = None,
+        block_bytes: int = 0,
     ):
         self.lanes: Mapping[Group, Lane] = {lane.group: lane for lane in lanes}
         self.arrangement = arrangement
@@ -115,6 +128,7 @@ class Fleet:
         self.max_pause_seconds = max_pause_seconds
         self.arrange_seconds = arrange_seconds
         self.kind_of_bind = kind_of_bind  # of switch = auto; None: move
+        self.block_bytes = block_bytes  # of a block on the devices of a unit, in every layout
         self.is_draining = False
         self.stats = FleetStats()
         self.history: deque[Turn] = deque(maxlen=MOST_REMEMBERED)
@@ -206,8 +220,9 @@ class Fleet:
         return max(self._asked_width(request), fitting)
 
     def _asked_width(self, request: Request) -> int:
-        """The width that a request, or its class, asks for, as far as there is one."""
-        return min(max(request.min_width, self.policy.width_for(request)), self.widest)
+        """The least width that a request, or its class, is content with, as far as there is one."""
+        asked = max(request.min_width, self.policy.width_for(request))
+        return min((width for width in self._num_tokens_of if width >= asked), default=self.widest)
 
     def _num_kv_tokens(self, request: Request, num_tokens: int | None = None) -> int:
         """Tokens that a group must hold for one sequence of a request.
@@ -342,7 +357,7 @@ class Fleet:
         self._count(pending, handover, seconds)
         numbers = handover.num_sequences, handover.num_recomputed
         what = pending.reason, pending.kind
-        self.history.append(Turn(now, self.arrangement, *what, *numbers, seconds))
+        self.history.append(Turn(now, self.arrangement, *what, *numbers, seconds, change))
 
     def _hand_over(
         self, pending: _Pending, sources: list[Lane], targets: list[Lane], now: float
@@ -385,6 +400,7 @@ class Fleet:
             stats.releases[change.wide.width] += 1
         direction = "bind" if change.is_bind else "release"
         stats.moved_blocks[direction] += handover.num_narrow_blocks
+        stats.moved_bytes[direction] += handover.num_unit_blocks * self.block_bytes
         stats.num_moved_sequences += handover.num_sequences
         stats.num_recomputed_sequences += handover.num_recomputed
         stats.num_compacted_blocks += sum(len(copy.blocks) for copy in handover.copies)

@@ -20,8 +20,7 @@ from shiftjax.control.request import Request
 from shiftjax.control.switching import Steps
 from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.step import CostModel
-from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import FIXED, Arrangement, Change, equal_groups, parse_arrangement
+from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
 
 
 def make_fleet(
@@ -58,6 +57,7 @@ def make_fleet(
         deployment.limits,
         switch=options.switch,
         max_pause_seconds=options.max_pause_seconds,
+        block_bytes=deployment.block_bytes * deployment.tp,
         **timed,
     )
 
@@ -65,8 +65,8 @@ def make_fleet(
 def first_arrangement(deployment: Deployment) -> Arrangement:
     """What a fleet begins with: what is fixed; in a quiet time one group; else single units."""
     name, units = deployment.fleet.fleet_policy, deployment.grid.units
-    if name.startswith(FIXED):
-        return _fixed(deployment)
+    if deployment.fixed is not None:
+        return deployment.fixed
     width = deployment.widths[-1 if name in ("cost", "load") else 0]
     return equal_groups(units, width)
 
@@ -85,8 +85,8 @@ def make_fleet_policy(
         options.bind_width or widths[-1],
     )
     name = options.fleet_policy
-    if name.startswith(FIXED):
-        return FixedArrangement(_fixed(deployment))
+    if deployment.fixed is not None:
+        return FixedArrangement(deployment.fixed)
     if name == "load":
         return LoadPolicy(widths, options.bind_at, options.release_at, needs)
     if name != "cost":
@@ -102,11 +102,3 @@ def make_fleet_policy(
         deployment.max_num_batched_tokens,
         needs,
     )
-
-
-def _fixed(deployment: Deployment) -> Arrangement:
-    text = deployment.fleet.fleet_policy.removeprefix(FIXED)
-    try:
-        return parse_arrangement(text, deployment.grid.units, deployment.widths)
-    except ValueError as error:
-        raise ConfigError([f"fleet_policy: {error}"]) from None

@@ -90,6 +90,11 @@ class Handover:
         """Blocks of the narrow side that cross."""
         return sum(len(blocks) for _, (_, blocks, _) in self.moves)
 
+    @property
+    def num_unit_blocks(self) -> int:
+        """The same, each counted by the units that hold parts of it."""
+        return sum(width * len(blocks) for width, (_, blocks, _) in self.moves)
+
     def crossings(self, change: Change) -> list[Crossing]:
         """The moves, those of neighbouring ones together that are between the same widths."""
         return [

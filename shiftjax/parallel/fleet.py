@@ -7,11 +7,11 @@ is a set of groups in which every unit is once.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from shiftjax.options import option, shown
+from shiftjax.options import option, settings_of, shown
 from shiftjax.parallel.grid import Group
 
 Arrangement = tuple[Group, ...]  # by first unit
@@ -71,6 +71,41 @@ class FleetOptions:
 
 
 NO_FLEET = FleetOptions()
+_READ_WITH = {  # settings of a fleet: the setting and the values that read them
+    "bind_at": ("fleet_policy", ("load",)),
+    "release_at": ("fleet_policy", ("load",)),
+    "bind_priorities": ("fleet_policy", FLEET_POLICIES),
+    "switch": ("fleet_policy", FLEET_POLICIES),
+    "max_pause_seconds": ("switch", ("auto", "soft", "hard", "sequential")),
+}
+
+
+def fleet_problems(options: Mapping[str, Any]) -> list[str]:
+    """What is wrong between the settings of a fleet: what is set, but read with others only."""
+    given = [
+        name
+        for name, setting in settings_of(FleetOptions).items()
+        if name != "fleet" and options[name] != setting.default
+    ]
+    if not options["fleet"]:
+        return [f"{name} has no meaning without fleet: drop one" for name in given]
+    problems = []
+    for name in given:
+        reader, values = _READ_WITH.get(name, ("fleet", (True,)))
+        if options[reader] not in values:
+            problems.append(f"{name} has no meaning with {reader} = {options[reader]}: drop one")
+    policy, priorities = options["fleet_policy"], options["bind_priorities"]
+    if policy == "priority" and not priorities:
+        problems.append("fleet_policy = priority needs bind_priorities, those that get a group")
+    if options["bind_width"] is not None and priorities is None:
+        problems.append("bind_width has no meaning without bind_priorities: drop it")
+    if options["switch"] == "auto" and policy in ("load", "priority", "context"):
+        words = "which predicts what each kind of switching costs"
+        problems.append(f"switch = auto needs fleet_policy = cost, {words}")
+    if policy == "load" and options["bind_at"] >= options["release_at"]:
+        words = f"bind_at = {options['bind_at']} is not below release_at = {options['release_at']}"
+        problems.append(f"{words}: groups would come and go at every request")
+    return problems
 
 
 class Change(NamedTuple):
@@ -98,6 +133,21 @@ class Change(NamedTuple):
 def possible_widths(units: int) -> tuple[int, ...]:
     """The powers of two that divide a number of units."""
     return tuple(1 << i for i in range(units.bit_length()) if units % (1 << i) == 0)
+
+
+def widths_of(options: FleetOptions, units: int) -> tuple[int, ...]:
+    """Widths of the groups that a fleet of so many units forms.
+
+    Where the settings leave it open, they are all that are possible; of an arrangement that is
+    fixed, its own.
+    """
+    if options.fleet_widths is not None:
+        return options.fleet_widths
+    possible = possible_widths(units)
+    if not options.fleet_policy.startswith(FIXED):
+        return possible
+    sizes = options.fleet_policy.removeprefix(FIXED).split("+")
+    return tuple(width for width in possible if str(width) in sizes) or possible
 
 
 def all_groups(units: int, widths: Sequence[int]) -> list[Group]:
