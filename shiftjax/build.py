@@ -1,5 +1,6 @@
 """The assembly root: from a config to devices, weights, KV pools, compiled steps and an engine."""
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from shiftjax.control.prices import prices_of
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.shared_blocks import share
 from shiftjax.control.speculation import Speculation
+from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import (
     MACHINE_OF_DEVICE,
     load_engine,
@@ -30,9 +32,12 @@ from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
 from shiftjax.drafts.drafting import Drafting
-from shiftjax.parallel.grid import Device, Group
+from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.settings import compile_cache_dir
 from shiftjax.weights.source import TensorSource, check_complete
+
+logger = logging.getLogger(__name__)
+Wanted = Mapping[Bucket, list[Mode]]  # the modes that each size of steps is compiled in
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def assemble(
     devices = jax.devices()[: config.parallel.devices]
     steps = {group.width: step for group, step, _ in reversed(groups)}  # of the first groups
     known = {
-        width: _known_costs(of_width, config.scheduler.machine, devices[0])
+        width: known_costs(of_width, config.scheduler.machine, devices[0])
         for width, of_width in deployment.by_width.items()
     }
     policies = {
@@ -86,6 +91,8 @@ def assemble(
         width: wanted_modes(policies[width], of_width.buckets, steps[width].weights.modes)
         for width, of_width in deployment.by_width.items()
     }
+    for width in deployment.widths:
+        logger.info("fleet: %s", describe_width(deployment.of_width(width), wanted[width]))
     if deployment.widths and devices[0].platform != "cpu":
         make_communicators((step for _, step, _ in groups), deployment.widths)
     deployment, programs = compile_steps(deployment, steps, wanted, devices, progress)
@@ -114,7 +121,29 @@ def assemble(
     return Built(deployment, engine, list(runners.values()), load_seconds, compile_seconds)
 
 
-def _known_costs(deployment: Deployment, machine: str | None, device: Device) -> CostModel | None:
+def wanted_by_width(
+    config: EngineConfig, deployment: Deployment, device: Device
+) -> dict[int, Wanted]:
+    """Which steps will be compiled, by units of a group; weights as `alias` has them."""
+    found = {}
+    for width, of_width in deployment.by_width.items():
+        costs = known_costs(of_width, config.scheduler.machine, device)
+        policy = make_policy(of_width.policy, of_width.threshold, costs)
+        found[width] = wanted_modes(policy, of_width.buckets, of_width.layout.modes)
+    return found
+
+
+def describe_width(deployment: Deployment, wanted: Wanted) -> str:
+    """For people: the groups of one width of a fleet, and what is compiled for them."""
+    layout, modes = deployment.layout, [mode for modes in wanted.values() for mode in modes]
+    labels = [f"sp {m.sp}, tp {layout.ways(m)}" for m in layout.modes if m in modes]
+    return (
+        f"{deployment.dp} x {deployment.sp} units ({'; '.join(labels)}): {len(modes)} programs "
+        f"for {len(wanted)} sizes of steps, KV blocks of {deployment.block_size} tokens"
+    )
+
+
+def known_costs(deployment: Deployment, machine: str | None, device: Device) -> CostModel | None:
     """The cost model of this machine, if something asks for it.
 
     Raises ConfigError for an unknown machine that something needs; drafts can do without.

@@ -9,6 +9,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
+from shiftjax.build import describe_width, wanted_by_width
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices, resolve
 from shiftjax.control.embed_settings import (
@@ -17,6 +18,8 @@ from shiftjax.control.embed_settings import (
     embed_shape,
     num_devices_of,
 )
+from shiftjax.control.fleet_setup import first_arrangement
+from shiftjax.control.fleet_state import shown_arrangement
 from shiftjax.control.tasks import task_of
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.device.sizing import measure
@@ -55,7 +58,7 @@ def make_plan(config: EngineConfig, server: ServerOptions | None = None) -> dict
             "longest sequence": f"{deployment.max_model_len} tokens",
         }
         | _device_rows(here)
-        | _mesh_rows(deployment)
+        | (_fleet_rows(config, deployment) if deployment.widths else _mesh_rows(deployment))
         | _memory_rows(deployment, memory)
     )
 
@@ -107,6 +110,31 @@ def _mesh_rows(deployment: Deployment) -> dict[str, Any]:
         "shift mode": f"sp 1, tp {layout.num_devices}",
         "query / KV heads": f"{model.num_heads} / {model.num_kv_heads}, padded to {padded}",
     }
+
+
+def _fleet_rows(config: EngineConfig, deployment: Deployment) -> dict[str, Any]:
+    """The groups of each width, what is compiled for them, and what is padded for the widest."""
+    wanted = wanted_by_width(config, deployment, jax.devices()[0])
+    model, unit = deployment.layout.model, deployment.of_width(1).layout
+    alone = Layout(model, 1, deployment.tp)
+    rows: dict[str, Any] = {
+        "units of a fleet": f"{deployment.grid.units} of tp {deployment.tp}",
+        "groups at the start": shown_arrangement(first_arrangement(deployment)),
+    }
+    for width, modes in wanted.items():
+        of_width = deployment.of_width(width)
+        tokens = (deployment.num_blocks - 1) * of_width.block_size
+        rows[f"groups of {width}"] = f"{describe_width(of_width, modes)}, about {tokens:,} in all"
+    bytes_alone, num_bytes = (weight_bytes(one, deployment.formats) for one in (alone, unit))
+    counts = {
+        f"{model.num_heads} query heads to {unit.num_heads}": unit.num_heads / alone.num_heads,
+        f"{model.num_kv_heads} KV heads to {unit.num_kv_heads}": (
+            unit.num_kv_heads / alone.num_kv_heads
+        ),
+        "weights": num_bytes / bytes_alone,
+    }
+    paddings = ", ".join(f"{name} ({ratio - 1:+.0%})" for name, ratio in counts.items())
+    return rows | {"padding": f"{paddings} beside a unit alone"}
 
 
 def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:

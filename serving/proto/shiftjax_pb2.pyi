@@ -369,7 +369,7 @@ class GetServerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("version", "models", "info", "ready", "draining")
+    __slots__ = ("version", "models", "info", "ready", "draining", "fleet")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -382,12 +382,126 @@ class Server(_message.Message):
     INFO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    FLEET_FIELD_NUMBER: _ClassVar[int]
     version: str
     models: _containers.RepeatedScalarFieldContainer[str]
     info: _containers.ScalarMap[str, str]
     ready: bool
     draining: bool
-    def __init__(self, version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., info: _Optional[_Mapping[str, str]] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ...) -> None: ...
+    fleet: Fleet
+    def __init__(self, version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., info: _Optional[_Mapping[str, str]] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ...) -> None: ...
+
+class Fleet(_message.Message):
+    __slots__ = ("arrangement", "widths", "groups", "changes", "binds", "releases", "failed_changes", "num_moved_sequences", "num_recomputed_sequences", "num_paused_sequences", "kv_moved_bytes", "num_compacted_blocks", "move_seconds", "paused_seconds")
+    class ReleasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class FailedChangesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class KvMovedBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ARRANGEMENT_FIELD_NUMBER: _ClassVar[int]
+    WIDTHS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    BINDS_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAUSED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    KV_MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPACTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    arrangement: str
+    widths: _containers.RepeatedScalarFieldContainer[int]
+    groups: _containers.RepeatedCompositeFieldContainer[FleetGroup]
+    changes: _containers.RepeatedCompositeFieldContainer[FleetChange]
+    binds: _containers.RepeatedCompositeFieldContainer[FleetBinds]
+    releases: _containers.ScalarMap[int, int]
+    failed_changes: _containers.ScalarMap[str, int]
+    num_moved_sequences: int
+    num_recomputed_sequences: int
+    num_paused_sequences: int
+    kv_moved_bytes: _containers.ScalarMap[str, int]
+    num_compacted_blocks: int
+    move_seconds: float
+    paused_seconds: float
+    def __init__(self, arrangement: _Optional[str] = ..., widths: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[FleetGroup, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[FleetChange, _Mapping]]] = ..., binds: _Optional[_Iterable[_Union[FleetBinds, _Mapping]]] = ..., releases: _Optional[_Mapping[int, int]] = ..., failed_changes: _Optional[_Mapping[str, int]] = ..., num_moved_sequences: _Optional[int] = ..., num_recomputed_sequences: _Optional[int] = ..., num_paused_sequences: _Optional[int] = ..., kv_moved_bytes: _Optional[_Mapping[str, int]] = ..., num_compacted_blocks: _Optional[int] = ..., move_seconds: _Optional[float] = ..., paused_seconds: _Optional[float] = ...) -> None: ...
+
+class FleetGroup(_message.Message):
+    __slots__ = ("first", "width", "state", "mode", "num_running", "num_waiting", "kv_usage")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    width: int
+    state: str
+    mode: str
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    def __init__(self, first: _Optional[int] = ..., width: _Optional[int] = ..., state: _Optional[str] = ..., mode: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ...) -> None: ...
+
+class FleetChange(_message.Message):
+    __slots__ = ("seconds_ago", "what", "first", "width", "to", "arrangement", "kind", "reason", "why", "num_sequences", "num_recomputed", "host_seconds")
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    FROM_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    ARRANGEMENT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    HOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds_ago: float
+    what: str
+    first: int
+    width: int
+    to: str
+    arrangement: str
+    kind: str
+    reason: str
+    why: str
+    num_sequences: int
+    num_recomputed: int
+    host_seconds: float
+    def __init__(self, seconds_ago: _Optional[float] = ..., what: _Optional[str] = ..., first: _Optional[int] = ..., width: _Optional[int] = ..., to: _Optional[str] = ..., arrangement: _Optional[str] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., why: _Optional[str] = ..., num_sequences: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., host_seconds: _Optional[float] = ..., **kwargs) -> None: ...
+
+class FleetBinds(_message.Message):
+    __slots__ = ("width", "kind", "reason", "count")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    kind: str
+    reason: str
+    count: int
+    def __init__(self, width: _Optional[int] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from importlib.metadata import version as installed
 
@@ -14,6 +15,7 @@ from serving.rpc.profiler import Profiler
 from serving.server.errors import invalid
 from serving.server.service import Service
 from shiftjax.control.admission import MAX_ID_CHARACTERS
+from shiftjax.control.fleet_state import plain_state
 
 MAX_ABORTS = 1024
 ABORTS = {
@@ -37,13 +39,16 @@ class AdminServicer(pb_grpc.AdminServicer):
     ) -> pb.Server:
         """What runs here."""
         service = self._service
-        model = service.model
+        model, fleet = service.model, None
+        if service.engine is not None and (state := service.engine.stats.fleet) is not None:
+            fleet = pb.Fleet(**plain_state(state, time.monotonic()))
         return pb.Server(
             version=installed("shiftjax"),
             models=model.names if model else (),
             info=model.info if model else {},
             ready=service.is_ready,
             draining=service.engine is not None and service.engine.is_draining,
+            fleet=fleet,
         )
 
     @method

@@ -306,8 +306,8 @@ def fleet_degrees(
     units = num_devices // tp
     widths = widths_of(config.fleet, units)
     if units == 1:
-        words = f"{num_devices} devices are one unit of tp = {tp}"
-        raise ConfigError([f"fleet: {words}, and a fleet has several: use more, or drop fleet"])
+        words = f"devices = {num_devices} are one unit of tp = {tp}, and a fleet has several"
+        raise ConfigError([f"fleet: {words}: use more devices, or drop fleet"])
     problems = [
         f"fleet_widths: {units} units cannot be cut into groups of {width}"
         for width in widths
