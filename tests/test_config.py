@@ -165,6 +165,31 @@ BROKEN_RULES = [
     ({"machine": "h200x8", "speculation": "suffix", "draft_choice": "fill"}, "has no meaning"),
     ({"speculation": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min = 6 is above"),
     ({"speculation": "hybrid"}, "speculation = hybrid needs draft_model"),
+    ({"fleet": True, "sp": 2}, "sp = 2 has no meaning with fleet: groups are formed while"),
+    ({"fleet": True, "weights": "slice"}, "weights = slice cannot be had with fleet"),
+]
+FLEETS = [
+    ({"switch": "soft"}, "switch has no meaning without fleet"),
+    ({"fleet": True, "bind_at": 0.5}, "bind_at has no meaning with fleet_policy = cost"),
+    ({"fleet": True, "release_at": 9.0}, "release_at has no meaning with fleet_policy = cost"),
+    ({"fleet": True, "bind_width": 2}, "bind_width has no meaning without bind_priorities"),
+    ({"fleet": True, "max_pause_seconds": 1.0}, "has no meaning with switch = move"),
+    ({"fleet": True, "fleet_policy": "priority"}, "needs bind_priorities"),
+    ({"fleet": True, "fleet_policy": "load", "bind_at": 4.0}, "bind_at = 4.0 is not below"),
+    (
+        {"fleet": True, "fleet_policy": "fixed:2+2", "switch": "hard"},
+        "switch has no meaning with fleet_policy = fixed:2+2",
+    ),
+    (
+        {"fleet": True, "fleet_policy": "fixed:2+2", "bind_priorities": [0]},
+        "bind_priorities has no meaning with fleet_policy = fixed:2+2",
+    ),
+    (
+        {"fleet": True, "fleet_policy": "context", "switch": "auto"},
+        "switch = auto needs fleet_policy = cost",
+    ),
+    ({"fleet": True, "fleet_policy": "fastest"}, "must be one of cost, load, priority, context"),
+    ({"fleet": True, "fleet_widths": [1, 3]}, "must be powers of two and increasing"),
 ]
 UNREAD = [
     ({"max_draft_tokens": 4}, "max_draft_tokens has no meaning with speculation = none"),
@@ -183,7 +208,7 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "fragment"), BROKEN_RULES + UNREAD)
+@pytest.mark.parametrize(("options", "fragment"), BROKEN_RULES + UNREAD + FLEETS)
 def test_options_that_contradict_each_other_are_one_line(options, fragment):
     (problem,) = problems_of(**options)
     assert fragment in problem
@@ -212,6 +237,10 @@ def test_every_rule_is_tried_above():
         {"token_buckets": [8, 64, 1024]},
         {"memory_fraction": 1},
         {"shift_threshold": 0},
+        {"fleet": True, "devices": 8, "tp": 2, "machine": "h200x8"},
+        {"fleet": True, "fleet_policy": "load", "bind_at": 3.9, "switch": "hard"},
+        {"fleet": True, "fleet_policy": "context", "bind_priorities": [-1], "bind_width": 2},
+        {"fleet": True, "switch": "auto", "max_pause_seconds": 0},
     ],
 )
 def test_options_at_their_bounds_are_accepted(options):

@@ -124,7 +124,9 @@ def _fleet_rows(config: EngineConfig, deployment: Deployment) -> dict[str, Any]:
     for width, modes in wanted.items():
         of_width = deployment.of_width(width)
         tokens = (deployment.num_blocks - 1) * of_width.block_size
-        rows[f"groups of {width}"] = f"{describe_width(of_width, modes)}, about {tokens:,} in all"
+        rows[f"groups of {width}"] = (
+            f"{describe_width(of_width, modes)}, about {tokens:,} in a group"
+        )
     bytes_alone, num_bytes = (weight_bytes(one, deployment.formats) for one in (alone, unit))
     counts = {
         f"{model.num_heads} query heads to {unit.num_heads}": unit.num_heads / alone.num_heads,

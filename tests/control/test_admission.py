@@ -51,6 +51,26 @@ def test_all_problems_come_in_one_error():
     assert [field for field, _ in caught.value.problems] == ["n", "top_p", "stop"]
 
 
+@pytest.mark.parametrize(
+    ("min_width", "widest", "words"),
+    [
+        (0, 8, "min_width must be an integer between 1 and 1024"),
+        (1025, 1024, "min_width must be an integer between 1 and 1024"),
+        (True, 8, "min_width must be an integer"),
+        (2.0, 8, "min_width must be an integer"),
+        (2, 1, "on a fleet only: leave it out, or start with fleet"),
+        (9, 8, "min_width is 9, but the widest group has 8 units"),
+    ],
+)
+def test_a_width_that_no_group_has_is_refused(min_width, widest, words):
+    limits = replace(LIMITS, widest=widest)
+    with pytest.raises(RequestError, match=words) as caught:
+        validate_request(Request("r", [5], min_width=min_width), limits)
+    assert caught.value.field == "min_width"
+    for width in {1, widest}:
+        validate_request(Request("r", [5], SamplingParams(max_tokens=2), min_width=width), limits)
+
+
 def test_rows_of_prompts_are_refused_where_the_last_layers_leave_them_out():
     limits = replace(LIMITS, computes_prompts=False)
     validate_request(Request("r", [5, 6], SamplingParams(logprobs=2)), limits)

@@ -7,7 +7,13 @@ import pytest
 from shiftjax.arch.config import Experts, ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.config import EngineConfig, ParallelOptions
-from shiftjax.control.deployment import Devices, base_rule, check_model, choose_degrees
+from shiftjax.control.deployment import (
+    Devices,
+    base_rule,
+    check_model,
+    choose_degrees,
+    resolve,
+)
 from shiftjax.options import ConfigError
 
 MODEL = ModelConfig("tiny", "llama", 1000, 576, 1536, 30, 9, 3, 64, 8192)
@@ -78,3 +84,48 @@ def test_weights_that_fit_nowhere_are_refused_with_the_numbers():
 def test_degrees_that_are_left_open_use_the_devices(parallel, num_devices, expected):
     devices = Devices(num_devices, 80 * GIB, 80 * GIB)
     assert choose_degrees(parallel, MODEL, FORMATS, devices) == expected
+
+
+# ---------------------------------------------------------------- fleets
+
+FLEET_MODEL = replace(MODEL, num_heads=16, num_kv_heads=8)
+EIGHT = Devices(8, 80 * GIB, 80 * GIB)
+
+
+def fleet_of(**options):
+    given = {"fleet": True, "devices": 8, "num_blocks": 11} | options
+    return resolve(EngineConfig.from_options(**given), FLEET_MODEL, EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("options", "widths", "widest", "num_kv_tokens"),
+    [
+        ({}, (1, 2, 4, 8), 8, 10 * 8 * 16),
+        ({"tp": 2}, (1, 2, 4), 4, 10 * 4 * 16),
+        ({"fleet_widths": (1, 4)}, (1, 4), 4, 10 * 4 * 16),
+        ({"fleet_policy": "fixed:4+2+1+1"}, (1, 2, 4), 4, 10 * 4 * 16),
+        ({"fleet_policy": "fixed:2+2+2+2"}, (2,), 2, 10 * 2 * 16),
+        ({"fleet_policy": "fixed:2+2+2+2", "fleet_widths": (1, 2, 8)}, (1, 2, 8), 2, 10 * 2 * 16),
+    ],
+)
+def test_a_request_may_want_what_some_group_can_give(options, widths, widest, num_kv_tokens):
+    found = fleet_of(**options)
+    limits = found.limits
+    assert (found.widths, limits.widest, limits.num_kv_tokens) == (widths, widest, num_kv_tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tp": 8}, "devices = 8 are one unit of tp = 8, and a fleet has several"),
+        ({"fleet_widths": (16,)}, "8 units cannot be cut into groups of 16"),
+        ({"fleet_policy": "fixed:4+2+1"}, "4\\+2\\+1 has 7 units, there are 8"),
+        ({"fleet_policy": "fixed:1+4+2+1"}, "a group of 4 cannot begin at unit 1"),
+        ({"fleet_policy": "fixed:wide"}, "'wide' is no arrangement"),
+        ({"fleet_policy": "fixed:5+3"}, "no groups of 5 units"),
+        ({"bind_priorities": (1,), "bind_width": 3}, "bind_width = 3 is none of the widths"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        fleet_of(**options)

@@ -18,6 +18,7 @@ INTEGERS = {
     "logprobs": [-1, 21, BIG],
     "prompt_logprobs": [-1, 21, BIG],
     "priority": [2**40, -(2**40)],
+    "min_width": [0, -1, 2, 1025, BIG],  # there is no fleet
 }
 NUMBERS = {
     "temperature": [-0.1, 101, 1e-9],

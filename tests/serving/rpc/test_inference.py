@@ -184,6 +184,8 @@ def details(error: grpc.RpcError) -> dict[str, object]:
         (pb.GenerateRequest(chat=pb.Chat(messages=[pb.Message(role="user")] * 5000)), "messages"),
         (pb.GenerateRequest(chat=pb.Chat(template_variables_json=MANY_LISTS)), "chat"),
         (pb.GenerateRequest(text="x", priority=2**40), "priority"),
+        (pb.GenerateRequest(text="x", min_width=0), "min_width"),
+        (pb.GenerateRequest(text="x", min_width=2), "min_width"),  # there is no fleet
         (pb.GenerateRequest(text="x", cache_salt=""), "cache_salt"),
         (pb.GenerateRequest(text="x", request_id="a\nb"), "request_id"),
     ],
