@@ -257,6 +257,9 @@ class Metrics(Collector):
             yield from self._draft_metrics(stats.drafts)
         if stats.fleet is not None:
             yield from self._fleet_metrics(stats.fleet)
+            text = "Sequences whose prefix only groups of other widths have."
+            missed = stats.num_prefix_hits_elsewhere
+            yield self._total("prefix_hits_elsewhere", text, {(): missed})
         info = InfoMetricFamily(f"{self.prefix}:config", "The deployment.", labels=[*self._labels])
         info.add_metric([*self._labels.values()], dict(self._info))
         yield info

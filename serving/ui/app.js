@@ -255,10 +255,10 @@ function strip(data) {
 // The width of a group, where there is room for it.
 function label(context, key, left, right, size) {
   const [first, units] = key.split("+").map(Number);
-  if (right - left < 14 || units * size < 11) return;
+  if (right - left < 20 || units * size < 11) return;
   context.textAlign = "left";
   context.fillStyle = colour("ink");
-  context.fillText(units, left + 4, (first + units / 2) * size + 4);
+  context.fillText(units, left + 9, (first + units / 2) * size + 4);
 }
 
 const explained = () => {

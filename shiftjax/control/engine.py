@@ -48,6 +48,7 @@ class EngineStats:
     num_preemptions: dict[str, int]  # recompute, swap
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
+    num_prefix_hits_elsewhere: int  # sequences, whose prefix only groups of other widths have
     drafts: DraftStats | None  # None: nobody drafts
     fleet: FleetState | None  # None: groups stay as they are
 
@@ -268,6 +269,7 @@ class Engine:
             num_preemptions={kind: preemptions[kind] for kind in ("recompute", "swap")},
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
+            num_prefix_hits_elsewhere=sum(e.tables.num_prefix_hits_elsewhere for e in schedulers),
             drafts=total_stats(scheduler.speculation for scheduler in schedulers),
             fleet=None if self.fleet is None else state_of(self.fleet),
         )

@@ -18,6 +18,7 @@ NUM_CHANGES = 64  # the latest, that a state holds
 REASONS = MappingProxyType(
     {
         "need": "a request needs a group this wide: its context, its class, or its min_width",
+        "done": "the group that others had paused for has nothing to do any more",
         "unneeded": "no request needs a group this wide any more",
         "quiet": "few requests: together the units answer each of them sooner",
         "load": "many requests: units on their own serve more of them",

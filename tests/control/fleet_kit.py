@@ -88,6 +88,7 @@ def make_fleet(
         max_model_len,
         (num_blocks - 1) * max(sizes.values()),
         eos_token_ids=scheduler.get("eos_token_ids", ()),
+        widest=units,
     )
     made = Fleet(
         lanes,

@@ -51,14 +51,17 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def llm(model):
+def started() -> list[str]:
+    """Lines of the log of the start."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def llm(model, started):
     with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr(
-            logging.getLogger("shiftjax.build"), "info", lambda text, *a: lines.append(text % a)
-        )
+        log = logging.getLogger("shiftjax.build")
+        patch.setattr(log, "info", lambda text, *values: started.append(text % values))
         llm = LLM(str(model[0]), **SETTINGS)
-    llm.started = lines
     yield llm
     llm.close()
 
@@ -127,8 +130,8 @@ def test_tokens_are_those_of_the_oracle_and_the_changes_are_told(model, llm):
     assert llm.num_compiles == before
 
 
-def test_the_start_says_what_is_compiled(llm):
-    assert [line.split(":")[1].split("(")[0].strip() for line in llm.started] == [
+def test_the_start_says_what_is_compiled(llm, started):
+    assert [line.split(":")[1].split("(")[0].strip() for line in started] == [
         *("4 x 1 units", "1 x 4 units")
     ]
     counts = [
@@ -136,9 +139,9 @@ def test_the_start_says_what_is_compiled(llm):
         for width in (1, 4)
         for runner in [llm.engine.fleet.lanes[0, width].runner]
     ]
-    for line, count in zip(llm.started, counts, strict=True):
+    for line, count in zip(started, counts, strict=True):
         assert f": {count} programs for 1 sizes of steps" in line
-    assert "sp 4, tp 1; sp 1, tp 4" in llm.started[-1]
+    assert "sp 4, tp 1; sp 1, tp 4" in started[-1]
 
 
 def test_a_request_names_the_least_width_that_it_wants(server):
