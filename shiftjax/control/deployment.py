@@ -308,6 +308,9 @@ def fleet_degrees(
     if units == 1:
         words = f"devices = {num_devices} are one unit of tp = {tp}, and a fleet has several"
         raise ConfigError([f"fleet: {words}: use more devices, or drop fleet"])
+    if len(widths) == 1 and not config.fleet.fleet_policy.startswith(FIXED):
+        words = f"{units} units in groups of {widths[0]} alone have nothing to choose from"
+        raise ConfigError([f"fleet: {words}: use more widths, other devices, or drop fleet"])
     problems = [
         f"fleet_widths: {units} units cannot be cut into groups of {width}"
         for width in widths

@@ -118,7 +118,8 @@ def test_a_request_may_want_what_some_group_can_give(options, widths, widest, nu
     ("options", "problem"),
     [
         ({"tp": 8}, "devices = 8 are one unit of tp = 8, and a fleet has several"),
-        ({"fleet_widths": (16,)}, "8 units cannot be cut into groups of 16"),
+        ({"fleet_widths": (1, 16)}, "8 units cannot be cut into groups of 16"),
+        ({"fleet_widths": (8,)}, "8 units in groups of 8 alone have nothing to choose from"),
         ({"fleet_policy": "fixed:4+2+1"}, "4\\+2\\+1 has 7 units, there are 8"),
         ({"fleet_policy": "fixed:1+4+2+1"}, "a group of 4 cannot begin at unit 1"),
         ({"fleet_policy": "fixed:wide"}, "'wide' is no arrangement"),

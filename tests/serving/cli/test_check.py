@@ -91,3 +91,42 @@ def test_check_refuses_what_the_model_cannot_do(capsys):
     flags = ("--model", "random:smollm2-135m", "--tp", "10", "--max-model-len", "10000")
     code, _, lines = run_command(capsys, "check", *flags)
     assert (code, len(lines)) == (2, 3)  # positions, devices of this test run, heads
+
+
+def test_check_prints_the_groups_of_a_fleet(capsys, tmp_path):
+    """From a file, as a server's settings are."""
+    path = tmp_path / "fleet.yaml"
+    path.write_text("model: random:smollm2-135m\nfleet: true\ndevices: 8\nfleet_widths: [1, 4]\n")
+    flags = ("--config", str(path), "--num-blocks", "101", "--max-model-len", "512")
+    code, out, problems = run_command(capsys, "check", *flags)
+    assert code == 0, problems
+    text = " ".join(line.strip() for line in out.splitlines())
+    assert "units of a fleet 8 of tp 1" in " ".join(text.split())
+    config = EngineConfig.from_options(
+        model="random:smollm2-135m", fleet=True, devices=8, fleet_widths=[1, 4], num_blocks=101
+    )
+    rows = make_plan(config)
+    assert rows["groups at the start"] == "4+4"  # of the cost policy: as wide as it can be
+    assert rows["groups of 1"].endswith("KV blocks of 16 tokens, about 1,600 in a group")
+    assert rows["groups of 4"].startswith("2 x 4 units (sp 4, tp 1; sp 1, tp 4): 8 programs")
+    assert rows["groups of 4"].endswith("KV blocks of 64 tokens, about 6,400 in a group")
+    padding = "9 query heads to 12 (+33%), 3 KV heads to 4 (+33%), weights (+7%)"
+    assert rows["padding"] == f"{padding} beside a unit alone"
+    assert not {"base mode", "groups (dp)"} & rows.keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        (["--fleet", "--devices=1"], "one unit of tp = 1, and a fleet has several"),
+        (["--fleet", "--devices=7"], "7 units in groups of 1 alone"),
+        (["--fleet", "--devices=8", "--dp=2"], "dp = 2 has no meaning with fleet"),
+        (["--fleet", "--devices=8", "--fleet-policy=fixed:4+3+1"], "no groups of 3 units"),
+        (["--fleet", "--devices=8", "--bind-at=2"], "with fleet_policy = cost"),
+        (["--fleet-widths=1,2"], "fleet_widths has no meaning without fleet"),
+    ],
+)
+def test_check_refuses_a_fleet_that_cannot_be(capsys, flags, fragment):
+    code, _, lines = run_command(capsys, "check", "random:smollm2-135m", *flags)
+    assert (code, len(lines)) == (2, 1)
+    assert fragment in lines[0]

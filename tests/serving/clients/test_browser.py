@@ -44,6 +44,7 @@ def test_a_chat_turn_and_moving_charts(page):
         page.goto(f"{server.url}/ui")
         page.wait_for_selector("#state:has-text('ready')")
         assert page.inner_text("#model") == "echo"
+        assert not page.is_visible("#fleet")
         message = "a long message " * 5  # its prompt is above the threshold: a base step
         page.fill("#text", message)
         page.click("#send")

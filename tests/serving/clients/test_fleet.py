@@ -19,6 +19,7 @@ from kit import (
 )
 from oracle import numpy_llama
 
+from serving.cli.check import make_plan
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from shiftjax import LLM, SamplingParams
@@ -130,7 +131,7 @@ def test_tokens_are_those_of_the_oracle_and_the_changes_are_told(model, llm):
     assert llm.num_compiles == before
 
 
-def test_the_start_says_what_is_compiled(llm, started):
+def test_the_start_says_what_is_compiled_and_check_foretells_it(llm, started):
     assert [line.split(":")[1].split("(")[0].strip() for line in started] == [
         *("4 x 1 units", "1 x 4 units")
     ]
@@ -142,6 +143,9 @@ def test_the_start_says_what_is_compiled(llm, started):
     for line, count in zip(started, counts, strict=True):
         assert f": {count} programs for 1 sizes of steps" in line
     assert "sp 4, tp 1; sp 1, tp 4" in started[-1]
+    planned = make_plan(llm.config)
+    for width, line in zip((1, 4), started, strict=True):
+        assert planned[f"groups of {width}"].startswith(line.removeprefix("fleet: "))
 
 
 def test_a_request_names_the_least_width_that_it_wants(server):

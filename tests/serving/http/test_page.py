@@ -37,6 +37,7 @@ def test_the_data_shows_modes_queue_and_requests():
         data = client.get("/ui/data").json()
         buckets = data["buckets"]
         assert data["model"] == "echo"
+        assert (data["fleet"], data["strip"]) == (None, [])
         assert sum(bucket["base"] for bucket in buckets) > 0  # prefill is above the threshold
         assert sum(bucket["shift"] for bucket in buckets) > 0
         assert sum(bucket["tokens"] for bucket in buckets) == 80

@@ -51,6 +51,7 @@ def test_only_the_administrator_comes_in(server, admin):
     info = admin.GetServer(pb.GetServerRequest(), metadata=TOKEN)
     assert info.ready
     assert list(info.models) == ["echo", "echo-alias"]
+    assert not info.HasField("fleet")
 
 
 def test_aborts(server, admin):

@@ -77,6 +77,12 @@ def test_nothing_is_said_of_drafts_where_there_are_none():
         assert not [name for name, _ in metric_values(client) if "spec_decode" in name]
 
 
+def test_nothing_is_said_of_groups_that_stay_as_they_are():
+    with running_server() as server, server.client() as client:
+        names = [name for name, _ in metric_values(client)]
+    assert not [name for name in names if "fleet" in name or "paused" in name or "kv_m" in name]
+
+
 def test_every_refusal_of_a_generation_is_counted_once():
     with running_server(keys=("key",), max_request_bytes=2000) as server:
         headers = {"authorization": "Bearer key"}
