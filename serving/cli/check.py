@@ -23,8 +23,8 @@ from shiftjax.control.fleet_state import shown_arrangement
 from shiftjax.control.tasks import task_of
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.device.sizing import measure
+from shiftjax.llm import open_tokenizer
 from shiftjax.parallel.layout import Layout
-from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.encoder_config import read_pooling
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import TensorSource, check_complete
@@ -40,9 +40,9 @@ def make_plan(config: EngineConfig, server: ServerOptions | None = None) -> dict
     check_complete(source)
     task = task_of(config, source.config)
     check_server(server or ServerOptions(), source.config, task)
-    tokenizer = config.model.tokenizer or location.path
-    vocab_size = load_tokenizer(tokenizer).vocab_size if tokenizer else None
-    rows = _model_rows(source) | {"tokenizer": f"{vocab_size} tokens" if vocab_size else "none"}
+    tokenizer = open_tokenizer(config, location)
+    words = "none" if tokenizer is None else f"{tokenizer.vocab_size} tokens"
+    rows = _model_rows(source) | {"tokenizer": words}
     if task == "embed":
         pooling = read_pooling(location.directory, source.config)
         return rows | _encoder_rows(config, source.config, pooling)
