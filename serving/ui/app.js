@@ -267,20 +267,22 @@ const explained = () => {
 };
 
 // What a change was and why: two texts, the first is set in bold.
-function told(change, now) {
+function told(change) {
   const last = change.first + change.width - 1;
   const did = change.what === "bind" ? "were bound into a group" : "were released";
   const went = `${change.num_sequences} went along, ${change.num_recomputed} recomputed`;
   return [
-    `${seconds(now - change.at)} ago units ${change.first} to ${last} ${did}: ${change.from} became ${change.to}`,
+    `units ${change.first} to ${last} ${did}, ${change.from} became ${change.to}:`,
     `${change.why} (${change.reason}; ${change.kind}; ${went}; ${short(change.host_seconds * 1000)} ms)`,
   ];
 }
 
-function sentence(element, [what, why]) {
+const ago = (change, now) => `${seconds(now - change.at)} ago`;
+
+function sentence(element, [what, why], start = "") {
   const strong = document.createElement("b");
-  strong.textContent = `${what}. `;
-  element.replaceChildren(strong, why);
+  strong.textContent = what;
+  element.replaceChildren(start, strong, ` ${why}`);
   return element;
 }
 
@@ -294,11 +296,12 @@ function words(data) {
     return mark;
   }));
   const current = explained();
-  if (current) sentence($("why"), told(current, data.now));
-  else $("why").textContent = "No group has changed since the start.";
+  $("ago").textContent = current ? ago(current, data.now) : "";
+  const texts = current ? told(current) : ["", "No group has changed since the start."];
+  if ($("why").textContent !== texts.join(" ")) sentence($("why"), texts); // it is read aloud
   const latest = fleet.changes.slice(-8).reverse();
   $("changes").replaceChildren(...latest.map((change) =>
-    sentence(document.createElement("li"), told(change, data.now))));
+    sentence(document.createElement("li"), told(change), `${ago(change, data.now)} `)));
 }
 
 function choose(change) {
