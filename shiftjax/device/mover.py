@@ -294,7 +294,6 @@ def _on_all[Made: Exchange | Copies](
             found[group] = loaded
         except Exception as error:
             logger.info("a move is compiled for other devices, not loaded: %s", error)
-            memory.allocate(pool)  # it may have taken what was there
             found[group] = make(group)
     return found
 
