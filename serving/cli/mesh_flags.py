@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving.run.flags import add_model_word
+from serving.run.flags import add_fleet_flags, add_model_word
 from shiftjax.config import SERVER_BUDGETS, SETTINGS
 from shiftjax.costs.machine_files import engine_names, machine_names
 
@@ -39,7 +39,7 @@ def _add_simulate(commands: Any, add: Add) -> None:
     _add_target(parser)
     parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
     parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
-    text = f"deployments, comma-separated; default {COMPARED}, with --config also config"
+    text = f"deployments, comma-separated; default {COMPARED}, with --config also config; see docs"
     parser.add_argument("--compare", help=text)
     parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
     parser.add_argument(
@@ -48,6 +48,7 @@ def _add_simulate(commands: Any, add: Add) -> None:
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt")
     parser.add_argument("--acceptance", metavar="P", help=_ACCEPTANCE)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=X", help=_SET)
+    add_fleet_flags(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
 
 

@@ -13,9 +13,16 @@ from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
 from shiftjax.drafts.draft import DraftOptions
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, from_text, settings_of
+from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.columns import LATENCIES, percentiles
-from shiftjax.sim.deployment import Target, cost_model, deploy_config, standard_deployments
+from shiftjax.sim.deployment import (
+    FLEET,
+    Target,
+    cost_model,
+    deploy_config,
+    standard_deployments,
+)
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import (
     SYNTHETIC,
@@ -35,6 +42,7 @@ BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")
 FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
 DRAFTS = DraftOptions(speculation="suffix")
+FLEET_SETTINGS = settings_of(FleetOptions)
 WINDOW = "0:900"
 METRICS = ("queue", *LATENCIES)
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -46,6 +54,7 @@ class Asked(NamedTuple):
     target: Target
     settings: dict[str, Any]
     own: list[Deployment]
+    fleet: FleetOptions = NO_FLEET
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:
@@ -57,7 +66,8 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     target = {"machine": arguments.machine, "engine": arguments.engine}
     if arguments.config is None:
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
-        return Asked(target_from({"model": MODEL} | flags | target), settings, [])
+        fleet = _fleet_options(arguments, EngineConfig(fleet=FleetOptions(fleet=True)))
+        return Asked(target_from({"model": MODEL} | flags | target), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
     target |= {"model": config.model.model.removeprefix("random:"), "dtype": config.model.dtype}
     target |= {"kv_cache_dtype": config.cache.kv_cache_dtype}
@@ -67,7 +77,18 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     own = deploy_config(asked, config)
     if drafts and not own.drafts.copies:
         raise ConfigError(["--acceptance needs speculation in --config"])
-    return Asked(asked, {name: getattr(own, name) for name in SHARED}, [own])
+    settings = {name: getattr(own, name) for name in SHARED}
+    return Asked(asked, settings, [own], _fleet_options(arguments, config))
+
+
+def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:
+    """Those of the settings, but for flags. Raises ConfigError, also where flags are for nobody."""
+    values = ((name, getattr(arguments, name, None)) for name in FLEET_SETTINGS)
+    given = {name: from_text(FLEET_SETTINGS[name], value) for name, value in values if value}
+    compared = (getattr(arguments, "compare", None) or "").split(",")
+    if given and not any(name.split(":")[0] == FLEET for name in compared):
+        raise ConfigError([f"{n} is for fleets, which --compare does not name" for n in given])
+    return EngineConfig.from_options(**config.flat() | given | {"fleet": True}).fleet
 
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +111,7 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     """Print what every (DP, SP, TP) would hold and do, and which one to take."""
     if min(arguments.input, arguments.output) < 1:
         raise ConfigError(["--input and --output must be at least 1 token"])
-    target, settings, own = _asked(arguments)
+    target, settings, own, _ = _asked(arguments)
     workload = Workload(arguments.input, arguments.output)
     deployments = [*own, *all_deployments(target, **settings)]
     estimates = [estimate(target, deployment, workload) for deployment in deployments]
@@ -147,25 +168,27 @@ def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
 
 def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Replay one trace through several deployments, at one or more rates."""
-    target, settings, own = _asked(arguments)
+    target, settings, own, options = _asked(arguments)
     names = (arguments.compare or COMPARED).split(",")
     if arguments.shift_threshold is not None:
         if arguments.shift_threshold < 0:
             raise ConfigError(["--shift-threshold must be at least 0"])
         if "shift" not in names and not own:
             raise ConfigError(["--shift-threshold is for shift, which --compare does not name"])
-    deployments = [*own, *choose_deployments(target, names, **settings)]
+    deployments = [*own, *choose_deployments(target, names, options, **settings)]
     requests = _trace(arguments)
     factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
     if min(factors) <= 0:
         raise ConfigError(["--rates must be above 0"])
     points = sweep(requests, target, deployments, factors, _acceptance(arguments.acceptance))
     rows = [point.row() for point in points]
-    print(as_text([_shown(row) for row in rows]))
+    has_fleets = any(deployment.widths for deployment in deployments)
+    print(as_text([_shown(row, has_fleets) for row in rows]))
     if arguments.out:
         write_rows(arguments.out, "simulate", rows)
         report = Report(f"{arguments.trace}: {target.model.name} on {target.machine.name}")
         report.sweep("deployments", points, METRICS)
+        report.fleets([point for point in points if point.replay.fleet])
         report.save(arguments.out / "report.html")
     return 0
 
@@ -180,7 +203,7 @@ def _acceptance(text: str | None) -> AcceptanceModel | None:
     return acceptance_from({name: value for name, _, value in pairs})
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(row: Mapping[str, Any], has_fleets: bool) -> dict[str, Any]:
     """A row of the sweep that fits a screen."""
     shown = {
         "name": row["name"],
@@ -197,6 +220,9 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     if row["drafted_tokens"]:
         shown["accepted/step"] = row["accepted_per_step"]
         shown["drafted"], shown["accepted"] = row["drafted_tokens"], row["accepted_tokens"]
+    if has_fleets:
+        shown |= {name: row[name] for name in ("binds", "releases", "moved_sequences")}
+        shown |= {"moved GB": row["moved_bytes"] / 1e9, "arrangements": row["arrangements"]}
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}
 
 

@@ -11,6 +11,7 @@ from serving.server.options import SERVER_SETTINGS, ServerOptions, server_proble
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
 from shiftjax.control.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
+from shiftjax.parallel.fleet import FleetOptions
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 PREFIX = "sampling_"  # of the names that sampling flags have in a namespace
@@ -63,6 +64,12 @@ def add_model_word(parser: argparse.ArgumentParser, *words: str) -> None:
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of ServerOptions."""
     _add_flags(parser.add_argument_group("server settings"), SERVER_SETTINGS.values())
+
+
+def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of FleetOptions but the one that says whether there is one."""
+    settings = (s for name, s in settings_of(FleetOptions).items() if name != "fleet")
+    _add_flags(parser.add_argument_group("fleets", "of all that are compared"), settings)
 
 
 def add_sampling_flags(

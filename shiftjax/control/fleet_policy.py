@@ -187,6 +187,7 @@ class CostArrangement:
     max_num_batched_tokens: int
     needs: NeedPolicy
     margin: float = MARGIN
+    hold_switches: float = HOLD_SWITCHES
     widens: ClassVar[bool] = True
     _held_until: dict[int, float] = field(default_factory=dict)  # by unit
 
@@ -213,7 +214,7 @@ class CostArrangement:
         doubt = self.margin * nodes.seconds_of(view.arrangement)
         if saved <= doubt + switch * max(1, view.num_sequences):
             return None
-        hold = max(LEAST_HOLD_SECONDS, HOLD_SWITCHES * switch)
+        hold = max(LEAST_HOLD_SECONDS, self.hold_switches * switch)
         self._held_until |= dict.fromkeys(units, view.now + hold)
         wider = max(g.width for g in best) > max(g.width for g in view.arrangement)
         return Wish(best, "quicker" if wider else "throughput")

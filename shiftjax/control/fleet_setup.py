@@ -98,7 +98,7 @@ def make_fleet_policy(
         known,
         modes,
         policies,
-        MoveCosts(deployment.layout, deployment.formats, widest.machine),
+        MoveCosts(deployment.layout, deployment.formats, widest.machine, deployment.block_size),
         deployment.max_num_batched_tokens,
         needs,
     )

@@ -1,9 +1,10 @@
 """What it takes to move running sequences between groups of different widths. No JAX.
 
-A device of a narrow group of `n` tokens gives away all of them but the part of the heads that it
-keeps: (k - 1) / k of its bytes, where k narrow groups are bound. All devices send at once, so a
-move takes as long as its fullest unit; gather and scatter read and write the same bytes in the
-device's memory, twice each with what is in between.
+Of `k` narrow groups that are bound, a device gives away all its tokens but the part of the heads
+that it keeps: (k - 1) / k of its bytes. They travel in calls of equal size: `chunk_blocks` wide
+blocks of each narrow group, one all-to-all whose result on a device is k chunks. All devices send
+at once, so a move takes as long as its fullest narrow group; gather and scatter read and write the
+same bytes in the device's memory, twice each with what is in between.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,15 @@ from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.costs.step import transfer_seconds
 from shiftjax.parallel.layout import Layout
 
+MOST_CHUNK_BYTES = 32 << 20  # of what a call moves, per device; its temporaries are twice that
+MOST_CHUNK_BLOCKS = 64  # of a narrow group, in blocks of the wide one
 COPIES = 6  # of the moved bytes in a device's memory: gathered, turned, exchanged, turned, written
+INNER_COPIES = 4  # of the bytes of blocks that stay in their pool: read and written, twice
+
+
+def chunk_blocks(block_bytes: int, ways: int) -> int:
+    """Wide blocks of each narrow group that one call moves; a block has so many bytes a device."""
+    return max(1, min(MOST_CHUNK_BLOCKS, MOST_CHUNK_BYTES // (block_bytes * ways)))
 
 
 class MoveCosts(NamedTuple):
@@ -24,15 +33,39 @@ class MoveCosts(NamedTuple):
     layout: Layout
     formats: Formats
     machine: Machine
+    block_size: int  # tokens of a block of the narrowest group; in bytes all are as large
 
-    def num_bytes(self, num_tokens: int, ways: int) -> int:
-        """Bytes that a device exchanges for so many tokens of its unit, its own part included."""
-        del ways  # what it keeps travels with the rest
-        return num_tokens * kv_token_bytes(self.layout, self.formats)
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on one device, in every width."""
+        return self.block_size * kv_token_bytes(self.layout, self.formats)
+
+    def chunk_blocks(self, ways: int) -> int:
+        """Wide blocks of each of `ways` narrow groups that one call moves."""
+        return chunk_blocks(self.block_bytes, ways)
+
+    def call_bytes(self, ways: int) -> int:
+        """Bytes that a device receives in one call, its own part and padding included."""
+        return ways * self.chunk_blocks(ways) * self.block_bytes
+
+    def call_seconds(self, ways: int) -> float:
+        """Seconds of the devices in one call."""
+        num_bytes = self.call_bytes(ways)
+        move = Collective("all-to-all", ways, num_bytes, 1)
+        return transfer_seconds(self.machine.all_to_all, move) + COPIES * num_bytes / self._rate
+
+    def copy_seconds(self, num_blocks: int) -> float:
+        """Seconds of the devices until so many blocks are copied inside their pool."""
+        return INNER_COPIES * num_blocks * self.block_bytes / self._rate
 
     def seconds(self, num_tokens: int, ways: int) -> float:
-        """Seconds of the devices until the tokens of the fullest narrow group have moved."""
-        num_bytes = self.num_bytes(num_tokens, ways)
-        move = Collective("all-to-all", ways, num_bytes, 1)
-        rate = self.machine.memory_bytes_per_second * self.machine.memory_efficiency
-        return transfer_seconds(self.machine.all_to_all, move) + COPIES * num_bytes / rate
+        """Seconds of the devices until the tokens of the fullest narrow group have moved.
+
+        `num_tokens` are those of one of its units. In calls that are full, but for the last.
+        """
+        num_bytes = num_tokens * kv_token_bytes(self.layout, self.formats)
+        return -(-num_bytes // self.call_bytes(ways)) * self.call_seconds(ways)
+
+    @property
+    def _rate(self) -> float:
+        return self.machine.memory_bytes_per_second * self.machine.memory_efficiency

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from shiftjax.control.handover import Copy, Crossing, Pair, calls
+from shiftjax.costs.moves import chunk_blocks
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
@@ -32,8 +33,6 @@ from shiftjax.device.retarget import load_on
 from shiftjax.parallel.grid import Device, Group
 from shiftjax.parallel.layout import Layout
 
-MOST_CHUNK_BYTES = 32 << 20  # of what a call moves, per device; its temporaries are twice that
-MOST_CHUNK_BLOCKS = 64  # of a narrow group, in blocks of the wide one
 logger = logging.getLogger(__name__)
 
 
@@ -131,11 +130,6 @@ class Exchange(NamedTuple):
     chunk: int  # wide blocks of each narrow group in a call
     to_wide: jax.stages.Compiled
     to_narrow: jax.stages.Compiled
-
-
-def chunk_blocks(block_bytes: int, ways: int) -> int:
-    """Wide blocks of each narrow group that one call moves; a block has so many bytes a device."""
-    return max(1, min(MOST_CHUNK_BLOCKS, MOST_CHUNK_BYTES // (block_bytes * ways)))
 
 
 def compile_exchange(

@@ -164,6 +164,11 @@ def equal_groups(units: int, width: int) -> Arrangement:
     return tuple(Group(first, width) for first in range(0, units, width))
 
 
+def spelled(arrangement: Arrangement) -> str:
+    """The widths of its groups, as `parse_arrangement` reads them: 4+2+1+1."""
+    return "+".join(str(group.width) for group in arrangement)
+
+
 def parse_arrangement(text: str, units: int, widths: Sequence[int]) -> Arrangement:
     """Return `4+2+1+1` as groups, from the first unit on. Raises ValueError with what is wrong."""
     try:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
@@ -15,7 +15,14 @@ from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.costs.step import CostModel
 from shiftjax.drafts.draft import NO_DRAFTS
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, unknown_name
+from shiftjax.parallel.fleet import (
+    FIXED,
+    FLEET_POLICIES,
+    NO_FLEET,
+    FleetOptions,
+    possible_widths,
+)
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
@@ -86,6 +93,57 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
     return deployment.sized(memory_of(target, deployment))
 
 
+FLEET = "fleet"  # how the names of deployments begin whose groups come and go
+SWITCHES = get_args(get_type_hints(FleetOptions)["switch"])
+FLEET_MODES = ("oracle", "threshold", "shift")
+
+
+def deploy_fleet(
+    target: Target, name: str, options: FleetOptions = NO_FLEET, **settings: Any
+) -> Deployment:
+    """A fleet as its name says: `fleet`, and words of these after colons.
+
+    A policy (cost, load, priority, context) or an arrangement that stays (4+2+1+1); a kind of
+    switching; `oracle`: the cost policy without margins, whose changes take no time; `threshold` or
+    `shift`, by which groups choose their modes (else by cost); `tp2`, the devices of a unit (else
+    as many as hold the model). What the name does not say is as in `options`.
+
+    Raises:
+        ConfigError: it has other words, or the devices cannot be cut so.
+    """
+    chosen: dict[str, Any] = {"fleet": True}
+    modes, tp = "cost", 0
+    for word in name.split(":")[1:]:
+        if word in SWITCHES:
+            chosen["switch"] = word
+        elif word in FLEET_POLICIES or word[:1].isdigit():
+            chosen["fleet_policy"] = FIXED + word if word[:1].isdigit() else word
+        elif word in FLEET_MODES:
+            modes = word
+        elif word.startswith("tp") and word[2:].isdigit():
+            tp = int(word[2:])
+        else:
+            known = (*FLEET_POLICIES, *SWITCHES, *FLEET_MODES)
+            raise ConfigError([f"{name}: {unknown_name(word, known, 'word')}"])
+    options, tp = replace(options, **chosen), tp or least_tp(target)
+    units, rest = divmod(target.machine.num_devices, tp)
+    widths = options.fleet_widths or possible_widths(units)
+    if rest or any(units % width for width in widths):
+        raise ConfigError([f"{name}: {units} units of {tp} cannot be cut into groups of {widths}"])
+    layout = Layout(target.model, widths[0], tp, widths[-1])
+    block_size = settings.pop("block_size", 16)
+    mesh = units // widths[0], widths[0], tp
+    return replace(
+        deploy(target, name, mesh, modes, **settings),
+        layout=layout,
+        weights="alias",
+        widths=widths,
+        fleet=options,
+        block_size=layout.block_tokens(block_size),
+        hash_size=block_size,
+    )
+
+
 def cost_model(target: Target, deployment: Deployment) -> CostModel:
     """The costs of one replica."""
     return deployment.costs(target.machine, target.engine)
@@ -96,7 +154,8 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
 
     Raises ConfigError where these do not fit.
     """
-    workspace = int(target.engine.reserved_bytes) + deployment.temporary_bytes
+    workspace = int(target.engine.reserved_bytes)
+    workspace += max(each.temporary_bytes for each in deployment.by_width.values())
     memory = deployment.memory(target.devices, workspace)
     if not deployment.num_blocks:
         return memory

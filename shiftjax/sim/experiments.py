@@ -12,7 +12,14 @@ from shiftjax.control.deployment import Deployment
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
-from shiftjax.sim.deployment import Target, cost_model, standard_deployments
+from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.sim.deployment import (
+    FLEET,
+    Target,
+    cost_model,
+    deploy_fleet,
+    standard_deployments,
+)
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
@@ -49,12 +56,18 @@ def target_from(options: Mapping[str, Any]) -> Target:
     )
 
 
-def choose_deployments(target: Target, names: Sequence[str], **budgets: Any) -> list[Deployment]:
-    """Standard deployments by name. Raises ConfigError."""
+def choose_deployments(
+    target: Target, names: Sequence[str], options: FleetOptions = NO_FLEET, **budgets: Any
+) -> list[Deployment]:
+    """Standard deployments by name, and fleets; `options` are of these. Raises ConfigError."""
     known = standard_deployments(target, **budgets)
+    for name in names:
+        if name.split(":")[0] == FLEET:
+            known[name] = deploy_fleet(target, name, options, **budgets)
     wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
     if wrong:
-        raise ConfigError([f"{problem}; there are {', '.join(known)}" for problem in wrong])
+        there = ", ".join([*known, FLEET])
+        raise ConfigError([f"{problem}; there are {there}" for problem in wrong])
     return [known[name] for name in names]
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from shiftjax.control.fleet import FleetStats
+from shiftjax.parallel.fleet import Arrangement, spelled
 from shiftjax.sim.columns import Row, latencies, percentiles, row_of_run
 from shiftjax.sim.replay import Replay
 
@@ -42,6 +44,38 @@ def longest_mode(replay: Replay, seconds: float) -> tuple[list[float], list[str]
     return [w * seconds for w in windows], longest
 
 
+def arrangements(replay: Replay) -> list[tuple[float, float, Arrangement]]:
+    """(from, to, which groups there were) of a fleet, in seconds; else nothing."""
+    if replay.fleet is None:
+        return []
+    turns, first = replay.fleet.turns, replay.fleet.first
+    begins = [0.0, *(turn.seconds for turn in turns)]
+    shapes = [first, *(turn.arrangement for turn in turns)]
+    return list(zip(begins, [*begins[1:], makespan(replay)], shapes, strict=True))
+
+
+def shares(replay: Replay) -> dict[str, float]:
+    """The share of time that each arrangement had, the largest first."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for begin, end, arrangement in arrangements(replay):
+        spent[spelled(arrangement)] += end - begin
+    total = makespan(replay)
+    return {
+        name: spent[name] / total for name in sorted(spent, key=spent.__getitem__, reverse=True)
+    }
+
+
+def queue_by_priority(replay: Replay) -> list[Row]:
+    """Seconds in the queue of every class of requests, the most urgent first."""
+    classes = sorted({request.priority for request in replay.requests})
+    name = replay.deployment.name
+    return [
+        {"name": name, "priority": priority, "requests": len(queues)} | percentiles("queue", queues)
+        for priority in classes
+        for queues in [[r.queue for r in replay.requests if r.priority == priority]]
+    ]
+
+
 def peak_throughput(replay: Replay) -> float:
     """Tokens computed per second in the best window of `PEAK_SECONDS`."""
     return float(max(throughput_over_time(replay, PEAK_SECONDS)[1], default=0.0))
@@ -59,9 +93,24 @@ def summary(replay: Replay) -> Row:
     row["steps_between"] = sum(steps.values())
     row["mode_switches"] = replay.mode_switches
     row["preemptions"] = replay.num_preemptions
+    row |= _of_fleet(replay)
     prompts = sum(r.num_prompt_tokens for r in requests)
     row["drafted_tokens"] = sum(r.num_draft_tokens for r in requests)
     row["accepted_tokens"] = sum(r.num_accepted_tokens for r in requests)
     row["accepted_per_step"] = row["accepted_tokens"] / max(1, len(replay.steps))
     row["cached_share"] = sum(r.num_cached_tokens for r in requests) / max(1, prompts)
     return row
+
+
+def _of_fleet(replay: Replay) -> Row:
+    """What became of its groups; without a fleet there is nothing to say."""
+    run = replay.fleet
+    stats = run.stats if run else FleetStats()
+    return {
+        "binds": sum(stats.binds.values()),
+        "releases": sum(stats.releases.values()),
+        "moved_sequences": stats.num_moved_sequences,
+        "moved_bytes": run.num_moved_bytes if run else 0,
+        "move_seconds": run.move_seconds if run else 0.0,
+        "arrangements": " ".join(f"{name}:{share:.0%}" for name, share in shares(replay).items()),
+    }

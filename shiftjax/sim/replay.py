@@ -6,29 +6,29 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 (`replicas_in_step`) has a process for each, whose host works pass side by side.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
+from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Failure, Lane
-from shiftjax.control.policy import work_of
+from shiftjax.control.fleet import Fleet, FleetStats, Turn
+from shiftjax.control.fleet_policy import CostArrangement
+from shiftjax.control.fleet_setup import first_arrangement, make_fleet
+from shiftjax.control.lane import Lane
+from shiftjax.control.policy import Policy
 from shiftjax.control.prices import Prices
-from shiftjax.control.request import (
-    Event,
-    Request,
-    RequestError,
-    SamplingParams,
-    StepOutput,
-    StepPlan,
-)
+from shiftjax.control.request import Event, Request, RequestError, SamplingParams
 from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.shared_blocks import share
 from shiftjax.control.speculation import Speculation
+from shiftjax.costs.machine import Transfer
+from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.step import CostModel
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.fleet import Arrangement
+from shiftjax.parallel.grid import Group
 from shiftjax.sim.deployment import (
     Target,
     cost_model,
@@ -38,48 +38,11 @@ from shiftjax.sim.deployment import (
     policy_of,
     sizes_of,
 )
-from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
+from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord, Units
+from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.trace import TraceRequest
 
-MAX_ROWS = 1 << 16
-
-
-class Clock:
-    """Virtual seconds, and when the next request will come."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.next_arrival = float("inf")
-        self.seen_at = 0.0  # when the results that were fetched last were seen
-
-    def __call__(self) -> float:
-        """The time, as an engine reads it when it has fetched results."""
-        return self.seen_at
-
-    def wait_for_one(self, lanes: Sequence[Lane]) -> None:
-        """Until the first of these groups has a step ready, or a request comes."""
-        self.now = max(self.now, min(self.next_arrival, *map(_ready_at, lanes)))
-
-    def wait_for_all(self, lanes: Sequence[Lane]) -> None:
-        """Until all of them have."""
-        self.now = max(self.now, *map(_ready_at, lanes))
-
-
-def _ready_at(lane: Lane) -> float:
-    flight = lane.in_flight[0]
-    if isinstance(flight, Failure):
-        raise flight.error
-    return flight.handle[0]
-
-
-class StepRecord(NamedTuple):
-    """One step that ran."""
-
-    done: float  # seconds
-    device_seconds: float
-    num_tokens: int
-    num_decodes: int
-    mode: Mode
+IDLE_SECONDS = 0.05  # that pass in a turn in which nothing can be done, say for a pause to end
 
 
 class RequestRecord(NamedTuple):
@@ -95,76 +58,17 @@ class RequestRecord(NamedTuple):
     num_cached_tokens: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    priority: int = 0
 
 
-class CostRunner:
-    """A `Runner` that computes nothing: a step takes its predicted seconds.
+class FleetRun(NamedTuple):
+    """What became of the groups of a fleet."""
 
-    The host's time passes while a step is prepared: on the clock, or, with `own_host`, beside it.
-    The devices work through what they were given in order; `fetch` waits for them. Tokens are all
-    0. `step_seconds` replaces the predictions, say by measured ones. `drafting` has taken more of
-    the host's time.
-    """
-
-    def __init__(
-        self,
-        costs: CostModel,
-        clock: Clock,
-        step_seconds: Callable[[StepPlan, Mode], float] | None = None,
-        *,
-        own_host: bool = False,
-        drafting: ModelledDrafting | None = None,
-    ):
-        self.costs, self.clock, self.drafting = costs, clock, drafting
-        self.steps: list[StepRecord] = []
-        self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
-        self._step_seconds = step_seconds
-        self._idle_at = 0.0  # when the devices have done all they were given
-        self._last_mode: Mode | None = None
-        self._zeros, self._finite = np.zeros(MAX_ROWS, np.int32), np.ones(MAX_ROWS, bool)
-
-    def run(
-        self, plan: StepPlan, mode: Mode, previous_handle: tuple[float, int] | None
-    ) -> tuple[float, int]:
-        """Let the host's time pass and queue the step on the devices."""
-        work = work_of(plan)
-        host = self.costs.host_seconds(work) + self._drafting_seconds()
-        self._prepared_at = max(self.clock.now, self._prepared_at) + host
-        if not self._own_host:
-            self.clock.now = self._prepared_at
-        if self._step_seconds is not None:
-            seconds = self._step_seconds(plan, mode)
-        else:
-            seconds = self.costs.device_seconds(mode, work)
-        if self._last_mode not in (None, mode):
-            seconds += self.costs.engine.switch_seconds
-        self._last_mode = mode
-        self._idle_at = max(self._prepared_at, self._idle_at) + seconds
-        num_decodes = plan.num_decodes + plan.num_drafts
-        record = StepRecord(self._idle_at, seconds, plan.num_tokens, num_decodes, mode)
-        self.steps.append(record)
-        return self._idle_at, plan.num_rows
-
-    def _drafting_seconds(self) -> float:
-        """Of the host since the step before."""
-        if self.drafting is None:
-            return 0.0
-        before, self._drafted_at = self._drafted_at, self.drafting.seconds
-        return self._drafted_at - before
-
-    def is_ready(self, handle: tuple[float, int]) -> bool:
-        """Whether the step is done by now."""
-        return handle[0] <= self.clock.now
-
-    def fetch(self, handle: tuple[float, int]) -> StepOutput:
-        """Wait until the step is done."""
-        done, num_rows = handle
-        self.clock.now = max(self.clock.now, done)
-        self.clock.seen_at = done if self._own_host else self.clock.now
-        return StepOutput(self._zeros[:num_rows], self._finite[:num_rows])
-
-    def reset(self) -> None:
-        """Nothing is held that could be lost."""
+    first: Arrangement
+    turns: tuple[Turn, ...]
+    stats: FleetStats
+    num_moved_bytes: int  # received by a device, over all moves
+    move_seconds: float  # of devices
 
 
 @dataclass(frozen=True)
@@ -177,6 +81,7 @@ class Replay:
     num_refused: int
     mode_switches: int
     num_preemptions: int
+    fleet: FleetRun | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -195,32 +100,85 @@ def make_engine(
 
     Raises ConfigError where the model does not fit, or drafts come without an acceptance.
     """
-    costs, memory = cost_model(target, deployment), memory_of(target, deployment)
+    memory, in_step = memory_of(target, deployment), target.engine.replicas_in_step
     sized = deployment.with_blocks(memory.num_kv_tokens // deployment.block_size, memory)
-    policy, in_step = policy_of(deployment, costs, belief or costs), target.engine.replicas_in_step
+    units = Units(sized.grid.units)
+    costs = {width: cost_model(target, each) for width, each in sized.by_width.items()}
+    beliefs = costs
+    if belief is not None:
+        known = belief.machine, belief.engine
+        beliefs = {width: each.costs(*known) for width, each in sized.by_width.items()}
+    policies = {w: policy_of(sized, costs[w], beliefs[w]) for w in costs}
+    groups = [group for width in sorted(costs, reverse=True) for group in sized.grid.groups(width)]
+    blocks: Mapping[Group, BlockAllocator] = {}
+    if sized.widths:
+        sizes = {group: sized.of_width(group.width).block_size for group in groups}
+        blocks = share(sized.num_blocks, sizes)
     lanes, runners = [], []
-    for _ in range(deployment.dp):
-        drafting = drafting_of(target, deployment, acceptance)
-        runners.append(CostRunner(costs, clock, own_host=in_step, drafting=drafting))
-        modes, speculation = modes_of(costs, deployment), None
-        if drafting is not None:
-            speculation = Speculation(
-                drafting,
-                Prices(sizes_of(deployment), policy, modes, belief or costs),
-                max_rows=sized.budgets.max_rows,
-                overlap=target.engine.overlaps,
-                clock=drafting.clock,
-            )
-        lanes.append(Lane(Scheduler(sized.budgets, speculation), runners[-1], modes))
+    for group in groups:
+        width, drafting = group.width, drafting_of(target, deployment, acceptance)
+        runner = CostRunner(
+            costs[width], clock, group=group, units=units, own_host=in_step, drafting=drafting
+        )
+        known = beliefs[width], policies[width]
+        lanes.append(_lane(target, sized.of_width(width), runner, *known, blocks.get(group)))
+        runners.append(runner)
+    fleet = _fleet(target, sized, lanes, policies, beliefs, clock, units) if sized.widths else None
     engine = Engine(
         lanes,
-        policy,
+        policies[max(policies)],
         sized.limits,
         overlap=target.engine.overlaps,
         clock=clock,
         wait=clock.wait_for_all if in_step else clock.wait_for_one,
+        fleet=fleet,
     )
     return engine, runners
+
+
+def _lane(
+    target: Target,
+    deployment: Deployment,
+    runner: CostRunner,
+    belief: CostModel,
+    policy: Policy,
+    blocks: BlockAllocator | None,
+) -> Lane:
+    """One group, with a deployment of its width."""
+    modes, speculation = modes_of(runner.costs, deployment), None
+    if runner.drafting is not None:
+        speculation = Speculation(
+            runner.drafting,
+            Prices(sizes_of(deployment), policy, modes, belief),
+            max_rows=deployment.budgets.max_rows,
+            overlap=target.engine.overlaps,
+            clock=runner.drafting.clock,
+        )
+    scheduler = Scheduler(deployment.budgets, speculation, blocks)
+    return Lane(scheduler, runner, modes, group=runner.group, policy=policy)
+
+
+def _fleet(
+    target: Target,
+    deployment: Deployment,
+    lanes: Sequence[Lane],
+    policies: Mapping[int, Policy],
+    beliefs: Mapping[int, CostModel],
+    clock: Clock,
+    units: Units,
+) -> Fleet:
+    """The groups that come and go; those of an oracle do so for nothing, whenever it is best."""
+    machine, host_seconds = target.machine, target.engine.host(0, 2)
+    if deployment.policy == "oracle":
+        free, host_seconds = (Transfer(0.0, float("inf")),), 0.0
+        machine = replace(machine, all_to_all=free, memory_bytes_per_second=float("inf"))
+    costs = MoveCosts(deployment.layout, deployment.formats, machine, deployment.block_size)
+    mover = CostMover(costs, clock, units, host_seconds)
+    fleet = make_fleet(deployment, lanes, policies, beliefs, mover, lambda: clock.now)
+    fleet.history = deque()  # all of it
+    if isinstance(fleet.policy, CostArrangement) and deployment.policy == "oracle":
+        fleet.policy = replace(fleet.policy, moves=costs, margin=0.0, hold_switches=0.0)
+    return fleet
 
 
 def replay(
@@ -248,7 +206,18 @@ def replay(
         num_refused,
         sum(stats.mode_switches.values()),
         sum(stats.num_preemptions.values()),
+        _fleet_run(deployment, engine),
     )
+
+
+def _fleet_run(deployment: Deployment, engine: Engine) -> FleetRun | None:
+    fleet = engine.fleet
+    if fleet is None:
+        return None
+    mover = fleet.mover
+    assert isinstance(mover, CostMover)
+    first = first_arrangement(deployment)
+    return FleetRun(first, tuple(fleet.history), fleet.stats, mover.num_bytes, mover.seconds)
 
 
 def serve(
@@ -262,22 +231,25 @@ def serve(
     """
     coming = iter(requests)
     request, num_refused = next(coming, None), 0
-    arrivals: dict[str, float] = {}
+    accepted: dict[str, Request] = {}
     ended: dict[str, RequestRecord] = {}
     while request is not None or engine.has_work():
         while request and (request.arrival_seconds <= clock.now or not engine.has_work()):
             clock.now = max(clock.now, request.arrival_seconds)
             try:
                 engine.add_request(request)
-                arrivals[request.request_id] = request.arrival_seconds
+                accepted[request.request_id] = request
             except RequestError:
                 num_refused += 1
             request = next(coming, None)
         clock.next_arrival = request.arrival_seconds if request else float("inf")
-        for event in engine.step(clock.now):
+        begin = clock.now
+        for event in engine.step(begin):
             if event.metrics is not None:
-                ended[event.request_id] = _record(event, arrivals[event.request_id])
-    return [ended[name] for name in arrivals], num_refused
+                ended[event.request_id] = _record(event, accepted[event.request_id])
+        if clock.now == begin and not any(lane.in_flight for lane in engine.lanes):
+            clock.now = min(clock.next_arrival, begin + IDLE_SECONDS)
+    return [ended[name] for name in accepted], num_refused
 
 
 def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:
@@ -285,17 +257,17 @@ def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:
         temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
     )
     prompt = request.prompt(number, vocab_size)
-    return Request(str(number), prompt, sampling, request.arrival_seconds)
+    return Request(str(number), prompt, sampling, request.arrival_seconds, request.priority)
 
 
-def _record(event: Event, arrival: float) -> RequestRecord:
+def _record(event: Event, request: Request) -> RequestRecord:
     metrics = event.metrics
     if event.finish_reason != "length" or metrics is None:
         raise RuntimeError(f"a request ended with {event.finish_reason}: {event.error}")
     later = max(0, metrics.num_output_tokens - 1)
     ttft = metrics.ttft_seconds or 0.0
     return RequestRecord(
-        arrival,
+        request.arrival_seconds,
         metrics.queue_seconds or 0.0,
         ttft,
         metrics.tpot_seconds,
@@ -305,4 +277,5 @@ def _record(event: Event, arrival: float) -> RequestRecord:
         metrics.num_cached_tokens,
         metrics.num_draft_tokens,
         metrics.num_accepted_tokens,
+        request.priority,
     )

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 from shiftjax.arch.weights import layer_parameters
 from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
+from shiftjax.parallel.fleet import spelled
 from shiftjax.sim.experiments import SweepPoint
-from shiftjax.sim.metrics import longest_mode, throughput_over_time
+from shiftjax.sim.metrics import (
+    arrangements,
+    longest_mode,
+    queue_by_priority,
+    shares,
+    throughput_over_time,
+)
 from shiftjax.sim.planning import Estimate
 from shiftjax.sim.replay import Replay
 
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {"base": "tab:blue", "shift": "tab:orange"}
+MOST_CHANGES = 100  # of a fleet, that a table shows
 BETWEEN = "tab:purple"  # modes that split tokens less than base
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <style>body{{font-family:sans-serif;max-width:70em;margin:2em auto;overflow-wrap:anywhere}}
@@ -69,6 +77,32 @@ class Report:
             for metric in metrics:
                 self.plot(f"{heading}: {metric} by rate", percentiles_by_rate(rows, metric))
         self.plot(f"{heading}: throughput over time, at the last rate", time_lines(last))
+
+    def fleets(self, points: Sequence[SweepPoint]) -> None:
+        """Add what became of the groups of every fleet, at the last rate, and how long who waited.
+
+        Of all changes the first `MOST_CHANGES`.
+        """
+        last = [point.replay for point in points if point.rate == points[-1].rate]
+        for replay in last:
+            heading = f"{replay.deployment.name}: arrangements"
+            rows = [{"arrangement": name, "share": share} for name, share in shares(replay).items()]
+            self.table(heading, rows)
+            self.plot(f"{heading} over time", unit_strips(replay))
+            turns = replay.fleet.turns if replay.fleet else ()
+            changes = [
+                {
+                    "seconds": turn.seconds,
+                    "arrangement": spelled(turn.arrangement),
+                    "reason": turn.reason,
+                    "kind": turn.kind,
+                    "sequences moved": turn.num_sequences,
+                    "recomputed": turn.num_recomputed,
+                }
+                for turn in turns[:MOST_CHANGES]
+            ]
+            self.table(f"{replay.deployment.name}: changes", changes)
+        self.table("queue by priority", [row for each in last for row in queue_by_priority(each)])
 
     def save(self, path: Path) -> None:
         """Write the page."""
@@ -137,6 +171,21 @@ def time_lines(replays: Sequence[Replay], seconds: float = 5.0) -> "Figure":
         axes.bar(at, -0.06 * axes.get_ylim()[1], seconds, align="edge", color=colours)
         axes.set_title(replay.deployment.name)
         _finish(axes, "s", "tokens/s")
+    return figure
+
+
+def unit_strips(replay: Replay) -> "Figure":
+    """Units over time, coloured by the width of their group: the wider, the darker."""
+    figure, (axes,) = new_axes()
+    widths = replay.deployment.widths
+    shades = {w: (0.1, 0.3, 0.6, (1 + n) / len(widths)) for n, w in enumerate(widths)}
+    for begin, end, groups in arrangements(replay):
+        for group in groups:
+            place = (group.first, 0.95 * group.width)
+            axes.broken_barh([(begin, end - begin)], place, facecolors=[shades[group.width]])
+    for width, shade in shades.items():
+        axes.barh(0, 0, color=[shade], label=f"groups of {width}")
+    _finish(axes, "s", "unit")
     return figure
 
 

@@ -3,7 +3,8 @@
 Azure LLM inference 2023   CSV    TIMESTAMP, ContextTokens, GeneratedTokens (Splitwise, 2024)
 Mooncake                   JSONL  timestamp (ms), input_length, output_length, hash_ids
 BurstGPT                   CSV    Timestamp (s), Model, Request tokens, Response tokens, ...
-our own                    JSONL  arrival_seconds, prompt_tokens, output_tokens, prefix_ids
+our own                    JSONL  arrival_seconds, prompt_tokens, output_tokens, and, if any,
+                                  prefix_ids, priority
 """
 
 import csv
@@ -35,6 +36,7 @@ class TraceRequest:
     num_output_tokens: int
     prefix_ids: tuple[int, ...] = ()
     prefix_block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    priority: int = 0
 
     def prompt(self, number: int, vocab_size: int) -> list[int]:
         """Token ids that are shared with other requests exactly where the trace says so.
@@ -138,7 +140,12 @@ def _mooncake(line: str) -> TraceRequest:
 def _own(line: str) -> TraceRequest:
     row = json.loads(line)
     lengths = int(row["prompt_tokens"]), int(row["output_tokens"])
-    return TraceRequest(float(row["arrival_seconds"]), *lengths, tuple(row.get("prefix_ids", ())))
+    return TraceRequest(
+        float(row["arrival_seconds"]),
+        *lengths,
+        tuple(row.get("prefix_ids", ())),
+        priority=int(row.get("priority", 0)),
+    )
 
 
 def _spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:

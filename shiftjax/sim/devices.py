@@ -1,0 +1,170 @@
+"""Virtual devices: a clock, and runners and a mover whose work takes its predicted seconds."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shiftjax.control.handover import Copy, Crossing, calls
+from shiftjax.control.lane import FIRST_UNIT, Failure, Lane
+from shiftjax.control.policy import work_of
+from shiftjax.control.request import StepOutput, StepPlan
+from shiftjax.costs.moves import MoveCosts
+from shiftjax.costs.step import CostModel
+from shiftjax.parallel.grid import Group, Mode
+from shiftjax.sim.drafts import ModelledDrafting
+
+MAX_ROWS = 1 << 16
+
+
+class Clock:
+    """Virtual seconds, and when the next request will come."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.next_arrival = float("inf")
+        self.seen_at = 0.0  # when the results that were fetched last were seen
+
+    def __call__(self) -> float:
+        """The time, as an engine reads it when it has fetched results."""
+        return self.seen_at
+
+    def wait_for_one(self, lanes: Sequence[Lane]) -> None:
+        """Until the first of these groups has a step ready, or a request comes."""
+        self.now = max(self.now, min(self.next_arrival, *map(_ready_at, lanes)))
+
+    def wait_for_all(self, lanes: Sequence[Lane]) -> None:
+        """Until all of them have."""
+        self.now = max(self.now, *map(_ready_at, lanes))
+
+
+class Units:
+    """When the devices of each unit have done all that they were given; seconds."""
+
+    def __init__(self, num_units: int = 1) -> None:
+        self._idle_at = [0.0] * num_units
+
+    def occupy(self, group: Group, after: float, seconds: float) -> float:
+        """Give a group work, which begins when all of its units are idle; when it will be done."""
+        units = slice(group.first, group.first + group.width)
+        done = max(after, *self._idle_at[units]) + seconds
+        self._idle_at[units] = [done] * group.width
+        return done
+
+
+def _ready_at(lane: Lane) -> float:
+    flight = lane.in_flight[0]
+    if isinstance(flight, Failure):
+        raise flight.error
+    return flight.handle[0]
+
+
+class StepRecord(NamedTuple):
+    """One step that ran."""
+
+    done: float  # seconds
+    device_seconds: float
+    num_tokens: int
+    num_decodes: int
+    mode: Mode
+
+
+class CostRunner:
+    """A `Runner` that computes nothing: a step takes its predicted seconds.
+
+    The host's time passes while a step is prepared: on the clock, or, with `own_host`, beside it.
+    The devices work through what they were given in order, those of groups that share `units` too;
+    `fetch` waits for them. Tokens are all 0. `step_seconds` replaces the predictions, say by
+    measured ones. `drafting` has taken more of the host's time.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        clock: Clock,
+        step_seconds: Callable[[StepPlan, Mode], float] | None = None,
+        *,
+        group: Group = FIRST_UNIT,
+        units: Units | None = None,
+        own_host: bool = False,
+        drafting: ModelledDrafting | None = None,
+    ):
+        self.costs, self.clock, self.drafting = costs, clock, drafting
+        self.steps: list[StepRecord] = []
+        self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
+        self._step_seconds = step_seconds
+        self.group, self._units = group, units or Units()
+        self._last_mode: Mode | None = None
+        self._zeros, self._finite = np.zeros(MAX_ROWS, np.int32), np.ones(MAX_ROWS, bool)
+
+    def run(
+        self, plan: StepPlan, mode: Mode, previous_handle: tuple[float, int] | None
+    ) -> tuple[float, int]:
+        """Let the host's time pass and queue the step on the devices."""
+        work = work_of(plan)
+        host = self.costs.host_seconds(work) + self._drafting_seconds()
+        self._prepared_at = max(self.clock.now, self._prepared_at) + host
+        if not self._own_host:
+            self.clock.now = self._prepared_at
+        if self._step_seconds is not None:
+            seconds = self._step_seconds(plan, mode)
+        else:
+            seconds = self.costs.device_seconds(mode, work)
+        if self._last_mode not in (None, mode):
+            seconds += self.costs.engine.switch_seconds
+        self._last_mode = mode
+        done = self._units.occupy(self.group, self._prepared_at, seconds)
+        num_decodes = plan.num_decodes + plan.num_drafts
+        self.steps.append(StepRecord(done, seconds, plan.num_tokens, num_decodes, mode))
+        return done, plan.num_rows
+
+    def _drafting_seconds(self) -> float:
+        """Of the host since the step before."""
+        if self.drafting is None:
+            return 0.0
+        before, self._drafted_at = self._drafted_at, self.drafting.seconds
+        return self._drafted_at - before
+
+    def is_ready(self, handle: tuple[float, int]) -> bool:
+        """Whether the step is done by now."""
+        return handle[0] <= self.clock.now
+
+    def fetch(self, handle: tuple[float, int]) -> StepOutput:
+        """Wait until the step is done."""
+        done, num_rows = handle
+        self.clock.now = max(self.clock.now, done)
+        self.clock.seen_at = done if self._own_host else self.clock.now
+        return StepOutput(self._zeros[:num_rows], self._finite[:num_rows])
+
+    def reset(self) -> None:
+        """Nothing is held that could be lost."""
+
+
+class CostMover:
+    """A `Mover` that moves nothing: it takes predicted seconds of the units concerned.
+
+    The host dispatches each change as it prepares a step of no sequences, which is assumed, not
+    measured.
+    """
+
+    def __init__(self, costs: MoveCosts, clock: Clock, units: Units, host_seconds: float):
+        self.costs, self.clock = costs, clock
+        self.num_bytes = 0  # received by a device, over all moves
+        self.seconds = 0.0  # of devices, over all moves and copies
+        self._units, self._host_seconds = units, host_seconds
+
+    def move(self, crossing: Crossing) -> None:
+        """Occupy the wide group's units for its calls."""
+        ways = crossing.wide.width // crossing.narrow_width
+        num_calls = sum(1 for _ in calls(crossing.pairs, ways, self.costs.chunk_blocks(ways)))
+        self.num_bytes += num_calls * self.costs.call_bytes(ways)
+        self._occupy(crossing.wide, num_calls * self.costs.call_seconds(ways))
+
+    def compact(self, copy: Copy) -> None:
+        """Occupy the group's units for copies in their memory."""
+        self._occupy(copy.group, self.costs.copy_seconds(len(copy.blocks)))
+
+    def _occupy(self, group: Group, seconds: float) -> None:
+        self.clock.now += self._host_seconds
+        self.seconds += seconds
+        self._units.occupy(group, self.clock.now, seconds)
