@@ -141,14 +141,14 @@ class Fleet:
         self._asked_at = float("-inf")
         self._seen: tuple[int, ...] = ()
         self._units = sum(group.width for group in arrangement)
-        self._num_tokens_of: dict[int, int] = {}
+        self.widest = max(lane.group.width for lane in lanes)
+        num_tokens_of: dict[int, int] = {}
         for lane in lanes:
             lane.state = "open" if lane.group in arrangement else "idle"
             blocks = lane.scheduler.tables.device
-            most = blocks.num_usable_blocks * blocks.block_size
-            self._num_tokens_of[lane.group.width] = most
-        self.widest = max(self._num_tokens_of)
-        self._units_hold_all = min(self._num_tokens_of.values()) >= limits.max_model_len
+            num_tokens_of[lane.group.width] = blocks.num_usable_blocks * blocks.block_size
+        self._num_tokens_of = sorted(num_tokens_of.items())  # by width
+        self._units_hold_all = self._num_tokens_of[0][1] >= limits.max_model_len
 
     # ------------------------------------------------------------------ a turn of the engine
 
@@ -165,15 +165,17 @@ class Fleet:
         self._reopen_late(now)
         if not self._pending and self._shall_ask(num_queued, num_seen, now):
             self._asked_at = now
-            self._ask(queue(MOST_VIEWED), num_queued, now)
+            self._ask(queue(MOST_VIEWED), num_queued, num_seen, now)
         for pending in [each for each in self._pending if self._is_due(each, now)]:
             self._pending.remove(pending)
             self._make(pending, now)
 
-    def _ask(self, queue: list[Request], num_queued: int, now: float) -> None:
+    def _ask(
+        self, queue: list[Request], num_queued: int, num_seen: int, now: float
+    ) -> None:
         """Let the policy say what there shall be; one that fails has no say this time."""
         try:
-            wish = self.policy.arrange(self.view(queue, num_queued, now))
+            wish = self.policy.arrange(self.view(queue, num_queued, now, num_seen))
             if wish is not None and wish.arrangement != self.arrangement:
                 self.begin(wish, now, queue)
         except Exception as error:
@@ -222,7 +224,7 @@ class Fleet:
     def _asked_width(self, request: Request) -> int:
         """The least width that a request, or its class, is content with, as far as there is one."""
         asked = max(request.min_width, self.policy.width_for(request))
-        return min((width for width in self._num_tokens_of if width >= asked), default=self.widest)
+        return next((width for width, _ in self._num_tokens_of if width >= asked), self.widest)
 
     def _num_kv_tokens(self, request: Request, num_tokens: int | None = None) -> int:
         """Tokens that a group must hold for one sequence of a request.
@@ -238,10 +240,14 @@ class Fleet:
 
     def _fitting_width(self, num_kv_tokens: int) -> int:
         """The least width whose pool holds so many tokens of one sequence."""
-        fits = [width for width, most in self._num_tokens_of.items() if most >= num_kv_tokens]
-        return min(fits, default=self.widest)
+        for width, most in self._num_tokens_of:
+            if most >= num_kv_tokens:
+                return width
+        return self.widest
 
-    def view(self, queue: Iterable[Request], num_queued: int, now: float) -> FleetView:
+    def view(
+        self, queue: Iterable[Request], num_queued: int, now: float, num_seen: int = 0
+    ) -> FleetView:
         """What a policy sees, of the queue its beginning."""
         groups = {group: self._view_of(self.lanes[group]) for group in self.arrangement}
         waiting = [
@@ -249,7 +255,7 @@ class Fleet:
             for each in queue
         ]
         unseen = max(0, num_queued - len(waiting))
-        return FleetView(self._units, self.arrangement, groups, waiting, unseen, now)
+        return FleetView(self._units, self.arrangement, groups, waiting, unseen, now, num_seen)
 
     def _view_of(self, lane: Lane) -> GroupView:
         scheduler = lane.scheduler
@@ -260,6 +266,7 @@ class Fleet:
             num_waiting=len(scheduler.waiting),
             num_prompt_tokens=scheduler.num_waiting_tokens + unfinished,
             num_context_tokens=sum(s.num_computed_tokens for s in sequences),
+            num_output_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
             num_used_blocks=scheduler.num_used_blocks,
             num_blocks=scheduler.tables.device.num_usable_blocks,
             max_num_seqs=scheduler.config.max_num_seqs,

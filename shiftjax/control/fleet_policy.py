@@ -5,9 +5,9 @@ All of them let a request have the width that it needs: because its context fits
 They differ in what they do with the rest of the load.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 from shiftjax.control.policy import Policy
@@ -17,10 +17,14 @@ from shiftjax.costs.step import CostModel, Work
 from shiftjax.parallel.fleet import Arrangement, bound, equal_groups, released
 from shiftjax.parallel.grid import Group, Mode
 
-HORIZON_TOKENS = 32  # of every running sequence, that a prediction looks ahead
-MARGIN = 0.1  # of the predicted seconds, which a change must save at least
+FIRST_OUTPUT = 128.0  # tokens that sequences are thought to have made halfway, before any has ended
+MEMORY_ENDED = 64  # sequences whose end makes this what was seen
+MEMORY_SECONDS = 5.0  # for which what has come tells of what will come
+LEAST_SPAN_SECONDS = 1.0  # that a rate is taken over
+MOST_COMING = 0.95  # of a group's time, that prompts to come may be thought to take
+MARGIN = 0.05  # of the predicted seconds, which a change must save at least
 HOLD_SWITCHES = 20  # times the seconds of a switch: for as long the groups concerned stay
-LEAST_HOLD_SECONDS = 0.05
+LEAST_HOLD_SECONDS = 0.5
 KV_SHARE = 0.9  # of the blocks of a group that a bind may fill
 
 
@@ -39,6 +43,7 @@ class GroupView(NamedTuple):
     num_waiting: int
     num_prompt_tokens: int  # that are not computed yet
     num_context_tokens: int
+    num_output_tokens: int  # of what runs
     num_used_blocks: int
     num_blocks: int
     max_num_seqs: int
@@ -54,6 +59,7 @@ class FleetView(NamedTuple):
     queue: Sequence[Demand]  # its beginning
     num_unseen: int  # requests that come after
     now: float
+    num_seen: int = 0  # requests that have come since the start
 
     @property
     def num_sequences(self) -> int:
@@ -79,6 +85,39 @@ class Wish(NamedTuple):
     arrangement: Arrangement
     reason: str
     kind: str | None = None
+
+
+class Load:
+    """What comes, as seen so far; what is longer ago than `MEMORY_SECONDS` has less weight."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0  # requests per second
+        self.mean_prompt = 0.0  # tokens
+        self.mean_output = FIRST_OUTPUT  # tokens that what runs has made
+        self._came = self._span = 0.0
+        self._num_seen = self._num_ended = 0
+        self._seen_at: float | None = None
+
+    def see(self, view: FleetView) -> None:
+        """Take note of what there is."""
+        groups = view.groups.values()
+        running = sum(group.num_running for group in groups)
+        output = sum(group.num_output_tokens for group in groups)
+        prompts = sum(group.num_context_tokens + group.num_prompt_tokens for group in groups)
+        held = running + sum(group.num_waiting for group in groups)
+        since = 0.0 if self._seen_at is None else view.now - self._seen_at
+        kept = math.exp(-since / MEMORY_SECONDS)
+        self._came = self._came * kept + view.num_seen - self._num_seen
+        self._span = self._span * kept + since
+        self._seen_at, self._num_seen = view.now, view.num_seen
+        self.rate = self._came / max(self._span, LEAST_SPAN_SECONDS)
+        if held:
+            self.mean_prompt = max(0, prompts - output) / held
+        ended = max(0, view.num_seen - view.num_sequences - self._num_ended)
+        self._num_ended += ended
+        if running:
+            kept = math.exp(-ended / MEMORY_ENDED)
+            self.mean_output = kept * self.mean_output + (1 - kept) * output / running
 
 
 class FleetPolicy(Protocol):
@@ -165,18 +204,21 @@ class LoadPolicy:
 
 @dataclass
 class CostArrangement:
-    """The arrangement of least predicted seconds, over all requests and the next tokens of each.
+    """The arrangement of least predicted seconds until all that is there is done.
 
-    Of a group g with prompts of P tokens to compute, a sequences waiting and n running,
+    Of a group with n sequences running, a waiting and P tokens of prompts to compute,
 
-        J(g) = a (P / 2 X(g) + s(g)) + n (P / 2 X(g) + h s(g))
+        J = [(n + a) P / X + (n + 2 a) h s + 2 h s e^2 / 2 m] / (1 - r)
 
-    with X its rate of computing prompts, s the seconds of a step that decodes all of them, h
-    `HORIZON_TOKENS`, each in the mode that the group's own policy would choose: what all requests
-    together wait. Waiting work is spread over the units evenly; running work stays where it is. Of
-    the binary tree of aligned groups the cheapest partition is taken, if it saves more than the
-    moves that it takes and `MARGIN`, and no unit changes groups within `HOLD_SWITCHES` times what
-    its last change took.
+    is what all of them together wait: for the prompts, computed at rate X; for their tokens, at s
+    seconds of a step that decodes as many as the group takes at once, m, each in the mode that its
+    own policy would choose; and, e of them that are more than m, for others to end. h is how many
+    tokens what runs has made on average: in a steady state as many are to come, and twice as many
+    of what waits. r is the share of time that prompts take which are still to come, at the rate at
+    which they have come. Waiting work is spread over the units evenly; running work stays where it
+    is. Of the binary tree of aligned groups the cheapest partition is taken, if it saves more than
+    the moves that it takes and `margin`, and no unit changes groups within `hold_switches` times
+    what its last change took.
     """
 
     widths: tuple[int, ...]
@@ -190,6 +232,8 @@ class CostArrangement:
     hold_switches: float = HOLD_SWITCHES
     widens: ClassVar[bool] = True
     _held_until: dict[int, float] = field(default_factory=dict)  # by unit
+    _rates: dict[int, float] = field(default_factory=dict)  # of prompts, by width
+    _load: Load = field(default_factory=Load)
 
     def width_for(self, request: Request) -> int:
         """What its class says."""
@@ -197,11 +241,12 @@ class CostArrangement:
 
     def arrange(self, view: FleetView) -> Wish | None:
         """Compare the partition of least seconds with what there is."""
+        self._load.see(view)
         if wish := bind_for_need(view):
             return wish
         if not view.num_sequences:
             return None
-        nodes = _Nodes(self, view)
+        nodes = _Nodes(self, view, self._load)
         best = nodes.best_partition()
         if best is None or best == view.arrangement:
             return None
@@ -214,8 +259,9 @@ class CostArrangement:
         doubt = self.margin * nodes.seconds_of(view.arrangement)
         if saved <= doubt + switch * max(1, view.num_sequences):
             return None
-        hold = max(LEAST_HOLD_SECONDS, self.hold_switches * switch)
-        self._held_until |= dict.fromkeys(units, view.now + hold)
+        if self.hold_switches:
+            hold = max(LEAST_HOLD_SECONDS, self.hold_switches * switch)
+            self._held_until |= dict.fromkeys(units, view.now + hold)
         wider = max(g.width for g in best) > max(g.width for g in view.arrangement)
         return Wish(best, "quicker" if wider else "throughput")
 
@@ -223,8 +269,7 @@ class CostArrangement:
         """Tokens per second of prompts in full steps."""
         if width not in self._rates:
             tokens = self.max_num_batched_tokens
-            work = Work.prefill(tokens)
-            self._rates[width] = tokens / self._seconds(width, work)
+            self._rates[width] = tokens / self._seconds(width, Work.prefill(tokens))
         return self._rates[width]
 
     def decode_seconds(self, width: int, num_sequences: int, context: int) -> float:
@@ -232,12 +277,14 @@ class CostArrangement:
         return self._seconds(width, Work.decode(max(1, num_sequences), max(1, context)))
 
     def _seconds(self, width: int, work: Work) -> float:
+        """Of a step of one of several equal groups, whose steps one host prepares in turn."""
+        costs = self.costs[width]
         mode = self.mode_policies[width].mode_of(work, self.modes[width], 0, None)
-        return self.costs[width].seconds(mode, work)
-
-    @cached_property
-    def _rates(self) -> dict[int, float]:
-        return {}
+        if costs.engine.replicas_in_step:
+            return costs.seconds(mode, work)
+        host = costs.host_seconds(work) * (max(self.widths) // width)
+        device = costs.device_seconds(mode, work)
+        return max(device, host) if costs.engine.overlaps else device + host
 
     def _switch_seconds(self, view: FleetView, new: Arrangement) -> float:
         """Seconds in which the changed groups do not step: moves, and the overlap that is lost."""
@@ -257,8 +304,8 @@ class CostArrangement:
 class _Nodes:
     """The groups of the binary tree over the units, and what each would take."""
 
-    def __init__(self, policy: CostArrangement, view: FleetView):
-        self.policy, self.view = policy, view
+    def __init__(self, policy: CostArrangement, view: FleetView, load: Load):
+        self.policy, self.view, self.load = policy, view, load
         self._seconds: dict[Group, float] = {}
         self._best: dict[Group, tuple[float, Arrangement]] = {}
         self._num_queued = view.num_queued / view.units
@@ -314,12 +361,22 @@ class _Nodes:
         together = running + waiting
         if not together:
             return 0.0
-        mean = (context + tokens) / together
-        policy, most = self.policy, min(held.max_num_seqs for held in self.view.groups.values())
-        at_once = min(together, most)
+        policy, load = self.policy, self.load
+        most = min(held.max_num_seqs for held in self.view.groups.values())
+        at_once, mean = min(together, most), (context + tokens) / together
         step = policy.decode_seconds(node.width, round(at_once), round(mean))
-        prompts = tokens / policy.prefill_rate(node.width)
-        return together * (prompts / 2 + HORIZON_TOKENS * step * together / at_once)
+        rate = policy.prefill_rate(node.width)
+        prompts, outputs = tokens / rate, load.mean_output * step
+        coming = load.mean_prompt / rate  # seconds of a prompt that is still to come
+        in_step = policy.costs[node.width].engine.replicas_in_step  # who has none waits for others'
+        part = 1.0 if in_step else node.width / self.view.units
+        share = min(MOST_COMING, load.rate * part * coming)
+        later = share / (1 - share) * (prompts + outputs)
+        later = min(later, max(0.0, most - together) * coming)
+        beyond = together - at_once
+        newcomers = load.rate * node.width / self.view.units * (prompts + outputs)
+        queue = 2 * newcomers * beyond / most + beyond**2 / most
+        return together * (prompts + later) + outputs * (running + 2 * waiting + queue)
 
 
 def bind_for_need(view: FleetView) -> Wish | None:
