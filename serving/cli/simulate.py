@@ -34,6 +34,7 @@ from shiftjax.sim.experiments import (
     trace_from,
     write_rows,
 )
+from shiftjax.sim.fleet_planning import fleet_estimates
 from shiftjax.sim.planning import Estimate, Workload, all_deployments, estimate, recommend
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.trace import TraceRequest
@@ -44,6 +45,10 @@ FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
 DRAFTS = DraftOptions(speculation="suffix")
 FLEET_SETTINGS = settings_of(FleetOptions)
 WINDOW = "0:900"
+FLEET_HEADING = """fleets: units of tp devices, which all hold the model, form groups in traffic.
+reach: tokens of the longest request, in a narrowest and a widest group; ttft, tpot: of one request
+in a widest one; decodes_by_width: the most sequences for which groups of a width step quickest;
+programs: steps to compile by width, and moves; padded_heads: beside a unit that is on its own."""
 METRICS = ("queue", *LATENCIES)
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
@@ -111,7 +116,7 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     """Print what every (DP, SP, TP) would hold and do, and which one to take."""
     if min(arguments.input, arguments.output) < 1:
         raise ConfigError(["--input and --output must be at least 1 token"])
-    target, settings, own, _ = _asked(arguments)
+    target, settings, own, options = _asked(arguments)
     workload = Workload(arguments.input, arguments.output)
     deployments = [*own, *all_deployments(target, **settings)]
     estimates = [estimate(target, deployment, workload) for deployment in deployments]
@@ -120,13 +125,32 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     best, reason = recommend(target, **settings)
     print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
     print(reason)
+    fleets = _fleets(target, workload, settings, options)
     compiled = _compile(arguments, target, estimates)
     if arguments.out:
         write_rows(arguments.out, "plan", rows)
+        write_rows(arguments.out, "fleets", fleets)
         if compiled:
             write_rows(arguments.out, "compiled", compiled)
         _plan_report(target, estimates).save(arguments.out / "report.html")
     return 0
+
+
+def _fleets(
+    target: Target, workload: Workload, settings: Mapping[str, Any], options: FleetOptions
+) -> list[dict[str, Any]]:
+    """Print fleets of every unit size, and which one to take; their rows."""
+    estimates = [each for each in fleet_estimates(target, workload, options, **settings)]
+    rows = [one.row() for one in estimates]
+    if not rows:
+        return rows
+    print(f"\n{FLEET_HEADING}")
+    print(as_text(rows))
+    fitting = [one for one in estimates if one.by_width[one.deployment.widths[-1]].fits]
+    if fitting:
+        best = max(fitting, key=lambda one: one.by_width[one.best].tokens_per_second)
+        print(f"\nrecommended: --fleet --tp {best.deployment.tp}: most tokens per second")
+    return rows
 
 
 def _compile(

@@ -320,13 +320,13 @@ def fleet_degrees(
     if bind_width is not None and bind_width not in widths:
         given = f"bind_width = {bind_width} is none of the widths {shown(widths)}"
         problems.append(f"{given} of its groups")
-    problems += _widths_problems(Layout(model, widths[0], tp, widths[-1]), widths)
+    problems += widths_problems(Layout(model, widths[0], tp, widths[-1]), widths)
     if problems:
         raise ConfigError(problems)
     return tp, units
 
 
-def _widths_problems(layout: Layout, widths: tuple[int, ...]) -> list[str]:
+def widths_problems(layout: Layout, widths: tuple[int, ...]) -> list[str]:
     """Why groups of these widths cannot share what their units hold; none: they can."""
     problems, unit = [], layout.of_width(1)
     if widths[-1] * layout.tp > layout.model.num_heads:

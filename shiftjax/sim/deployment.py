@@ -7,7 +7,14 @@ from typing import Any, get_args, get_type_hints
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, SERVER_BUDGETS, EngineConfig
-from shiftjax.control.deployment import Deployment, Devices, base_rule, draft_rows, resolve
+from shiftjax.control.deployment import (
+    Deployment,
+    Devices,
+    base_rule,
+    draft_rows,
+    resolve,
+    widths_problems,
+)
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
@@ -131,6 +138,8 @@ def deploy_fleet(
     if rest or any(units % width for width in widths):
         raise ConfigError([f"{name}: {units} units of {tp} cannot be cut into groups of {widths}"])
     layout = Layout(target.model, widths[0], tp, widths[-1])
+    if problems := widths_problems(layout, widths):
+        raise ConfigError(problems)
     block_size = settings.pop("block_size", 16)
     mesh = units // widths[0], widths[0], tp
     return replace(

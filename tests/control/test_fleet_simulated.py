@@ -1,0 +1,96 @@
+"""A fleet decides on virtual devices what it decides on those that compute: the same trace, twice.
+
+Once over runners that echo tokens out of audited pools, once over `CostRunner`; step times are made
+up and the same. Plans, block tables, times and changes of groups must be equal.
+"""
+
+from dataclasses import replace
+
+import pytest
+from echo_kit import make_request
+from fleet_kit import make_fleet
+
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
+from shiftjax.control.fleet_policy import LoadPolicy, NeedPolicy
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.moves import MoveCosts
+from shiftjax.costs.step import CostModel
+from shiftjax.parallel.fleet import possible_widths
+from shiftjax.parallel.layout import Layout
+from shiftjax.sim.devices import Clock, CostMover, CostRunner, Units
+from shiftjax.sim.replay import serve
+
+UNITS = 4
+WIDTHS = possible_widths(UNITS)
+ARRIVALS = [0.0, 0.1, 2.0, 2.0, 2.1, 2.1, 2.1, 2.2, 2.2, 2.3, 2.3, 2.4, 6.0, 6.1, 9.0]
+
+
+def step_seconds(plan, mode) -> float:
+    return 0.05 + 0.01 * plan.num_tokens / mode.width + 0.01 * mode.sp
+
+
+class Recorder:
+    """Around a runner: notes plans; lets virtual time pass where the runner has none."""
+
+    def __init__(self, runner, clock, units, group, plans):
+        self.runner, self.clock, self.units, self.group = runner, clock, units, group
+        self.plans = plans
+
+    def run(self, plan, mode, previous):
+        tables = [(s.sequence.order, s.start, s.num_tokens, tuple(s.sequence.block_table))
+                  for s in plan.scheduled]  # fmt: skip
+        self.plans.append((self.clock.now, self.group, mode, tables))
+        handle = self.runner.run(plan, mode, previous and previous[1])
+        if isinstance(self.runner, CostRunner):
+            return handle[0], handle
+        return self.units.occupy(self.group, self.clock.now, step_seconds(plan, mode)), handle
+
+    def is_ready(self, handle):
+        return handle[0] <= self.clock.now
+
+    def fetch(self, handle):
+        self.clock.now = self.clock.seen_at = max(self.clock.now, handle[0])
+        return self.runner.fetch(handle[1])
+
+    def reset(self):
+        self.runner.reset()
+
+
+def play(kind: str, *, simulated: bool):
+    """(plans, changes, blocks moved) of one run."""
+    clock, units, plans = Clock(), Units(UNITS), []
+    policy = LoadPolicy(WIDTHS, 1.0, 2.0, NeedPolicy(WIDTHS))
+    options = {"switch": kind, "max_pause_seconds": 1.0, "clock": lambda: 0.0}
+    engine = make_fleet(units=UNITS, policy=policy, clock=clock, fleet=options)
+    engine.wait = clock.wait_for_one
+    model = replace(PRESETS["tiny"], num_heads=8, num_kv_heads=4)
+    overhead = replace(load_engine("shiftjax"), host_seconds=0.0, host_seconds_per_sequence=0.0)
+    for lane in engine.lanes:
+        runner, group = lane.runner, lane.group
+        if simulated:
+            sizes = model, group.width, 1, load_machine("cpu"), overhead, Formats()
+            costs = CostModel(*sizes, widest=UNITS)
+            runner = CostRunner(costs, clock, step_seconds, group=group, units=units)
+        lane.runner = Recorder(runner, clock, units, group, plans)
+    if simulated:
+        free = replace(load_machine("cpu"), memory_bytes_per_second=float("inf"))
+        no_time = tuple(way.scaled(0.0, float("inf")) for way in free.all_to_all)
+        free = replace(free, all_to_all=no_time)
+        costs = MoveCosts(Layout(model, 1, 1, UNITS), Formats(), free, 2)
+        engine.fleet.mover = CostMover(costs, clock, units, 0.0)
+    requests = [
+        make_request(str(n), [5, n % 7, 3] * (1 + n % 3), at, max_tokens=9 + n, ignore_eos=True)
+        for n, at in enumerate(ARRIVALS)
+    ]
+    records, _ = serve(engine, clock, requests)
+    assert len(records) == len(ARRIVALS)
+    return plans, list(engine.fleet.history), engine.fleet.stats.moved_blocks
+
+
+@pytest.mark.parametrize("kind", ["move", "hard", "sequential"])
+def test_virtual_devices_see_the_plans_and_changes_of_others(kind):
+    plans, turns, blocks = play(kind, simulated=False)
+    assert {mode.width for _, _, mode, _ in plans} >= {1, UNITS}
+    assert len(turns) >= 2 and {turn.kind for turn in turns} >= {kind}
+    assert play(kind, simulated=True) == (plans, turns, blocks)

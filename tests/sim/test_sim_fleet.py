@@ -1,0 +1,297 @@
+"""Fleets in the simulator: what they must share with static deployments, moves, and the policy."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shiftjax.control.fleet import Turn
+from shiftjax.control.fleet_policy import (
+    LEAST_HOLD_SECONDS,
+    CostArrangement,
+    FleetView,
+    GroupView,
+)
+from shiftjax.control.handover import Copy, Crossing
+from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.costs.moves import MoveCosts
+from shiftjax.options import ConfigError
+from shiftjax.parallel.fleet import Arrangement, all_groups, changes, possible_widths
+from shiftjax.parallel.grid import Group
+from shiftjax.sim.deployment import deploy_fleet, memory_of, standard_deployments
+from shiftjax.sim.devices import Clock, CostMover, Units
+from shiftjax.sim.experiments import choose_deployments, target_from
+from shiftjax.sim.fleet_planning import fleet_estimate, fleet_estimates
+from shiftjax.sim.metrics import arrangements, makespan, queue_by_priority, shares, summary
+from shiftjax.sim.planning import Workload
+from shiftjax.sim.replay import make_engine, replay
+from shiftjax.sim.trace import TraceRequest, on_off, poisson
+
+TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
+SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
+BURSTS = on_off(1.0, 20.0, 6.0, 2.0, 12.0, 1024, 60)
+DECODES = on_off(2.0, 60.0, 6.0, 1.5, 9.0, 128, 200)
+
+
+def fleet(name="fleet", target=TARGET, **settings):
+    return deploy_fleet(target, name, **SMALL | settings)
+
+
+@pytest.fixture(scope="module")
+def bursts():
+    return replay(BURSTS, TARGET, fleet("fleet:load:move"))
+
+
+# ------------------------------------------------------------------ as static deployments
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "static"), [("8", "cost"), ("+".join("1" * 8), "dp"), ("8:threshold", "shift")]
+)
+def test_groups_that_stay_are_a_static_deployment(arrangement, static):
+    trace = poisson(6.0, 4.0, 600, 20)
+    budgets = SMALL | {"prefix_caching": False}
+    fixed = replay(trace, TARGET, deploy_fleet(TARGET, f"fleet:{arrangement}", **budgets))
+    known = replay(trace, TARGET, standard_deployments(TARGET, **budgets)[static])
+    assert fixed.requests == known.requests
+    assert [step[:4] for step in fixed.steps] == [step[:4] for step in known.steps]
+
+
+def test_work_begins_when_the_last_unit_of_its_group_is_idle():
+    units = Units(4)
+    assert units.occupy(Group(0, 1), 1.0, 5.0) == 6.0
+    assert units.occupy(Group(0, 2), 0.0, 1.0) == 7.0
+    assert units.occupy(Group(1, 1), 0.0, 1.0) == 8.0
+    assert units.occupy(Group(2, 2), 2.0, 1.0) == 3.0
+
+
+# ------------------------------------------------------------------ changes of groups
+
+
+def test_the_load_policy_binds_in_quiet_times_and_releases_in_bursts(bursts):
+    share = shares(bursts)
+    assert set(share) == {"8", "1+1+1+1+1+1+1+1"} and min(share.values()) > 0.1
+    assert sum(share.values()) == pytest.approx(1.0)
+    spans = arrangements(bursts)
+    assert spans[0][0] == 0.0 and spans[-1][1] == makespan(bursts)
+    row = summary(bursts)
+    assert row["binds"] + row["releases"] == len(bursts.fleet.turns) > 1
+    assert row["moved_sequences"] > 0 and row["moved_bytes"] > 0 and row["preemptions"] == 0
+    assert len(bursts.requests) == len(BURSTS)
+
+
+def test_the_same_trace_gives_the_same_changes(bursts):
+    again = replay(BURSTS, TARGET, fleet("fleet:load:move"))
+    assert again.requests == bursts.requests and again.fleet.turns == bursts.fleet.turns
+
+
+@pytest.mark.parametrize("kind", ["sequential", "soft", "hard", "auto"])
+def test_all_kinds_of_switching_end_all_requests(kind):
+    run = replay(BURSTS, TARGET, fleet(f"fleet:load:{kind}"))
+    assert len(run.requests) == len(BURSTS) and len(run.fleet.turns) > 1
+    kinds = {turn.kind for turn in run.fleet.turns}
+    assert kinds & {kind} or kind == "auto"
+
+
+def test_changes_of_an_oracle_take_no_time():
+    run, other = (replay(DECODES, TARGET, fleet(name)) for name in ("fleet:oracle", "fleet"))
+    assert run.fleet.turns and run.fleet.move_seconds == 0.0 < run.fleet.num_moved_bytes
+    assert other.fleet.turns and other.fleet.move_seconds > 0.0
+
+
+def test_a_request_that_fits_no_unit_waits_for_a_wide_group():
+    """And is served while short ones are, in groups that are let go afterwards."""
+    long = TraceRequest(0.5, 20_000, 20)
+    short = [TraceRequest(0.1 * n, 600, 20) for n in range(20)]
+    options = replace(fleet().fleet, fleet_policy="context")
+    late = TraceRequest(9.0, 600, 20)
+    trace = sorted([*short, long, late], key=lambda request: request.arrival_seconds)
+    small = deploy_fleet(TARGET, "fleet", options, num_blocks=1000, **SMALL)
+    run = replay(trace, TARGET, small)
+    assert len(run.requests) == 22 and run.num_refused == 0
+    assert [max(g.width for g in turn.arrangement) for turn in run.fleet.turns] == [2, 1]
+
+
+def test_queues_are_told_by_class():
+    trace = [TraceRequest(0.0, 2000, 40, priority=n % 2) for n in range(80)]
+    run = replay(trace, TARGET, fleet("fleet:8"))
+    urgent, patient = queue_by_priority(run)
+    assert (urgent["priority"], urgent["requests"], patient["requests"]) == (0, 40, 40)
+    assert urgent["queue_p50_seconds"] < patient["queue_p50_seconds"]
+
+
+# ------------------------------------------------------------------ moves
+
+
+def move_costs(deployment) -> MoveCosts:
+    sizes = deployment.layout, deployment.formats, TARGET.machine, deployment.block_size
+    return MoveCosts(*sizes)
+
+
+@pytest.mark.parametrize("ways", [2, 8])
+def test_bytes_of_a_move_are_those_of_its_calls(ways):
+    """Where places are equally full those are the bytes of the tokens, and a call more per gap."""
+    deployment = fleet()
+    costs, clock, units = move_costs(deployment), Clock(), Units(8)
+    mover = CostMover(costs, clock, units, host_seconds=0.25)
+    chunk, calls = costs.chunk_blocks(ways), 3
+    numbers = iter(range(1, 10_000))
+    pairs = [
+        (place, tuple(next(numbers) for _ in range(ways)), 5000 + n * ways + place)
+        for n in range(calls * chunk)
+        for place in range(ways)
+    ]
+    wide = Group(0, ways)
+    mover.move(Crossing(wide, 1, True, pairs))
+    tokens = calls * chunk * ways * deployment.block_size  # of one unit
+    assert mover.num_bytes == tokens * kv_token_bytes(deployment.layout, deployment.formats)
+    assert mover.seconds == pytest.approx(costs.seconds(tokens, ways))
+    assert clock.now == 0.25
+    assert units.occupy(wide, 0.0, 0.0) == pytest.approx(0.25 + mover.seconds)
+    mover.move(Crossing(wide, 1, False, pairs[:1]))
+    assert mover.num_bytes == tokens * costs.block_bytes // 16 + costs.call_bytes(ways)
+
+
+def test_copies_take_memory_time_of_their_group_alone():
+    costs, clock, units = move_costs(fleet()), Clock(), Units(8)
+    mover = CostMover(costs, clock, units, host_seconds=0.0)
+    mover.compact(Copy(Group(4, 2), [(9, 1), (8, 2)]))
+    assert mover.num_bytes == 0 and mover.seconds == costs.copy_seconds(2) > 0
+    assert units.occupy(Group(4, 1), 0.0, 0.0) == mover.seconds
+    assert units.occupy(Group(0, 4), 0.0, 0.0) == 0.0
+
+
+# ------------------------------------------------------------------ the cost policy
+
+UNITS = 8
+WIDTHS = possible_widths(UNITS)
+
+
+def cost_policy() -> CostArrangement:
+    engine, _ = make_engine(TARGET, fleet(), Clock())
+    policy = engine.fleet.policy
+    assert isinstance(policy, CostArrangement)
+    return policy
+
+
+POLICY = cost_policy()
+
+
+def view_of(arrangement: Arrangement, sequences: list[tuple[int, int, int]], now: float):
+    """Sequences of (prompt left, context, output), spread evenly over the groups by width."""
+    slots = [group for group in arrangement for _ in range(group.width)]
+    held = {group: [0, 0, 0, 0, 0] for group in arrangement}
+    for number, (left, context, output) in enumerate(sequences):
+        mine = held[slots[number % len(slots)]]
+        for place, value in enumerate((1, left, context, output, -(-context // 16))):
+            mine[place] += value
+    groups = {
+        group: GroupView(n, 0, left, context, output, blocks // group.width, 18_000, 64, 1)
+        for group, (n, left, context, output, blocks) in held.items()
+    }
+    return FleetView(UNITS, arrangement, groups, [], 0, frozenset(), now, len(sequences))
+
+
+sequences = st.lists(
+    st.tuples(st.sampled_from([0, 0, 0, 300, 4000]), st.integers(16, 8000), st.integers(0, 600)),
+    min_size=1,
+    max_size=64,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sequences=sequences, start=st.sampled_from(WIDTHS))
+def test_the_cost_policy_never_returns_where_nothing_has_changed(sequences, start):
+    policy = replace(POLICY, _held_until={}, _load=type(POLICY._load)())
+    groups = [group for group in all_groups(UNITS, WIDTHS) if group.width == start]
+    arrangement, seen = tuple(sorted(groups)), []
+    for turn in range(40):
+        wish = policy.arrange(view_of(arrangement, sequences, 0.2 * turn))
+        if wish is not None:
+            seen.append(arrangement)
+            assert wish.arrangement not in seen
+            arrangement = wish.arrangement
+    assert len(seen) <= 4
+
+
+def last_changes(turns: tuple[Turn, ...], first: Arrangement) -> list[float]:
+    """Seconds between two changes of a unit, for all units and changes."""
+    gaps, changed, before = [], dict.fromkeys(range(UNITS), float("-inf")), first
+    for turn in turns:
+        for change in changes(before, turn.arrangement):
+            for unit in range(change.wide.first, change.wide.first + change.wide.width):
+                gaps.append(turn.seconds - changed[unit])
+                changed[unit] = turn.seconds
+        before = turn.arrangement
+    return gaps
+
+
+def test_a_unit_stays_in_its_group_for_a_while():
+    run = replay(DECODES, TARGET, fleet())
+    step = max(step.device_seconds for step in run.steps)  # from the wish to the change
+    assert run.fleet.turns
+    assert min(last_changes(run.fleet.turns, run.fleet.first)) >= LEAST_HOLD_SECONDS - step
+
+
+@pytest.mark.parametrize("engine", ["shiftjax", "vllm"])
+@pytest.mark.parametrize("rate", [2.0, 40.0])
+def test_the_cost_policy_is_near_the_best_groups_that_stay(engine, rate):
+    options = {"model": "llama-70b", "machine": "h200x8", "dtype": "fp8", "engine": engine}
+    target, trace = target_from(options), poisson(rate, 4.0, 600, 60)
+    names = ("fleet:8", "fleet:4+4", "fleet:2+2+2+2", "fleet:" + "+".join("1" * 8), "fleet")
+    rows = [summary(replay(trace, target, fleet(name, target, max_num_seqs=64))) for name in names]
+    best = min(row["completion_mean_seconds"] for row in rows[:-1])
+    assert rows[-1]["completion_mean_seconds"] <= 1.04 * best
+
+
+# ------------------------------------------------------------------ names and plans
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fleet:cosst", "did you mean cost"),
+        ("fleet:tp3", "cannot be cut"),
+        ("fleets", "there are .*fleet"),
+    ],
+)
+def test_other_names_are_refused(name, words):
+    with pytest.raises(ConfigError, match=words):
+        choose_deployments(TARGET, [name])
+
+
+def test_an_arrangement_that_cannot_be_is_refused_when_it_is_made():
+    with pytest.raises(ConfigError, match="there are 8"):
+        make_engine(TARGET, fleet("fleet:4+2"), Clock())
+
+
+def test_a_plan_of_fleets_trades_memory_for_reach():
+    rows = [one.row() for one in fleet_estimates(TARGET, Workload(4096, 250))]
+    assert [(row["tp"], row["widths"]) for row in rows] == [
+        (1, "1,2,4,8"),
+        (2, "1,2,4"),
+        (4, "1,2"),
+    ]
+    kv = [row["kv_tokens"] for row in rows]
+    assert kv == sorted(kv) and rows[0]["tokens_per_second"] > rows[1]["tokens_per_second"]
+    assert rows[0]["reach_wide"] == 8 * rows[0]["reach_narrow"] == kv[0]
+    regimes = fleet_estimates(TARGET, Workload(4096, 250))[0].regimes
+    assert list(regimes) == [8, 4, 2, 1] and list(regimes.values()) == sorted(regimes.values())
+
+
+def test_what_a_plan_holds_is_what_the_engine_has():
+    deployment = fleet()
+    plan = fleet_estimate(TARGET, deployment, Workload(600, 60))
+    engine, _ = make_engine(TARGET, deployment, Clock())
+    for lane in engine.lanes:
+        blocks = lane.scheduler.tables.device
+        assert plan.kv_tokens(lane.group.width) == blocks.num_blocks * blocks.block_size
+
+
+def test_padded_heads_are_told():
+    target = target_from({"model": "smollm2-135m", "machine": "h200x8"})
+    (first, *_) = fleet_estimates(target, Workload(100, 10))
+    assert first.padding == (pytest.approx(16 / 9 - 1), pytest.approx(1 / 3))
+    assert first.row()["padded_heads"] == "+78% q, +33% kv"
+    assert memory_of(target, first.deployment).weight_bytes > 270e6
