@@ -21,7 +21,8 @@ FIRST_OUTPUT = 128.0  # tokens that sequences are thought to have made halfway, 
 MEMORY_ENDED = 64  # sequences whose end makes this what was seen
 MEMORY_SECONDS = 5.0  # for which what has come tells of what will come
 LEAST_SPAN_SECONDS = 1.0  # that a rate is taken over
-MOST_COMING = 0.95  # of a group's time, that prompts to come may be thought to take
+ROUNDS = 12  # of the iteration for the seconds of a token
+ROUNDED_TOKENS = 64  # of prompts, for which predictions are kept
 MARGIN = 0.05  # of the predicted seconds, which a change must save at least
 HOLD_SWITCHES = 20  # times the seconds of a switch: for as long the groups concerned stay
 LEAST_HOLD_SECONDS = 0.5
@@ -233,6 +234,7 @@ class CostArrangement:
     widens: ClassVar[bool] = True
     _held_until: dict[int, float] = field(default_factory=dict)  # by unit
     _rates: dict[int, float] = field(default_factory=dict)  # of prompts, by width
+    _prompts: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds by width, tokens
     _load: Load = field(default_factory=Load)
 
     def width_for(self, request: Request) -> int:
@@ -275,6 +277,37 @@ class CostArrangement:
     def decode_seconds(self, width: int, num_sequences: int, context: int) -> float:
         """Seconds of a step that decodes so many sequences."""
         return self._seconds(width, Work.decode(max(1, num_sequences), max(1, context)))
+
+    def token_seconds(
+        self, width: int, num: float, context: float, load: Load, part: float, slots: float
+    ) -> float:
+        """Seconds between two tokens of `num` sequences in a group, while prompts keep coming.
+
+        Its part of them comes at random, and no faster than `slots` per step are left by others:
+        in a step of d seconds c = d * rate, so that a share 1 - exp(-c) of steps computes prompts,
+        too. Such a step takes longer, and so more come in it: that is iterated.
+        """
+        step = seconds = self.decode_seconds(width, round(num), round(context))
+        in_step = self.costs[width].engine.replicas_in_step  # everybody waits for anyone's prompts
+        for _ in range(ROUNDS):
+            come = min(load.rate * part * seconds, slots)
+            if come <= 0:
+                break
+            tokens = num + load.mean_prompt * come / -math.expm1(-come)
+            longer = max(step, self._prompt_seconds(width, tokens))
+            share = -math.expm1(-come / part if in_step else -come)
+            seconds = share * longer + (1 - share) * step
+        return seconds
+
+    def _prompt_seconds(self, width: int, num_tokens: float) -> float:
+        """Seconds of a step of prompts, of at most as many tokens as steps may have."""
+        size = min(
+            self.max_num_batched_tokens, -(-int(num_tokens) // ROUNDED_TOKENS) * ROUNDED_TOKENS
+        )
+        key = width, size
+        if key not in self._prompts:
+            self._prompts[key] = self._seconds(width, Work.prefill(size))
+        return self._prompts[key]
 
     def _seconds(self, width: int, work: Work) -> float:
         """Of a step of one of several equal groups, whose steps one host prepares in turn."""
@@ -361,22 +394,16 @@ class _Nodes:
         together = running + waiting
         if not together:
             return 0.0
-        policy, load = self.policy, self.load
+        policy, load, part = self.policy, self.load, node.width / self.view.units
         most = min(held.max_num_seqs for held in self.view.groups.values())
-        at_once, mean = min(together, most), (context + tokens) / together
-        step = policy.decode_seconds(node.width, round(at_once), round(mean))
-        rate = policy.prefill_rate(node.width)
-        prompts, outputs = tokens / rate, load.mean_output * step
-        coming = load.mean_prompt / rate  # seconds of a prompt that is still to come
-        in_step = policy.costs[node.width].engine.replicas_in_step  # who has none waits for others'
-        part = 1.0 if in_step else node.width / self.view.units
-        share = min(MOST_COMING, load.rate * part * coming)
-        later = share / (1 - share) * (prompts + outputs)
-        later = min(later, max(0.0, most - together) * coming)
-        beyond = together - at_once
-        newcomers = load.rate * node.width / self.view.units * (prompts + outputs)
-        queue = 2 * newcomers * beyond / most + beyond**2 / most
-        return together * (prompts + later) + outputs * (running + 2 * waiting + queue)
+        beyond, mean = max(0.0, together - most), (context + tokens) / together
+        slots = most / (2 * load.mean_output) if beyond else math.inf
+        token = policy.token_seconds(node.width, together - beyond, mean, load, part, slots)
+        outputs = load.mean_output * token
+        prompts = tokens / policy.prefill_rate(node.width) * (1 - beyond / max(waiting, 1.0))
+        newcomers = load.rate * part * (prompts + outputs)
+        queue = beyond * (2 * newcomers + beyond) / most
+        return together * prompts + outputs * (running + 2 * waiting + queue)
 
 
 def bind_for_need(view: FleetView) -> Wish | None:
