@@ -170,9 +170,7 @@ class Fleet:
             self._pending.remove(pending)
             self._make(pending, now)
 
-    def _ask(
-        self, queue: list[Request], num_queued: int, num_seen: int, now: float
-    ) -> None:
+    def _ask(self, queue: list[Request], num_queued: int, num_seen: int, now: float) -> None:
         """Let the policy say what there shall be; one that fails has no say this time."""
         try:
             wish = self.policy.arrange(self.view(queue, num_queued, now, num_seen))
