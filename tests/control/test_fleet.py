@@ -15,6 +15,7 @@ from echo_pools import EchoMover, Told
 from fleet_kit import make_fleet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_speculation import Guesses, let_draft
 
 from shiftjax.control import handover
 from shiftjax.control.fleet_policy import NeedPolicy, Wish
@@ -36,7 +37,7 @@ def random_arrangement(rng: random.Random, units: int = UNITS) -> Arrangement:
     return found
 
 
-def random_requests(rng: random.Random, num: int) -> list:
+def random_requests(rng: random.Random, num: int, **more) -> list:
     shared = [rng.randrange(13) for _ in range(20)]
     requests = []
     for number in range(num):
@@ -52,6 +53,7 @@ def random_requests(rng: random.Random, num: int) -> list:
                 seed=rng.choice([None, number]),
                 ignore_eos=rng.random() < 0.5,
                 stop_token_ids=[rng.randrange(13)] if rng.random() < 0.2 else [],
+                **more,
             )
         )
     return requests
@@ -132,6 +134,43 @@ def test_nobody_notices_any_kind_of_switching(seed, preemption, aborts):
     requests = random_requests(rng, 14)
     kinds = ("move", "soft", "hard", "sequential")
     listener = play(engine, requests, rng, kinds=kinds, aborts=aborts)
+    assert_as_alone(engine, requests, listener)
+    assert_quiescent(engine)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 1 << 30),
+    preemption=st.sampled_from(["recompute", "swap"]),
+    quality=st.sampled_from([None, 0, 5, 10]),
+    switch=st.sampled_from(["move", "soft", "hard", "sequential"]),
+    fault=st.sampled_from([0, 0, 1, 3, 8]),
+)
+def test_nobody_notices_what_is_tight(seed, preemption, quality, switch, fault):
+    """Small steps and pools, drafts of any quality, moves that fail, prompts that are scored."""
+    rng = random.Random(seed)
+    engine = make_fleet(
+        num_kv_heads=rng.choice([1, 2, 4, 8]),
+        num_blocks=rng.choice([13, 26]),
+        max_num_seqs=rng.choice([2, 4]),
+        max_num_batched_tokens=rng.choice([8, 16]),
+        max_draft_rows=12,
+        watermark=0.0,
+        preemption=preemption,
+        num_host_blocks=30 if preemption == "swap" else 0,
+        policy=Told(NeedPolicy(WIDTHS)),
+        fleet={"switch": switch, "max_pause_seconds": 3.0},
+    )
+    if quality is not None:
+        let_draft(engine, Guesses(quality, most=4))
+    engine.fleet.mover.faults = {fault}
+    requests = [
+        each
+        for each in random_requests(rng, 14, prompt_logprobs=rng.choice([None, 0]))
+        if len(each.prompt_token_ids) + each.sampling.max_tokens <= engine.limits.num_kv_tokens
+    ]
+    kinds = ("move", "soft", "hard", "sequential", None)
+    listener = play(engine, requests, rng, kinds=kinds, aborts=True)
     assert_as_alone(engine, requests, listener)
     assert_quiescent(engine)
 
