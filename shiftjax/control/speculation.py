@@ -118,7 +118,7 @@ class Speculation:
                 sequence,
                 self._drafting.start,
                 sequence,
-                sequence.token_ids,
+                sequence.token_ids[: sequence.num_prompt_tokens],
                 corpus=(request.adapter, request.cache_salt),
                 prediction=request.prediction,
                 parent=request if len(siblings) > 1 else None,
@@ -149,7 +149,11 @@ class Speculation:
 
     def join(self, siblings: list[Sequence]) -> None:
         """These sequences come from another group; what they have so far is known."""
-        self.start([each for each in siblings if each.status is not Status.FINISHED])
+        unfinished = [each for each in siblings if each.status is not Status.FINISHED]
+        self.start(unfinished)
+        for sequence in unfinished:
+            if sequence.num_output_tokens:
+                self.extend(sequence, tuple(sequence.token_ids[sequence.num_prompt_tokens :]))
 
     def close(self) -> None:
         """End what drafts in the background."""

@@ -19,6 +19,9 @@ from test_speculation import Guesses, let_draft
 
 from shiftjax.control import handover
 from shiftjax.control.fleet_policy import NeedPolicy, Wish
+from shiftjax.control.speculation import Prices, Speculation
+from shiftjax.drafts.draft import DraftOptions
+from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 
@@ -209,6 +212,26 @@ def test_continuations_that_share_blocks_share_them_after_a_move():
     engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, 2), "told")]
     run_to_end(engine, listener)
     assert_as_alone(engine, [request], listener)
+
+
+def test_drafts_know_prompts_from_outputs_after_a_move():
+    """Continuations share the index of their prompt, and a corpus has outputs from their begin."""
+    engine = make_fleet(num_blocks=120, max_draft_rows=12)
+    for lane in engine.lanes:
+        prices = Prices((32,), engine.policy, lane.modes, None)
+        drafting = Drafting(DraftOptions(speculation="suffix", draft_choice="fixed"))
+        lane.scheduler.speculation = Speculation(drafting, prices, max_rows=12)
+    request = make_request("a", [1, 2, 3, 4] * 3, n=3, max_tokens=30, ignore_eos=True)
+    engine.add_request(request)
+    listener = Listener()
+    for turn in range(12):
+        listener.hear(engine.step(float(turn)))
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    run_to_end(engine, listener)
+    assert engine.fleet.stats.num_moved_sequences == 3
+    assert_as_alone(engine, [request], listener)
+    stats = engine.stats().drafts
+    assert stats.num_corpus_tokens == 3 * 30 and stats.num_drafts > 0
 
 
 def test_a_request_that_fits_no_unit_is_served_by_a_wider_group():
