@@ -19,7 +19,7 @@ from shiftjax.parallel.grid import Group
 UNITS, WIDTHS = 8, (1, 2, 4, 8)
 NEEDS = NeedPolicy(WIDTHS)
 LOAD = LoadPolicy(WIDTHS, bind_at=1.0, release_at=4.0, needs=NEEDS)
-IDLE = GroupView(0, 0, 0, 0, 0, 100, 16, 1)
+IDLE = GroupView(0, 0, 0, 0, 0, 0, 100, 16, 1)
 
 
 def view(

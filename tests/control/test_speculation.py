@@ -152,7 +152,7 @@ def test_a_rejected_token_never_enters_the_prefix_cache(wrong_at, length):
     let_draft(engine, Guesses(None, wrong_at, most=4))
     scheduler = engine.lanes[0].scheduler
     (sequence,) = scheduler.requests["a"]
-    scheduler.speculation.start([sequence])
+    scheduler.speculation.join([sequence])
     before = len(sequence.token_ids)
     engine.step(2.0)
     assert len(sequence.token_ids) == before + wrong_at + 1
