@@ -60,20 +60,31 @@ class Mover(Protocol):
         ...
 
 
-def calls(pairs: List[Pair], ways: int, chunk: int) -> Iterator[list[list[Pair]]]:
+def calls(pairs: List[Pair], ways: int, chunk: int) -> list[list[list[Pair]]]:
     """Pairs by place, `ways` lists of at most `chunk`, for one call of the devices after the other.
 
-    A call reads all of its blocks before it writes any, so what must not be told apart is only the
-    order of calls: the first place that is full closes one.
+    A call takes as long as a full one, so pairs of a place that is full wait for a later call, and
+    those of others go first. A call reads all of its blocks before it writes any; so a pair may not
+    come before one that is ahead of it and reads what it writes.
     """
-    of_places: list[list[Pair]] = [[] for _ in range(ways)]
+    found: list[list[list[Pair]]] = []
+    has_room = [0] * ways  # the first call with room for a place
+    read_narrow: dict[int, int] = {}  # by block: the last call that has it on the narrow side
+    read_wide: dict[int, int] = {}
     for pair in pairs:
-        if len(of_places[pair[0]]) == chunk:
-            yield of_places
-            of_places = [[] for _ in range(ways)]
-        of_places[pair[0]].append(pair)
-    if pairs:
-        yield of_places
+        place, blocks, wide = pair
+        number = max(has_room[place], read_narrow.get(wide, 0))
+        number = max(number, *(read_wide.get(block, 0) for block in blocks))
+        while number < len(found) and len(found[number][place]) == chunk:
+            number += 1
+        found += [[[] for _ in range(ways)] for _ in range(len(found), number + 1)]
+        found[number][place].append(pair)
+        while has_room[place] < len(found) and len(found[has_room[place]][place]) == chunk:
+            has_room[place] += 1
+        read_wide[wide] = max(number, read_wide.get(wide, 0))
+        for block in blocks:
+            read_narrow[block] = max(number, read_narrow.get(block, 0))
+    return found
 
 
 @dataclass(slots=True)
