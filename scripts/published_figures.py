@@ -20,12 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from shiftjax.control.deployment import Deployment
+from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.step import Work
 from shiftjax.drafts.draft import DraftOptions
-from shiftjax.sim.deployment import Target, cost_model, deploy, standard_deployments
+from shiftjax.sim.deployment import (
+    Target,
+    cost_model,
+    deploy,
+    deploy_fleet,
+    standard_deployments,
+)
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import saturation_rate, target_from
-from shiftjax.sim.metrics import makespan, summary
+from shiftjax.sim.metrics import makespan, peak_throughput, summary
 from shiftjax.sim.planning import Workload
 from shiftjax.sim.replay import replay
 from shiftjax.sim.stages import best_offline
@@ -33,6 +40,8 @@ from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
 
 PROMPT, OUTPUT = 4096, 250
 BURSTS = on_off(1, 10, 120, 30, 600, PROMPT, OUTPUT)
+FLYING_QUIET = 45.0  # seconds before the first burst
+FLYING = on_off(3.5, 20, 60, 60 - FLYING_QUIET, 120, PROMPT, OUTPUT)
 NAMES = ("dp", "tp", "shift")
 Figure = tuple[str, float, float]  # what, published, simulated
 
@@ -101,6 +110,38 @@ def bursts() -> Iterator[Figure]:
     for what, (simulated, values) in published.items():
         for name, value in zip(NAMES, values, strict=True):
             yield f"bursts, {what}: {name}", value, simulated[name]
+
+
+def flying() -> Iterator[Figure]:
+    """Flying Serving, Llama-70B on 8 x H200, beside a fleet that moves what runs.
+
+    Published are bursts of 10 to 30 requests/s over 2 to 5; `FLYING` is our trace of such rates.
+    `as published`: DP or TP by load, groups finish what they have before they bind. `ours`: the
+    cost policy. The first figure is the devices' part of a bind of 64 sequences.
+    """
+    llama = target("llama-70b", "h200x8")
+    deployments = {
+        **standard_deployments(llama),
+        "as published": deploy_fleet(llama, "fleet:load:sequential:shift"),
+        "ours": deploy_fleet(llama, "fleet"),
+    }
+    ours = deployments["ours"]
+    moves = MoveCosts(ours.layout, ours.formats, llama.machine, ours.block_size)
+    for context in (1000, PROMPT):
+        seconds = moves.seconds(64 * context // 8, 8)
+        yield f"live switch, ms: ours, 64 sequences of {context:,} tokens", 15, 1e3 * seconds
+    names = ("dp", "tp", "shift", "as published", "ours")
+    runs = {name: replay(FLYING, llama, deployments[name]) for name in names}
+    peak = {name: peak_throughput(run) for name, run in runs.items()}
+    quiet_ttft = {
+        name: statistics.median(r.ttft for r in run.requests if r.arrival < FLYING_QUIET)
+        for name, run in runs.items()
+    }
+    for name in names[-2:]:
+        yield f"peak throughput over DP: {name}", 0.955, peak[name] / peak["dp"]
+        yield f"peak throughput over Shift: {name}", 1.22, peak[name] / peak["shift"]
+        more = 1e3 * (quiet_ttft[name] - quiet_ttft["tp"])
+        yield f"TTFT when quiet over TP, ms: {name}", 12, more
 
 
 def suffix() -> Iterator[Figure]:
@@ -178,7 +219,7 @@ def show(figures: Iterator[Figure]) -> None:
 
 PARTS: dict[str, Callable[..., Iterator[Figure]]] = {
     part.__name__: part
-    for part in (quiet, saturated, bursts, suffix, seesaw, tensorrt_llm, mooncake)
+    for part in (quiet, saturated, bursts, flying, suffix, seesaw, tensorrt_llm, mooncake)
 }
 
 if __name__ == "__main__":

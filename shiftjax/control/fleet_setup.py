@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shiftjax.control import switching
+from shiftjax.control.cost_arrangement import CostArrangement
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import (
-    CostArrangement,
     FixedArrangement,
     FleetPolicy,
     LoadPolicy,

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shiftjax.control.blocks import BlockAllocator
+from shiftjax.control.cost_arrangement import CostArrangement
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet import Fleet, FleetStats, Turn
-from shiftjax.control.fleet_policy import CostArrangement
 from shiftjax.control.fleet_setup import first_arrangement, make_fleet
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy

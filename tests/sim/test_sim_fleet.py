@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shiftjax.control.cost_arrangement import LEAST_HOLD_SECONDS, CostArrangement
 from shiftjax.control.fleet import Turn
 from shiftjax.control.fleet_policy import (
-    LEAST_HOLD_SECONDS,
-    CostArrangement,
     FleetView,
     GroupView,
 )
