@@ -41,7 +41,7 @@ from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
 PROMPT, OUTPUT = 4096, 250
 BURSTS = on_off(1, 10, 120, 30, 600, PROMPT, OUTPUT)
 FLYING_QUIET = 45.0  # seconds before the first burst
-FLYING = on_off(3.5, 20, 60, 60 - FLYING_QUIET, 120, PROMPT, OUTPUT)
+FLYING = on_off(2, 20, 60, 60 - FLYING_QUIET, 120, PROMPT, OUTPUT)
 NAMES = ("dp", "tp", "shift")
 Figure = tuple[str, float, float]  # what, published, simulated
 

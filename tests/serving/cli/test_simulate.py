@@ -161,3 +161,35 @@ def test_simulating_needs_no_jax():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "False"
+
+
+def test_a_plan_trades_memory_for_reach_in_fleets(capsys, tmp_path):
+    assert main(["plan", "--dtype", "fp8", "--out", str(tmp_path)]) == 0
+    assert "recommended: --fleet --tp 1" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "fleets.jsonl").read_text().splitlines()]
+    assert [(row["tp"], row["widths"]) for row in rows] == [
+        (1, "1,2,4,8"),
+        (2, "1,2,4"),
+        (4, "1,2"),
+    ]
+
+
+def test_fleets_are_compared_and_their_changes_reported(capsys, tmp_path):
+    names = ("--compare", "shift,fleet:load:move", "--bind-at", "0.5", "--release-at", "1")
+    trace = ("mesh", "simulate", "--trace", "on_off", "--set", "quiet_rate=2", *SMALL[4:])
+    rates = ("--set", "burst_rate=30", "--set", "period_seconds=3", "--set", "burst_seconds=0.5")
+    rates += ("--set", "seconds=8")
+    options = ("--set", "output_tokens=20", "--dtype", "fp8", "--out", str(tmp_path))
+    assert main([*trace, *rates, *options, *names]) == 0
+    assert "moved_sequences" in capsys.readouterr().out
+    static, fleet = map(json.loads, (tmp_path / "simulate.jsonl").read_text().splitlines())
+    assert (static["binds"], static["arrangements"]) == (0, "")
+    assert fleet["binds"] > 0 and fleet["releases"] > 0 and fleet["moved_bytes"] > 0
+    assert "8:" in fleet["arrangements"]
+    page = (tmp_path / "report.html").read_text()
+    assert all(text in page for text in ("fleet:load:move: arrangements", "queue by priority"))
+
+
+def test_settings_of_fleets_need_a_fleet(capsys):
+    assert main([*QUICK, "--compare", "shift", "--bind-at", "2"]) == 2
+    assert "bind_at is for fleets, which --compare does not name" in capsys.readouterr().err
