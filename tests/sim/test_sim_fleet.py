@@ -16,7 +16,7 @@ from shiftjax.control.handover import Copy, Crossing
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.costs.moves import MoveCosts
 from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import Arrangement, all_groups, changes, possible_widths
+from shiftjax.parallel.fleet import Arrangement, FleetOptions, all_groups, changes, possible_widths
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.deployment import deploy_fleet, memory_of, standard_deployments
 from shiftjax.sim.devices import Clock, CostMover, Units
@@ -29,12 +29,13 @@ from shiftjax.sim.trace import TraceRequest, on_off, poisson
 
 TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
 SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
+OPTIONS = FleetOptions(release_at=2.0)
 BURSTS = on_off(1.0, 20.0, 6.0, 2.0, 12.0, 1024, 60)
 DECODES = on_off(2.0, 60.0, 6.0, 1.5, 9.0, 128, 200)
 
 
 def fleet(name="fleet", target=TARGET, **settings):
-    return deploy_fleet(target, name, **SMALL | settings)
+    return deploy_fleet(target, name, OPTIONS, **SMALL | settings)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,7 @@ def view_of(arrangement: Arrangement, sequences: list[tuple[int, int, int]], now
         group: GroupView(n, 0, left, context, output, blocks // group.width, 18_000, 64, 1)
         for group, (n, left, context, output, blocks) in held.items()
     }
-    return FleetView(UNITS, arrangement, groups, [], 0, frozenset(), now, len(sequences))
+    return FleetView(UNITS, arrangement, groups, [], 0, now, len(sequences))
 
 
 sequences = st.lists(
