@@ -1,13 +1,14 @@
-# make demo: base and shift on 8 virtual devices.  make test, make lint: what CI runs.
+# make demo, make demo-fleet: 8 virtual devices at work.  make test, make lint: what CI runs.
 # The first call makes .venv with a Python >= 3.12 that it finds; make PYTHON=... names one.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo demo-fleet test lint format clean
 help:
 	@echo "make demo     serve a small model on 8 virtual CPU devices, with base and shift steps"
+	@echo "make demo-fleet  groups of devices that come and go while texts stream"
 	@echo "make install  the virtual environment with everything the other targets need"
 	@echo "make test     all tests"
 	@echo "make lint     ruff and pyright"
@@ -18,6 +19,9 @@ install: $(VENV)/.dev
 
 demo: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+
+demo-fleet: $(VENV)/.base
+	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo_fleet.py
 
 # A file's tests share what they compile, so they stay in one process.
 test: $(VENV)/.gpu $(VENV)/.node $(VENV)/.prometheus

@@ -1,36 +1,51 @@
 """A fleet on devices: whatever groups come and go, requests get what they would get without."""
 
-import random
+import itertools
+from collections import Counter
 
 import jax
-import numpy as np
 import pytest
 from echo_pools import Told
-from engines import checkpoint, make
+from engines import checkpoint, make, tokens
+from fleet_histories import STATES, Named, assert_same, play, requests_of
+from oracle import numpy_llama
 
 from shiftjax.build import Built
 from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.request import Event, Request, SamplingParams
+from shiftjax.control.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
-from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups
+from shiftjax.parallel.fleet import equal_groups
+from shiftjax.parallel.grid import Group
 
-KINDS = ("move", "move", "soft", "hard", "sequential")
 SHAPES = {  # name: tensors, units and tp, widths
     "3-heads": ({}, 8, 1, (1, 2, 8)),
     "4-heads-tp2": ({"num_attention_heads": 8, "num_key_value_heads": 4}, 4, 2, (1, 2, 4)),
     "8-heads-window": (
-        {"num_attention_heads": 8, "num_key_value_heads": 8, "sliding_window": 24},
+        {
+            "model_type": "mistral",
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "sliding_window": 24,
+        },
         8,
         1,
         (1, 4, 8),
     ),
 }
+DRAFTING = "3-heads"  # the shape whose engine drafts, too
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def built(request) -> Built:
-    overrides, units, tp, widths = SHAPES[request.param]
+def shape(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def built(shape) -> Built:
+    """A unit's pool holds one long sequence or two short ones, so that some are preempted."""
+    overrides, units, tp, widths = SHAPES[shape]
     directory, *_ = checkpoint(**overrides)
+    drafts = {"speculation": "suffix", "max_draft_rows": 12, "draft_choice": "fixed"}
     return make(
         directory,
         None,
@@ -39,95 +54,106 @@ def built(request) -> Built:
         devices=units * tp,
         fleet_widths=widths,
         fleet_policy="context",
-        num_blocks=64,
+        num_blocks=30,
+        preemption="swap",
+        num_host_blocks=30,
         shift_threshold=16,  # so the larger bucket is compiled in both modes
+        **(drafts if shape == DRAFTING else {}),
     )
 
 
-def prompts_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    shared = [rng.randrange(3, 199) for _ in range(40)]
-    found = []
-    for number in range(10):
-        prompt = shared[: rng.choice([0, 0, 16, 33])]
-        prompt = prompt + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 40))]
-        sampling = SamplingParams(
-            temperature=rng.choice([0.0, 1.0]),
-            seed=number,
-            max_tokens=rng.randrange(8, 40),
-            ignore_eos=True,
-            logprobs=2,
-            n=rng.choice([1, 1, 2]),
-            repetition_penalty=rng.choice([1.0, 1.2]),
-            top_p=rng.choice([1.0, 0.9]),
-        )
-        found.append((prompt, sampling))
-    return found
+@pytest.fixture(scope="module")
+def never_switched(built) -> Named:
+    """What requests get from groups that stay, without drafts."""
+    moved = built.engine.fleet.stats.num_moved_sequences
+    schedulers = [lane.scheduler for lane in built.engine.lanes]
+    speculations = [scheduler.speculation for scheduler in schedulers]
+    for scheduler in schedulers:
+        scheduler.speculation = None
+    wanted, _ = play(built, requests_of(1), None)
+    for scheduler, speculation in zip(schedulers, speculations, strict=True):
+        scheduler.speculation = speculation
+    assert built.engine.fleet.stats.num_moved_sequences == moved
+    return wanted
 
 
-def random_arrangement(rng: random.Random, units: int, widths: tuple[int, ...]) -> Arrangement:
-    found = equal_groups(units, widths[0])
-    groups = all_groups(units, widths)
-    for group in rng.sample(groups, rng.randrange(1, len(groups))):
-        if all(other.width <= group.width for other in found if other.overlaps(group)):
-            found = bound(found, group)
-    return found
+def test_the_oracle_agrees_with_a_run_that_never_switched(shape, never_switched):
+    _, config, tensors = checkpoint(**SHAPES[shape][0])
+    greedy = [r for r in requests_of(1) if r.sampling.is_greedy]
+    assert len(greedy) == 8
+    for request in greedy:
+        prompt, most = list(request.prompt_token_ids), request.sampling.max_tokens
+        expected = numpy_llama.greedy(config, tensors, prompt, most)
+        assert tokens(never_switched[request.request_id, 0]) == expected
 
 
-class AnyCompiled:
-    """A mode drawn at random from those in which a plan's step is compiled."""
-
-    def __init__(self, runner, rng: random.Random):
-        self.runner, self.random = runner, rng
-
-    def choose(self, plan, modes, num_waiting, last_mode):
-        return self.random.choice(list(self.runner.program_for(plan).steps))
-
-
-def play(built: Built, requests, seed: int | None, kinds=KINDS) -> dict[tuple[str, int], list]:
-    """Serve requests that come one by one; with a seed, groups change at random."""
-    engine, rng = built.engine, random.Random(seed)
-    policy, widths = Told(), built.deployment.widths
-    engine.fleet.policy = policy
-    for lane in engine.lanes:
-        lane.policy = AnyCompiled(lane.runner, rng)
-        lane.scheduler.tables.device.clear_cache()
-    todo = [Request(str(i), *each) for i, each in enumerate(requests)]
-    found: dict[tuple[str, int], list[Event]] = {}
-    turn = 0
-    while todo or engine.has_work():
-        if todo and (seed is None or rng.random() < 0.5):
-            engine.add_request(todo.pop(0))
-        if seed is not None and rng.random() < 0.25:
-            wished = random_arrangement(rng, built.deployment.grid.units, widths)
-            policy.wishes = [Wish(wished, "told", rng.choice(kinds))]
-        for event in engine.step(float(turn)):
-            found.setdefault((event.request_id, event.index), []).append(event)
-        engine.check()
-        turn += 1
-    return found
-
-
-def assert_same(found, wanted) -> None:
-    assert found.keys() == wanted.keys()
-    for name, events in wanted.items():
-        tokens = [[t for e in each for t in e.token_ids] for each in (found[name], events)]
-        assert tokens[0] == tokens[1], name
-        logprobs = [[p.logprob for e in each for p in e.logprobs] for each in (found[name], events)]
-        np.testing.assert_allclose(logprobs[0], logprobs[1], atol=2e-4)
-
-
-def test_tokens_are_those_of_a_run_that_never_switched(built):
-    requests = prompts_of(random.Random(1))
-    wanted = play(built, requests, None)
-    assert built.engine.fleet.history == type(built.engine.fleet.history)()
-    counter = CompileCounter()
+def test_tokens_are_those_of_a_run_that_never_switched(shape, built, never_switched):
+    engine, fleet = built.engine, built.engine.fleet
+    moved, counter, seen = fleet.stats.num_moved_sequences, CompileCounter(), Counter()
+    before = engine.stats().num_preemptions
     counter.start()
-    for seed in range(1, 4):
-        assert_same(play(built, requests, seed), wanted)
+    for seed, preemption in enumerate(("swap", "recompute", "swap"), 1):
+        found, happened = play(built, requests_of(1), seed, preemption)
+        assert found.keys() == never_switched.keys()
+        assert_same(found, never_switched)
+        seen += happened
     counter.stop()
-    fleet = built.engine.fleet
-    assert fleet.stats.num_moved_sequences > 20 and fleet.stats.failed_changes.total() == 0
-    assert counter.count == 0
+    after = engine.stats()
+    assert fleet.stats.num_moved_sequences - moved > 20
+    faults = (fleet.stats.failed_changes.total(), after.num_failed_steps, counter.count)
+    assert faults == (0, 0, 0), faults
+    assert seen["cut"] > 0
+    assert all(after.num_preemptions[kind] > before[kind] for kind in before), (before, after)
+    if shape == DRAFTING:
+        assert min(after.drafts.tokens["suffix", end] for end in ("accepted", "rejected")) > 0
+
+
+def test_an_abort_in_any_state_harms_nobody_else(built, never_switched):
+    seen = Counter()
+    for seed in range(4, 8):
+        found, happened = play(built, requests_of(1), seed, "swap", STATES)
+        assert_same(found, never_switched)
+        seen += happened
+    assert seen.keys() >= STATES
+
+
+def test_a_prefix_is_found_in_the_group_that_a_request_has_moved_to(shape, built):
+    _, config, tensors = checkpoint(**SHAPES[shape][0])
+    engine, policy, widths = built.engine, Told(), built.deployment.widths
+    units, prompt = built.deployment.grid.units, [(7 * i) % 190 + 3 for i in range(70)]
+    engine.fleet.policy = policy
+    engine.flush_prefix_cache()
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    first = Request("first", prompt, greedy)
+    second = Request("second", [*prompt[:66], 5, 6], greedy)
+    found: Named = {}
+
+    turns = itertools.count(1)
+
+    def turns_until(is_over) -> None:
+        while not is_over():
+            for event in engine.step(float(next(turns))):
+                found.setdefault((event.request_id, event.index), []).append(event)
+            engine.check()
+
+    policy.wishes = [Wish(equal_groups(units, widths[0]), "told", "move")]
+    turns_until(lambda: not policy.wishes and len(engine.fleet.arrangement) > 1)
+    engine.add_request(first)
+    turns_until(lambda: len(found.get(("first", 0), ())) > 3)
+    policy.wishes = [Wish(equal_groups(units, widths[-1]), "told", "move")]
+    turns_until(lambda: len(engine.fleet.arrangement) == 1)
+    wide = engine.fleet.lanes[Group(0, units)].scheduler
+    assert wide.num_used_blocks and not wide.running[0].num_registered_blocks
+    hits = wide.tables.num_prefix_hit_tokens
+    turns_until(lambda: wide.running[0].num_registered_blocks)
+    engine.add_request(second)
+    turns_until(lambda: not engine.has_work())
+    assert wide.tables.num_prefix_hit_tokens == hits + 66 // wide.config.block_size * (
+        wide.config.block_size
+    )
+    for request in (first, second):
+        expected = numpy_llama.greedy(config, tensors, list(request.prompt_token_ids), 30)
+        assert tokens(found[request.request_id, 0]) == expected, request.request_id
 
 
 def test_weights_stay_where_they_are_and_memory_does_not_grow(built):
