@@ -46,6 +46,7 @@ def start(model: str, num_blocks: int, units: int = UNITS, **options: Any) -> Bu
         tp=1,
         fleet=True,
         num_blocks=num_blocks,
+        cache_dir="none",  # what a CPU compiles can be loaded on other units, what it reads not
         policy="threshold",
         shift_threshold=THRESHOLD,
         **({"fleet_policy": "load", "bind_at": 0.25, "release_at": 1.0} | options),
@@ -109,6 +110,7 @@ class Wandering:
 
     widths: Sequence[int]
     random: random.Random
+    kinds: Sequence[str] = KINDS
     share: float = 0.25
     widens: ClassVar[bool] = True
 
@@ -122,7 +124,7 @@ class Wandering:
             return None
         whole = equal_groups(view.units, max(self.widths))
         groups = [part for group in whole for part in self._parts(group)]
-        return Wish(tuple(groups), "random", self.random.choice(KINDS))
+        return Wish(tuple(groups), "random", self.random.choice(self.kinds))
 
     def _parts(self, group: Group) -> list[Group]:
         is_least = group.width == min(self.widths)
