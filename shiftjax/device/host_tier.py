@@ -7,6 +7,7 @@ offload before the step that reuses the block, and a restore before the step tha
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from shiftjax.device.mesh import named, payload_spec, pool_spec
@@ -37,13 +38,13 @@ class HostTier:
 
     def offload(self, pools: FlatPools, device_block: int, host_block: int) -> None:
         """Copy a device block to the host."""
-        payload = self._gather(pools, jnp.int32(device_block))
+        payload = self._gather(pools, np.int32(device_block))
         self._blocks[host_block] = jax.device_put(payload, self._host)
 
     def restore(self, pools: FlatPools, device_block: int, host_block: int) -> FlatPools:
         """Copy a host block back into the (donated) pools and return them."""
         payload = jax.device_put(self._blocks.pop(host_block), self._device)
-        return self._scatter(pools, payload, jnp.int32(device_block))
+        return self._scatter(pools, payload, np.int32(device_block))
 
 
 def _gather_block(pools: FlatPools, block: jax.Array) -> jax.Array:
