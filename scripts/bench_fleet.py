@@ -81,6 +81,7 @@ CAN_SHOW = (
     "again show here; what wide groups gain, and links, do not."
 )
 URGENT = -1  # a priority
+SWITCH_TOKENS = 200  # of output, more than there are steps before a switch has been timed
 LONG_TOKENS = 3  # times what a unit's pool holds: the prompt of a long request
 
 # ---------------------------------------------------------------------- quick
@@ -160,7 +161,7 @@ def switch_once(engine: Engine, num: int, context: int) -> Row:
     fleet, wide = fleet_of(engine), equal_groups(UNITS, UNITS)
     form(engine, equal_groups(UNITS, 1))
     engine.flush_prefix_cache()
-    lengths = TraceRequest(0.0, context, 512)
+    lengths = TraceRequest(0.0, context, SWITCH_TOKENS)
     requests = [request_of(number, lengths) for number in range(num)]
     for request in requests:
         engine.add_request(request)
