@@ -180,11 +180,12 @@ def switch_once(engine: Engine, num: int, context: int) -> Row:
     for request in requests:
         engine.abort(request.request_id)
     step_until(engine, lambda: not engine.has_work())
-    assert bind.num_sequences == release.num_sequences == num, "some were not moved"
     return {
         "bind_seconds": bind.host_seconds,
         "release_seconds": release.host_seconds,
         "recompute_seconds": recompute,
+        "bind_moved": bind.num_sequences,  # the others found no room, and were computed again
+        "release_moved": release.num_sequences,
     }
 
 

@@ -33,7 +33,7 @@ OPTIONS = {
     "fleet_policy": "load",
     "bind_at": 0.25,
     "release_at": 1.0,
-    "shift_threshold": 64,
+    "shift_threshold": 16,
     "max_model_len": 512,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
@@ -60,6 +60,7 @@ QUIET_TOKENS = 100  # of the first text, which lasts through the burst
 BEFORE_BURST = 20  # tokens of it
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white", "bright_cyan")
 SHOWN = 60  # characters of a text's end
+REFRESH_SECONDS = 0.1
 
 
 class Demo:
@@ -73,6 +74,8 @@ class Demo:
         self.prompts: dict[str, str] = {}
         self.tokens: dict[str, list[int]] = {}
         self.num_shown = 0
+        self.live: Live | None = None
+        self.refreshed_at = 0.0
 
     def ask(self, prompt: str, most: int) -> str:
         """One more text of so many tokens."""
@@ -93,11 +96,14 @@ class Demo:
         for turn in list(self.fleet.history)[self.num_shown :]:
             self.console.print(self._change(turn))
             self.num_shown += 1
+        if self.live is not None and time.monotonic() - self.refreshed_at > REFRESH_SECONDS:
+            self.live.refresh()  # between turns: a thread would look at texts that change
+            self.refreshed_at = time.monotonic()
         return engine.has_work()
 
     def view(self) -> RenderableType:
         """The groups now and the ends of the texts."""
-        lines = [Text.assemble("now       ", strip(self.fleet.arrangement))]
+        lines = [Text.assemble("    now   ", strip(self.fleet.arrangement))]
         for name, prompt in self.prompts.items():
             text = prompt + self.tokenizer.decode(self.tokens[name])
             lines.append(Text(f"  ...{' '.join(text[-SHOWN:].split())}", style="dim"))
@@ -120,7 +126,8 @@ def strip(arrangement: Arrangement) -> Text:
 def change_words(turn: Turn) -> str:
     """Why groups have changed, and what went along."""
     what = "bound" if len(turn.arrangement) == 1 else "released"
-    moved = f"{turn.num_sequences} running texts moved" if turn.num_sequences else "nothing ran"
+    num = turn.num_sequences
+    moved = f"{num} running text{'s' * (num > 1)} moved" if num else "nothing ran"
     again = f", {turn.num_recomputed} computed again" if turn.num_recomputed else ""
     return f"{what} ({turn.reason}): {moved}{again}, {1e3 * turn.host_seconds:.0f} ms"
 
@@ -138,7 +145,9 @@ def _demo() -> int:
     demo = Demo(llm, console)
     console.print(Rule("one text, then a burst of twelve, then quiet"))
     console.print(Text.assemble("  0.0 s   ", strip(demo.fleet.arrangement), "   at the start"))
-    with Live(console=console, get_renderable=demo.view, refresh_per_second=8, transient=True):
+    with Live(
+        console=console, get_renderable=demo.view, auto_refresh=False, transient=True
+    ) as demo.live:
         _play(demo)
     console.print(Rule())
     _summary(demo, console)
