@@ -64,8 +64,8 @@ from serving.bench.offline import startup
 from shiftjax.build import Built
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Turn
 from shiftjax.control.fleet_policy import FixedArrangement, NeedPolicy
+from shiftjax.control.fleet_stats import Turn
 from shiftjax.control.request import Request
 from shiftjax.control.request import Sequence as Continuation
 from shiftjax.device.programs import CompileCounter

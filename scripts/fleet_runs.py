@@ -265,7 +265,7 @@ def serve(engine: Engine, requests: Sequence[Request], widest: int = UNITS) -> S
         now = time.monotonic()
         while todo and todo[0].arrival_seconds <= now - begin:
             request = todo.popleft()
-            if fleet.needed_width(request) > widest:
+            if fleet.needs.width_of(request) > widest:
                 served.num_refused += 1
                 continue
             engine.add_request(replace(request, arrival_seconds=begin + request.arrival_seconds))

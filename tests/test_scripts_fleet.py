@@ -20,8 +20,8 @@ from fleet_runs import (  # noqa: E402
     share_equal,
 )
 
-from shiftjax.control.fleet import Turn  # noqa: E402
 from shiftjax.control.fleet_policy import FleetView  # noqa: E402
+from shiftjax.control.fleet_stats import Turn  # noqa: E402
 from shiftjax.control.request import Event, RequestMetrics  # noqa: E402
 from shiftjax.parallel.fleet import check_arrangement, equal_groups, parse_arrangement  # noqa: E402
 

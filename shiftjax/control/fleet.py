@@ -23,21 +23,21 @@ each other's blocks: both layouts are valid at once, so taking turns is nothing 
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from shiftjax.control.admission import RequestLimits
-from shiftjax.control.fleet_policy import Demand, FleetPolicy, FleetView, GroupView, Wish
+from shiftjax.control.fleet_needs import Needs
+from shiftjax.control.fleet_policy import FleetPolicy, Wish
+from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.control.lane import Lane
 from shiftjax.control.request import Event, Request, Sequence, StepPlan
 from shiftjax.parallel.fleet import Arrangement, Change, changes, check_arrangement
 from shiftjax.parallel.grid import Group
 
-GROWTH_TOKENS = 1024  # that a request without a limit has room for before it is served wider
 MOST_VIEWED = 256  # requests of the queue that a policy looks at
 MOST_REMEMBERED = 4096  # changes that `history` keeps
 CLOSE_SECONDS = 30.0  # that groups may take until no step of theirs is in flight
@@ -45,45 +45,6 @@ MOST_FAILED_MOVES = 3  # in `FAILED_MOVES_SECONDS`; then requests are not moved 
 FAILED_MOVES_SECONDS = 600.0
 NOTHING = StepPlan([], 0, 0, 0, [], [], step_id=-1)
 logger = logging.getLogger(__name__)
-
-
-class Turn(NamedTuple):
-    """A change of groups that has been made."""
-
-    seconds: float  # when, by the clock of the engine
-    arrangement: Arrangement  # since then
-    reason: str
-    kind: str
-    num_sequences: int  # that went along
-    num_recomputed: int
-    host_seconds: float
-    change: Change
-
-
-@dataclass(slots=True)
-class FleetStats:
-    """Counters since the start; widths are units."""
-
-    binds: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # width, kind, reason
-    releases: Counter[int] = field(default_factory=Counter)  # width of the group that went
-    num_moved_sequences: int = 0
-    num_recomputed_sequences: int = 0
-    moved_blocks: Counter[str] = field(default_factory=Counter)  # bind, release; narrow blocks
-    moved_bytes: Counter[str] = field(default_factory=Counter)  # the same, on all devices
-    num_compacted_blocks: int = 0
-    move_seconds: float = 0.0  # of the host
-    paused_seconds: float = 0.0  # of groups, added up
-    failed_changes: Counter[str] = field(default_factory=Counter)  # by reason
-
-    @property
-    def num_changes(self) -> int:
-        """All that have been made."""
-        return self.binds.total() + self.releases.total()
-
-    def copy(self) -> "FleetStats":
-        """As of now: what is counted later does not show."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{n: Counter(v) for n, v in values.items() if type(v) is Counter})
 
 
 @dataclass(slots=True)
@@ -121,9 +82,9 @@ class Fleet:
     ):
         self.lanes: Mapping[Group, Lane] = {lane.group: lane for lane in lanes}
         self.arrangement = arrangement
+        self.limits = limits
         self.policy = policy
         self.mover = mover
-        self.limits = limits
         self.switch = switch
         self.max_pause_seconds = max_pause_seconds
         self.arrange_seconds = arrange_seconds
@@ -141,14 +102,18 @@ class Fleet:
         self._asked_at = float("-inf")
         self._seen: tuple[int, ...] = ()
         self._units = sum(group.width for group in arrangement)
-        self.widest = max(lane.group.width for lane in lanes)
-        num_tokens_of: dict[int, int] = {}
         for lane in lanes:
             lane.state = "open" if lane.group in arrangement else "idle"
-            blocks = lane.scheduler.tables.device
-            num_tokens_of[lane.group.width] = blocks.num_usable_blocks * blocks.block_size
-        self._num_tokens_of = sorted(num_tokens_of.items())  # by width
-        self._units_hold_all = self._num_tokens_of[0][1] >= limits.max_model_len
+
+    @property
+    def policy(self) -> FleetPolicy:
+        """What says which groups there shall be."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: FleetPolicy) -> None:
+        self._policy = policy
+        self.needs = Needs(self.lanes.values(), policy, self.limits)
 
     # ------------------------------------------------------------------ a turn of the engine
 
@@ -173,7 +138,9 @@ class Fleet:
     def _ask(self, queue: list[Request], num_queued: int, num_seen: int, now: float) -> None:
         """Let the policy say what there shall be; one that fails has no say this time."""
         try:
-            wish = self.policy.arrange(self.view(queue, num_queued, now, num_seen))
+            open_now = [self.lanes[group] for group in self.arrangement]
+            view = self.needs.view(open_now, queue, num_queued, now, num_seen)
+            wish = self.policy.arrange(view)
             if wish is not None and wish.arrangement != self.arrangement:
                 self.begin(wish, now, queue)
         except Exception as error:
@@ -206,82 +173,14 @@ class Fleet:
 
     def lane_for(self, request: Request) -> Lane | None:
         """The group that shall have the first request of the queue; None: it has to wait."""
-        width, lanes = self.needed_width(request), self.lanes.values()
+        needs, lanes = self.needs, self.lanes.values()
+        width = needs.width_of(request)
         able = [lane for lane in lanes if lane.state == "open"]
         if self.switch == "soft" and self._pending:
-            width = min(width, self._fitting_width(self._num_kv_tokens(request)))
+            width = min(width, needs.fitting_width(needs.num_kv_tokens(request)))
             able += [e for e in lanes if e.state == "leaving" and not e.scheduler.requests]
         able = [lane for lane in able if lane.group.width >= width]
         return min(able, key=load_of) if able else None
-
-    def needed_width(self, request: Request, num_tokens: int | None = None) -> int:
-        """The least width that may serve a request that has come to so many tokens."""
-        fitting = self._fitting_width(self._num_kv_tokens(request, num_tokens))
-        return max(self._asked_width(request), fitting)
-
-    def _asked_width(self, request: Request) -> int:
-        """The least width that a request, or its class, is content with, as far as there is one."""
-        asked = max(request.min_width, self.policy.width_for(request))
-        return next((width for width, _ in self._num_tokens_of if width >= asked), self.widest)
-
-    def _num_kv_tokens(self, request: Request, num_tokens: int | None = None) -> int:
-        """Tokens that a group must hold for one sequence of a request.
-
-        One that has no limit of its own gets a wider group when it comes near the end of what it
-        has, if groups come and go.
-        """
-        most_output, num_prompt_tokens = request.sampling.max_tokens, len(request.prompt_token_ids)
-        most = self.limits.max_length(num_prompt_tokens, most_output) - 1
-        if most_output is not None or not self.policy.widens:
-            return most
-        return min(most, (num_tokens or num_prompt_tokens) + GROWTH_TOKENS)
-
-    def _fitting_width(self, num_kv_tokens: int) -> int:
-        """The least width whose pool holds so many tokens of one sequence."""
-        for width, most in self._num_tokens_of:
-            if most >= num_kv_tokens:
-                return width
-        return self.widest
-
-    def view(
-        self, queue: Iterable[Request], num_queued: int, now: float, num_seen: int = 0
-    ) -> FleetView:
-        """What a policy sees, of the queue its beginning."""
-        groups = {group: self._view_of(self.lanes[group]) for group in self.arrangement}
-        waiting = [
-            Demand(self.needed_width(each), len(each.prompt_token_ids), each.sampling.n)
-            for each in queue
-        ]
-        unseen = max(0, num_queued - len(waiting))
-        return FleetView(self._units, self.arrangement, groups, waiting, unseen, now, num_seen)
-
-    def _view_of(self, lane: Lane) -> GroupView:
-        scheduler = lane.scheduler
-        sequences = scheduler.running
-        unfinished = sum(max(0, s.num_prompt_tokens - s.num_computed_tokens) for s in sequences)
-        return GroupView(
-            num_running=len(sequences),
-            num_waiting=len(scheduler.waiting),
-            num_prompt_tokens=scheduler.num_waiting_tokens + unfinished,
-            num_context_tokens=sum(s.num_computed_tokens for s in sequences),
-            num_output_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
-            num_used_blocks=scheduler.num_used_blocks,
-            num_blocks=scheduler.tables.device.num_usable_blocks,
-            max_num_seqs=scheduler.config.max_num_seqs,
-            needed_width=self._needed_by(lane),
-        )
-
-    def _needed_by(self, lane: Lane) -> int:
-        """The least width that all requests of a group can be served with."""
-        needed = 1
-        for siblings in lane.scheduler.requests.values():
-            request = siblings[0].request
-            if self._units_hold_all:
-                needed = max(needed, self._asked_width(request))
-            else:
-                longest = max(len(sequence.token_ids) for sequence in siblings)
-                needed = max(needed, self.needed_width(request, longest))
-        return needed
 
     # ------------------------------------------------------------------ changes
 

@@ -8,7 +8,8 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shiftjax.control.fleet import Fleet, FleetStats, Turn
+from shiftjax.control.fleet import Fleet
+from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.lane import Lane
 from shiftjax.parallel.fleet import Arrangement
 from shiftjax.parallel.grid import Group

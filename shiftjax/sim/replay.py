@@ -15,8 +15,9 @@ from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.cost_arrangement import CostArrangement
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet, FleetStats, Turn
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_setup import first_arrangement, make_fleet
+from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy
 from shiftjax.control.prices import Prices

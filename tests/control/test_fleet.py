@@ -254,7 +254,7 @@ def test_a_request_that_fits_no_unit_is_served_by_a_wider_group():
 @pytest.mark.parametrize("switch", ["move", "soft", "hard", "sequential"])
 def test_a_request_without_a_limit_is_served_wider_when_it_comes_to_need_it(monkeypatch, switch):
     """Whatever the kind of switching: it would wait for ever for others to give way."""
-    monkeypatch.setattr("shiftjax.control.fleet.GROWTH_TOKENS", 4)
+    monkeypatch.setattr("shiftjax.control.fleet_needs.GROWTH_TOKENS", 4)
     engine = make_fleet(
         num_kv_heads=8,
         num_blocks=12,
