@@ -13,7 +13,7 @@ from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
 from shiftjax.drafts.draft import DraftOptions
-from shiftjax.options import ConfigError, from_text, settings_of
+from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import (
@@ -71,7 +71,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     target = {"machine": arguments.machine, "engine": arguments.engine}
     if arguments.config is None:
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
-        fleet = _fleet_options(arguments, EngineConfig(fleet=FleetOptions(fleet=True)))
+        fleet = _fleet_options(arguments, EngineConfig())
         return Asked(target_from({"model": MODEL} | flags | target), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
     target |= {"model": config.model.model.removeprefix("random:"), "dtype": config.model.dtype}
@@ -93,7 +93,10 @@ def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> Fleet
     compared = (getattr(arguments, "compare", None) or "").split(",")
     if given and not any(name.split(":")[0] == FLEET for name in compared):
         raise ConfigError([f"{n} is for fleets, which --compare does not name" for n in given])
-    return EngineConfig.from_options(**config.flat() | given | {"fleet": True}).fleet
+    problems = ((name, problem_with(FLEET_SETTINGS[name], value)) for name, value in given.items())
+    if wrong := [f"{name} {problem}" for name, problem in problems if problem]:
+        raise ConfigError(wrong)
+    return replace(config.fleet, fleet=True, **given)
 
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
