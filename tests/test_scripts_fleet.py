@@ -23,12 +23,17 @@ from fleet_runs import (  # noqa: E402
 from shiftjax.control.fleet_policy import FleetView  # noqa: E402
 from shiftjax.control.fleet_stats import Turn  # noqa: E402
 from shiftjax.control.request import Event, RequestMetrics  # noqa: E402
-from shiftjax.parallel.fleet import check_arrangement, equal_groups, parse_arrangement  # noqa: E402
+from shiftjax.parallel.fleet import (  # noqa: E402
+    Change,
+    check_arrangement,
+    equal_groups,
+    parse_arrangement,
+)
 
 
 def turn(text: str, num_sequences: int = 0, seconds: float = 0.0) -> Turn:
     groups = parse_arrangement(text, 8, (1, 2, 4, 8))
-    return Turn(12.0, groups, "load", "move", num_sequences, 0, seconds)
+    return Turn(12.0, groups, "load", "move", num_sequences, 0, seconds, Change((), groups))
 
 
 def test_a_share_counts_every_token_that_differs_is_missing_or_too_many():
