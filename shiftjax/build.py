@@ -185,9 +185,14 @@ def _lane(
 
 
 def use_compile_cache(config: EngineConfig) -> None:
-    """Point JAX at the persistent cache; every program counts, however quick to compile."""
+    """Point JAX at the persistent cache; every program counts, however quick to compile.
+
+    Not for a fleet on a CPU: what that reads from the cache cannot be loaded on other units, which
+    would then compile more than all of them take without a cache.
+    """
     directory = compile_cache_dir(config)
-    if directory is not None:
+    is_of_use = not config.fleet.fleet or jax.default_backend() != "cpu"
+    if directory is not None and is_of_use:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
