@@ -67,7 +67,7 @@ class Tables:
             assert self.blocks[group].num_used_blocks == len(own)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_block_has_one_owner_on_every_unit(seed):
     tables = Tables(random.Random(seed))
@@ -76,7 +76,7 @@ def test_a_block_has_one_owner_on_every_unit(seed):
         tables.check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 1 << 30), wanted=st.integers(1, NUM_BLOCKS))
 def test_compaction_frees_numbers_on_all_units(seed, wanted):
     rng = random.Random(seed)
