@@ -151,7 +151,8 @@ def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
     stats = fleet.stats
     assert stats.num_moved_sequences > 20 and stats.failed_changes.total() == 0
     assert stats.binds.total() > 3 and llm.stats()["compiles_after_warmup"] == 0
-    assert len(llm.stats()["steps_by_mode"]) == 2
+    steps = llm.stats()["steps_by_mode"]
+    assert steps["base"] > 0 and steps["shift"] > 0
     llm.close()
 
 
