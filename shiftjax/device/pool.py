@@ -113,9 +113,14 @@ class DevicePools:
         self._held[devices] = make_pools(mesh, layout, *blocks, sizes.dtype)
 
     def _take_apart(self, devices: Sequence[Device]) -> None:
-        """Let go of what groups hold that have any of these devices."""
+        """Let go of what groups hold that have any of these devices.
+
+        A call that has failed leaves nothing of what it was given: its devices have no pools then.
+        """
         for held in [each for each in self._held if not set(each).isdisjoint(devices)]:
             arrays = [array for layer in self._held.pop(held) for array in layer]
+            if any(array.is_deleted() for array in arrays):
+                continue
             if len(held) == 1:
                 self._loose[held[0]] = arrays
                 continue

@@ -123,6 +123,21 @@ def test_blocks_are_copied_in_the_pools_of_one_group_alone():
     check_pools(fleet.memories[group], cells, cells, head_dim)
 
 
+def test_groups_get_whole_pools_after_a_call_that_has_taken_those_of_a_wider_one():
+    """As after an exchange that fails on the devices: what it was given is gone."""
+    fleet = make_fleet(*SHAPES["4-heads-tp2"])
+    wide, narrow = Group(0, 4), [Group(0, 2), Group(2, 2)]
+    for layer in fleet.memories[wide].pools:
+        for array in layer:
+            array.delete()
+    for group in narrow:
+        size = fleet.layouts[2].block_tokens(UNIT_BLOCK)
+        fleet.memories[group].allocate(PoolOptions(NUM_BLOCKS, size, 4, np.dtype(np.float32)))
+    for group in (*narrow, wide):
+        for layer in fleet.memories[group].pools:
+            assert not any(np.asarray(array).any() for array in layer)
+
+
 def replicate_heads(pools: EchoPools, crossing: Crossing) -> None:
     """Devices that keep the same head of a block keep the same."""
     ways = crossing.wide.width // crossing.narrow_width
