@@ -79,14 +79,7 @@ def assemble(
     begin = time.perf_counter()
     devices = jax.devices()[: config.parallel.devices]
     steps = {group.width: step for group, step, _ in reversed(groups)}  # of the first groups
-    known = {
-        width: known_costs(of_width, config.scheduler.machine, devices[0])
-        for width, of_width in deployment.by_width.items()
-    }
-    policies = {
-        width: make_policy(deployment.policy, deployment.threshold, costs)
-        for width, costs in known.items()
-    }
+    known, policies = choosers_of(config, deployment, devices[0])
     wanted = {
         width: wanted_modes(policies[width], of_width.buckets, steps[width].weights.modes)
         for width, of_width in deployment.by_width.items()
@@ -121,16 +114,27 @@ def assemble(
     return Built(deployment, engine, list(runners.values()), load_seconds, compile_seconds)
 
 
+def choosers_of(
+    config: EngineConfig, deployment: Deployment, device: Device
+) -> tuple[dict[int, CostModel | None], dict[int, Policy]]:
+    """What is known of the costs of steps, and who chooses their modes, by units of a group."""
+    known = {
+        width: known_costs(of_width, config.scheduler.machine, device)
+        for width, of_width in deployment.by_width.items()
+    }
+    name, threshold = deployment.policy, deployment.threshold
+    return known, {width: make_policy(name, threshold, costs) for width, costs in known.items()}
+
+
 def wanted_by_width(
     config: EngineConfig, deployment: Deployment, device: Device
 ) -> dict[int, Wanted]:
     """Which steps will be compiled, by units of a group; weights as `alias` has them."""
-    found = {}
-    for width, of_width in deployment.by_width.items():
-        costs = known_costs(of_width, config.scheduler.machine, device)
-        policy = make_policy(of_width.policy, of_width.threshold, costs)
-        found[width] = wanted_modes(policy, of_width.buckets, of_width.layout.modes)
-    return found
+    _, policies = choosers_of(config, deployment, device)
+    return {
+        width: wanted_modes(policies[width], of_width.buckets, of_width.layout.modes)
+        for width, of_width in deployment.by_width.items()
+    }
 
 
 def describe_width(deployment: Deployment, wanted: Wanted) -> str:

@@ -181,7 +181,8 @@ class Engine:
         self._num_failed_steps += 1
         if self.fleet is not None and self.fleet.is_unproven(lane):
             logger.error("A move failed; its requests are computed again.", exc_info=error)
-            return self.fleet.recompute([lane], lane.progress_at)
+            self.fleet.recompute([lane], lane.progress_at)
+            return []
         logger.error("A step failed; its requests end with an error.", exc_info=error)
         lane.in_flight.clear()
         reason = f"The step that computed this request failed ({type(error).__name__})."
@@ -190,7 +191,7 @@ class Engine:
         if code == "device_oom" and plan is not None:
             lane.scheduler.lower_budget(plan.num_tokens)
         if self.fleet is not None:
-            events += self.fleet.lost(lane)
+            self.fleet.lost(lane)
         lane.runner.reset()
         return events
 

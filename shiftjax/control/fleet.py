@@ -34,7 +34,7 @@ from shiftjax.control.fleet_policy import FleetPolicy, Wish
 from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.control.lane import Lane
-from shiftjax.control.request import Event, Request, Sequence, StepPlan
+from shiftjax.control.request import Request, Sequence, StepPlan
 from shiftjax.parallel.fleet import Arrangement, Change, changes, check_arrangement
 from shiftjax.parallel.grid import Group
 
@@ -216,7 +216,9 @@ class Fleet:
             return "move"
         kind = wish.kind or self.switch
         if kind == "auto":
-            kind = self.kind_of_bind(change, wanting) if self.kind_of_bind else "move"
+            widest = max(group.width for group in change.sources)
+            needing = [each for each in wanting if self.needs.width_of(each) > widest]
+            kind = self.kind_of_bind(change, needing) if self.kind_of_bind and needing else "move"
         if kind == "move" and wish.kind is None and len(self._failed_at) == MOST_FAILED_MOVES:
             return "hard"
         return kind
@@ -351,7 +353,7 @@ class Fleet:
         """Whether a step that fails may do so because of what the group was handed."""
         return lane.group in self._unproven
 
-    def recompute(self, lanes: Iterable[Lane], now: float) -> list[Event]:
+    def recompute(self, lanes: Iterable[Lane], now: float) -> None:
         """What groups were handed is lost, and their pools: all starts again from its tokens."""
         self._failed_at.append(now)
         self.stats.failed_changes["move"] += 1
@@ -359,22 +361,18 @@ class Fleet:
             self._failed_at.popleft()
         if len(self._failed_at) == MOST_FAILED_MOVES:
             logger.warning("Moves keep failing: from now on groups pause instead (switch=hard).")
-        events: list[Event] = []
         for lane in lanes:
-            events += self.lost(lane)
+            self.lost(lane)
             lane.runner.reset()
             self._unproven.discard(lane.group)
-        return events
 
-    def lost(self, lane: Lane) -> list[Event]:
+    def lost(self, lane: Lane) -> None:
         """The pools of a group's devices are lost: everybody on them starts from the tokens."""
-        events: list[Event] = []
         for other in self.lanes.values():
             if other.group.overlaps(lane.group):
                 other.in_flight.clear()
                 if other.scheduler.requests:
-                    events += other.scheduler.fail(NOTHING, "")
-        return events
+                    other.scheduler.fail(NOTHING, "")
 
     def check(self) -> None:
         """Conservation. Raises RuntimeError at the first breach."""

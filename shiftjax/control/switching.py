@@ -5,10 +5,9 @@ Of what waits for the wide group, w sequences, and what runs in the groups that 
     move        n + w wait while the devices exchange the fullest unit's tokens
     sequential  w wait until the longest of the n is done
     hard        n wait until the w are done in the wide group
-    recompute   n + w wait until the contexts are computed again; the least that a group without
-                exchanges could do
 
-What comes to the fewest seconds, summed over sequences, is taken.
+What comes to the fewest seconds, summed over sequences, is taken. Where nothing waits for the group
+the bind is for those that run: they move.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +38,7 @@ def kind_of_bind(
 ) -> str:
     """Move, sequential or hard, for groups that give way to a wide one."""
     seconds = bind_seconds(change, lanes, wanting, steps, moves)
-    return min(("move", "sequential", "hard"), key=seconds.__getitem__)
+    return min(seconds, key=seconds.__getitem__)
 
 
 def bind_seconds(
@@ -49,9 +48,9 @@ def bind_seconds(
     steps: Steps,
     moves: MoveCosts,
 ) -> Mapping[str, float]:
-    """What all sequences together wait, by kind; `wanting` are for the wide group."""
+    """What all sequences together wait, by kind; `wanting`, not empty, are for the wide group."""
     running = [(lane, each) for lane in lanes for each in lane.scheduler.running]
-    num, waiting = len(running), max(1, sum(request.sampling.n for request in wanting))
+    num, waiting = len(running), sum(request.sampling.n for request in wanting)
     wide, narrow = change.wide.width, min(group.width for group in change.narrow)
     context = sum(each.num_computed_tokens for _, each in running)
     fullest = max(
@@ -64,12 +63,11 @@ def bind_seconds(
     outputs = [request.sampling.max_tokens or UNKNOWN_OUTPUT for request in wanting]
     prompts = sum(len(request.prompt_token_ids) for request in wanting)
     wide_work = prompts / steps.prefill_rate(wide)
-    wide_work += max(outputs, default=0) * steps.decode(wide, waiting, prompts // waiting)
+    wide_work += max(outputs) * steps.decode(wide, waiting, prompts // waiting)
     return {
         "move": (num + waiting) * moves.seconds(fullest, wide // narrow),
         "sequential": waiting * left * steps.decode(narrow, per_group, each_context),
         "hard": num * wide_work,
-        "recompute": (num + waiting) * context / steps.prefill_rate(wide),
     }
 
 

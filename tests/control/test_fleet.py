@@ -311,6 +311,32 @@ def test_others_go_on_while_a_request_waits_for_groups_to_give_way():
     assert_as_alone(engine, [*old, wide, late], listener)
 
 
+@pytest.mark.parametrize(("min_width", "kind"), [(1, "move"), (8, "hard")])
+def test_auto_weighs_what_waits_for_the_wide_group_and_nothing_else(min_width, kind):
+    """A bind for those that run moves them, whoever is in the queue."""
+    asked = []
+
+    def kind_of_bind(change, wanting):
+        asked.append([each.request_id for each in wanting])
+        return "hard"
+
+    options = {"switch": "auto", "kind_of_bind": kind_of_bind}
+    engine = make_fleet(max_num_seqs=1, fleet=options)
+    requests = [make_request(str(i), [1, 2, i], max_tokens=20) for i in range(8)]
+    late = replace(make_request("late", [7, 7], max_tokens=9), min_width=min_width)
+    listener = Listener()
+    for request in requests:
+        engine.add_request(request)
+    for turn in range(3):
+        listener.hear(engine.step(float(turn)))
+    engine.add_request(late)
+    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [*requests, late], listener)
+    assert asked == ([["late"]] if kind == "hard" else [])
+    assert engine.fleet.history[0].kind == kind
+
+
 def test_a_class_has_a_group_as_wide_as_it_is_told(monkeypatch):
     policy = NeedPolicy(WIDTHS, frozenset([-1]), bind_width=4)
     engine = make_fleet(policy=policy)
