@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import jax
 
@@ -26,6 +28,7 @@ from shiftjax.costs.machine_files import (
     machine_of,
 )
 from shiftjax.costs.step import CostModel
+from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.communicators import make_communicators
 from shiftjax.device.groups import Placed, compile_steps, make_mover, place, start_runners
 from shiftjax.device.programs import Progress
@@ -33,7 +36,7 @@ from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Device, Group, Mode
-from shiftjax.settings import compile_cache_dir
+from shiftjax.settings import compile_cache_dir, environ_beside
 from shiftjax.weights.source import TensorSource, check_complete
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,12 @@ class Built:
     load_seconds: float
     compile_seconds: float
 
+    @property
+    def attention(self) -> dict[str, str]:
+        """The implementations of attention that steps use, and why; one, but for a fleet's."""
+        backends = (runner.step.attention for runner in self.runners)
+        return {backend.name: backend.reason for backend in backends}
+
 
 def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Built:
     """Resolve, place, compile, start.
@@ -58,12 +67,13 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
-    use_compile_cache(config)
+    directory = use_compile_cache(config)
     devices = jax.devices()[: config.parallel.devices]
     deployment = resolve(config, source.config, measure(devices))
     check_complete(source)
     begin = time.perf_counter()
-    groups = place(deployment, devices, source, progress)
+    check = partial(check_attention, KernelCheck(environ_beside(), directory), devices)
+    groups = place(deployment, devices, source, progress, check)
     load_seconds = time.perf_counter() - begin
     return assemble(config, deployment, groups, progress, load_seconds)
 
@@ -111,7 +121,10 @@ def assemble(
         fleet=fleet,
     )
     compile_seconds = time.perf_counter() - begin
-    return Built(deployment, engine, list(runners.values()), load_seconds, compile_seconds)
+    built = Built(deployment, engine, list(runners.values()), load_seconds, compile_seconds)
+    for name, reason in built.attention.items():
+        logger.info("attention: %s (%s)", name, reason)
+    return built
 
 
 def choosers_of(
@@ -188,8 +201,8 @@ def _lane(
     return Lane(Scheduler(budgets, speculation, blocks), runner, modes, group=group, policy=own)
 
 
-def use_compile_cache(config: EngineConfig) -> None:
-    """Point JAX at the persistent cache; every program counts, however quick to compile.
+def use_compile_cache(config: EngineConfig) -> Path | None:
+    """Point JAX at the persistent cache, its directory; every program counts, however quick.
 
     Not for a fleet on a CPU: what that reads from the cache cannot be loaded on other units, which
     would then compile more than all of them take without a cache.
@@ -200,3 +213,4 @@ def use_compile_cache(config: EngineConfig) -> None:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory

@@ -165,8 +165,11 @@ class SchedulerOptions:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Which steps are compiled, and where the results are kept."""
+    """Which steps are compiled, with which attention, and where the results are kept."""
 
+    attention: Literal["auto", "pallas", "xla"] = option(
+        "auto", "auto: kernels where they pass their check, else XLA loops; pallas: no loops"
+    )
     cache_dir: str = option(
         "auto", "compilation cache: a directory, none, or auto (per user, under XDG_CACHE_HOME)"
     )

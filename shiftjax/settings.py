@@ -246,6 +246,20 @@ def compile_cache_dir(
     return path
 
 
+def environ_beside(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that uses the devices for a while beside this one.
+
+    JAX gives this one most of a GPU's memory at once: the other takes what it needs as it needs it,
+    and a twentieth at most.
+    """
+    environ = os.environ if environ is None else environ
+    memory = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05",
+    }
+    return {**environ, **memory}
+
+
 def make_virtual_devices(
     config: EngineConfig, environ: MutableMapping[str, str] | None = None
 ) -> None:

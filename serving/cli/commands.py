@@ -109,6 +109,14 @@ def check(arguments: argparse.Namespace, config: EngineConfig, sampling: Samplin
     return 0
 
 
+def doctor(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
+    """Look at devices and software, try the attention kernels, and say what to do."""
+    make_virtual_devices(config)
+    from serving.cli.doctor import run_doctor
+
+    return run_doctor(arguments, config, sampling)
+
+
 def version(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Print the versions of ShiftJAX, Python and JAX."""
     from importlib.metadata import version as installed

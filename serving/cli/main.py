@@ -118,6 +118,11 @@ def make_parser() -> argparse.ArgumentParser:
     check = _add(subparsers, "check", "cli.commands.check", text)
     add_model_word(check)
     add_config_flags(check)
+    text = "look at devices and software, try the attention kernels, say what to do"
+    doctor = _add(subparsers, "doctor", "cli.commands.doctor", text)
+    add_model_word(doctor)
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    add_config_flags(doctor)
     mesh_flags.add_commands(subparsers, _add)
     _add(subparsers, "version", "cli.commands.version", "print the versions that matter")
     return parser

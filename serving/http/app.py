@@ -127,12 +127,13 @@ class Endpoints:
         return _json({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        """GET /health/ready: requests are taken."""
-        _, engine = self._service.running()
+        """GET /health/ready: requests are taken; by which attention, and why."""
+        model, engine = self._service.running()
         engine.check_room(0)
         if not engine.is_ready:
             raise ServeError("starting", "The engine does not run.")
-        return _json({"status": "ready"})
+        attention = {"attention": model.attention} if model.attention else {}
+        return _json({"status": "ready"} | attention)
 
     async def progress(self, request: Request) -> Response:
         """GET /health/progress: steps finish, if there is work."""

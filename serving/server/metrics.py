@@ -107,6 +107,7 @@ class Metrics(Collector):
         self._engine: AsyncEngine | AsyncEmbedder | None = None
         self._labels = {"model_name": "", "engine": "0"}
         self._info: Mapping[str, str] = {}
+        self._attention: Mapping[str, str] = {}
         self._num_programs, self._num_compiles = 0, lambda: 0
         self._draft_seconds = 0.0  # until the last turn
         self._num_changes = 0  # of groups, until then
@@ -127,9 +128,10 @@ class Metrics(Collector):
         info: Mapping[str, str],
         num_programs: int,
         num_compiles: Callable[[], int],
+        attention: Mapping[str, str],
     ) -> None:
-        """Begin to show the numbers of an engine."""
-        self._engine, self._info = engine, info
+        """Begin to show the numbers of an engine; `attention` is why its implementation is used."""
+        self._engine, self._info, self._attention = engine, info, attention
         self._num_programs, self._num_compiles = num_programs, num_compiles
         self._labels["model_name"] = model_name
 
@@ -268,6 +270,13 @@ class Metrics(Collector):
         )
         cache.add_metric(["0", *self._info.values()], 1)
         yield cache
+        text, labels = "1 for the attention that steps use, and why.", ("name", "reason")
+        attention = GaugeMetricFamily(
+            f"{self.prefix}:attention_backend", text, labels=[*self._labels, *labels]
+        )
+        for pair in self._attention.items():
+            attention.add_metric([*self._labels.values(), *pair], 1)
+        yield attention
 
     def _request_metrics(self) -> Iterator[Metric]:
         for name, (text, extra) in COUNTERS.items():

@@ -40,6 +40,7 @@ class ServedModel:
     num_programs: int = 0  # compiled before the first request
     num_compiles: Callable[[], int] = lambda: 0  # since then
     reader: InputReader | None = None  # of an encoder's inputs
+    attention: Mapping[str, str] = field(default_factory=dict)  # implementation -> why it is used
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -98,7 +99,8 @@ class Service:
         if model.tokenizer is not None and model.task == "generate":
             vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
             self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
-        self.metrics.open(model.name, engine, model.info, model.num_programs, model.num_compiles)
+        counts = model.num_programs, model.num_compiles
+        self.metrics.open(model.name, engine, model.info, *counts, model.attention)
         self.notify()
 
     def begin_drain(self) -> None:

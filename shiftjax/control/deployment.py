@@ -67,6 +67,7 @@ class Deployment:
     max_num_batched_tokens: int
     token_buckets: tuple[int, ...] = ()
     weights: str = "alias"
+    attention: Literal["auto", "pallas", "xla"] = "auto"
     block_size: int = 16
     num_blocks: int = 0
     memory_fraction: float = 0.9
@@ -273,6 +274,7 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         token_buckets=sizes,
         weights=config.parallel.weights,
+        attention=config.compile.attention,
         block_size=block_size,
         num_blocks=cache.num_blocks or 0,
         memory_fraction=cache.memory_fraction,

@@ -1,11 +1,14 @@
 """The groups of a deployment: weights placed on their devices, pools sized, steps compiled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from shiftjax.arch.formats import FORMATS
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket
+from shiftjax.device.attention_cases import Shape
+from shiftjax.device.attention_check import shape_of
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import grid_mesh, group_mesh
 from shiftjax.device.mode_weights import ModeWeights
@@ -16,10 +19,12 @@ from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
 from shiftjax.device.step import StepDef
-from shiftjax.models.attention_backend import choose_attention
+from shiftjax.models.attention_backend import AttentionBackend, choose_attention
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.weights.source import TensorSource
 
+# Tries the attention kernels in a shape: what is wrong with them, or None.
+TryKernels = Callable[[Shape], str | None]
 LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are compiled and known
 
 
@@ -31,14 +36,18 @@ class Placed(NamedTuple):
     memory: GroupMemory
 
 
-def define_steps(deployment: Deployment, devices: Sequence[Device]) -> dict[Group, StepDef]:
-    """What the steps of every group are; groups are consecutive devices. Nothing is allocated."""
+def define_steps(
+    deployment: Deployment, devices: Sequence[Device], check: TryKernels | None = None
+) -> dict[Group, StepDef]:
+    """What the steps of every group are; groups are consecutive devices. Nothing is allocated.
+
+    Attention kernels are tried with `check` first, where devices and shapes allow them.
+    """
     found: dict[Group, StepDef] = {}
     for width, of_width in deployment.by_width.items():
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
-        formats = of_width.formats
-        dtype, kv = (FORMATS[name].dtype for name in (formats.weights, formats.kv))
-        attention = choose_attention(layout, devices[0], dtype, kv, size)
+        dtype = FORMATS[of_width.formats.weights].dtype
+        attention = attention_of(of_width, devices[0], check)
         weights = ModeWeights(define(layout.model, layout, dtype), layout, of_width.weights)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
         has_paths = of_width.drafts.draft_paths > 1
@@ -48,11 +57,28 @@ def define_steps(deployment: Deployment, devices: Sequence[Device]) -> dict[Grou
     return found
 
 
+def attention_of(
+    deployment: Deployment, device: Device, check: TryKernels | None
+) -> AttentionBackend:
+    """The attention of groups of one width, on devices like this one."""
+    layout, size, formats = deployment.layout, deployment.block_size, deployment.formats
+    names = formats.weights, formats.kv
+    dtypes = (FORMATS[name].dtype for name in names)
+    shape = shape_of(layout, *names, size, deployment.buckets[-1])
+    tried = None if check is None else partial(check, shape)
+    return choose_attention(layout, device, *dtypes, size, wanted=deployment.attention, check=tried)
+
+
 def place(
-    deployment: Deployment, devices: Sequence[Device], source: TensorSource, progress: Progress
+    deployment: Deployment,
+    devices: Sequence[Device],
+    source: TensorSource,
+    progress: Progress,
+    check: TryKernels | None = None,
 ) -> list[Placed]:
     """Load the weights onto every unit; groups view them, and share the pools of their devices."""
-    steps, grid, layout = define_steps(deployment, devices), deployment.grid, deployment.layout
+    steps = define_steps(deployment, devices, check)
+    grid, layout = deployment.grid, deployment.layout
     narrowest = grid.groups(layout.sp)
     mesh = grid_mesh(devices, grid, narrowest)
     stored = load(steps[narrowest[0]].weights.model, layout, mesh, source, progress)

@@ -114,6 +114,11 @@ def embeddings_spec() -> P:
     return P(("dp", *ALL_AXES))
 
 
+def devices_spec() -> P:
+    """Return the spec of an array whose first dimension is the devices of all groups."""
+    return P(("dp", *ALL_AXES))
+
+
 def replicated_spec() -> P:
     """Return the spec of an array that every device holds whole."""
     return P()

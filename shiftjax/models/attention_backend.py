@@ -5,13 +5,15 @@
               the only one with fp8 pools
 
 Nothing changes between the two but speed and the last bits. A GPU that gets the XLA loops is told
-so in one warning that names the reason; fp8 pools without kernels are refused.
+so in one warning that names the reason; fp8 pools without kernels are refused. The setting
+`attention` can ask for one of them by name: `xla` never comes near the kernels, `pallas` makes
+every reason an error.
 """
 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,13 @@ from shiftjax.models.attention import (
     write_kv,
 )
 from shiftjax.models.attention_work import check_contexts, divide_rows
+from shiftjax.models.gpu_software import why_not_assembled
+from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
-MISCOMPILES = range(12080, 12091)  # of CUDA; JAX's own attention kernel refuses them, too
 KERNEL_CAPABILITY = 9  # Hopper; the matrix instructions of later chips are others
 
 
@@ -53,6 +56,7 @@ class AttentionBackend(NamedTuple):
     attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any], jax.Array]
     # (pool, k, v, slot_mapping) -> the written pool
     write: Callable[..., LayerPool] = write_kv
+    reason: str = ""  # why this one was chosen, in words that may leave the process
 
 
 def xla_attention(head_dim: int, sliding_window: int | None, block_size: int) -> AttentionBackend:
@@ -69,58 +73,68 @@ def xla_attention(head_dim: int, sliding_window: int | None, block_size: int) ->
 
 
 def choose_attention(
-    layout: Layout, device: Device, dtype: DTypeLike, kv_dtype: DTypeLike, block_size: int
+    layout: Layout,
+    device: Device,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
+    block_size: int,
+    *,
+    wanted: Literal["auto", "pallas", "xla"] = "auto",
+    check: Callable[[], str | None] | None = None,
 ) -> AttentionBackend:
     """Return the kernels where device and shapes allow them, else the XLA loops.
 
-    `dtype` is that of activations. On a GPU without kernels, or with a tuning table that does not
-    know it, this warns; call it once for a deployment. Raises ValueError for fp8 pools where there
-    are no kernels.
+    `dtype` is that of activations, `wanted` the setting `attention`. `check` tries the kernels on
+    the devices and returns what is wrong with them; it is asked last, and None does not ask. On a
+    GPU without kernels, or with a tuning table that does not know it, this warns; call it once for
+    a deployment.
+
+    Raises:
+        ConfigError: `wanted` are the kernels, and they cannot be had.
+        ValueError: fp8 pools, where there are no kernels.
     """
-    reason = why_not(device)
+    reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
     if reason is None:
-        kernels, is_tuned = _tuned_attention(layout, device, block_size)
+        kernels, is_tuned = tuned_attention(layout, device, block_size)
         reason = _why_not_traced(kernels, layout, dtype, kv_dtype, block_size)
+        if reason is None and check is not None:
+            reason = check()
         if reason is None:
             if not is_tuned:
                 _warn_of_safe_settings(device, layout.model.head_dim, block_size)
-            return kernels
+            return kernels._replace(reason="passed its check" if check else "not checked")
+    if wanted == "pallas":
+        raise ConfigError(
+            [f"attention = pallas: {device.device_kind} cannot run the attention kernels: {reason}"]
+        )
     if jnp.dtype(kv_dtype) == FP8:
         raise ValueError(
             f"a KV cache of {FP8} needs the attention kernels, and {device.device_kind} cannot run "
             f"them: {reason}; use bfloat16 or float16"
         )
-    if device.platform == "gpu":
+    if device.platform == "gpu" and wanted != "xla":
         logger.warning(
             "attention on %s runs as XLA loops, several times slower than the kernels: %s",
             device.device_kind,
             reason,
         )
-    return xla_attention(layout.model.head_dim, layout.model.sliding_window, block_size)
+    loops = xla_attention(layout.model.head_dim, layout.model.sliding_window, block_size)
+    return loops._replace(reason=reason)
 
 
 def why_not(device: Device) -> str | None:
     """Return why a device cannot run the kernels, whatever the shapes; None if it can."""
     if device.platform != "gpu":
-        return f"they are for GPUs, not for {device.platform}"
+        return f"the kernels are for GPUs, not for {device.platform}"
     if int(str(device.compute_capability).partition(".")[0]) != KERNEL_CAPABILITY:
         return (
-            f"they are for compute capability {KERNEL_CAPABILITY}.x (H100, H200, H20), not "
+            f"the kernels are for compute capability {KERNEL_CAPABILITY}.x (H100, H200, H20), not "
             f"{device.compute_capability}"
         )
-    if (version := cuda_version()) in MISCOMPILES:
-        return f"ptxas of CUDA {version} miscompiles causal masks; install 12.9.1 or later"
-    return None
+    return why_not_assembled()
 
 
-def cuda_version() -> int | None:
-    """The CUDA runtime's version, 1000 * major + 10 * minor + patch; None without CUDA."""
-    from jax._src.lib import cuda_versions  # JAX has no public name for it
-
-    return cuda_versions.cuda_runtime_get_version() if cuda_versions else None
-
-
-def _tuned_attention(
+def tuned_attention(
     layout: Layout, device: Device, block_size: int
 ) -> tuple[AttentionBackend, bool]:
     """Return the kernels with the best settings known, and whether they are for this device."""
@@ -226,4 +240,7 @@ def _why_not_traced(
         jax.eval_shape(kernels.attend, q, pool, metadata)
     except ValueError as error:
         return str(error)
+    except Exception as error:  # of a compiler under development: the loops serve as well
+        logger.exception("the attention kernels cannot be traced")
+        return f"the kernels cannot be traced ({type(error).__name__})"
     return None

@@ -22,6 +22,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
 from shiftjax.models.attention import AttentionMetadata, write_kv
 from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
+from shiftjax.models.gpu_software import Assembler
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
@@ -35,8 +36,8 @@ FEW_BLOCKS = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 
 
-def choose(device, layout=LLAMA, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16, block_size=16):
-    return choose_attention(layout, device, dtype, kv_dtype, block_size)
+def choose(device, layout=LLAMA, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16, block_size=16, **asked):
+    return choose_attention(layout, device, dtype, kv_dtype, block_size, **asked)
 
 
 def test_a_cpu_gets_xla_without_a_word(caplog):
@@ -63,11 +64,38 @@ def test_another_gpu_gets_xla_and_is_told_once(capability, caplog):
     assert "compute capability 9.x" in record.getMessage()
 
 
-@pytest.mark.parametrize(("version", "name"), [(12080, "xla"), (12090, "xla"), (12091, "pallas")])
+@pytest.mark.parametrize(("version", "name"), [((12, 9, 41), "xla"), ((12, 9, 86), "pallas")])
 def test_a_compiler_that_errs_is_not_used(version, name, caplog, monkeypatch):
-    monkeypatch.setattr("shiftjax.models.attention_backend.cuda_version", lambda: version)
+    ptxas = Assembler("ptxas", version, "nvidia-cuda-nvcc-cu12")
+    monkeypatch.setattr("shiftjax.models.gpu_software.assemblers", lambda: [ptxas])
     assert choose(HOPPER).name == name
-    assert (f"CUDA {version} miscompiles" in caplog.text) == (name == "xla")
+    assert (f"{ptxas} can miscompile" in caplog.text) == (name == "xla")
+
+
+def test_the_setting_xla_is_obeyed_without_a_word(caplog):
+    chosen = choose(HOPPER, wanted="xla", check=lambda: pytest.fail("the kernels are tried"))
+    assert (chosen.name, chosen.reason) == ("xla", "the setting attention = xla")
+    assert caplog.records == []
+    with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* the setting attention = xla"):
+        choose(HOPPER, kv_dtype=FP8, wanted="xla")
+
+
+def test_the_setting_pallas_makes_every_reason_an_error():
+    assert choose(HOPPER, wanted="pallas").name == "pallas"
+    with pytest.raises(ConfigError, match=r"attention = pallas: cpu cannot .* not for cpu"):
+        choose(jax.devices()[0], wanted="pallas")
+    with pytest.raises(ConfigError, match=r"attention = pallas: NVIDIA H200 .* block_size 4 must"):
+        choose(HOPPER, block_size=4, wanted="pallas")
+    with pytest.raises(ConfigError, match=r"attention = pallas: NVIDIA H200 .* are wrong"):
+        choose(HOPPER, wanted="pallas", check=lambda: "the kernels are wrong")
+
+
+def test_kernels_that_fail_their_check_are_not_used(caplog):
+    chosen = choose(HOPPER, check=lambda: "the kernels are wrong")
+    assert (chosen.name, chosen.reason) == ("xla", "the kernels are wrong")
+    assert "the kernels are wrong" in caplog.text
+    assert choose(HOPPER, check=lambda: None).reason == "passed its check"
+    assert choose(HOPPER).reason == "not checked"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +201,7 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
         k, v = ((x / scale).astype(FP8).astype(x.dtype) * scale for x, scale in pairs)
         return write_kv(pool, k, v, slots)
 
-    def choose(layout, device, dtype, _kv_dtype, block_size):
+    def choose(layout, device, dtype, _kv_dtype, block_size, **_):
         if name == "xla":
             xla = choose_attention(layout, device, dtype, dtype, block_size)
             return xla._replace(write=write_rounded) if kv_dtype == FP8.name else xla

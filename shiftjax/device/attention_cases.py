@@ -1,0 +1,303 @@
+"""What the attention kernels must get right before they serve, tried in a process of its own.
+
+    python -m shiftjax.device.attention_cases      started by `attention_check`
+
+A kernel that hangs, or that breaks the CUDA context, cannot be survived by the process that runs
+it. Standard input is one line, a `Trial`; it stays open, and where it ends, the parent has, and so
+does this process. Standard output is a line of JSON for everything that happens:
+
+    {"case": "4 decodes in 8"}                          has begun
+    {"case": ..., "problem": ..., "detail": ..., "is_final": ...}     failed: the last line
+    {"passed": true}                                    the last line
+
+The kernels are held against XLA's loops on the same device, on every device at once. Slots of the
+pools that no token is in hold NaN, block tables are shuffled, and every step runs three times.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import FORMATS
+from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
+from shiftjax.models.attention import AttentionMetadata, pool_shape
+from shiftjax.models.attention_backend import AttentionBackend, tuned_attention, xla_attention
+from shiftjax.parallel.grid import Device
+from shiftjax.parallel.layout import Layout
+
+NUM_RUNS = 3  # of every step, whose bits must agree: a race shows
+# bfloat16 keeps 8 bits: outputs, and the weights of values, are rounded by up to 2^-9. A wrong
+# mask, scale, head or block is off by 5% and more.
+MOST_RELATIVE_ERROR = 1e-2  # of the rows of a sequence, in the Euclidean norm
+MOST_ERROR = 0.05  # of a number; values are drawn from the normal distribution
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What kernels are compiled for: the part of a deployment that is one device's."""
+
+    heads: int  # of queries
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    sliding_window: int | None
+    dtype: str  # of queries; a name of `arch.formats`
+    kv_dtype: str
+    bucket: tuple[int, int, int]  # tokens, logit rows and sequences of the largest step
+
+    @property
+    def layout(self) -> Layout:
+        """A model on one device that attention sees the same of."""
+        sizes = {"vocab_size": 64, "intermediate_size": 64, "max_position_embeddings": 1 << 20}
+        model = ModelConfig(
+            name="checked",
+            architecture="llama",
+            hidden_size=64,
+            num_layers=1,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            sliding_window=self.sliding_window,
+            **sizes,
+        )
+        return Layout(model, 1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cases:
+    """The sequences that are tried: around edges of blocks and tiles, and longer than a job."""
+
+    decodes: tuple[int, ...] = (1, 15, 16, 17, 63, 64, 65, 337, 3000)  # contexts
+    chunks: tuple[tuple[int, int], ...] = ((17, 17), (130, 196), (100, 700))  # tokens, contexts
+    num_beside: int = 2  # of the last decodes, in the step of the chunks
+    in_largest: bool = True  # also in the largest bucket, whose kernels are other programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What the process is told."""
+
+    shape: Shape
+    cases: Cases
+    device_kind: str
+    device_ids: tuple[int, ...]
+    builder: str = ""  # module:function that makes the kernels of a Shape; "": those that serve
+
+    @classmethod
+    def read(cls, text: str) -> "Trial":
+        """Undo `json.dumps(dataclasses.asdict(trial))`."""
+        fields = json.loads(text)
+        shape = Shape(**fields["shape"] | {"bucket": tuple(fields["shape"]["bucket"])})
+        cases = fields["cases"]
+        chunks = tuple((tokens, context) for tokens, context in cases["chunks"])
+        cases = Cases(**cases | {"decodes": tuple(cases["decodes"]), "chunks": chunks})
+        ids = tuple(fields["device_ids"])
+        return cls(**fields | {"shape": shape, "cases": cases, "device_ids": ids})
+
+
+class Problem(NamedTuple):
+    """What is wrong with the kernels, for people; `detail` is for a log."""
+
+    problem: str
+    detail: str
+    is_final: bool = True  # false: it may be something that passes, as a want of memory
+
+
+class Step(NamedTuple):
+    """Sequences in a bucket: decodes first, then chunks, then padding."""
+
+    name: str
+    bucket: tuple[int, int, int]  # tokens, logit rows, sequences
+    new: tuple[int, ...]  # tokens of each sequence
+    contexts: tuple[int, ...]  # with these
+    num_decodes: int
+
+
+def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
+    """Yield decodes alone, and chunks beside decodes: in a bucket of theirs and in the largest."""
+    count = len(cases.decodes)
+    beside = cases.decodes[-cases.num_beside :]
+    tokens, contexts = (tuple(each) for each in zip(*cases.chunks, strict=True))
+    kinds = (
+        (f"{count} decodes", (1,) * count, cases.decodes, count),
+        (f"chunks beside {len(beside)} decodes", (1,) * len(beside) + tokens, beside + contexts,
+         len(beside)),
+    )  # fmt: skip
+    for name, new, lengths, num_decodes in kinds:
+        rows = _power_of_two(len(new))
+        own = (_power_of_two(sum(new) + 1), rows, rows)  # one token of padding at least
+        largest = tuple(max(a, b) for a, b in zip(own, shape.bucket, strict=True))
+        for bucket in dict.fromkeys((own, largest) if cases.in_largest else (own,)):
+            yield Step(f"{name} in {bucket[0]}", bucket, new, lengths, num_decodes)
+
+
+def _power_of_two(least: int) -> int:
+    return max(8, 1 << (least - 1).bit_length())
+
+
+class Inputs(NamedTuple):
+    """The arrays of a step, NumPy."""
+
+    q: np.ndarray  # [tokens, heads, head_dim]
+    pool: tuple[np.ndarray, np.ndarray]  # K and V, `pool_shape`
+    tables: np.ndarray  # [seqs, blocks_per_seq]
+    lens: np.ndarray  # [seqs]
+    starts: np.ndarray  # [seqs + 1]
+
+    def metadata(self, step: Step, kernels: AttentionBackend) -> AttentionMetadata:
+        """What an implementation is told of the step, its own division of it included."""
+        num_tokens, num_rows, _ = step.bucket
+        contexts = self.tables, self.lens, self.starts
+        work = kernels.divide(*contexts, step.num_decodes, num_tokens=num_tokens, num_rows=num_rows)
+        slots = np.zeros(num_tokens, np.int32)  # everything is written already
+        return AttentionMetadata(slots, *contexts, np.asarray(step.num_decodes, np.int32), work)
+
+
+def make_inputs(shape: Shape, step: Step) -> Inputs:
+    """Draw queries, keys and values; every slot without a token is NaN, the null block's, too."""
+    rng = np.random.default_rng(0)
+    num_tokens, _, num_seqs = step.bucket
+    size, dtype, kv_dtype = (
+        shape.block_size,
+        *(FORMATS[n].dtype for n in (shape.dtype, shape.kv_dtype)),
+    )
+    used = [-(-length // size) for length in step.contexts]
+    order = 1 + rng.permutation(sum(used)).astype(np.int32)
+    tables = np.zeros((num_seqs, max(used)), np.int32)
+    pool_size = pool_shape(1 + sum(used), shape.kv_heads, size, shape.head_dim)
+    pool = np.full(pool_size, np.nan, kv_dtype), np.full(pool_size, np.nan, kv_dtype)
+    for seq, (length, count) in enumerate(zip(step.contexts, used, strict=True)):
+        first = sum(used[:seq])
+        tables[seq, :count] = order[first : first + count]
+        position = np.arange(length)
+        slots = tables[seq, position // size], slice(None), position % size
+        for array in pool:
+            array[slots] = rng.standard_normal((length, shape.kv_heads, shape.head_dim))
+    lens = np.zeros(num_seqs, np.int32)
+    lens[: len(step.contexts)] = step.contexts
+    starts = np.full(num_seqs + 1, sum(step.new), np.int32)
+    starts[: len(step.new) + 1] = np.cumsum((0, *step.new))
+    q = rng.standard_normal((num_tokens, shape.heads, shape.head_dim)).astype(dtype)
+    return Inputs(q, pool, tables, lens, starts)
+
+
+def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
+    """Compile `attend` once for all devices: each computes the same, [devices, tokens, ...]."""
+    mesh, everywhere = rows_mesh(devices), replicated_spec()
+    mapped = jax.shard_map(
+        lambda q, pool, metadata: attend(q, pool, metadata)[None],
+        mesh=mesh,
+        in_specs=(everywhere,) * 3,
+        out_specs=devices_spec(),
+        check_vma=False,
+    )
+
+    def compiled(q: Any, pool: Any, metadata: Any) -> Callable[[], np.ndarray]:
+        arguments = jax.device_put((q, pool, metadata), named(mesh, everywhere))
+        program = jax.jit(mapped).lower(*arguments).compile()
+        return lambda: np.asarray(program(*arguments))
+
+    return compiled
+
+
+def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) -> str | None:
+    """Say what is wrong with the outputs of one device, a run each; `expected` are the loops'."""
+    first = outputs[0].view(np.uint16)
+    for later in outputs[1:]:
+        if changed := int((later.view(np.uint16) != first).sum()):
+            return f"{changed} of {first.size} numbers change from run to run"
+    got, wanted = (array.astype(np.float64) for array in (outputs[0], expected))
+    end = sum(step.new)
+    if got[end:].any():
+        return "rows of padding are not zero"
+    starts = np.cumsum((0, *step.new))
+    for length, start, stop in zip(step.contexts, starts[:-1], starts[1:], strict=True):
+        rows, right = got[start:stop], wanted[start:stop]
+        largest = np.abs(rows - right).max()
+        relative = np.linalg.norm(rows - right) / np.linalg.norm(right)
+        if not (relative < MOST_RELATIVE_ERROR and largest < MOST_ERROR):  # NaN is neither
+            return (
+                f"a sequence of {length} tokens, {stop - start} of them new, is off by "
+                f"{relative:.2g} of its norm, a number by {largest:.2g}"
+            )
+    return None
+
+
+def build(trial: Trial, device: Device) -> AttentionBackend:
+    """Make the kernels that are tried."""
+    shape = trial.shape
+    if not trial.builder:
+        return tuned_attention(shape.layout, device, shape.block_size)[0]
+    module, _, function = trial.builder.partition(":")
+    return getattr(importlib.import_module(module), function)(shape)
+
+
+def try_step(
+    step: Step, shape: Shape, kernels: AttentionBackend, devices: Sequence[Device]
+) -> Problem | None:
+    """Run one step; None: nothing is wrong."""
+    inputs = make_inputs(shape, step)
+    loops = xla_attention(shape.head_dim, shape.sliding_window, shape.block_size)
+    wide = tuple(array.astype(inputs.q.dtype) for array in inputs.pool)  # the loops know no fp8
+    expected = on_each(loops.attend, devices)(inputs.q, wide, inputs.metadata(step, loops))()
+    try:
+        metadata = inputs.metadata(step, kernels)
+        run = on_each(kernels.attend, devices)(inputs.q, inputs.pool, metadata)
+    except Exception as error:
+        words = f"the kernels do not compile ({type(error).__name__})"
+        return Problem(words, traceback.format_exc())
+    try:
+        outputs = [run() for _ in range(NUM_RUNS)]
+    except Exception as error:
+        words = f"the kernels fail as they run ({type(error).__name__})"
+        return Problem(words, traceback.format_exc(), is_final=False)
+    for place, device in enumerate(devices):
+        words = wrong_with([out[place] for out in outputs], expected[place], step)
+        if words:
+            return Problem(words, f"on device {device.id} of {len(devices)}")
+    return None
+
+
+def run_trial(trial: Trial, say: Callable[..., None]) -> None:
+    """Try every step until one fails; `say` takes the fields of a line."""
+    devices = [each for each in jax.local_devices() if each.id in trial.device_ids]
+    kinds = {device.device_kind for device in devices}
+    if kinds != {trial.device_kind} or len(devices) != len(trial.device_ids):
+        words = f"their process found {len(devices)} x {', '.join(kinds) or 'nothing'}"
+        return say(**Problem(words, "", is_final=False)._asdict())
+    kernels = build(trial, devices[0])
+    for step in steps_of(trial.shape, trial.cases):
+        say(case=step.name)
+        problem = try_step(step, trial.shape, kernels, devices)
+        if problem:
+            return say(case=step.name, **problem._asdict())
+    return say(passed=True)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not `sys.stdin`, whose lock this thread would hold to the end
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    """Read a trial, run it, say what happens."""
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is not ours to say
+    trial = Trial.read(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    run_trial(trial, lambda **fields: print(json.dumps(fields), file=lines, flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Kernels are tried before they serve: each fault ends in the loops, with its reason.
+
+In real processes, on the CPU, with kernels in Mosaic's interpreter (`faulty_attention.py`).
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
+from shiftjax.control.deployment import Deployment
+from shiftjax.device.attention_cases import Cases, Shape, Step, Trial, steps_of, wrong_with
+from shiftjax.device.attention_check import (
+    FOLDER,
+    MODULE,
+    KernelCheck,
+    check_attention,
+    find_verdict,
+    key_of,
+)
+from shiftjax.device.groups import attention_of
+from shiftjax.options import ConfigError
+from shiftjax.parallel.layout import Layout
+
+HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+MODEL = replace(PRESETS["llama-8b"], num_heads=2, num_kv_heads=1, head_dim=64)
+SHAPE = Shape(2, 1, 64, 16, None, "bfloat16", "bfloat16", (16, 8, 8))
+FEW = Cases(decodes=(1, 16, 37), chunks=((2, 2), (3, 20)), num_beside=1, in_largest=False)
+
+
+def make_check(builder: str, directory=None, limit_seconds=60.0, cases=FEW) -> KernelCheck:
+    builder = f"faulty_attention:{builder}"
+    return KernelCheck(dict(os.environ), directory, limit_seconds, cases, builder)
+
+
+def choose(check: KernelCheck, attention="auto", formats=None):
+    """What a deployment on a Hopper GPU gets whose kernels are tried on the first CPU device."""
+    deployment = Deployment(
+        "checked",
+        Layout(MODEL, 1, 1),
+        formats or Formats(),
+        dp=1,
+        policy="threshold",
+        threshold=8,
+        max_model_len=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        token_buckets=(8, 16),
+        attention=attention,
+    )
+    tried = partial(check_attention, check, jax.devices()[:1])
+    return attention_of(deployment, HOPPER, tried)
+
+
+def test_right_kernels_pass_on_every_device_and_are_not_tried_again(tmp_path):
+    check = make_check("right", tmp_path)
+    verdict = find_verdict(check, jax.devices()[:2], SHAPE)
+    assert (verdict.problem, verdict.was_kept) == (None, False)
+    again = find_verdict(check, jax.devices()[:2], SHAPE)
+    assert again == verdict._replace(was_kept=True)
+    (path,) = (tmp_path / FOLDER).iterdir()
+    assert json.loads(path.read_text())["key"]["trial"]["shape"]["head_dim"] == 64
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem", "is_kept"),
+    [
+        ("wrong_mask", "is off by", True),
+        ("wrong_scale", "is off by", True),
+        ("racy", "numbers change from run to run", True),
+        ("hangs", "no end in 6 s", False),
+        ("dies", "their process died of SIGSEGV", False),
+        ("absent", "their process ended with code 1", False),
+    ],
+)
+def test_a_fault_ends_in_the_loops_with_its_reason(fault, problem, is_kept, tmp_path, caplog):
+    limit = 6.0 if fault == "hangs" else 60.0
+    chosen = choose(make_check(fault, tmp_path, limit))
+    assert chosen.name == "xla"
+    assert chosen.reason.startswith("the kernels failed their check: ")
+    assert problem in chosen.reason
+    error, warning = caplog.records
+    assert error.levelname == "ERROR" and problem in error.getMessage()
+    assert "jaxlib" in error.getMessage() and "driver" in error.getMessage()
+    assert "XLA loops" in warning.getMessage()
+    assert (tmp_path / FOLDER).exists() == is_kept
+
+
+def test_kernels_that_do_not_compile_are_not_used(tmp_path, caplog):
+    """Nor tried again at the next start; an error where there is no way out."""
+    check = make_check("does_not_compile", tmp_path)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* check: 3 decodes in 8: the ker"):
+        choose(check, formats=Formats(kv="fp8"))
+    (fp8,) = (tmp_path / FOLDER).iterdir()
+    fp8.unlink()
+    assert choose(check).reason.endswith("the kernels do not compile (ValueError)")
+    caplog.clear()
+    with pytest.raises(ConfigError, match=r"attention = pallas: NVIDIA H200 .* do not compile"):
+        choose(check, "pallas")
+    (record,) = caplog.records
+    assert "in an earlier start (`shiftjax doctor` tries again)" in record.getMessage()
+    assert "Only interpret mode is supported" in record.getMessage()  # the details
+    (path,) = (tmp_path / FOLDER).iterdir()
+    path.write_text(path.read_text().replace('"problem"', '"problems"'))
+    caplog.clear()
+    choose(check)  # a file that cannot be read counts for nothing
+    assert "earlier" not in caplog.text and "do not compile" in caplog.text
+    assert '"problem"' in path.read_text()
+
+
+def test_the_setting_xla_tries_nothing(tmp_path, caplog):
+    chosen = choose(make_check("hangs", tmp_path), "xla")
+    assert (chosen.name, chosen.reason) == ("xla", "the setting attention = xla")
+    assert caplog.records == []
+
+
+def test_the_process_ends_with_its_parent():
+    kind, builder = jax.devices()[0].device_kind, "faulty_attention:hangs"
+    trial = Trial(SHAPE, FEW, kind, (0,), builder)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", MODULE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ, **pipes) as process:
+        print(json.dumps(dataclasses.asdict(trial)), file=process.stdin, flush=True)
+        assert json.loads(process.stdout.readline()) == {"case": "3 decodes in 8"}
+        process.stdin.close()
+        assert process.wait(30) == 1
+
+
+def test_another_gpu_than_the_parents_is_no_verdict(tmp_path):
+    other = SimpleNamespace(id=0, device_kind="NVIDIA H200")
+    verdict = find_verdict(make_check("right", tmp_path), [other], SHAPE)
+    assert verdict.problem == "their process found 1 x cpu"
+    assert not (tmp_path / FOLDER).exists()
+
+
+# ------------------------------------------------------------------ without a process
+
+
+def test_a_verdict_is_of_one_machine_and_one_kernel(monkeypatch):
+    trial = Trial(SHAPE, FEW, "NVIDIA H200", (0,))
+    key = key_of(trial)
+    assert key == key_of(trial)
+    others = [
+        replace(trial, device_kind="NVIDIA H100"),
+        replace(trial, device_ids=(0, 1)),
+        replace(trial, shape=replace(SHAPE, sliding_window=8)),
+        replace(trial, cases=replace(FEW, decodes=(1,))),
+    ]
+    assert all(key_of(other) != key for other in others)
+    monkeypatch.setattr("shiftjax.models.gpu_software.driver_version", lambda: "570.1")
+    assert key_of(trial) != key
+    assert len(key["kernels"]) == 64
+
+
+def test_a_trial_survives_its_way():
+    trial = Trial(SHAPE, Cases(), "NVIDIA H200", (0, 1))
+    assert Trial.read(json.dumps(dataclasses.asdict(trial))) == trial
+
+
+def test_steps_have_padding_and_come_in_the_largest_bucket_too():
+    shape = replace(SHAPE, bucket=(8192, 64, 64))
+    steps = list(steps_of(shape, Cases()))
+    assert [step.bucket for step in steps] == [
+        (16, 16, 16),
+        (8192, 64, 64),
+        (256, 8, 8),
+        (8192, 64, 64),
+    ]
+    assert steps[0].contexts == (1, 15, 16, 17, 63, 64, 65, 337, 3000)
+    assert steps[2].new == (1, 1, 17, 130, 100)
+    assert all(step.bucket[0] > sum(step.new) for step in steps)
+
+
+def test_numbers_that_are_off_are_found():
+    step = Step("", (8, 8, 8), (1, 2), (5, 9), 1)
+    rng = np.random.default_rng(0)
+    right = rng.standard_normal((8, 2, 64)).astype(jax.numpy.bfloat16)
+    right[3:] = 0
+
+    def problem(change, runs=3):
+        outputs = [right.copy() for _ in range(runs)]
+        for number, out in enumerate(outputs):
+            change(number, out)
+        return wrong_with(outputs, right, step)
+
+    assert problem(lambda *_: None) is None
+    nan = problem(lambda _, out: out.__setitem__((0, 0, 0), np.nan))
+    assert nan is not None and "a sequence of 5 tokens, 1 of them new" in nan
+    assert "9 tokens, 2 of them new" in (problem(lambda _, out: out[1:3].fill(0)) or "")
+    assert "padding" in (problem(lambda _, out: out[3:].fill(1e-9)) or "")
+    changed = problem(lambda number, out: out[0, 0].fill(number) if number == 2 else None)
+    assert changed == "64 of 1024 numbers change from run to run"
