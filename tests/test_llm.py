@@ -61,6 +61,7 @@ def test_bad_requests_are_refused_in_one_sentence(tiny, prompt, sampling, words)
     assert output.outputs[0].token_ids == numpy_llama.greedy(config, tensors, [5, 6, 7], 6)
     llm.engine.check()
     assert llm.stats()["kv_usage"] == 0
+    assert llm.stats()["attention"] == {"xla": "the kernels are for GPUs, not for cpu"}
 
 
 @pytest.mark.parametrize(

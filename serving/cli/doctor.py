@@ -47,7 +47,7 @@ def run_doctor(
     model = model_of(config, arguments.model)
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # of a backend that cannot start: everything else is known
+    except Exception as error:  # a RuntimeError, or an assertion of JAX's: no backend starts
         found = without_devices(error)
         print_table("doctor", found["software"], stderr=False)
     else:
@@ -71,10 +71,10 @@ def model_of(config: EngineConfig, named: str | None) -> ModelConfig:
     return open_source(resolve_model(name), drafts=config.drafts).config
 
 
-def without_devices(error: RuntimeError) -> Found:
+def without_devices(error: Exception) -> Found:
     """What can be said where JAX has no devices at all."""
-    words = " ".join(str(error).split())
-    line = f"JAX does not start: {words}; JAX_PLATFORMS=cpu does without GPUs"
+    words = " ".join(str(error).split()) or "it finds none of the platforms that it may use"
+    line = f"JAX does not start: {words}; unset JAX_PLATFORMS, or set it to cpu for no GPU"
     return {"software": gpu_software.versions(), "error": words, "advice": [line]}
 
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pallas_kernels
 from shiftjax.costs.buckets import Bucket
@@ -194,9 +194,9 @@ def try_kernels(trial: Trial, check: KernelCheck) -> Verdict:
 
 def _heard(process: "subprocess.Popen[str]", trial: Trial, limit_seconds: float) -> Verdict:
     """Follow what the process says until it is known what comes of it."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
     lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_listen, args=(process.stdout, lines), daemon=True).start()
+    threading.Thread(target=_listen, args=(process, lines), daemon=True).start()
     with suppress(BrokenPipeError):  # it has ended: that is heard below
         print(json.dumps(dataclasses.asdict(trial)), file=process.stdin, flush=True)
     case = ""
@@ -217,9 +217,10 @@ def _heard(process: "subprocess.Popen[str]", trial: Trial, limit_seconds: float)
             return Verdict(f"{where}{said['problem']}", said["detail"], is_final=said["is_final"])
 
 
-def _listen(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
-    with stream:
-        for line in stream:
+def _listen(process: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
             lines.put(line)
     lines.put(None)
 

@@ -69,6 +69,18 @@ def racy(shape: Shape) -> AttentionBackend:
     return _then(shape, disturb)
 
 
+def wrong_on_one(shape: Shape) -> AttentionBackend:
+    """The second device adds up wrong."""
+    loops = xla_attention(shape.head_dim, shape.sliding_window, shape.block_size)
+
+    def attend(q, pool, metadata):
+        error = jnp.where(jax.lax.axis_index("dp") == 1, 0.1, 0.0).astype(q.dtype)
+        out = loops.attend(q, pool, metadata)
+        return jnp.where(out == 0, out, out + error)
+
+    return loops._replace(attend=attend)
+
+
 def does_not_compile(shape: Shape) -> AttentionBackend:
     """These are for a GPU, and there is none."""
     return pallas_attention(shape.layout, FEW_BLOCKS, shape.block_size)
