@@ -53,22 +53,23 @@ class Shape:
     sliding_window: int | None
     dtype: str  # of queries; a name of `arch.formats`
     kv_dtype: str
-    bucket: tuple[int, int, int]  # tokens, logit rows and sequences of the largest step
+    bucket: tuple[int, ...]  # tokens, logit rows and sequences of the largest step
 
     @property
     def layout(self) -> Layout:
         """A model on one device that attention sees the same of."""
-        sizes = {"vocab_size": 64, "intermediate_size": 64, "max_position_embeddings": 1 << 20}
         model = ModelConfig(
             name="checked",
             architecture="llama",
+            vocab_size=64,
             hidden_size=64,
+            intermediate_size=64,
             num_layers=1,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            max_position_embeddings=1 << 20,
             sliding_window=self.sliding_window,
-            **sizes,
         )
         return Layout(model, 1, 1)
 
@@ -117,7 +118,7 @@ class Step(NamedTuple):
     """Sequences in a bucket: decodes first, then chunks, then padding."""
 
     name: str
-    bucket: tuple[int, int, int]  # tokens, logit rows, sequences
+    bucket: tuple[int, ...]  # tokens, logit rows, sequences
     new: tuple[int, ...]  # tokens of each sequence
     contexts: tuple[int, ...]  # with these
     num_decodes: int

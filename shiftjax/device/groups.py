@@ -62,11 +62,11 @@ def attention_of(
 ) -> AttentionBackend:
     """The attention of groups of one width, on devices like this one."""
     layout, size, formats = deployment.layout, deployment.block_size, deployment.formats
-    names = formats.weights, formats.kv
-    dtypes = (FORMATS[name].dtype for name in names)
-    shape = shape_of(layout, *names, size, deployment.buckets[-1])
+    dtype, kv = (FORMATS[name].dtype for name in (formats.weights, formats.kv))
+    shape = shape_of(layout, formats.weights, formats.kv, size, deployment.buckets[-1])
     tried = None if check is None else partial(check, shape)
-    return choose_attention(layout, device, *dtypes, size, wanted=deployment.attention, check=tried)
+    wanted = deployment.attention
+    return choose_attention(layout, device, dtype, kv, size, wanted=wanted, check=tried)
 
 
 def place(

@@ -33,8 +33,9 @@ def test_the_life_of_a_server(model, cache_dir):
         served.wait_for("/health/ready", 200)
         reason = "the kernels are for GPUs, not for cpu"
         assert served.client.get("/health").json()["attention"] == {"xla": reason}
-        series, values = "shiftjax:attention_backend", metric_values(served.client)
-        assert metric_total(values, series, name="xla", reason=reason) == 1
+        values = metric_values(served.client).items()
+        (labels,) = [dict(at) for (key, at), _ in values if key == "shiftjax:attention_backend"]
+        assert (labels["name"], labels["reason"]) == ("xla", reason)
         assert f"attention: xla ({reason})" in served.texts()[1]
         expected = numpy_llama.greedy(config, tensors, PROMPT, 10)
         with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
