@@ -193,22 +193,24 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
 
 
 def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
-    """Compile `attend` once for all devices: each computes the same, [devices, tokens, ...]."""
-    mesh, everywhere = rows_mesh(devices), replicated_spec()
-    mapped = jax.shard_map(
+    """Make `attend` one program of all devices; each computes the same, [devices, tokens, ...]."""
+    return jax.shard_map(
         lambda q, pool, metadata: attend(q, pool, metadata)[None],
-        mesh=mesh,
-        in_specs=(everywhere,) * 3,
+        mesh=rows_mesh(devices),
+        in_specs=(replicated_spec(),) * 3,
         out_specs=devices_spec(),
         check_vma=False,
     )
 
-    def compiled(q: Any, pool: Any, metadata: Any) -> Callable[[], np.ndarray]:
-        arguments = jax.device_put((q, pool, metadata), named(mesh, everywhere))
-        program = jax.jit(mapped).lower(*arguments).compile()
-        return lambda: np.asarray(program(*arguments))
 
-    return compiled
+def compiled(
+    step: Step, inputs: Inputs, kernels: AttentionBackend, devices: Sequence[Device]
+) -> Callable[[], np.ndarray]:
+    """Compile a step for all devices; what comes back runs it."""
+    arrays = inputs.q, inputs.pool, inputs.metadata(step, kernels)
+    arguments = jax.device_put(arrays, named(rows_mesh(devices), replicated_spec()))
+    program = jax.jit(on_each(kernels.attend, devices)).lower(*arguments).compile()
+    return lambda: np.asarray(program(*arguments))
 
 
 def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) -> str | None:
@@ -249,11 +251,10 @@ def try_step(
     """Run one step; None: nothing is wrong."""
     inputs = make_inputs(shape, step)
     loops = xla_attention(shape.head_dim, shape.sliding_window, shape.block_size)
-    wide = tuple(array.astype(inputs.q.dtype) for array in inputs.pool)  # the loops know no fp8
-    expected = on_each(loops.attend, devices)(inputs.q, wide, inputs.metadata(step, loops))()
+    keys, values = (array.astype(inputs.q.dtype) for array in inputs.pool)  # loops know no fp8
+    expected = compiled(step, inputs._replace(pool=(keys, values)), loops, devices)()
     try:
-        metadata = inputs.metadata(step, kernels)
-        run = on_each(kernels.attend, devices)(inputs.q, inputs.pool, metadata)
+        run = compiled(step, inputs, kernels, devices)
     except Exception as error:
         words = f"the kernels do not compile ({type(error).__name__})"
         return Problem(words, traceback.format_exc())

@@ -100,7 +100,7 @@ def find_verdict(check: KernelCheck, devices: Sequence[Device], shape: Shape) ->
     kept = _read(check, key) if check.reads_kept else None
     if kept is not None:
         return kept
-    logger.info("trying the attention kernels: some 20 s, once for this machine and these shapes")
+    logger.info("trying the attention kernels, once for this machine and these shapes")
     verdict = try_kernels(trial, check)
     if verdict.is_final:
         _keep(check, key, verdict)

@@ -19,7 +19,15 @@ import pytest
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.deployment import Deployment
-from shiftjax.device.attention_cases import Cases, Shape, Step, Trial, steps_of, wrong_with
+from shiftjax.device.attention_cases import (
+    Cases,
+    Shape,
+    Step,
+    Trial,
+    make_inputs,
+    steps_of,
+    wrong_with,
+)
 from shiftjax.device.attention_check import (
     FOLDER,
     MODULE,
@@ -185,6 +193,16 @@ def test_steps_have_padding_and_come_in_the_largest_bucket_too():
     assert steps[0].contexts == (1, 15, 16, 17, 63, 64, 65, 337, 3000)
     assert steps[2].new == (1, 1, 17, 130, 100)
     assert all(step.bucket[0] > sum(step.new) for step in steps)
+
+
+def test_what_is_no_token_is_nan_and_blocks_are_shuffled():
+    step = next(steps_of(SHAPE, FEW))
+    inputs = make_inputs(SHAPE, step)
+    k, v = (np.isnan(array.astype(np.float32)) for array in inputs.pool)
+    assert (~k[:, 0, :, 0]).sum() == (~v[:, 0, :, 0]).sum() == sum(step.contexts)
+    assert k[0].all()  # the null block
+    used = inputs.tables[inputs.tables > 0]
+    assert sorted(used) == list(range(1, len(used) + 1)) and (np.diff(used) < 0).any()
 
 
 def test_numbers_that_are_off_are_found():

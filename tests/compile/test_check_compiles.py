@@ -1,0 +1,31 @@
+"""The check of kernels that a GPU runs before it serves compiles for that GPU."""
+
+import aot
+import jax
+import pytest
+
+from shiftjax.device.attention_cases import Cases, Shape, make_inputs, on_each, steps_of
+from shiftjax.device.mesh import rows_mesh
+from shiftjax.models.attention_backend import tuned_attention, xla_attention
+
+aot.require()
+
+# One of 8 devices of Llama-70B: a KV head.
+SHAPE = Shape(8, 1, 128, 16, None, "bfloat16", "bfloat16", (256, 64, 64))
+
+
+@pytest.mark.parametrize("name", ["kernels", "loops"])
+def test_chunks_beside_decodes_are_one_program_of_two_gpus(name):
+    devices = list(aot.make_mesh("h100", (2,), ("x",)).devices.flat)
+    kernels, _ = tuned_attention(SHAPE.layout, devices[0], SHAPE.block_size)
+    loops = xla_attention(SHAPE.head_dim, SHAPE.sliding_window, SHAPE.block_size)
+    backend = {"kernels": kernels, "loops": loops}[name]
+    *_, step = steps_of(SHAPE, Cases())
+    inputs = make_inputs(SHAPE, step)
+    arrays = inputs.q, inputs.pool, inputs.metadata(step, backend)
+    mesh = rows_mesh(devices)
+    program = aot.compile_for(mesh, on_each(backend.attend, devices), *aot.on_device(mesh, arrays))
+    text = program.executable.as_text()
+    assert ("mosaic_gpu" in text) == (name == "kernels")
+    (shape,) = jax.tree.leaves(program.executable.output_shardings)
+    assert shape.shard_shape((2, *inputs.q.shape)) == (1, *inputs.q.shape)
