@@ -144,10 +144,13 @@ def test_the_process_ends_with_its_parent():
     command = [sys.executable, "-m", MODULE]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environ, **pipes) as process:
-        print(json.dumps(dataclasses.asdict(trial)), file=process.stdin, flush=True)
-        assert json.loads(process.stdout.readline()) == {"case": "3 decodes in 8"}
-        process.stdin.close()
-        assert process.wait(30) == 1
+        try:
+            print(json.dumps(dataclasses.asdict(trial)), file=process.stdin, flush=True)
+            assert json.loads(process.stdout.readline()) == {"case": "3 decodes in 8"}
+            process.stdin.close()
+            assert process.wait(30) == 1
+        finally:
+            process.kill()
 
 
 def test_another_gpu_than_the_parents_is_no_verdict(tmp_path):
