@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,6 +27,7 @@ from shiftjax.costs.machine_files import (
     machine_of,
 )
 from shiftjax.costs.step import CostModel
+from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.communicators import make_communicators
 from shiftjax.device.groups import Placed, compile_steps, make_mover, place, start_runners
@@ -72,7 +72,14 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
     deployment = resolve(config, source.config, measure(devices))
     check_complete(source)
     begin = time.perf_counter()
-    check = partial(check_attention, KernelCheck(environ_beside(), directory), devices)
+    how = KernelCheck(environ_beside(), directory)
+
+    def check(shape: Shape) -> str | None:
+        progress("try attention", 0, 1)
+        problem = check_attention(how, devices, shape)
+        progress("try attention", 1, 1)
+        return problem
+
     groups = place(deployment, devices, source, progress, check)
     load_seconds = time.perf_counter() - begin
     return assemble(config, deployment, groups, progress, load_seconds)

@@ -168,7 +168,7 @@ class CompileOptions:
     """Which steps are compiled, with which attention, and where the results are kept."""
 
     attention: Literal["auto", "pallas", "xla"] = option(
-        "auto", "auto: kernels where they pass their check, else XLA loops; pallas: no loops"
+        "auto", "auto: kernels where they pass a check, else XLA loops; pallas: those or an error"
     )
     cache_dir: str = option(
         "auto", "compilation cache: a directory, none, or auto (per user, under XDG_CACHE_HOME)"

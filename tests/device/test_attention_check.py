@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import engines
 import jax
 import numpy as np
 import pytest
@@ -129,6 +130,16 @@ def test_one_bad_device_among_several_is_found():
     verdict = find_verdict(make_check("wrong_on_one"), jax.devices()[:3], SHAPE)
     assert "is off by" in (verdict.problem or "")
     assert verdict.detail == f"on device {jax.devices()[1].id} of 3"
+
+
+def test_an_engine_tries_the_kernels_that_it_would_use(monkeypatch):
+    """On a CPU that is taken for a GPU: kernels for one do not compile there."""
+    monkeypatch.setattr("shiftjax.models.attention_backend.why_not", lambda device: None)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    directory, *_ = engines.checkpoint(num_hidden_layers=1, **sizes)
+    options = {"dtype": "bfloat16", "block_size": 16, "attention": "pallas"}
+    with pytest.raises(ConfigError, match=r"attention = pallas: .* check: 9 decodes .* compile"):
+        engines.make(directory, 1, 1, **options)
 
 
 def test_the_setting_xla_tries_nothing(tmp_path, caplog):
