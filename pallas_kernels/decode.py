@@ -35,9 +35,9 @@ def decode_attention(
     """Attention of the decode rows: row i is token i, of the sequence that `work` says.
 
     Other rows are those of `out`, which is overwritten in place where its buffer may be; zeros
-    without it. Arguments as in `paged_attention.ragged_paged_attention`; `work` must have been
-    divided with the same `config` and number of KV heads. Raises ValueError for shapes that the
-    kernel cannot take.
+    without it, which cost no launch where every token may be a row. Arguments as in
+    `paged_attention.ragged_paged_attention`; `work` must have been divided with the same `config`
+    and number of KV heads. Raises ValueError for shapes that the kernel cannot take.
     """
     q_per_kv = check_call(q, kv, options, config)
     kv_heads, block_size, head_dim = kv.k_pool.shape[1:]
@@ -64,8 +64,9 @@ def decode_attention(
     )
     outputs, lse = run_jobs(shape, inputs)
     parts = Parts(outputs, lse, work.row_first[:count], work.row_jobs[:count])
-    out = jnp.zeros(q.shape, q.dtype) if out is None else out
-    return combine_jobs(parts, out, config, options.interpret)
+    if out is None and count < q.shape[0]:
+        out = jnp.zeros(q.shape, q.dtype)
+    return combine_jobs(parts, q, out, config, options.interpret)
 
 
 def check_call(q: jax.Array, kv: PagedKV, options: AttentionOptions, config: DecodeConfig) -> int:

@@ -1,9 +1,13 @@
 """The end of decode attention: the jobs of each row, put together.
 
-A kernel of its own, and not the last job to arrive: arrival needs atomics and flags that somebody
-clears, in a launch after which nothing may be left over; this one is a launch of a few microseconds
-that reads what is still in the cache, and adds in a fixed order, so that the same step gives the
-same bits. And not plain XLA: jobs of a row are a ragged sum, which there is atomics or padding.
+A kernel of its own, and not the last job to arrive: arrival needs flags that start as zeros, and
+Mosaic's semaphores are an operand that XLA fills before every call, which is a launch again (and
+one that the interpreter cannot run). This one takes a few microseconds, reads what is still in the
+cache, and adds in a fixed order, so that the same step gives the same bits. And not plain XLA: jobs
+of a row are a ragged sum, which there is atomics or padding.
+
+A thread block takes one row, one KV head and COLUMNS of head_dim, so that the jobs of one long
+context are not all read by one block.
 """
 
 import functools
@@ -16,11 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_terms import down_rows
-from pallas_kernels.decode_work import DecodeConfig, num_workers
-from pallas_kernels.mosaic import LOWEST, WGMMA, filled, store
+from pallas_kernels.decode_work import JOBS_AT_ONCE, DecodeConfig, most_jobs
+from pallas_kernels.mosaic import COLUMNS, LOWEST, WGMMA, filled, store
 
-MOST_AT_ONCE = 4  # a warpgroup has up to so many outputs under way from memory: in registers
 MAX_WARPGROUPS = 4
+MOST_AT_ONCE = JOBS_AT_ONCE // MAX_WARPGROUPS  # outputs of 8 rows that a warpgroup has under way
 
 Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted outputs, total weight, largest lse
 
@@ -37,51 +41,66 @@ class Parts(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory, and its barrier: sums of every warpgroup, and the row that goes out."""
 
-    sums: Any  # [warpgroups, head_dim, rows]
+    sums: Any  # [warpgroups, COLUMNS, rows]
     totals: Any  # [warpgroups, rows]
     tops: Any
-    staged: Any  # [rows, head_dim]
+    staged: Any  # [rows, COLUMNS]
     done: Any
 
 
-def combine_jobs(parts: Parts, out: jax.Array, config: DecodeConfig, interpret: Any) -> jax.Array:
-    """Return `out` with the decode rows' attention in its rows, in place where that may be."""
+def combine_jobs(
+    parts: Parts,
+    like: jax.Array,
+    out: jax.Array | None,
+    config: DecodeConfig,
+    interpret: Any,
+) -> jax.Array:
+    """Return attention of the decode rows in an array of the shape and type of `like`.
+
+    Other rows are those of `out`, in place where that may be; without it `parts` must have all
+    tokens, and what is not a decode row is zeros.
+    """
     kv_heads, _, head_dim, rows = parts.outputs.shape
-    most = num_workers(config.num_blocks, kv_heads)  # jobs that one row can have
-    warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 64 // rows))
+    most = most_jobs(config, kv_heads)
+    warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 128 // rows))
     per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
     scratch = Scratch(
-        sums=plgpu.SMEM((warpgroups, head_dim, rows), jnp.float32),
+        sums=plgpu.SMEM((warpgroups, COLUMNS, rows), jnp.float32),
         totals=per_warpgroup,
         tops=per_warpgroup,
-        staged=plgpu.SMEM((rows, head_dim), out.dtype),
+        staged=plgpu.SMEM((rows, COLUMNS), like.dtype),
         done=plgpu.Barrier(num_arrivals=warpgroups),
     )
-    result = jax.new_ref(out)
-    plgpu.kernel(
+    result = None if out is None else jax.new_ref(out)
+    made = plgpu.kernel(
         functools.partial(_combine_kernel, result),
+        out_type=() if result is not None else jax.ShapeDtypeStruct(like.shape, like.dtype),
         scratch_types=scratch._asdict(),
-        grid=(parts.row_first.shape[0], kv_heads),
-        grid_names=("row", "kv_head"),
+        grid=(parts.row_first.shape[0], kv_heads, head_dim // COLUMNS),
+        grid_names=("row", "kv_head", "columns"),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="decode_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*parts)
-    return result[...]
+    return made if result is None else result[...]
 
 
-def _combine_kernel(result: Any, *refs: Any, **buffers: Any) -> None:
-    """Combine the jobs of one row and KV head: every warpgroup its share, then the first all."""
-    parts, scratch = Parts(*refs), Scratch(**buffers)
+def _combine_kernel(kept: Any, *refs: Any, **buffers: Any) -> None:
+    """Combine the jobs of one row and KV head: every warpgroup its share, then the first all.
+
+    The result is `kept`, of which rows without jobs stay as they are, or else the last of `refs`.
+    """
+    parts, scratch = Parts(*refs[:4]), Scratch(**buffers)
+    result = refs[4] if kept is None else kept
     row, head = lax.axis_index("row"), lax.axis_index("kv_head")
+    columns = pl.ds(lax.axis_index("columns") * COLUMNS, COLUMNS)
     me, q_per_kv = lax.axis_index("warpgroup"), result.shape[1] // parts.outputs.shape[0]
     first, count = parts.row_first[row], parts.row_jobs[row]
 
-    @pl.when(count > 0)
-    def _() -> None:
-        outputs, lse = parts.outputs.at[head], parts.lse.at[head]
+    def combine() -> None:
+        outputs, lse = parts.outputs.at[head, :, columns], parts.lse.at[head]
         mine = _sum_share(outputs, lse, first, count, me, scratch.tops.shape[0])
         scratch.sums[me], scratch.totals[me], scratch.tops[me] = mine
         plgpu.barrier_arrive(scratch.done)
@@ -94,8 +113,11 @@ def _combine_kernel(result: Any, *refs: Any, **buffers: Any) -> None:
             store(staged.transpose((1, 0)), flipped)
             plgpu.commit_smem()
             heads = pl.ds(head * q_per_kv, q_per_kv)
-            plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, q_per_kv)], result.at[row, heads])
+            source = staged.at[pl.ds(0, q_per_kv)]
+            plgpu.copy_smem_to_gmem(source, result.at[row, heads, columns])
             plgpu.wait_smem_to_gmem(0)
+
+    combine() if kept is None else pl.when(count > 0)(combine)
 
 
 def _sum_share(
@@ -149,4 +171,5 @@ def _sum_shares(scratch: Scratch) -> jax.Array:
         share = plgpu.load(sums.at[i], layout=WGMMA)
         weighted = weighted + share * down_rows(weight, share.shape)
         total = total + plgpu.load(totals.at[i], layout=lanes) * weight
+    total = jnp.where(total > 0, total, 1.0)  # no jobs: zeros
     return weighted * down_rows(1.0 / total, weighted.shape)

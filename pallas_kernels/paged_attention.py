@@ -3,7 +3,8 @@
 A step holds decode rows (tokens that attend one by one) and then prefill chunks;
 `step_work.divide_step` says how they are cut up. Chunks go to `prefill` (bound by the matrix
 units), which also clears the padding; then decode rows go to `decode` (split-K, bound by memory),
-which writes into the same output. Both read the pools in place. They are two kernels because they
+which writes into the same output. A bucket that is divided without tiles does without the first.
+Both read the pools in place. They are two kernels because they
 need different shapes of thread block: two warpgroups of 64 full rows with 192 KB of shared memory
 there, and as many bytes in flight as possible for a few rows here.
 """
@@ -28,5 +29,7 @@ def ragged_paged_attention(
     q is bfloat16 or float16; the pools are of q's type, or float8_e4m3fn. `work` must have been
     divided with the same `config`. Raises ValueError for what the kernels cannot do.
     """
+    if work.prefill is None:
+        return decode_attention(q, kv, work.decode, options, config.decode)
     out = prefill_attention(q, kv, work.prefill, options, config.prefill)
     return decode_attention(q, kv, work.decode, options, config.decode, out=out)

@@ -23,7 +23,7 @@ DEFAULT_CONFIG = KernelConfig()
 class StepWork(NamedTuple):
     """Who computes what in one step: int32 NumPy arrays on the host, JAX arrays inside the step."""
 
-    prefill: PrefillWork
+    prefill: PrefillWork | None  # None: every token of the bucket may be a decode row
     decode: DecodeWork
 
 
@@ -32,7 +32,7 @@ def divide_step(
     query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
     num_decodes: int,
     *,
-    num_tokens: int,
+    num_tokens: int | None,
     heads: tuple[int, int],
     num_rows: int | None = None,
     sliding_window: int | None = None,
@@ -42,17 +42,21 @@ def divide_step(
 
     `heads` (of queries, of keys and values) are those of one device. Every token of the first
     `num_decodes` sequences is a decode row; a bucket has `num_rows` at most (None: as many as
-    sequences). Layers with different windows can share what
-    is divided for the widest of them: it is right for all, and balanced for that one.
+    sequences). Without `num_tokens` there are no tiles: the bucket has as many rows as tokens, and
+    every sequence must be among `num_decodes`. Layers with different windows can share what is
+    divided for the widest of them: it is right for all, and balanced for that one.
     """
-    return StepWork(
-        divide_prefill(
+    tiles = None
+    if num_tokens is not None:
+        tiles = divide_prefill(
             seq_lens,
             query_start_loc,
             num_decodes,
             num_tokens=num_tokens,
             q_per_kv=heads[0] // heads[1],
-        ),
+        )
+    return StepWork(
+        tiles,
         divide_decode(
             rows_of(seq_lens, query_start_loc, num_decodes),
             num_rows or len(seq_lens),

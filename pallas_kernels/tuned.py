@@ -15,20 +15,42 @@ from pallas_kernels.step_work import KernelConfig
 FILE = "tuned.json"
 
 
-def safe_config(head_dim: int) -> KernelConfig:
-    """Return settings for every block size of 16 to 128: they fit shared memory and registers."""
-    if head_dim <= 128:
-        return KernelConfig()
-    one_per_processor = DecodeConfig(num_blocks=132, shared_memory_bytes=227 * 1024)
-    return KernelConfig(PrefillConfig(kv_tile=64), one_per_processor)
+SXM_CORES = 132  # streaming multiprocessors of an H100 or H200 SXM; PCIe has 114, an H20 78
+# Above so many query heads of a KV head two decode blocks need more registers than there are.
+MOST_HEADS_OF_TWO_BLOCKS = 16
+FIXED_ROUNDS = 4  # of a job, where that is fixed: 64 contexts of 1,024 tokens fill an H100
 
 
-def config_for(device_kind: str, head_dim: int, block_size: int) -> tuple[KernelConfig, bool]:
-    """Return the settings for a GPU, and whether they are tuned for it (else they are safe)."""
-    for row in json.loads(read_table()):
+def safe_config(head_dim: int, q_per_kv: int = 8, cores: int | None = None) -> KernelConfig:
+    """Return settings for every block size of 16 to 128: they fit shared memory and registers.
+
+    Thread blocks all run at once on a GPU of `cores` multiprocessors (None: SXM_CORES): one of
+    prefill on each, and two of decode where registers and shared memory have room for them.
+    """
+    cores = cores or SXM_CORES
+    prefill = PrefillConfig(kv_tile=None if head_dim <= 128 else 64, num_blocks=cores)
+    if head_dim <= 128 and q_per_kv <= MOST_HEADS_OF_TWO_BLOCKS:
+        return KernelConfig(prefill, DecodeConfig(num_blocks=2 * cores))
+    one_a_core = DecodeConfig(num_blocks=cores, shared_memory_bytes=227 * 1024)
+    return KernelConfig(prefill, one_a_core)
+
+
+def fixed_config(config: KernelConfig) -> KernelConfig:
+    """Return the same settings, with splits of a row that do not depend on the other rows."""
+    return config._replace(decode=config.decode._replace(fixed_rounds=FIXED_ROUNDS))
+
+
+def config_for(
+    device_kind: str, head_dim: int, block_size: int, q_per_kv: int = 8, cores: int | None = None
+) -> tuple[KernelConfig, bool]:
+    """Return the settings for a GPU, and whether they are tuned for it (else they are safe).
+
+    The table is measured with few query heads of a KV head, so many get safe settings.
+    """
+    for row in json.loads(read_table() if q_per_kv <= MOST_HEADS_OF_TWO_BLOCKS else "[]"):
         if (row["gpu"], row["head_dim"], row["block_size"]) == (device_kind, head_dim, block_size):
             return from_row(row), True
-    return safe_config(head_dim), False
+    return safe_config(head_dim, q_per_kv, cores), False
 
 
 def read_table() -> str:

@@ -64,6 +64,10 @@ class ModelOptions:
     seed: int = option(
         0, "seed of requests that bring none, and of random weights", low=0, high=2**32 - 1
     )
+    deterministic: bool = option(
+        False,
+        "attention gives a sequence the same bits whatever runs beside it; slower for few",
+    )
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Deployment:
     widths: tuple[int, ...] = ()  # units of the groups of a fleet, ascending; (): not a fleet
     fleet: FleetOptions = NO_FLEET
     hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
+    deterministic: bool = False  # attention of a sequence does not depend on the others
 
     @property
     def by_width(self) -> dict[int, "Deployment"]:
@@ -286,6 +287,7 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         widths=widths,
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
+        deterministic=config.model.deterministic,
     )
     _ = deployment.fixed  # that its groups can be formed
     return deployment

@@ -16,6 +16,7 @@ class Bucket(NamedTuple):
     tokens: int
     rows: int
     max_seqs: int | None = None
+    rows_alone: bool = False  # kernels: each token attends as a row; a larger bucket has tiles
 
     @property
     def seqs(self) -> int:
@@ -67,4 +68,23 @@ def make_buckets(
     few = [one._replace(rows=one.seqs) for one in large]  # where nobody drafts
     if layout.model.num_late_layers:
         few += [one._replace(rows=round_up(SMALLEST_TOKENS, devices)) for one in large]
-    return sorted({*buckets, *few})
+    return sorted(_with_rows_alone({*buckets, *few}))
+
+
+def _with_rows_alone(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Say which buckets do without tiles: every token is a row, and there is a way out.
+
+    That is a larger bucket for as many rows and sequences, in which chunks of prompts that would
+    read long contexts once for every token can go as tiles.
+    """
+    buckets = list(buckets)
+    return [
+        one._replace(
+            rows_alone=one.rows == one.tokens
+            and any(
+                two.tokens > one.tokens and two.rows >= one.rows and two.seqs >= one.seqs
+                for two in buckets
+            )
+        )
+        for one in buckets
+    ]

@@ -54,6 +54,7 @@ class Shape:
     dtype: str  # of queries; a name of `arch.formats`
     kv_dtype: str
     bucket: tuple[int, ...]  # tokens, logit rows and sequences of the largest step
+    deterministic: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -158,9 +159,12 @@ class Inputs(NamedTuple):
     def metadata(self, step: Step, kernels: AttentionBackend) -> AttentionMetadata:
         """What an implementation is told of the step, its own division of it included."""
         num_tokens, num_rows, _ = step.bucket
+        is_row_by_row = num_tokens == num_rows and step.num_decodes == len(step.new)
+        if is_row_by_row and kernels.most_row_reads is not None:
+            num_tokens = None  # another program, without tiles (`Bucket.rows_alone`)
         contexts = self.tables, self.lens, self.starts
         work = kernels.divide(*contexts, step.num_decodes, num_tokens=num_tokens, num_rows=num_rows)
-        slots = np.zeros(num_tokens, np.int32)  # everything is written already
+        slots = np.zeros(step.bucket[0], np.int32)  # everything is written already
         return AttentionMetadata(slots, *contexts, np.asarray(step.num_decodes, np.int32), work)
 
 
@@ -240,7 +244,7 @@ def build(trial: Trial, device: Device) -> AttentionBackend:
     """Make the kernels that are tried."""
     shape = trial.shape
     if not trial.builder:
-        return tuned_attention(shape.layout, device, shape.block_size)[0]
+        return tuned_attention(shape.layout, device, shape.block_size, shape.deterministic)[0]
     module, _, function = trial.builder.partition(":")
     return getattr(importlib.import_module(module), function)(shape)
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pallas_kernels
+from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.attention_cases import Cases, Shape, Trial
 from shiftjax.models.gpu_software import versions
@@ -62,12 +63,14 @@ class Verdict(NamedTuple):
     was_kept: bool = False
 
 
-def shape_of(layout: Layout, dtype: str, kv_dtype: str, block_size: int, largest: Bucket) -> Shape:
-    """What one device of a deployment computes; types by their names in `arch.formats`."""
-    model = layout.model
+def shape_of(
+    layout: Layout, formats: Formats, block_size: int, largest: Bucket, deterministic: bool
+) -> Shape:
+    """What one device of a deployment computes."""
+    model, types = layout.model, (formats.weights, formats.kv)
     heads = layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
-    return Shape(*heads, block_size, model.sliding_window, dtype, kv_dtype, bucket)
+    return Shape(*heads, block_size, model.sliding_window, *types, bucket, deterministic)
 
 
 def check_attention(check: KernelCheck, devices: Sequence[Device], shape: Shape) -> str | None:

@@ -63,10 +63,17 @@ def attention_of(
     """The attention of groups of one width, on devices like this one."""
     layout, size, formats = deployment.layout, deployment.block_size, deployment.formats
     dtype, kv = (FORMATS[name].dtype for name in (formats.weights, formats.kv))
-    shape = shape_of(layout, formats.weights, formats.kv, size, deployment.buckets[-1])
-    tried = None if check is None else partial(check, shape)
-    wanted = deployment.attention
-    return choose_attention(layout, device, dtype, kv, size, wanted=wanted, check=tried)
+    shape = shape_of(layout, formats, size, deployment.buckets[-1], deployment.deterministic)
+    return choose_attention(
+        layout,
+        device,
+        dtype,
+        kv,
+        size,
+        deterministic=deployment.deterministic,
+        wanted=deployment.attention,
+        check=None if check is None else partial(check, shape),
+    )
 
 
 def place(

@@ -18,6 +18,21 @@ from shiftjax.models.attention import AttentionMetadata, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 
 
+def suits(bucket: Bucket, plan: StepPlan, backend: AttentionBackend) -> bool:
+    """Whether a bucket holds a plan, and its chunks do not read too much there.
+
+    Where all tokens attend as rows, a chunk of n tokens after s reads n s + n (n + 1) / 2 tokens of
+    context, its tiles would s + n for some tokens each.
+    """
+    if not bucket.holds(plan.num_tokens, plan.num_rows, len(plan.scheduled)):
+        return False
+    if not bucket.rows_alone or backend.most_row_reads is None:
+        return True
+    chunks = plan.scheduled[plan.num_decodes + plan.num_drafts :]
+    reads = sum(c.num_tokens * c.start + c.num_tokens * (c.num_tokens + 1) // 2 for c in chunks)
+    return reads <= backend.most_row_reads
+
+
 def step_inputs(
     plan: StepPlan,
     bucket: Bucket,
@@ -59,8 +74,10 @@ def step_inputs(
     positions = _padded(positions, bucket.tokens)
     sample_rows = _padded(picked, bucket.rows)
     contexts = tables, _padded(starts + lens, bucket.seqs), query_start_loc
-    num_decodes = plan.num_decodes + plan.num_drafts
-    work = backend.divide(*contexts, num_decodes, num_tokens=bucket.tokens, num_rows=bucket.rows)
+    num_decodes, num_tokens = plan.num_decodes + plan.num_drafts, bucket.tokens
+    if bucket.rows_alone and backend.most_row_reads is not None:
+        num_decodes, num_tokens = count, None
+    work = backend.divide(*contexts, num_decodes, num_tokens=num_tokens, num_rows=bucket.rows)
     contexts += (np.asarray(num_decodes, np.int32),)
     return StepInputs(
         token_ids=_padded(_token_ids(plan), bucket.tokens),

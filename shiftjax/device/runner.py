@@ -14,7 +14,7 @@ import numpy as np
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, replicated_spec, rows_spec
-from shiftjax.device.pack import step_inputs
+from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program
 from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
@@ -159,11 +159,11 @@ class DeviceRunner:
             self.memory.pools = host.restore(pools, device_block, host_block)
 
     def program_for(self, plan: StepPlan) -> Program:
-        """The smallest program that holds a plan. Raises `NoBucketError`."""
-        size = plan.num_tokens, plan.num_rows, len(plan.scheduled)
+        """The smallest program that suits a plan. Raises `NoBucketError`."""
         for program in self.programs:
-            if program.bucket.holds(*size):
+            if suits(program.bucket, plan, self.step.attention):
                 return program
+        size = plan.num_tokens, plan.num_rows, len(plan.scheduled)
         sizes = [(*program.bucket[:2], program.bucket.seqs) for program in self.programs]
         raise NoBucketError(f"no step of (tokens, rows, sequences) {size} among {sizes}")
 

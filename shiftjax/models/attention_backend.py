@@ -46,7 +46,8 @@ class AttentionBackend(NamedTuple):
 
     name: str
     # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens, num_rows)
-    # -> AttentionMetadata.work: on the host, once a step, for all layers
+    # -> AttentionMetadata.work: on the host, once a step, for all layers; num_tokens is None in a
+    # bucket whose tokens are all rows, if there is a `most_row_reads`
     divide: Callable[..., Any]
     # (rows, num_rows) -> the work of `attend_rows`: on the host, for layers that compute rows only
     divide_rows: Callable[[Rows, int], Any]
@@ -56,13 +57,18 @@ class AttentionBackend(NamedTuple):
     attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any], jax.Array]
     # (pool, k, v, slot_mapping) -> the written pool
     write: Callable[..., LayerPool] = write_kv
+    # of context tokens, by the tokens of chunks in a bucket whose tokens are all rows; None: the
+    # same work in all buckets
+    most_row_reads: int | None = None
     reason: str = ""  # why this one was chosen, in words that may leave the process
 
 
-def xla_attention(head_dim: int, sliding_window: int | None, block_size: int) -> AttentionBackend:
-    """Return the XLA loops."""
+def xla_attention(
+    head_dim: int, sliding_window: int | None, block_size: int, *, deterministic: bool = False
+) -> AttentionBackend:
+    """Return the XLA loops; `deterministic` ones never split the context of a row."""
     window = {"sliding_window": sliding_window}
-    sizes = {"block_size": block_size, **window}
+    sizes = {"block_size": block_size, "whole_rows": deterministic, **window}
     return AttentionBackend(
         "xla",
         functools.partial(divide_attention, **sizes),
@@ -79,12 +85,14 @@ def choose_attention(
     kv_dtype: DTypeLike,
     block_size: int,
     *,
+    deterministic: bool = False,
     wanted: Literal["auto", "pallas", "xla"] = "auto",
     check: Callable[[], str | None] | None = None,
 ) -> AttentionBackend:
     """Return the kernels where device and shapes allow them, else the XLA loops.
 
-    `dtype` is that of activations, `wanted` the setting `attention`. `check` tries the kernels on
+    `dtype` is that of activations; what is `deterministic` gives a row the same bits whatever the
+    others. `wanted` is the setting `attention`. `check` tries the kernels on
     the devices and returns what is wrong with them; it is asked last, and None does not ask. On a
     GPU without kernels, or with a tuning table that does not know it, this warns; call it once for
     a deployment.
@@ -95,7 +103,7 @@ def choose_attention(
     """
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
     if reason is None:
-        kernels, is_tuned = tuned_attention(layout, device, block_size)
+        kernels, is_tuned = tuned_attention(layout, device, block_size, deterministic)
         reason = _why_not_traced(kernels, layout, dtype, kv_dtype, block_size)
         if reason is None and check is not None:
             reason = check()
@@ -118,8 +126,8 @@ def choose_attention(
             device.device_kind,
             reason,
         )
-    loops = xla_attention(layout.model.head_dim, layout.model.sliding_window, block_size)
-    return loops._replace(reason=reason)
+    sizes = layout.model.head_dim, layout.model.sliding_window, block_size
+    return xla_attention(*sizes, deterministic=deterministic)._replace(reason=reason)
 
 
 def why_not(device: Device) -> str | None:
@@ -135,12 +143,16 @@ def why_not(device: Device) -> str | None:
 
 
 def tuned_attention(
-    layout: Layout, device: Device, block_size: int
+    layout: Layout, device: Device, block_size: int, deterministic: bool
 ) -> tuple[AttentionBackend, bool]:
     """Return the kernels with the best settings known, and whether they are for this device."""
-    from pallas_kernels.tuned import config_for
+    from pallas_kernels.tuned import config_for, fixed_config
 
-    config, is_tuned = config_for(device.device_kind, layout.model.head_dim, block_size)
+    cores = getattr(device, "core_count", None)  # not every device says
+    q_per_kv = layout.heads_per_device // layout.kv_heads_per_device
+    sizes = layout.model.head_dim, block_size, q_per_kv
+    config, is_tuned = config_for(device.device_kind, *sizes, cores)
+    config = fixed_config(config) if deterministic else config
     return pallas_attention(layout, config, block_size), is_tuned
 
 
@@ -216,7 +228,11 @@ def pallas_attention(
             return write_kv(pool, k, v, slot_mapping)
         return kv_write.write_kv(pool, k, v, slot_mapping, scales=kv_scales, interpret=interpret)
 
-    return AttentionBackend("pallas", divide, divide_rows, attend, attend_rows, write)
+    workers = decode_work.num_workers(config.decode.num_blocks, layout.kv_heads_per_device)
+    reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers
+    if config.decode.fixed_rounds is not None:
+        reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
+    return AttentionBackend("pallas", divide, divide_rows, attend, attend_rows, write, reads)
 
 
 def _why_not_traced(

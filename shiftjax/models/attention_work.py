@@ -89,15 +89,17 @@ def divide_attention(
     num_rows: int | None = None,
     block_size: int,
     sliding_window: int | None = None,
+    whole_rows: bool = False,
 ) -> AttentionWork:
     """Divide one step, given its padded arrays; `num_tokens` and `num_rows` are the bucket's.
 
     Every token of the first `num_decodes` sequences is a decode row, of which there are `num_rows`
-    at most (None: as many as sequences); the others are prefill chunks. Raises ValueError where a
-    context is longer than its block table, which the device would read past without a word.
+    at most (None: as many as sequences); the others are prefill chunks. `whole_rows` as in
+    `divide_rows`. Raises ValueError where a context is longer than its block table, which the
+    device would read past without a word.
     """
     check_contexts(block_tables, seq_lens, block_size)
-    options = {"block_size": block_size, "sliding_window": sliding_window}
+    options = {"block_size": block_size, "sliding_window": sliding_window, "whole_rows": whole_rows}
     rows = rows_of(seq_lens, query_start_loc, num_decodes)
     starts = query_start_loc[num_decodes:].astype(np.int64)
     ends = seq_lens[num_decodes:].astype(np.int64)
@@ -122,9 +124,17 @@ def check_contexts(
 
 
 def divide_rows(
-    rows: Rows, num_rows: int, *, block_size: int, sliding_window: int | None = None
+    rows: Rows,
+    num_rows: int,
+    *,
+    block_size: int,
+    sliding_window: int | None = None,
+    whole_rows: bool = False,
 ) -> RowWork:
-    """Divide decode rows, of which a step of the bucket has `num_rows` at most."""
+    """Divide decode rows, of which a step of the bucket has `num_rows` at most.
+
+    `whole_rows`: none is cut into jobs, so that the order of sums does not depend on other rows.
+    """
     lanes = num_lanes(num_rows)
     capacity = -(-(num_rows + lanes) // lanes) * lanes
     chunk = whole_blocks(CHUNK_TOKENS, block_size)
@@ -132,7 +142,8 @@ def divide_rows(
     begin = np.maximum(end - (sliding_window or end), 0)
     first_chunk = begin // chunk
     chunks = -(-end // chunk) - first_chunk
-    rounds = _rounds_per_job(chunks, lanes, capacity)
+    longest = int(chunks.max(initial=1))
+    rounds = longest if whole_rows else _rounds_per_job(chunks, lanes, capacity)
     parts = -(-chunks // rounds)
     row = np.repeat(np.arange(len(end)), parts)
     row_first = np.cumsum(parts) - parts

@@ -34,7 +34,9 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
-SIMULATED = MappingProxyType({"weights": "alias", "preemption": "recompute"})
+SIMULATED = MappingProxyType(
+    {"weights": "alias", "preemption": "recompute", "deterministic": False}
+)
 """Settings of which the replay knows one value."""
 
 

@@ -46,7 +46,7 @@ LONGEST = 8192  # tokens of a sequence
 NUM_TOKENS_AND_HEADS = 1 << 20
 # No matrix has as many rows as a device has of 1,536 tokens, or parts of them: what moves
 # activations is not taken for what moves weights.
-PREFILL, DECODE = Bucket(1536, 64), Bucket(64, 64)
+PREFILL, DECODE = Bucket(1536, 64), Bucket(64, 64, rows_alone=True)
 THREADS = 2
 KERNEL = 'custom_call_target="mosaic_gpu'
 SPLIT_BY_MODE = ("vocab", "heads", "kv_heads", "intermediate")

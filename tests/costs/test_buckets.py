@@ -26,7 +26,7 @@ def test_every_step_has_a_bucket(sizes, max_rows, sp, tp):
 def test_large_steps_have_rows_for_their_sequences_only():
     layout = Layout(PRESETS["tiny"], 1, 1)
     buckets = make_buckets((8, 16, 32, 64, 128), 8, layout, max_rows=32)
-    assert [tuple(bucket) for bucket in buckets] == [
+    assert [bucket[:3] for bucket in buckets] == [
         (8, 8, 8),
         (16, 16, 8),
         (32, 32, 8),
@@ -39,4 +39,22 @@ def test_large_steps_without_drafts_have_rows_for_their_sequences_only():
     layout = Layout(PRESETS["tiny"], 1, 1)
     buckets = make_buckets((8, 64, 128), 8, layout, max_rows=128)
     sizes = [(8, 8, 8), (64, 8, 8), (64, 64, 8), (128, 8, 8), (128, 128, 8)]
-    assert [tuple(bucket) for bucket in buckets] == sizes
+    assert [bucket[:3] for bucket in buckets] == sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_rows", "alone"),
+    [
+        ((8, 16, 32, 64, 128), 0, [8]),
+        ((8, 16, 32, 64, 128), 32, [8, 16]),  # nothing larger than 32 has 32 rows
+        ((8, 64, 128), 128, [8, 64]),
+        ((8,), 0, []),
+    ],
+)
+def test_a_bucket_of_rows_alone_has_a_larger_one_with_tiles(sizes, max_rows, alone):
+    buckets = make_buckets(sizes, 8, Layout(PRESETS["tiny"], 1, 1), max_rows)
+    assert [bucket.tokens for bucket in buckets if bucket.rows_alone] == alone
+    for one in (bucket for bucket in buckets if bucket.rows_alone):
+        size = one.tokens, one.rows, one.seqs
+        assert one.rows == one.tokens
+        assert any(two.holds(*size) for two in buckets if not two.rows_alone)

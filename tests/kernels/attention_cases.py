@@ -120,7 +120,8 @@ def run_prefill(
 
 def decode_config(case: Case) -> DecodeConfig:
     """Two stages only, so that places in the ring are used again."""
-    return DecodeConfig(64, case.num_blocks, 80_000 if case.head_dim == 128 else 45_000)
+    shared_bytes = (80_000 if case.head_dim == 128 else 45_000) + 128 * case.q_per_kv
+    return DecodeConfig(64, case.num_blocks, shared_bytes)
 
 
 def decode_work(case: Case, step: Step) -> DecodeWork:

@@ -41,7 +41,13 @@ CASES = {
         sliding_window=50,
     ),
     "q_per_kv 12, one worker": decodes(q_per_kv=12, num_blocks=1),
-    "many jobs of a row": decodes((700,), num_blocks=11),
+    "many jobs of a row": decodes((1300, 5), num_blocks=24, head_dim=128, q_per_kv=8),
+    "q_per_kv 16, blocks of 8, a long context": decodes(
+        (900, 3), q_per_kv=16, block_size=8, num_blocks=3
+    ),
+    "q_per_kv 32, blocks of 256, window": decodes(
+        (600, 40), q_per_kv=32, block_size=256, sliding_window=300
+    ),
     "rows that share a context": decodes((66, 4, 300), drafts=3, padding=1, num_blocks=4),
     "rows that share a context, window": decodes((66, 130), drafts=4, sliding_window=50),
     "work divided for no window": decodes(

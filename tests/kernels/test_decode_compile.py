@@ -16,9 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.decode_work import DecodeConfig, divide_decode
+from pallas_kernels.decode_work import DecodeConfig, divide_decode, most_jobs
 from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.rows import Rows
+from pallas_kernels.step_work import KernelConfig, StepWork
+from pallas_kernels.tuned import safe_config
 
 aot.require()
 
@@ -53,7 +56,14 @@ CASES = {
         kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, k_scale=0.1)
     ),
     "fp8, head_dim 64, blocks of 64": Case(64, 64, 1, kv_dtype=FP8),
-    "q_per_kv 16": Case(q_per_kv=16),
+    "q_per_kv 16, one KV head, blocks of 256": Case(block_size=256, q_per_kv=16, kv_heads=1),
+    "q_per_kv 32, one KV head, blocks of 8": Case(
+        block_size=8,
+        q_per_kv=32,
+        kv_heads=1,
+        config=safe_config(128, 32).decode,
+        blocks_per_sm=1,
+    ),
     "one block a multiprocessor, tiles of 128": Case(
         config=DecodeConfig(128, 132, 227 * 1024), blocks_per_sm=1
     ),
@@ -112,6 +122,26 @@ def test_decode_fits_the_chip(name, mesh, capsys):
     memory = program.executable.memory_analysis()
     assert memory.alias_size_in_bytes == q.size * q.dtype.itemsize
     assert memory.temp_size_in_bytes < pool.size
+
+
+@pytest.mark.parametrize("fixed_rounds", [None, 4])
+def test_rows_alone_are_two_launches(fixed_rounds, mesh):
+    """No tiles of chunks, and no zeros that are written before: the combine writes every row."""
+    config = DecodeConfig(fixed_rounds=fixed_rounds)
+    work = StepWork(None, divide_decode(ROWS, SEQS, kv_heads=1, config=config))
+    pool = struct((NUM_BLOCKS, 1, 16, 128), jnp.bfloat16)
+    q = struct((SEQS, 8, 128), jnp.bfloat16)
+    kv = PagedKV(pool, pool, struct((SEQS, CONTEXT // 16)), struct((SEQS,)))
+
+    def attend(q, kv, work):
+        settings = KernelConfig(decode=config)
+        return ragged_paged_attention(q, kv, work, AttentionOptions(0.1), settings)
+
+    program = aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
+    assert made(program.executable.as_text()) == ["custom-call"] * 2
+    jobs = SEQS + 264 if fixed_rounds is None else SEQS * most_jobs(config, 1)
+    results = jobs * (128 + 1) * 8 * 4  # float32 outputs and lse of 8 query heads
+    assert results <= program.executable.memory_analysis().temp_size_in_bytes < results + 4096
 
 
 @pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, FP8])

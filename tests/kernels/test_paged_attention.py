@@ -48,3 +48,26 @@ def test_a_step_is_attention(name):
     out = interpreted(attend, step.q, step.kv, work)
     assert worst(case, step, out) <= 1
     assert not out[step.query_start_loc[-1] :].any()
+
+
+def test_a_bucket_of_rows_alone_needs_no_tiles():
+    """Chunks attend row by row; what pads the rows is zeros, although nothing else writes them."""
+    case = Case(((5, 70), (1, 1)), decodes=(130, 20), drafts=1, tokens=12, kv_heads=2, padding=2)
+    step = make_step(case)
+    work = divide_step(
+        step.kv.seq_lens,
+        step.query_start_loc,
+        4,
+        num_tokens=None,
+        heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
+        num_rows=case.tokens,
+        config=CONFIG,
+    )
+    assert work.prefill is None
+
+    def attend(*arrays):
+        return ragged_paged_attention(*arrays, options_of(case), CONFIG)
+
+    out = interpreted(attend, step.q, step.kv, work)
+    assert worst(case, step, out) <= 1
+    assert not out[step.query_start_loc[-1] :].any()

@@ -1,5 +1,6 @@
 """Which attention a device gets, what it is told, and that the kernels are wired up right."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -126,6 +127,37 @@ def test_an_unknown_gpu_gets_safe_settings():
     assert config_for("NVIDIA H300", 128, 16) == (safe_config(128), False)
 
 
+@pytest.mark.parametrize(("cores", "blocks"), [(132, 264), (114, 228), (78, 156), (None, 264)])
+def test_every_multiprocessor_of_the_chip_has_its_blocks(cores, blocks):
+    config, _ = config_for("NVIDIA H300", 128, 16, cores=cores)
+    assert (config.decode.num_blocks, config.prefill.num_blocks) == (blocks, blocks // 2)
+
+
+@pytest.mark.parametrize(("head_dim", "q_per_kv"), [(256, 8), (128, 32)])
+def test_where_two_decode_blocks_do_not_fit_one_has_all_of_the_memory(head_dim, q_per_kv):
+    config = safe_config(head_dim, q_per_kv, 114).decode
+    assert (config.num_blocks, config.shared_memory_bytes) == (114, 227 * 1024)
+
+
+def test_settings_that_were_measured_are_not_for_many_query_heads(monkeypatch):
+    tuned = KernelConfig(PrefillConfig(kv_tile=64), DecodeConfig(num_blocks=7))
+    row = json.dumps([to_row("NVIDIA H200", 128, 16, tuned)])
+    monkeypatch.setattr("pallas_kernels.tuned.read_table", lambda: row)
+    assert config_for("NVIDIA H200", 128, 16, 16) == (tuned, True)
+    assert config_for("NVIDIA H200", 128, 16, 32) == (safe_config(128, 32), False)
+
+
+def test_what_the_device_says_of_itself_is_used(monkeypatch):
+    """The cores of a PCIe card, and the heads of this layout."""
+    asked = []
+    monkeypatch.setattr(
+        "pallas_kernels.tuned.config_for", lambda *args: asked.append(args) or config_for(*args)
+    )
+    choose(SimpleNamespace(**vars(HOPPER) | {"core_count": 114}))
+    choose(HOPPER)
+    assert asked == [("NVIDIA H200", 128, 16, 4, cores) for cores in (114, None)]
+
+
 def test_fp8_pools_are_for_the_kernels_alone(caplog):
     assert choose(HOPPER, kv_dtype=FP8).name == "pallas"
     ampere = SimpleNamespace(**vars(HOPPER) | {"compute_capability": "8.0"})
@@ -185,10 +217,11 @@ def test_a_context_longer_than_its_table_is_refused():
 # ------------------------------------------------------------------------- in the engine
 
 
-def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
+def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -> list[tuple]:
     """Serve two prompts with one implementation: (token, log-probability) of what they become.
 
-    The longer prompt is computed in chunks, the later ones beside the other's decodes.
+    The longer prompt is computed in chunks, the later ones beside the other's decodes. With two
+    buckets the first has rows alone: the kernels' steps of decodes have no tiles.
     """
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     directory, *_ = engines.checkpoint(**{"num_hidden_layers": 1} | sizes | model)
@@ -213,8 +246,10 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
     monkeypatch.setattr("shiftjax.device.groups.choose_attention", choose)
     monkeypatch.setattr("shiftjax.control.deployment.formats_of", lambda *_: formats)
     # One step at a time: the interpreter keeps the state of a kernel outside of the program.
-    options = {"block_size": 16, "num_blocks": 32, "token_buckets": [32], "overlap": False}
+    options = {"block_size": 16, "num_blocks": 32, "token_buckets": buckets, "overlap": False}
     built = engines.make(directory, 1, 1, dtype="bfloat16", **options)
+    programs = built.runners[0].programs
+    assert [one.bucket.tokens for one in programs if one.bucket.rows_alone] == buckets[:-1]
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 60, length).tolist() for length in (9, 70)]
@@ -228,20 +263,23 @@ def served(monkeypatch, name: str, kv_dtype: str, **model) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "model"),
+    ("kv_dtype", "buckets", "model"),
     [
-        ("bfloat16", {}),
-        ("bfloat16", {"model_type": "mistral", "sliding_window": 20}),
-        (FP8.name, {}),
+        ("bfloat16", [8, 32], {}),
+        ("bfloat16", [32], {"model_type": "mistral", "sliding_window": 20}),
+        (FP8.name, [32], {}),
         (
             "bfloat16",
+            [32],
             {"model_type": "llama_swiftkv", "num_hidden_layers": 2, "num_key_value_layers": 1},
         ),
     ],
-    ids=["plain", "sliding window", "fp8 pools with scales", "a late layer"],
+    ids=["two buckets", "sliding window", "fp8 pools with scales", "a late layer"],
 )
-def test_consecutive_steps_through_the_kernels_are_those_of_xla(monkeypatch, kv_dtype, model):
-    expected = served(monkeypatch, "xla", kv_dtype, **model)
-    got = served(monkeypatch, "pallas", kv_dtype, **model)
+def test_consecutive_steps_through_the_kernels_are_those_of_xla(
+    monkeypatch, kv_dtype, buckets, model
+):
+    expected = served(monkeypatch, "xla", kv_dtype, buckets, **model)
+    got = served(monkeypatch, "pallas", kv_dtype, buckets, **model)
     assert [token for token, _ in got] == [token for token, _ in expected]
     np.testing.assert_allclose([x for _, x in got], [x for _, x in expected], atol=0.04)
