@@ -80,7 +80,7 @@ def _version(package: str) -> str | None:
 
 
 def _chip(target: Target) -> str:
-    return target.machine.name.partition("x8")[0]
+    return target.machine.name.removesuffix("x8")
 
 
 def _row(target: Target, deployment: Deployment) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 A step holds decode rows (tokens that attend one by one) and then prefill chunks; `attention_work`
 says how they are cut up. Both parts are loops whose trip counts are data, so that the work follows
-the real lengths and never the padded block table. The softmax is the online one (Milakov and
-Gimelshein, arXiv 1805.02867), the split of long contexts that of Flash-Decoding (Dao et al., 2023).
+the real lengths and never the padded block table; how much a round takes depends on the platform.
+The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), the split of long contexts
+that of Flash-Decoding (Dao et al., 2023).
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from shiftjax.models.attention_work import (
-    CHUNK_TOKENS,
-    TILE_CHUNK_TOKENS,
+    CPU_SIZES,
     AttentionWork,
+    LoopSizes,
     RowWork,
     TileWork,
     divide_attention,
@@ -101,16 +102,17 @@ def ragged_paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
     """softmax(scale * q k^T) v of every token over the keys of its own sequence, causal.
 
     With `sliding_window` a token sees that many keys at most, itself included; the work must have
-    been divided with the same. Rows of padding tokens are zeros. Slots that hold no token of the
-    context may hold anything, NaN included.
+    been divided with the same, and with the same `sizes`. Rows of padding tokens are zeros. Slots
+    that hold no token of the context may hold anything, NaN included.
     """
     tables, work = metadata.block_tables, metadata.work
-    out = row_attention(q, pool, tables, work.rows, scale=scale)
-    return _prefill(q, out, pool, tables, work.tiles, scale, sliding_window)
+    out = row_attention(q, pool, tables, work.rows, scale=scale, sizes=sizes)
+    return _prefill(q, out, pool, tables, work.tiles, scale, sliding_window, sizes)
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -189,6 +191,7 @@ def row_attention(
     work: RowWork,
     *,
     scale: float,
+    sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return attention of the decode rows: row i is q[i]. All other rows are zeros.
 
@@ -198,12 +201,12 @@ def row_attention(
     kv_heads, block_size = pool[0].shape[1:3]
     num_rows = work.row_count.shape[0]
     waves, lanes = work.job_row.shape
-    chunk = whole_blocks(CHUNK_TOKENS, block_size)
+    chunk = whole_blocks(sizes.row_loop(num_rows).chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
     jobs = jnp.stack([work.job_row, work.job_seq, work.job_begin, work.job_end], axis=1)
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
 
-    def run_wave(w, parts):
+    def run_wave(w):
         row, seq, begin, end = _take(jobs, w)
         lane_q = _take(q.reshape(tokens, -1), row).reshape(lanes, kv_heads, -1, head_dim)
         first = lax.div(begin, jnp.int32(chunk))
@@ -219,13 +222,18 @@ def row_attention(
             return _attend(state, lane_q, pool, block_ids, seen, exists, scale)
 
         state = _empty(q, lanes, kv_heads, heads // kv_heads)
-        state = lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
-        put = lax.dynamic_update_slice_in_dim
+        return lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
+
+    def put_wave(w, parts):
+        put, state = lax.dynamic_update_slice_in_dim, run_wave(w)
         return State(*(put(old, new, w * lanes, 0) for old, new in zip(parts, state, strict=True)))
 
-    parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
-    parts = lax.fori_loop(0, work.num_waves, run_wave, parts)
-    out = _combine(q, parts, work).reshape(num_rows, heads, head_dim)
+    if waves == 1:
+        out = _combine_all(run_wave(jnp.int32(0)), work)
+    else:
+        parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
+        out = _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
+    out = out.reshape(num_rows, heads, head_dim)
     # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
 
@@ -253,6 +261,21 @@ def _combine(q: jax.Array, parts: State, work: RowWork) -> jax.Array:
     return _normalized(lax.fori_loop(0, work.max_parts, add_part, state))
 
 
+def _combine_all(parts: State, work: RowWork) -> jax.Array:
+    """Return the same without a loop, which a GPU would launch a part at a time.
+
+    Every row sums over all jobs, those of other rows with a weight of 0.
+    """
+    jobs = parts.total.shape[0]
+    nth = jnp.arange(jobs, dtype=jnp.int32)[None] - work.row_first[:, None]
+    mine = (nth >= 0) & (nth < work.row_count[:, None])  # of the jobs in the order of `row_parts`
+    maximum, total, weighted = (_take(x, work.row_parts) for x in parts)
+    highest = jnp.where(mine[..., None, None], maximum[None], LOWEST).max(1, keepdims=True)
+    gain = jnp.where(mine[..., None, None], jnp.exp(maximum[None] - highest), 0.0)
+    sums = jnp.einsum("njkr,jkrd->nkrd", gain, weighted, precision=lax.Precision.HIGHEST)
+    return _normalized(State(highest[:, 0], (gain * total[None]).sum(1), sums))
+
+
 def _prefill(
     q: jax.Array,
     out: jax.Array,
@@ -261,12 +284,13 @@ def _prefill(
     work: TileWork,
     scale: float,
     sliding_window: int | None,
+    sizes: LoopSizes,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `out` with the rows of the prefill chunks filled in, tile by tile."""
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
-    q_per_kv, tile = heads // kv_heads, tile_tokens(tokens)
-    chunk = whole_blocks(TILE_CHUNK_TOKENS, block_size)
+    q_per_kv, tile = heads // kv_heads, tile_tokens(tokens, sizes)
+    chunk = whole_blocks(sizes.tile_chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
     spans = work.tile_start, work.tile_begin, work.tile_end, work.tile_shift
     chunks = work.tile_chunk_begin, work.tile_chunk_end

@@ -30,7 +30,7 @@ from shiftjax.models.attention import (
     row_attention,
     write_kv,
 )
-from shiftjax.models.attention_work import check_contexts, divide_rows
+from shiftjax.models.attention_work import check_contexts, divide_rows, loop_sizes
 from shiftjax.models.gpu_software import why_not_assembled
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
@@ -64,17 +64,25 @@ class AttentionBackend(NamedTuple):
 
 
 def xla_attention(
-    head_dim: int, sliding_window: int | None, block_size: int, *, deterministic: bool = False
+    head_dim: int,
+    sliding_window: int | None,
+    block_size: int,
+    platform: str = "cpu",
+    *,
+    deterministic: bool = False,
 ) -> AttentionBackend:
-    """Return the XLA loops; `deterministic` ones never split the context of a row."""
-    window = {"sliding_window": sliding_window}
-    sizes = {"block_size": block_size, "whole_rows": deterministic, **window}
+    """Return the XLA loops, as large as a round of them should be on a platform.
+
+    `deterministic` ones never split the context of a row, nor take more of it where rows are few.
+    """
+    sizes, scale = loop_sizes(platform, deterministic), head_dim**-0.5
+    window = {"sliding_window": sliding_window, "sizes": sizes}
     return AttentionBackend(
         "xla",
-        functools.partial(divide_attention, **sizes),
-        functools.partial(divide_rows, **sizes),
-        functools.partial(ragged_paged_attention, scale=head_dim**-0.5, **window),
-        functools.partial(row_attention, scale=head_dim**-0.5),
+        functools.partial(divide_attention, block_size=block_size, **window),
+        functools.partial(divide_rows, block_size=block_size, **window),
+        functools.partial(ragged_paged_attention, scale=scale, **window),
+        functools.partial(row_attention, scale=scale, sizes=sizes),
     )
 
 
@@ -126,7 +134,7 @@ def choose_attention(
             device.device_kind,
             reason,
         )
-    sizes = layout.model.head_dim, layout.model.sliding_window, block_size
+    sizes = layout.model.head_dim, layout.model.sliding_window, block_size, device.platform
     return xla_attention(*sizes, deterministic=deterministic)._replace(reason=reason)
 
 

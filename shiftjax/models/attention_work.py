@@ -12,6 +12,7 @@ tiles     chunks of prompts are cut into tiles of query tokens; tiles are comput
           other, each against the context chunks that it can see
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,55 @@ from jaxtyping import Int32
 
 from pallas_kernels.rows import Rows, rows_of
 
-MAX_LANES = 32
-CHUNK_TOKENS = 64  # context tokens of a decode round, per lane
-TILE_TOKENS = 64  # query tokens of a prefill tile
-TILE_CHUNK_TOKENS = 128  # context tokens of a prefill round
+
+class RowLoop(NamedTuple):
+    """How the decode rows of a bucket are looped over."""
+
+    lanes: int  # jobs that advance together
+    waves: int  # of so many jobs each: as many as a step of the bucket can need
+    chunk: int  # about so many context tokens are taken of each lane, a round
+
+
+class LoopSizes(NamedTuple):
+    """How much the loops do at a time. The result is the same, but for rounding."""
+
+    row_loop: Callable[[int], RowLoop]  # by the rows of the bucket
+    tile: int  # query tokens of a prefill tile
+    tile_chunk: int  # context tokens of a prefill round
+    whole_rows: bool = False  # no row is cut into jobs: the order of its sums is its own
+
+
+def _cpu_rows(num_rows: int) -> RowLoop:
+    lanes = min(num_rows, 32)
+    return RowLoop(lanes, -(-(num_rows + lanes) // lanes), 64)
+
+
+def _gpu_rows(num_rows: int) -> RowLoop:
+    """Return one wave, so that there is one loop: of rounds of 4,096 to 32,768 tokens."""
+    lanes = 2 * max(num_rows, 8)
+    return RowLoop(lanes, 1, min(max(32_768 // lanes, 64), 256))
+
+
+CPU_SIZES = LoopSizes(_cpu_rows, 64, 128)  # a round fits a cache; also of what is no GPU
+# A round is a few launches, one after the other, some 50 us: it needs as much to do.
+GPU_SIZES = LoopSizes(_gpu_rows, 512, 1024)
+
+
+def _same_chunks(num_rows: int) -> RowLoop:
+    """Return the loop of a GPU, with rounds that take as much of a row however many there are."""
+    return _gpu_rows(num_rows)._replace(chunk=64)
+
+
+def loop_sizes(platform: str, deterministic: bool = False) -> LoopSizes:
+    """Return the sizes for the devices of a platform, as JAX names it.
+
+    With `deterministic` ones the sums over a row's context do not depend on other rows.
+    """
+    if platform != "gpu":
+        return CPU_SIZES._replace(whole_rows=deterministic)
+    return (
+        GPU_SIZES._replace(row_loop=_same_chunks, whole_rows=True) if deterministic else GPU_SIZES
+    )
 
 
 class RowWork(NamedTuple):
@@ -64,14 +110,9 @@ class AttentionWork(NamedTuple):
     tiles: TileWork
 
 
-def num_lanes(num_rows: int) -> int:
-    """Decode jobs that advance together in a bucket of `num_rows` rows."""
-    return min(num_rows, MAX_LANES)
-
-
-def tile_tokens(num_tokens: int) -> int:
+def tile_tokens(num_tokens: int, sizes: LoopSizes = CPU_SIZES) -> int:
     """Query tokens of a prefill tile in a bucket of `num_tokens`."""
-    return min(num_tokens, TILE_TOKENS)
+    return min(num_tokens, sizes.tile)
 
 
 def whole_blocks(tokens: int, block_size: int) -> int:
@@ -89,23 +130,22 @@ def divide_attention(
     num_rows: int | None = None,
     block_size: int,
     sliding_window: int | None = None,
-    whole_rows: bool = False,
+    sizes: LoopSizes = CPU_SIZES,
 ) -> AttentionWork:
     """Divide one step, given its padded arrays; `num_tokens` and `num_rows` are the bucket's.
 
     Every token of the first `num_decodes` sequences is a decode row, of which there are `num_rows`
-    at most (None: as many as sequences); the others are prefill chunks. `whole_rows` as in
-    `divide_rows`. Raises ValueError where a context is longer than its block table, which the
-    device would read past without a word.
+    at most (None: as many as sequences); the others are prefill chunks. Raises ValueError where a
+    context is longer than its block table, which the device would read past without a word.
     """
     check_contexts(block_tables, seq_lens, block_size)
-    options = {"block_size": block_size, "sliding_window": sliding_window, "whole_rows": whole_rows}
+    options = {"block_size": block_size, "sliding_window": sliding_window, "sizes": sizes}
     rows = rows_of(seq_lens, query_start_loc, num_decodes)
     starts = query_start_loc[num_decodes:].astype(np.int64)
     ends = seq_lens[num_decodes:].astype(np.int64)
     return AttentionWork(
         divide_rows(rows, num_rows or len(seq_lens), **options),
-        _divide_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window),
+        _divide_prefill(starts, ends, len(seq_lens), num_tokens, **options),
     )
 
 
@@ -129,21 +169,17 @@ def divide_rows(
     *,
     block_size: int,
     sliding_window: int | None = None,
-    whole_rows: bool = False,
+    sizes: LoopSizes = CPU_SIZES,
 ) -> RowWork:
-    """Divide decode rows, of which a step of the bucket has `num_rows` at most.
-
-    `whole_rows`: none is cut into jobs, so that the order of sums does not depend on other rows.
-    """
-    lanes = num_lanes(num_rows)
-    capacity = -(-(num_rows + lanes) // lanes) * lanes
-    chunk = whole_blocks(CHUNK_TOKENS, block_size)
+    """Divide decode rows, of which a step of the bucket has `num_rows` at most."""
+    lanes, waves, chunk = sizes.row_loop(num_rows)
+    capacity, chunk = waves * lanes, whole_blocks(chunk, block_size)
     end = rows.length.astype(np.int64)
     begin = np.maximum(end - (sliding_window or end), 0)
     first_chunk = begin // chunk
     chunks = -(-end // chunk) - first_chunk
     longest = int(chunks.max(initial=1))
-    rounds = longest if whole_rows else _rounds_per_job(chunks, lanes, capacity)
+    rounds = longest if sizes.whole_rows else _rounds_per_job(chunks, lanes, capacity)
     parts = -(-chunks // rounds)
     row = np.repeat(np.arange(len(end)), parts)
     row_first = np.cumsum(parts) - parts
@@ -188,14 +224,17 @@ def _divide_prefill(
     context_ends: np.ndarray,
     num_seqs: int,
     num_tokens: int,
+    *,
     block_size: int,
-    window: int | None,
+    sliding_window: int | None,
+    sizes: LoopSizes,
 ) -> TileWork:
     """Cut the chunks of the sequences after those of decode rows into tiles.
 
     `starts` are their first tokens and one more, `context_ends` their lengths.
     """
-    tile, chunk = tile_tokens(num_tokens), whole_blocks(TILE_CHUNK_TOKENS, block_size)
+    tile, chunk = tile_tokens(num_tokens, sizes), whole_blocks(sizes.tile_chunk, block_size)
+    window = sliding_window
     capacity = -(-num_tokens // tile) + num_seqs
     tiles = -(-np.diff(starts) // tile)
     seq = np.repeat(np.arange(len(tiles)), tiles)

@@ -29,7 +29,14 @@ from shiftjax.models.attention import (
     row_attention,
     write_kv,
 )
-from shiftjax.models.attention_work import divide_rows
+from shiftjax.models.attention_work import (
+    CPU_SIZES,
+    GPU_SIZES,
+    LoopSizes,
+    RowLoop,
+    divide_rows,
+    loop_sizes,
+)
 
 ULPS = {"float32": 16, "bfloat16": 1}
 EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150, 300]
@@ -44,7 +51,7 @@ class Case(NamedTuple):
 def make_case(
     query_lens, seq_lens, tokens, seqs, *, seed=0, block_size=16, kv_heads=2, q_per_kv=2,
     head_dim=16, dtype="float32", max_len=512, window=None, min_blocks=0,
-    num_decodes=None, num_rows=None,
+    num_decodes=None, num_rows=None, sizes=CPU_SIZES,
 ):  # fmt: skip
     """A step whose sequences lie in shuffled blocks of a pool that is NaN wherever it may be.
 
@@ -73,6 +80,7 @@ def make_case(
     work = divide_attention(
         tables, lens, starts, num_decodes,
         num_tokens=tokens, num_rows=num_rows, block_size=block_size, sliding_window=window,
+        sizes=sizes,
     )  # fmt: skip
     slot_mapping = np.zeros(tokens, np.int32)
     slot_mapping[: len(slots)] = slots
@@ -82,13 +90,14 @@ def make_case(
     return Case(q, (k_pool, v_pool), metadata)
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))
-def attend(q, pool, metadata, scale, window):
-    return ragged_paged_attention(q, pool, metadata, scale=scale, sliding_window=window)
+@partial(jax.jit, static_argnames=("scale", "window", "sizes"))
+def attend(q, pool, metadata, scale, window, sizes):
+    options = {"scale": scale, "sliding_window": window, "sizes": sizes}
+    return ragged_paged_attention(q, pool, metadata, **options)
 
 
-def run(case, window=None):
-    return np.asarray(attend(*case, case.q.shape[-1] ** -0.5, window), np.float64)
+def run(case, window=None, sizes=CPU_SIZES):
+    return np.asarray(attend(*case, case.q.shape[-1] ** -0.5, window, sizes), np.float64)
 
 
 def expected(case, window=None, **changed):
@@ -110,8 +119,8 @@ def row_errors(case, out, wanted):
     return error / size
 
 
-def check(case, window=None):
-    out = run(case, window)
+def check(case, window=None, sizes=CPU_SIZES):
+    out = run(case, window, sizes)
     assert (row_errors(case, out, expected(case, window)) <= tolerance(case)).all()
     assert not out[case.metadata.query_start_loc[-1] :].any()  # padding: finite, and zero
 
@@ -139,6 +148,33 @@ def test_equals_the_definition(name):
 @pytest.mark.parametrize("window", [1, 20, 100])
 def test_sliding_window(name, window):
     check(make_case(*STEPS[name], window=window), window)
+
+
+# As on a GPU, all jobs in one wave; small enough for several rounds, tiles and parts of a row.
+ONE_WAVE = LoopSizes(lambda rows: RowLoop(2 * rows, 1, 32), 48, 96)
+
+
+@pytest.mark.parametrize("sizes", [ONE_WAVE, GPU_SIZES], ids=["small", "gpu"])
+@pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts", "nothing"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_loops_of_gpus_equal_the_definition(name, window, sizes):
+    case = make_case(*STEPS[name], window=window, sizes=sizes)
+    if window is None and sizes == ONE_WAVE and name == "decodes at the edges":
+        work = case.metadata.work.rows
+        assert work.max_parts > 1 and work.wave_rounds[0] > 1
+    check(case, window, sizes)
+
+
+def test_the_loops_of_gpus_take_large_rounds():
+    """What one of the few launches of a round has to do does not depend on the bucket."""
+    for rows, tokens in ((8, 4096), (64, 32_768), (256, 32_768)):
+        lanes, waves, chunk = GPU_SIZES.row_loop(rows)
+        assert (waves, lanes * chunk) == (1, tokens)
+    work = make_case([1] * 64, [2048] * 64, 64, 64, max_len=8192, sizes=GPU_SIZES).metadata.work
+    assert (work.rows.wave_rounds.tolist(), work.rows.max_parts) == ([4], 2)
+    work = make_case([1], [8192], 8, 8, max_len=8192, sizes=GPU_SIZES).metadata.work
+    assert (work.rows.wave_rounds.tolist(), work.rows.max_parts) == ([2], 16)
+    assert loop_sizes("gpu") == GPU_SIZES and loop_sizes("cpu") == loop_sizes("tpu") == CPU_SIZES
 
 
 # Sequences whose tokens are decode rows, as drafted ones are: [tokens], [contexts], sizes.

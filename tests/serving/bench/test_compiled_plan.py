@@ -24,7 +24,7 @@ def test_collectives_are_counted_by_kind_and_once():
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
-        (("--machine", "l4x8", "--model", "llama-8b", "--compile"), "there are h100x8, h200x8"),
+        (("--machine", "a100x8-pcie", "--compile"), "are a100x8, a10x8, h100x8, h200x8, l4x8"),
         (("--dtype", "fp8", "--compile"), "use --dtype bfloat16"),
         (("--model", "llama-17b-16e", "--compile"), "the engine has no experts"),
         (("--compile", "3x5"), "--compile: 3x5 does not fit"),
