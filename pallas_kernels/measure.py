@@ -2,8 +2,9 @@
 
 A time is that of a chain of calls on the device, each of which needs the result of the one before,
 dispatched as one program and waited for once; the median of several such programs. So the host's
-part is paid once per chain. What a decode step reads must not lie in the cache of the chip: the
-calls of a chain walk through different blocks of the pool.
+part is paid once per chain. The chain is no loop: a loop over kernels is not recorded as a CUDA
+graph by XLA's defaults, and its body would be launched call by call. What a decode step reads must
+not lie in the cache of the chip: the calls of a chain walk through different blocks of the pool.
 
     decode    bound by memory: bytes of keys and values, each read once, against a copy
     prefill   bound by the matrix units: operations of the causal half, against a large GEMM
@@ -14,7 +15,7 @@ calls of a chain walk through different blocks of the pool.
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,9 +29,8 @@ from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import divide_decode
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.prefill import prefill_attention
-from pallas_kernels.prefill_work import divide_prefill
 from pallas_kernels.rows import Rows
-from pallas_kernels.step_work import KernelConfig
+from pallas_kernels.step_work import KernelConfig, divide_step
 
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 CACHE_BYTES = 64 << 20  # more than the last-level cache of an H100 or H200 (50 MB)
@@ -43,6 +43,7 @@ class Effort(NamedTuple):
     calls: int = 16  # in a chain
     copy_bytes: int = 2 << 30
     gemm_width: int = 8192
+    cache_bytes: int = CACHE_BYTES  # what a chain of decode calls reads at least
     interpret: Any = False  # InterpretGPUParams: a dry run without a GPU, whose times mean nothing
 
 
@@ -106,38 +107,49 @@ class WriteShape(NamedTuple):
 Shape = DecodeShape | PrefillShape | WriteShape
 
 
+class Calls(NamedTuple):
+    """What a chain is made of: `x = call(x, *turn)`, a turn after the other, then again."""
+
+    call: Callable[..., Any]
+    first: Any  # x of the first call
+    turns: Sequence[tuple[Any, ...]]
+
+
 def chain_seconds(
-    call: Callable[..., Any], first: Any, rest: tuple[Any, ...], effort: Effort
+    calls: Calls, effort: Effort, compiler_options: Mapping[str, str] | None = None
 ) -> float:
-    """Return the median seconds of one `call(i, x, *rest)`, x being the result of the one before.
+    """Return the median seconds of one call; a chain has `effort.calls`, or one for every turn.
 
-    A barrier stands between the calls, so that the compiler does not merge them.
+    The call is traced and lowered once, however long the chain. A barrier stands between the
+    calls, so that the compiler does not merge them.
     """
+    call, length = jax.jit(calls.call), max(effort.calls, len(calls.turns))
 
-    def chain(x, rest):
-        for i in range(effort.calls):
-            x = lax.optimization_barrier(call(i, x, *rest))
+    def chain(x, turns):
+        for i in range(length):
+            x = lax.optimization_barrier(call(x, *turns[i % len(turns)]))
         return x
 
-    first, rest = jax.device_put((first, rest))
-    program = jax.jit(chain).lower(first, rest).compile()
-    jax.block_until_ready(program(first, rest))
+    first, turns = jax.device_put((calls.first, calls.turns))
+    options = dict(compiler_options or {})
+    program = jax.jit(chain).lower(first, turns).compile(compiler_options=options)
+    jax.block_until_ready(program(first, turns))
     seconds = []
     for _ in range(effort.repeats):
         start = time.perf_counter()
-        jax.block_until_ready(program(first, rest))
+        jax.block_until_ready(program(first, turns))
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) / effort.calls
+    return statistics.median(seconds) / length
 
 
 def measure_ceilings(effort: Effort) -> Ceilings:
     """Measure a copy and a GEMM."""
     line = jnp.zeros(effort.copy_bytes // 4, jnp.float32)
-    copy = chain_seconds(lambda _, x: x + 1.0, line, (), effort)
+    copy = chain_seconds(Calls(lambda x: x + 1.0, line, [()]), effort)
     n, keys = effort.gemm_width, jax.random.split(jax.random.key(0))
     left, right = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in keys)
     right = right * jnp.bfloat16(n**-0.5)  # so that the chain neither grows nor vanishes
-    gemm = chain_seconds(lambda _, x, y: x @ y, left, (right,), effort)
+    gemm = chain_seconds(Calls(lambda x, y: x @ y, left, [(right,)]), effort)
     return Ceilings(2 * effort.copy_bytes / copy, 2 * n**3 / gemm)
 
 
@@ -149,10 +161,10 @@ def random_pool(blocks: int, shape: Shape) -> tuple[jax.Array, jax.Array]:
     return k, v
 
 
-def decode_seconds(shape: DecodeShape, config: KernelConfig, effort: Effort) -> float:
-    """Time the decode kernel."""
+def decode_calls(shape: DecodeShape, config: KernelConfig, effort: Effort) -> Calls:
+    """Return calls of the decode kernel."""
     blocks_per_seq = -(-shape.context // shape.block_size)
-    copies = min(effort.calls, 1 + math.ceil(CACHE_BYTES / shape.amount))
+    copies = 1 + math.ceil(effort.cache_bytes / shape.amount)
     blocks = shape.seqs * blocks_per_seq
     ids = 1 + np.random.default_rng(0).permutation(copies * blocks).astype(np.int32)
     tables = list(ids.reshape(copies, shape.seqs, blocks_per_seq))
@@ -161,52 +173,67 @@ def decode_seconds(shape: DecodeShape, config: KernelConfig, effort: Effort) -> 
     work = divide_decode(rows, shape.seqs, kv_heads=shape.kv_heads, config=config.decode)
     options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
 
-    def call(i, q, kv, work):
-        kv = kv._replace(block_tables=kv.block_tables[i % copies])
+    def call(q, kv, work):
         return decode_attention(q, kv, work, options, config.decode, out=q)
 
     q = jax.random.normal(jax.random.key(2), (shape.seqs, shape.heads, shape.head_dim))
-    kv = PagedKV(*random_pool(1 + copies * blocks, shape), tables, lens)
-    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, work), effort)
+    pool = random_pool(1 + copies * blocks, shape)
+    turns = [(PagedKV(*pool, table, lens), work) for table in tables]
+    return Calls(call, q.astype(jnp.bfloat16), turns)
 
 
-def prefill_seconds(shape: PrefillShape, config: KernelConfig, effort: Effort) -> float:
-    """Time the prefill kernel."""
+def prefill_calls(shape: PrefillShape, config: KernelConfig, effort: Effort) -> Calls:
+    """Return calls of the prefill kernel."""
     length = shape.context + shape.tokens
     blocks = -(-length // shape.block_size)
     table = 1 + np.random.default_rng(0).permutation(blocks).astype(np.int32)[None]
     lens, starts = np.array([length], np.int32), np.array([0, shape.tokens], np.int32)
-    q_per_kv = shape.heads // shape.kv_heads
-    work = divide_prefill(lens, starts, 0, num_tokens=shape.tokens, q_per_kv=q_per_kv)
+    sizes = {"num_tokens": shape.tokens, "heads": (shape.heads, shape.kv_heads)}
+    work = divide_step(lens, starts, 0, **sizes, config=config).prefill
     options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
 
-    def call(_, q, kv, work):
+    def call(q, kv, work):
         return prefill_attention(q, kv, work, options, config.prefill)
 
     q = jax.random.normal(jax.random.key(2), (shape.tokens, shape.heads, shape.head_dim))
     kv = PagedKV(*random_pool(1 + blocks, shape), table, lens)
-    return chain_seconds(call, q.astype(jnp.bfloat16), (kv, work), effort)
+    return Calls(call, q.astype(jnp.bfloat16), [(kv, work)])
 
 
-def write_seconds(shape: WriteShape, write: Callable[..., Any], effort: Effort) -> float:
-    """Time `write(pool, k, v, slots)`: `write_kv`, or what does the same."""
+def write_calls(shape: WriteShape, write: Callable[..., Any]) -> Calls:
+    """Return calls of `write(pool, k, v, slots)`: `write_kv`, or what does the same."""
     pool = random_pool(1 + -(-shape.tokens // shape.block_size), shape)
     rows = jnp.ones((shape.tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     slots = shape.block_size + jnp.arange(shape.tokens, dtype=jnp.int32)
 
-    def call(_, pool, rows, slots):
+    def call(pool, rows, slots):
         return write(pool, rows, rows, slots)
 
-    return chain_seconds(call, pool, (rows, slots), effort)
+    return Calls(call, pool, [(rows, slots)])
+
+
+def kernel_calls(shape: Shape, config: KernelConfig, effort: Effort) -> Calls:
+    """Return calls of the kernel that a shape is for."""
+    if isinstance(shape, DecodeShape):
+        return decode_calls(shape, config, effort)
+    if isinstance(shape, PrefillShape):
+        return prefill_calls(shape, config, effort)
+    return write_calls(shape, partial(write_kv, interpret=effort.interpret))
 
 
 def kernel_seconds(shape: Shape, config: KernelConfig, effort: Effort) -> float:
     """Time the kernel that a shape is for."""
-    if isinstance(shape, DecodeShape):
-        return decode_seconds(shape, config, effort)
-    if isinstance(shape, PrefillShape):
-        return prefill_seconds(shape, config, effort)
-    return write_seconds(shape, partial(write_kv, interpret=effort.interpret), effort)
+    return chain_seconds(kernel_calls(shape, config, effort), effort)
+
+
+def trace(shape: Shape, config: KernelConfig) -> None:
+    """Trace what `kernel_seconds` would time, allocating nothing; raises what that would."""
+
+    def one() -> Any:
+        call, first, turns = kernel_calls(shape, config, Effort(cache_bytes=0))
+        return call(first, *turns[0])
+
+    jax.eval_shape(one)
 
 
 def row_of(shape: Shape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:

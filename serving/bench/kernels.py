@@ -129,10 +129,10 @@ def _alternatives(
 
 def xla_write_seconds(shape: Any, effort: Any) -> float:
     """Time XLA's scatter on the same slots."""
-    from pallas_kernels.measure import write_seconds
+    from pallas_kernels.measure import chain_seconds, write_calls
     from shiftjax.models.attention import write_kv
 
-    return write_seconds(shape, write_kv, effort)
+    return chain_seconds(write_calls(shape, write_kv), effort)
 
 
 def cudnn_decode_seconds(shape: Any, effort: Any) -> float:
@@ -140,18 +140,18 @@ def cudnn_decode_seconds(shape: Any, effort: Any) -> float:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.measure import CACHE_BYTES, chain_seconds
+    from pallas_kernels.measure import CACHE_BYTES, Calls, chain_seconds
 
     copies = 1 + CACHE_BYTES // shape.amount
     size = copies, shape.seqs, shape.context, shape.kv_heads, shape.head_dim
     k, v = (jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i in (1, 2))
     q = jax.random.normal(jax.random.key(3), (shape.seqs, 1, shape.heads, shape.head_dim))
 
-    def call(i, q, k, v):
-        keys, values = k[i % copies], v[i % copies]
-        return jax.nn.dot_product_attention(q, keys, values, implementation="cudnn")
+    def call(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
-    return chain_seconds(call, q.astype(jnp.bfloat16), ([*k], [*v]), effort)
+    turns = list(zip(k, v, strict=True))
+    return chain_seconds(Calls(call, q.astype(jnp.bfloat16), turns), effort)
 
 
 def cudnn_prefill_seconds(shape: Any, effort: Any) -> float:
@@ -159,17 +159,17 @@ def cudnn_prefill_seconds(shape: Any, effort: Any) -> float:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.measure import chain_seconds
+    from pallas_kernels.measure import Calls, chain_seconds
 
     def random(seed: int, heads: int) -> jax.Array:
         size = 1, shape.tokens, heads, shape.head_dim
         return jax.random.normal(jax.random.key(seed), size, jnp.bfloat16)
 
-    def call(_, q, k, v):
+    def call(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
-    rest = random(2, shape.kv_heads), random(3, shape.kv_heads)
-    return chain_seconds(call, random(1, shape.heads), rest, effort)
+    turn = random(2, shape.kv_heads), random(3, shape.kv_heads)
+    return chain_seconds(Calls(call, random(1, shape.heads), [turn]), effort)
 
 
 ALTERNATIVES = {
