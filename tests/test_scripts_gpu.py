@@ -18,39 +18,118 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import gpu_checks  # noqa: E402
+import gpu_parts  # noqa: E402
+import gpu_predictions  # noqa: E402
 import gpu_run  # noqa: E402
 import tune_kernels  # noqa: E402
 from gpu_weights import make_weight  # noqa: E402
 
-from pallas_kernels.measure import Ceilings, DecodeShape, row_of  # noqa: E402
+from pallas_kernels.measure import (  # noqa: E402
+    Calls,
+    Ceilings,
+    DecodeShape,
+    Effort,
+    chain_seconds,
+    row_of,
+)
 from pallas_kernels.tuned import from_row, read_table  # noqa: E402
 from serving.bench import kernels as bench_kernels  # noqa: E402
 from serving.cli.main import main  # noqa: E402
 from shiftjax.arch.weights import Weight  # noqa: E402
 from shiftjax.costs.machine_files import load_machine  # noqa: E402
 
-ENGINE = {"decode step", "prefill step", "greedy", "serve", "switch"}
-PREDICTED = {"decode step", "prefill step", "serve", "kernels"}
+ENGINE = ["start", "decode of 2", "greedy", "prefill of 32", "serve", "switch"]
+REFUSED_HEAD_DIMS = {"256"}  # of configurations that the kernels may say no to
 
 
-def test_a_dry_run_goes_through_every_part(tmp_path):
-    command = [sys.executable, "scripts/gpu_run.py", "--dry-run", "--out", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    run = subprocess.run(
+@pytest.fixture(scope="module")
+def dry_rows(tmp_path_factory):
+    out = tmp_path_factory.mktemp("dry_run")
+    run = run_script("--dry-run", "--out", str(out), XLA_FLAGS="")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads((out / "hf_config.json").read_text())["num_hidden_layers"] == 2
+    return json.loads((out / "gpu_run.json").read_text())
+
+
+def run_script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/gpu_run.py", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads((tmp_path / "gpu_run.json").read_text())
-    parts = {row["part"] for row in rows}
-    ran = {part.__name__ for part in gpu_run.PARTS} - {"engine"}
-    assert parts == {"environment", "ceilings"} | ran | ENGINE
-    for row in rows:
-        if row["part"] in PREDICTED:
-            assert row.get("predicted_us", row.get("predicted_seconds", 0)) > 0
-    switches = [row for row in rows if row["part"] == "switch"]
+
+
+def test_a_dry_run_goes_through_every_part(dry_rows):
+    empty = {part.name for part in gpu_parts.PARTS if part.name.startswith("correctness")}
+    parts = {part.name for part in (*gpu_parts.PARTS, gpu_parts.DRY)} - empty
+    assert {row["part"] for row in dry_rows} == parts
+    assert dry_rows[0]["devices"] == 2 and dry_rows[0]["packages"]["jax"] == jax.__version__
+    by_part = {name: [row for row in dry_rows if row["part"] == name] for name in parts}
+    assert [row["row"] for row in by_part["engine: pallas, one graph"]] == ENGINE
+    smoke = by_part["smoke: 1 KV head"]
+    assert smoke and all(row["right"] and row["same_bits"] for row in smoke)
+    for name in ("decode", "prefill"):
+        assert by_part[name][0]["us"] > 0 and by_part[name][0]["predicted_us"] > 0
+    switches = [row for row in dry_rows if row.get("row") == "switch"]
     assert [(row["sp"], row["tp"]) for row in switches] == [(1, 1), (2, 1)]
     assert all(row["same_tokens"] == row["batch"] for row in switches)
-    assert json.loads((tmp_path / "hf_config.json").read_text())["num_hidden_layers"] == 2
+
+
+def test_a_dry_run_traces_all_that_a_run_would_compile(dry_rows):
+    """The candidates of the tuning, too; a configuration is refused for its head dim or not."""
+    traced = [row for row in dry_rows if row["part"] == gpu_parts.DRY.name]
+    shapes = [name for some in gpu_predictions.SHAPES.values() for name in some]
+    assert [row["row"] for row in traced if "row" in row] == shapes
+    configurations = [row for row in traced if "kernel" in row]
+    assert len(configurations) == len(gpu_checks.kernels())
+    candidates = sum(
+        len(tune_kernels.candidates_for(kernel, 128, 16)) for kernel in ("decode", "prefill")
+    )
+    assert sum("config" in row["kernel"] for row in configurations) == candidates > 5
+    refused = [row["kernel"] for row in configurations if "refused" in row]
+    assert all(kernel.get("head_dim") in REFUSED_HEAD_DIMS for kernel in refused)
+
+
+def test_a_cpu_is_refused_before_anything_runs(tmp_path):
+    run = run_script("--out", str(tmp_path), JAX_PLATFORMS="cpu")
+    assert run.returncode == 2
+    (row,) = json.loads((tmp_path / "gpu_run.json").read_text())
+    assert "needs a Hopper GPU (H100, H200): JAX sees only cpu here" in row["failed"]
+
+
+def test_every_row_of_a_run_has_a_prediction_and_the_file_is_the_commands():
+    text = gpu_predictions.shown(["h100", "h200"])
+    assert text + "\n" == gpu_run.PREDICTIONS.read_text()
+    for rows in json.loads(text).values():
+        assert all(row["low"] <= row["predicted"] <= row["high"] for row in rows)
+        for kind, shapes in gpu_predictions.SHAPES.items():
+            assert [row["row"] for row in rows if row["part"] == kind] == list(shapes)
+        parts = {part.name for part in gpu_parts.PARTS}
+        assert {row["part"] for row in rows} <= parts
+        assert {f"engine: {name}" for name in gpu_parts.ENGINES} <= {row["part"] for row in rows}
+
+
+def test_a_row_says_whether_what_was_predicted_came_true():
+    (rate,) = (
+        row
+        for row in gpu_run.predictions_for("NVIDIA H200")
+        if (row["part"], row["row"]) == ("ceilings", "copy")
+    )
+    for factor, came_true in ((1.0, True), (0.5, False), (2.0, False)):
+        row = {"part": "ceilings", "row": "copy", "rate": rate["predicted"] * factor}
+        found = gpu_run.with_predictions(row, [rate])
+        assert found["predictions"]["rate"]["came_true"] is came_true
+    assert gpu_run.with_predictions({"part": "views", "right": True}, [rate]) == {
+        "part": "views",
+        "right": True,
+    }
+    assert gpu_run.predictions_for("NVIDIA A10") == []
+
+
+def test_one_gpu_is_done_in_under_ten_minutes():
+    assert sum(part.expected for part in gpu_parts.PARTS if part.gpus == 1) <= gpu_run.SECONDS
+    assert all(part.expected < part.limit <= 300 for part in gpu_parts.PARTS)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -73,38 +152,106 @@ def test_the_weights_are_what_their_description_says(transposed):
         assert value == ((h >> 24) - 127.5) * 2.0**k
 
 
-def rows_of(monkeypatch, tmp_path, *parts, seconds=600.0):
-    monkeypatch.setattr(gpu_run, "PARTS", parts)
-    return gpu_run.run_all(tmp_path, True, seconds)[2:]  # after environment and ceilings
+def rows_of(code: str, tmp_path: Path, limit: float = 60.0) -> list[dict]:
+    """The rows of a process that prints one, then does what `code` says."""
+    text = f"import os, sys, time\nprint('{{\"number\": 1}}', flush=True)\n{code}"
+    return list(gpu_run.child_rows([sys.executable, "-c", text], limit, tmp_path / "log"))
 
 
-def test_a_part_that_fails_is_a_row_and_the_next_one_runs(monkeypatch, tmp_path):
-    def broken(run):
-        yield {"number": 1}
-        raise RuntimeError("no such kernel")
-
-    def sound(run):
-        yield {"number": 2}
-
-    one, failed, two = rows_of(monkeypatch, tmp_path, broken, sound)
-    assert (one["number"], two["number"]) == (1, 2)
-    assert "no such kernel" in failed["failed"] and failed["part"] == "broken"
-    assert not gpu_run.is_right(failed) and gpu_run.is_right(two)
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os.abort()", "ended by SIGABRT"),
+        ("os.kill(os.getpid(), 11)", "ended by SIGSEGV"),
+        ("print('no such kernel', file=sys.stderr); sys.exit(3)", "ended with code 3"),
+    ],
+)
+def test_a_part_that_dies_is_a_row(code, reason, tmp_path):
+    one, died = rows_of(code, tmp_path)
+    assert one == {"number": 1} and died["failed"] == reason
+    assert not gpu_run.is_right(died) and gpu_run.is_right(one)
     assert not gpu_run.is_right({"right": False})
-    assert len(json.loads((tmp_path / "gpu_run.json").read_text())) == 5
+    if "kernel" in code:
+        assert died["log"] == ["no such kernel"]
 
 
-def test_the_run_ends_when_the_time_is_up(monkeypatch, tmp_path):
-    def endless(run):
-        while True:
-            yield {}
+def test_a_part_that_hangs_is_killed_with_what_it_has_started(tmp_path):
+    """As it would hang in a kernel: it does not listen to signals that it may ignore."""
+    code = """
+import signal, subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print('{"child": %d}' % child.pid, flush=True)
+time.sleep(600)
+"""
+    one, child, killed = rows_of(code, tmp_path, limit=3.0)
+    assert one == {"number": 1} and killed["failed"] == "killed after 3 s"
+    status = Path(f"/proc/{child['child']}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
 
-    def next_part(run):
-        yield {}
 
-    rows = rows_of(monkeypatch, tmp_path, endless, next_part, seconds=0.0)
-    assert [row["part"] for row in rows] == ["endless", "endless"]
-    assert "0 s are over" in rows[-1]["stopped"] and rows[-1]["not_run"] == ["next_part"]
+def test_what_is_no_row_goes_to_the_log(tmp_path):
+    assert rows_of("print('ptxas says\\nmuch')", tmp_path) == [{"number": 1}]
+    assert (tmp_path / "log").read_text() == "ptxas says\nmuch\n"
+
+
+PART = gpu_parts.Part("environment", gpu_parts.environment, 1, 9)
+
+
+def run_of(answers: dict[str, list[dict]], tmp_path: Path, seconds: float | None, *more) -> list:
+    """Run parts that answer with these rows; the limits that they were started with go along."""
+    limits = {}
+
+    def start(parts, limit):
+        limits[parts[0].name] = limit
+        yield from answers[parts[0].name]
+
+    log = gpu_run.Log(tmp_path)
+    gpu_run.run_parts((PART, *more), start, log, seconds)
+    assert json.loads((tmp_path / "gpu_run.json").read_text()) == log.rows
+    return [log.rows[1:], limits]
+
+
+def test_parts_that_fail_do_not_keep_the_next_ones_from_running(tmp_path):
+    one, two = PART._replace(name="one"), PART._replace(name="two", limit=1000)
+    answers = {"environment": [{"device": "A", "devices": 1}], "one": [{"failed": "killed"}]}
+    rows, limits = run_of(answers | {"two": [{"n": 2}]}, tmp_path, 100.0, one, two)
+    assert [(row["part"], row.get("n")) for row in rows] == [("one", None), ("two", 2)]
+    assert limits["one"] == 9 and 99 < limits["two"] <= 100  # no part outlasts the run
+
+
+def test_parts_for_several_gpus_need_them_and_get_their_time(tmp_path):
+    many = PART._replace(name="many", gpus=2, limit=900)
+    for devices, names in ((1, []), (2, ["many"])):
+        answers = {"environment": [{"device": "A", "devices": devices}], "many": [{}]}
+        rows, limits = run_of(answers, tmp_path, None, many)
+        assert [row["part"] for row in rows] == names
+    assert limits["many"] == 900
+
+
+def test_the_run_ends_when_the_time_is_up(tmp_path):
+    one = PART._replace(name="one")
+    rows, limits = run_of({"environment": [{"device": "A", "devices": 1}]}, tmp_path, 10.0, one)
+    assert "10 s are over" in rows[0]["stopped"] and rows[0]["not_run"] == ["one"]
+    assert list(limits) == ["environment"]
+
+
+def test_nothing_runs_where_the_environment_is_wrong(tmp_path):
+    rows, limits = run_of({"environment": [{"failed": "no GPU"}]}, tmp_path, None, PART)
+    assert rows == [] and list(limits) == ["environment"]
+
+
+def test_a_chain_lowers_its_call_once():
+    """Lowering a kernel takes seconds."""
+    traced = []
+
+    def call(x, y):
+        traced.append(y)
+        return x + y
+
+    turns = [(jnp.float32(1),), (jnp.float32(2),)]
+    assert chain_seconds(Calls(call, jnp.zeros(()), turns), Effort(repeats=1, calls=16)) > 0
+    assert len(traced) == 1
 
 
 def test_an_alternative_that_does_not_run_says_so(capsys):

@@ -1,0 +1,326 @@
+"""The parts of `gpu_run.py`: each runs in a process of its own, and prints its rows as JSON lines.
+
+    python scripts/gpu_parts.py PART... --out OUT [--dry-run]
+
+What decides most comes first: whether the kernels are right at all, the two ceilings, the shapes
+that are deployed, then steps of the engine with either attention and either set of XLA's options.
+A part that raises is a row, too. No JAX before a part runs: the table is the parent's as well.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shiftjax.options import ConfigError
+
+Row = dict[str, Any]
+RESULTS, CEILINGS = "gpu_run.json", "ceilings.json"
+HEAD_DIM, BLOCK_SIZE = 128, 16
+SLICES = 6  # of the configurations of the kernels, so that one that hangs costs few others
+GRAPH = {"gpu_options": "auto"}  # a step is one CUDA graph
+DEFAULTS = {"gpu_options": "none"}  # XLA's own
+PACKAGES = re.compile(r"jax|jaxlib|jax-cuda.*|nvidia-(cuda-nvcc|cuda-runtime|nccl|cudnn|cublas).*")
+DRIVER = "driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit,memory.total"
+
+
+class Run(NamedTuple):
+    """What parts share."""
+
+    dry: bool
+    out: Path
+
+    @property
+    def effort(self) -> Any:
+        """How much to measure: a dry run only shows that everything runs."""
+        from pallas_kernels.measure import Effort
+
+        if not self.dry:
+            return Effort()
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        interpret = plgpu.InterpretGPUParams(detect_races=False)
+        return Effort(1, 1, copy_bytes=1 << 16, gemm_width=64, cache_bytes=0, interpret=interpret)
+
+    @property
+    def ceilings(self) -> Any:
+        """What the part `ceilings` has measured: on disk, since it was another process."""
+        from pallas_kernels.measure import Ceilings
+
+        return Ceilings(**json.loads((self.out / CEILINGS).read_text(encoding="utf-8")))
+
+
+class Part(NamedTuple):
+    """A part: how long it should take on an H100 with a quick host, and when it is ended."""
+
+    name: str
+    rows: Callable[[Run], Iterator[Row]]
+    expected: float  # seconds, with the start of its process
+    limit: float
+    gpus: int = 1  # at least
+
+
+# ---------------------------------------------------------------------- what is there
+
+
+def environment(run: Run) -> Iterator[Row]:
+    """What a number depends on."""
+    import jax
+
+    device = jax.devices()[0]
+    packages = {
+        str(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()
+    }
+    yield {
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "core_count": getattr(device, "core_count", None),
+        "compute_capability": getattr(device, "compute_capability", None),
+        "platform_version": device.client.platform_version.splitlines()[0],
+        "packages": {n: packages[n] for n in sorted(packages) if PACKAGES.fullmatch(n)},
+        "ptxas": _said("ptxas", "--version"),
+        "driver": _said("nvidia-smi", f"--query-gpu={DRIVER}", "--format=csv,noheader"),
+        "nvlink": _said("nvidia-smi", "nvlink", "--status"),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "dry": run.dry,
+    }
+
+
+def _said(*command: str) -> list[str]:
+    """Return what a program says, by line; of one that is not there, nothing."""
+    path = shutil.which(command[0])
+    if path is None:
+        return []
+    found = subprocess.run(
+        [path, *command[1:]], capture_output=True, text=True, check=False, timeout=20
+    )
+    return (found.stdout or found.stderr).strip().splitlines()
+
+
+def views(_: Run) -> Iterator[Row]:
+    """Views of device buffers."""
+    from gpu_checks import view_rows
+
+    yield from view_rows()
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+def smoke(heads: tuple[int, int], run: Run) -> Iterator[Row]:
+    """Three steps of one configuration, three times each: right, and always the same bits."""
+    from gpu_checks import SMALL, SMALL_KERNEL, STEPS, Kernel, attention_rows
+
+    if run.dry and heads != SMOKE["1 KV head"]:
+        yield {"skipped": "an interpreter is slow"}
+        return
+    if run.dry:
+        yield from attention_rows([SMALL_KERNEL], SMALL, run.effort.interpret)
+        return
+    yield from attention_rows([Kernel(heads)], {name: STEPS[name] for name in list(STEPS)[:3]})
+
+
+def ceilings(run: Run) -> Iterator[Row]:
+    """The rates of a copy and of a GEMM of 8192."""
+    from pallas_kernels.measure import measure_ceilings
+
+    found = measure_ceilings(run.effort)
+    (run.out / CEILINGS).write_text(json.dumps(found._asdict()), encoding="utf-8")
+    yield {"row": "copy", "rate": found.bytes_per_second / 1e9, "unit": "GB/s"}
+    yield {"row": "GEMM", "rate": found.flops_per_second / 1e12, "unit": "TFLOP/s"}
+
+
+def kernel_times(kind: str, run: Run) -> Iterator[Row]:
+    """The shapes that are deployed, against the ceilings."""
+    import jax
+    from gpu_checks import SMALL_CONFIG
+    from gpu_predictions import DRY_SHAPES, SHAPES
+
+    from pallas_kernels.measure import kernel_seconds, row_of
+    from pallas_kernels.tuned import config_for
+
+    config, is_tuned = config_for(jax.devices()[0].device_kind, HEAD_DIM, BLOCK_SIZE)
+    if run.dry:
+        config = SMALL_CONFIG
+    for name, (shape, settings) in (DRY_SHAPES if run.dry else SHAPES)[kind].items():
+        changed = config._replace(**{kind: getattr(config, kind)._replace(**settings)})
+        row: Row = {"row": name, "tuned": is_tuned}
+        try:
+            seconds = kernel_seconds(shape, changed, run.effort)
+            yield row | row_of(shape, seconds, run.ceilings)
+        except Exception as error:  # the other shapes' times are wanted all the same
+            yield row | {"failed": f"{type(error).__name__}: {error}"[:400]}
+
+
+def correctness(nth: int, run: Run) -> Iterator[Row]:
+    """Every configuration of the kernels against float64."""
+    from gpu_checks import attention_rows, kernels
+
+    if not run.dry:
+        yield from attention_rows(kernels()[nth::SLICES])
+
+
+def traces(_: Run) -> Iterator[Row]:
+    """Trace all that a run and its tuning would run: what a GPU's time must not be spent on."""
+    from gpu_checks import kernels, refusal
+    from gpu_predictions import SHAPES
+
+    from pallas_kernels.measure import trace
+    from pallas_kernels.tuned import safe_config
+
+    for kernel in kernels():
+        yield {"kernel": kernel.described()} | refusal(kernel)
+    config = safe_config(HEAD_DIM)
+    for kind, shapes in SHAPES.items():
+        for name, (shape, settings) in shapes.items():
+            trace(shape, config._replace(**{kind: getattr(config, kind)._replace(**settings)}))
+            yield {"row": name}
+
+
+def tuning(kernel: str, nth: int, run: Run) -> Iterator[Row]:
+    """Time one candidate of the tuning of a kernel."""
+    import tune_kernels as tuner
+
+    shapes = {"decode": tuner.DECODE_SHAPES, "prefill": tuner.PREFILL_SHAPES}[kernel]
+    settings = tuner.candidates_for(kernel, HEAD_DIM, BLOCK_SIZE)[nth]
+    sizes: dict[str, int] = {"head_dim": HEAD_DIM, "block_size": BLOCK_SIZE}
+    yield from tuner.tune(kernel, [settings], sizes, shapes, run.effort._replace(repeats=3))
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+def goldens(run: Run) -> Iterator[Row]:
+    """SmolLM2's greedy tokens."""
+    from gpu_engine import golden_rows
+
+    if run.dry:
+        yield {"skipped": "tests/test_oracle.py does it on a CPU"}
+        return
+    yield from golden_rows()
+
+
+def engine(options: dict[str, str], run: Run) -> Iterator[Row]:
+    """Steps of a Llama-8B; with the kernels and one graph also serving and changes of mode."""
+    from gpu_engine import Sizes, engine_rows
+
+    from shiftjax.arch.presets import PRESETS
+    from shiftjax.weights.hf_config import to_json
+
+    sizes = Sizes((1, 64), 1024, (8192,), (64, 512, 128), 20)
+    model, everything = PRESETS["llama-8b"], options == ENGINES["pallas, one graph"]
+    if run.dry and not everything:
+        yield {"skipped": "a CPU has neither the kernels nor the options of GPUs"}
+        return
+    if run.dry:
+        sizes, model, options = Sizes((2,), 64, (32,), (3, 20, 4), 2), PRESETS["tiny"], {}
+    if everything:
+        described = json.dumps(to_json(model, "bfloat16"))
+        (run.out / "hf_config.json").write_text(described, encoding="utf-8")
+    yield from engine_rows(model, sizes, run.ceilings, options, everything=everything)
+
+
+def all_reduces(run: Run) -> Iterator[Row]:
+    """All-reduces of small messages by NCCL and by XLA's own kernels."""
+    from gpu_collectives import all_reduce_rows
+
+    yield from all_reduce_rows(run.effort)
+
+
+def large_model(options: dict[str, str], run: Run) -> Iterator[Row]:
+    """Steps of a Llama-70B over all GPUs, in BASE and in SHIFT, which must agree."""
+    import jax
+    from gpu_engine import Sizes, mode_rows
+
+    from shiftjax.arch.presets import PRESETS
+
+    model, sizes = PRESETS["llama-70b"], Sizes((64,), 1024, (), (64, 512, 128), 10)
+    if run.dry and options == ENGINES["pallas, XLA's options"]:
+        yield {"skipped": "a CPU has no options of GPUs"}
+        return
+    if run.dry:
+        model, sizes, options = PRESETS["tiny"], Sizes((2,), 64, (), (3, 20, 4), 2), {}
+    yield from mode_rows(model, sizes, run.ceilings, options, jax.device_count())
+
+
+ENGINES = {
+    "pallas, one graph": {"attention": "pallas"} | GRAPH,
+    "xla, one graph": {"attention": "xla"} | GRAPH,
+    "pallas, XLA's options": {"attention": "pallas"} | DEFAULTS,
+    "xla, XLA's options": {"attention": "xla"} | DEFAULTS,
+}
+LARGE = {name: options for name, options in ENGINES.items() if "pallas" in name}
+SMOKE = {"1 KV head": (8, 1), "8 KV heads": (32, 8)}  # of a GPU: Llama-70B at TP = 8, Llama-8B
+
+PARTS: tuple[Part, ...] = (
+    Part("environment", environment, 8, 45),
+    *(Part(f"smoke: {n}", partial(smoke, heads), 20, 60) for n, heads in SMOKE.items()),
+    Part("ceilings", ceilings, 12, 45),
+    Part("decode", partial(kernel_times, "decode"), 35, 80),
+    Part("prefill", partial(kernel_times, "prefill"), 45, 90),
+    *(
+        Part(f"engine: {n}", partial(engine, options), 85 if first else 45, 150 if first else 90)
+        for first, (n, options) in zip((True, False, False, False), ENGINES.items(), strict=True)
+    ),
+    Part("all-reduce", all_reduces, 25, 60, gpus=2),
+    *(Part(f"llama-70b: {n}", partial(large_model, o), 160, 300, 4) for n, o in LARGE.items()),
+    Part("views", views, 8, 30),
+    Part("goldens", goldens, 45, 90),
+    *(Part(f"correctness {i}", partial(correctness, i), 25, 60) for i in range(SLICES)),
+)
+DRY = Part("traces", traces, 30, 120)
+
+
+def tuning_parts() -> tuple[Part, ...]:
+    """The environment, and a part for each candidate of either kernel."""
+    from tune_kernels import candidates_for
+
+    return PARTS[0], *(
+        Part(f"tuning: {kernel} {i}", partial(tuning, kernel, i), 30, 90)
+        for kernel in ("decode", "prefill")
+        for i in range(len(candidates_for(kernel, HEAD_DIM, BLOCK_SIZE)))
+    )
+
+
+def main() -> int:
+    """Run parts and print their rows; nothing but rows goes to the standard output from here."""
+    parser = argparse.ArgumentParser(description="parts of gpu_run.py, which starts them")
+    parser.add_argument("parts", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    known = {part.name: part for part in (*PARTS, DRY, *tuning_parts())}
+    run = Run(arguments.dry_run, arguments.out)
+    for name in arguments.parts:
+        try:
+            require_gpu(run)
+            for row in known[name].rows(run):
+                print(json.dumps({"part": name} | row), flush=True)
+        except ConfigError as error:
+            print(json.dumps({"part": name, "failed": str(error)}), flush=True)
+        except Exception:  # the other parts' numbers are wanted all the same
+            print(json.dumps({"part": name, "failed": traceback.format_exc(limit=-4)}), flush=True)
+    return 0
+
+
+def require_gpu(run: Run) -> None:
+    """Raise ConfigError where JAX has fallen back to a CPU, or the kernels are for other GPUs."""
+    import jax
+
+    from serving.bench.kernels import require_hopper
+
+    if not run.dry:
+        require_hopper(jax.devices()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""What the rows of `gpu_run.py` should say, written down before one runs.
+
+From the data sheet's rates and the efficiencies of `shiftjax/costs/machines`, each with its source
+there, the amounts of work of the rows, and the few assumptions named below. A prediction is a value
+between two bounds: below the lower one the measurement is wrong (faster than the memory or the
+matrix units), above the upper one the program is not what was meant. `decides` says what is to be
+done in either case.
+
+    python scripts/gpu_run.py --predict h100 h200 >benchmarks/gpu_predictions.json
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from bench_cases import BF16_BYTES, decode_bytes, prefill_flops
+
+from pallas_kernels.measure import DecodeShape, PrefillShape, Shape
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.machine import Machine, Transfer
+from shiftjax.costs.machine_files import load_machine
+
+COPY, GEMM = 0.9, 0.79  # shares of the data sheet: 3.0 TB/s and 780 TFLOP/s of an H100 SXM
+DECODE_FIXED_US = (6.0, 9.0, 13.0)  # a launch or two, the first bytes, the last reduction
+PREFILL_RATE = (350e12, 500e12, 620e12)  # FLOP/s at head dim 128; FlashAttention-3 has 600 to 650
+PING_PONG_GAIN = 1.1  # FlashAttention-3, arXiv 2407.08608, section 3.1: 570 to 620-640 TFLOP/s
+LAUNCHES, LOOP_LAUNCHES = 14, 60  # of a layer, as compiled; with 4 rounds of the loops instead
+GRAPH_US, STREAM_US = 1.0, 2.5  # from one kernel to the next one: in a CUDA graph, and launched
+BLOCKED_US = (150.0, 400.0, 900.0)  # host and launch, where the sampler makes the host wait
+LOOP_TRAFFIC = (2.0, 3.0, 6.0)  # keys and values are read, written side by side, and read again
+# Small messages on 8 GPUs: 12 us, and 50 us for 4 MiB on H100 (vLLM pull request 42324).
+NCCL = Transfer(12e-6, 193e9)
+
+ONE_HEAD = {"heads": 8, "kv_heads": 1}  # of Llama-70B on each of 8 GPUs
+Shapes = dict[str, dict[str, tuple[Shape, dict[str, Any]]]]
+SHAPES: Shapes = {
+    "decode": {
+        "64 x 2,048, 8 KV heads": (DecodeShape(64, 2048), {}),
+        "64 x 2,048, 1 KV head": (DecodeShape(64, 2048, **ONE_HEAD), {}),
+        "1 x 4,096, 1 KV head": (DecodeShape(1, 4096, **ONE_HEAD), {}),
+        "1 x 32,768, 1 KV head": (DecodeShape(1, 32_768, **ONE_HEAD), {}),
+    },
+    "prefill": {
+        f"{name}{how}": (shape, {"ping_pong": not how})
+        for how in ("", ", no ping-pong")
+        for name, shape in (
+            ("8,192, 8 KV heads", PrefillShape(8192)),
+            ("8,192, 1 KV head", PrefillShape(8192, **ONE_HEAD)),
+            ("512 after 32,768, 1 KV head", PrefillShape(512, 32_768, **ONE_HEAD)),
+        )
+    },
+}
+_SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+DRY_SHAPES: Shapes = {
+    "decode": {"dry": (DecodeShape(2, 64, **_SMALL), {})},
+    "prefill": {"dry": (PrefillShape(32, 16, **_SMALL), {"ping_pong": False})},
+}
+
+
+def predictions(chip: str) -> list[dict[str, Any]]:
+    """Return the predictions for `h100` or `h200`; machines are those of 8 GPUs with NVLink."""
+    machine = load_machine(f"{chip}x8")
+    tables = (_ceilings, _kernels, _engine, _all_reduces, _large)
+    return [row for table in tables for row in table(machine)]
+
+
+def _row(part: str, row: str, field: str, bounds: Any, decides: str) -> dict[str, Any]:
+    low, value, high = (float(f"{x:.3g}") for x in bounds)
+    between = {"low": low, "predicted": value, "high": high}
+    return {"part": part, "row": row, "field": field} | between | {"decides": decides}
+
+
+def _ceilings(machine: Machine) -> list[dict[str, Any]]:
+    copy = COPY * machine.memory_bytes_per_second / 1e9
+    gemm = GEMM * machine.matmul_flops["bfloat16"] / 1e12
+    broken = "lower: clocks or power are limited, or the GPU is shared; nothing else counts then"
+    return [
+        _row("ceilings", "copy", "rate", (0.94 * copy, copy, 1.06 * copy), broken),
+        _row("ceilings", "GEMM", "rate", (0.85 * gemm, gemm, 1.06 * gemm), broken),
+    ]
+
+
+def _kernels(machine: Machine) -> list[dict[str, Any]]:
+    rate = COPY * machine.memory_bytes_per_second
+    rows = []
+    for name, (shape, _) in SHAPES["decode"].items():
+        read = shape.amount / rate * 1e6
+        low, fixed, high = DECODE_FIXED_US
+        bounds = read + low / 2, read + fixed, 1.15 * read + high
+        decides = "higher by a constant: launches (combine, empty prefill); by a factor: tune"
+        if name.startswith("1 x"):
+            decides = "higher: parts of one context do not fill the chip, or combining is serial"
+        rows.append(_row("decode", name, "us", bounds, decides))
+    for name, (shape, settings) in SHAPES["prefill"].items():
+        rates = [one / (1 if settings["ping_pong"] else PING_PONG_GAIN) for one in PREFILL_RATE]
+        bounds = (shape.amount / one * 1e6 for one in reversed(rates))
+        decides = "the quicker of the two becomes PrefillConfig.ping_pong"
+        if "after" in name:
+            decides = "4 times higher: the chunk is not split over keys"
+        rows.append(_row("prefill", name, "us", bounds, decides))
+    return rows
+
+
+def _decode_seconds(model: ModelConfig, batch: int, machine: Machine, devices: int = 1) -> float:
+    """Seconds of reading weights, then keys and values, of 1,024 tokens a sequence."""
+    weights = decode_bytes(model, 1, []) / machine.memory_efficiency
+    kv = _kv_bytes(model, batch) / machine.kv_efficiency
+    return (weights + kv) / devices / machine.memory_bytes_per_second
+
+
+def _kv_bytes(model: ModelConfig, batch: int) -> int:
+    """Bytes of keys and values that a decode step reads at 1,024 tokens a sequence."""
+    return 2 * BF16_BYTES * model.num_layers * model.num_kv_heads * model.head_dim * batch * 1024
+
+
+def _engine(machine: Machine) -> list[dict[str, Any]]:
+    from gpu_parts import ENGINES
+
+    model, rows = PRESETS["llama-8b"], []
+    for name, options in ENGINES.items():
+        graph, loops = options["gpu_options"] == "auto", options["attention"] == "xla"
+        launches = model.num_layers * (LOOP_LAUNCHES if loops else LAUNCHES)
+        gap = launches * (GRAPH_US if graph else STREAM_US) * 1e-6
+        for batch in (1, 64):
+            least = decode_bytes(model, 1, [1024] * batch) / machine.memory_bytes_per_second
+            value = _decode_seconds(model, batch, machine) + gap
+            more = _kv_bytes(model, batch) / machine.memory_bytes_per_second / machine.kv_efficiency
+            low, mid, high = (more * (one - 1) if loops else 0.0 for one in LOOP_TRAFFIC)
+            bounds = least + low, value + mid, 1.35 * value + high
+            rows.append(
+                _row(f"engine: {name}", f"decode of {batch}", "device_seconds", bounds, _DEVICE)
+            )
+            bubble = (0.0, 2e-5, 1.5e-4) if graph else [us * 1e-6 for us in BLOCKED_US]
+            rows.append(
+                _row(f"engine: {name}", f"decode of {batch}", "bubble_seconds", bubble, _BUBBLE)
+            )
+    return rows + _users(machine, model)
+
+
+_DEVICE = (
+    "pallas against xla: the kernels stay `auto` if they are quicker at 64; one graph against "
+    "XLA's options: gpu_options stays `auto` if it is not slower"
+)
+_BUBBLE = "with one graph near 0, else the host waits in a step: look for a cond outside of graphs"
+
+
+def _users(machine: Machine, model: ModelConfig) -> list[dict[str, Any]]:
+    """Prefill, serving and a change of mode, of the first engine."""
+    part, peak = "engine: pallas, one graph", machine.matmul_flops["bfloat16"]
+    attention = PrefillShape(8192).amount * model.num_layers
+    products = prefill_flops(model, 8192) - attention
+    prefill = [
+        products / (share * peak) + attention / rate
+        for share, rate in zip((GEMM, 0.7, 0.5), reversed(PREFILL_RATE), strict=True)
+    ]
+    first = 64 * prefill_flops(model, 512) / (0.7 * peak)
+    serve = first + 128 * _decode_seconds(model, 64, machine)
+    slow = "higher: look at the GEMMs' share first (autotuning), then at attention's"
+    return [
+        _row(part, "prefill of 8,192", "device_seconds", prefill, slow),
+        _row(part, "serve", "seconds", (0.6 * serve, serve, 1.5 * serve), "the host, if decode is"),
+        _row(part, "switch", "switch_seconds", (-2e-5, 0.0, 1e-4), "higher: switching costs"),
+    ]
+
+
+def _all_reduces(machine: Machine) -> list[dict[str, Any]]:
+    """Of 8 GPUs; the first two lines of the machine are those of kernels, one and two shot."""
+    from gpu_collectives import HIDDEN, TOKENS
+
+    rows, decides = [], "XLA's kernels stay on while they are quicker from 16 KB to 1 MB"
+    kinds = {"XLA's kernels": machine.all_reduce[:2], "NCCL": [NCCL]}
+    for size in (BF16_BYTES * tokens * HIDDEN for tokens in TOKENS):
+        for kind, lines in kinds.items():
+            value = 1e6 * _all_reduce_seconds(lines, size)
+            bounds = value / 2, value, 2 * value
+            rows.append(_row("all-reduce", f"{size >> 10} KB, {kind}", "us", bounds, decides))
+    return rows
+
+
+def _all_reduce_seconds(lines: Sequence[Transfer], size: int) -> float:
+    """Seconds of the quickest way among 8 devices (`Transfer` says which bytes count)."""
+    volumes = {"one_shot": 7 * size, "ring": 2 * 7 / 8 * size}
+    return min(
+        line.latency_seconds + volumes[line.volume] / line.bytes_per_second for line in lines
+    )
+
+
+def _large(machine: Machine) -> list[dict[str, Any]]:
+    """A step of 64 sequences of Llama-70B at (1, 8)."""
+    from gpu_parts import LARGE
+
+    model, rows = PRESETS["llama-70b"], []
+    message = BF16_BYTES * 64 * model.hidden_size
+    for name, options in LARGE.items():
+        gap = GRAPH_US if options["gpu_options"] == "auto" else STREAM_US
+        reduce = _all_reduce_seconds(machine.all_reduce[:2], message)
+        layer = LAUNCHES * gap * 1e-6 + 2 * reduce
+        value = _decode_seconds(model, 64, machine, 8) + layer * model.num_layers
+        bounds = 0.7 * value, value, 1.4 * value
+        part, row = f"llama-70b: {name}", "decode of 64"
+        rows.append(_row(part, row, "device_seconds", bounds, "higher: all-reduces, then launches"))
+        rows.append(_row(part, "switch", "switch_seconds", (-5e-5, 0.0, 3e-4), "higher: it costs"))
+    return rows
+
+
+def shown(chips: list[str]) -> str:
+    """Return the predictions as JSON, a row a line."""
+    tables = []
+    for chip in chips:
+        lines = ",\n".join(json.dumps(row) for row in predictions(chip))
+        tables.append(f'"{chip}": [\n{lines}\n]')
+    return "{\n" + ",\n".join(tables) + "\n}"
