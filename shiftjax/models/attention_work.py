@@ -44,9 +44,11 @@ def _cpu_rows(num_rows: int) -> RowLoop:
 
 
 def _gpu_rows(num_rows: int) -> RowLoop:
-    """Return one wave, so that there is one loop: of rounds of 4,096 to 32,768 tokens."""
-    lanes = 2 * max(num_rows, 8)
-    return RowLoop(lanes, 1, min(max(32_768 // lanes, 64), 256))
+    """Return one wave, so that there is one loop, of rounds of 4,096 tokens or more.
+
+    A row is taken in the same chunks in every bucket: what it gives depends on them.
+    """
+    return RowLoop(max(16, num_rows, min(2 * num_rows, 128)), 1, 256)
 
 
 CPU_SIZES = LoopSizes(_cpu_rows, 64, 128)  # a round fits a cache; also of what is no GPU
@@ -145,7 +147,7 @@ def divide_attention(
     ends = seq_lens[num_decodes:].astype(np.int64)
     return AttentionWork(
         divide_rows(rows, num_rows or len(seq_lens), **options),
-        _divide_prefill(starts, ends, len(seq_lens), num_tokens, **options),
+        _divide_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window, sizes),
     )
 
 
@@ -224,9 +226,8 @@ def _divide_prefill(
     context_ends: np.ndarray,
     num_seqs: int,
     num_tokens: int,
-    *,
     block_size: int,
-    sliding_window: int | None,
+    window: int | None,
     sizes: LoopSizes,
 ) -> TileWork:
     """Cut the chunks of the sequences after those of decode rows into tiles.
@@ -234,7 +235,6 @@ def _divide_prefill(
     `starts` are their first tokens and one more, `context_ends` their lengths.
     """
     tile, chunk = tile_tokens(num_tokens, sizes), whole_blocks(sizes.tile_chunk, block_size)
-    window = sliding_window
     capacity = -(-num_tokens // tile) + num_seqs
     tiles = -(-np.diff(starts) // tile)
     seq = np.repeat(np.arange(len(tiles)), tiles)

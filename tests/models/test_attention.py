@@ -166,10 +166,10 @@ def test_the_loops_of_gpus_equal_the_definition(name, window, sizes):
 
 
 def test_the_loops_of_gpus_take_large_rounds():
-    """What one of the few launches of a round has to do does not depend on the bucket."""
-    for rows, tokens in ((8, 4096), (64, 32_768), (256, 32_768)):
+    """In the same chunks in every bucket: what a row gives does not depend on the others'."""
+    for rows, tokens in ((8, 4096), (64, 32_768), (128, 32_768), (256, 65_536)):
         lanes, waves, chunk = GPU_SIZES.row_loop(rows)
-        assert (waves, lanes * chunk) == (1, tokens)
+        assert (waves, chunk, lanes * chunk) == (1, 256, tokens)
     work = make_case([1] * 64, [2048] * 64, 64, 64, max_len=8192, sizes=GPU_SIZES).metadata.work
     assert (work.rows.wave_rounds.tolist(), work.rows.max_parts) == ([4], 2)
     work = make_case([1], [8192], 8, 8, max_len=8192, sizes=GPU_SIZES).metadata.work
