@@ -56,21 +56,13 @@ CPU_SIZES = LoopSizes(_cpu_rows, 64, 128)  # a round fits a cache; also of what 
 GPU_SIZES = LoopSizes(_gpu_rows, 512, 1024)
 
 
-def _same_chunks(num_rows: int) -> RowLoop:
-    """Return the loop of a GPU, with rounds that take as much of a row however many there are."""
-    return _gpu_rows(num_rows)._replace(chunk=64)
-
-
 def loop_sizes(platform: str, deterministic: bool = False) -> LoopSizes:
     """Return the sizes for the devices of a platform, as JAX names it.
 
     With `deterministic` ones the sums over a row's context do not depend on other rows.
     """
-    if platform != "gpu":
-        return CPU_SIZES._replace(whole_rows=deterministic)
-    return (
-        GPU_SIZES._replace(row_loop=_same_chunks, whole_rows=True) if deterministic else GPU_SIZES
-    )
+    sizes = GPU_SIZES if platform == "gpu" else CPU_SIZES
+    return sizes._replace(whole_rows=deterministic)
 
 
 class RowWork(NamedTuple):
