@@ -20,6 +20,7 @@ from shiftjax.options import (
     settings_of,
     shown,
     unknown_name,
+    xla_options,
 )
 from shiftjax.parallel.fleet import FleetOptions, fleet_problems
 
@@ -44,6 +45,14 @@ def _increasing(values: tuple[int, ...]) -> str | None:
     if values and values[0] >= 1 and grows:
         return None
     return f"must be positive and increasing, got {shown(values)}"
+
+
+def _xla_options(text: str) -> str | None:
+    try:
+        _ = text in ("auto", "none") or xla_options(text)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,11 @@ class CompileOptions:
     )
     token_buckets: tuple[int, ...] | None = option(
         None, "token counts to compile steps for, increasing; default: geometric", check=_increasing
+    )
+    gpu_options: str = option(
+        "auto",
+        "XLA's options of steps on GPUs, as in XLA_FLAGS; auto: a step is one CUDA graph, or none",
+        check=_xla_options,
     )
 
 

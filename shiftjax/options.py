@@ -168,3 +168,16 @@ def unknown_name(name: str, known: Iterable[str], what: str = "option") -> str:
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"unknown {what} {shown(name)}{hint}"
+
+
+def xla_options(text: str) -> dict[str, str]:
+    """XLA's options by name, spelled as in XLA_FLAGS: NAME=VALUE, blanks between, `--` or not.
+
+    Raises ValueError with what is no option.
+    """
+    pairs = (word.removeprefix("--").partition("=") for word in text.split())
+    found = {name: value for name, _, value in pairs}
+    for name, value in found.items():
+        if not name.startswith("xla_") or not value:
+            raise ValueError(f"must be auto, none or xla_NAME=VALUE ..., got {shown(name)}")
+    return found

@@ -1,70 +1,39 @@
-"""What a compiled step says of itself, on any backend: collectives, copies of weights, launches."""
+"""What is expected of compiled steps, on any backend: collectives, products, no copies."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from serving.bench.hlo import (
+    Instruction,
+    collectives,
+    entry,
+    instructions,
+    launches,
+    shape_bytes,
+    sizes_of,
+)
 from shiftjax.device.step import StepDef
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
-COLLECTIVES = ("all-to-all", "all-reduce", "all-gather", "collective-permute", "reduce-scatter")
+__all__ = [
+    "Instruction",
+    "collectives",
+    "entry",
+    "expected_collectives",
+    "instructions",
+    "launches",
+    "matrices",
+    "product_flops",
+    "shape_bytes",
+    "weight_moves",
+]
 MOVES = ("slice", "dynamic-slice", "copy", "transpose", "copy-start")
-# What a GPU executes nothing for; an asynchronous operation counts where it starts.
-FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all")
 FLOAT32_BYTES = 4
-LINE = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (\(*[a-z0-9]+\[.*?) ([a-z][a-z-]*)\((.*)")
-ARRAY = re.compile(r"([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
-
-
-class Instruction(NamedTuple):
-    """One line of a compiled program."""
-
-    name: str
-    shape: str  # as HLO prints it; a tuple has parentheses
-    opcode: str
-    rest: str  # operands and attributes
-
-
-def instructions(text: str) -> list[Instruction]:
-    """Read all instructions of a compiled program, those inside of fusions and loops included."""
-    matches = (LINE.match(line) for line in text.splitlines())
-    return [Instruction(*match.groups()) for match in matches if match]
-
-
-def entry(text: str) -> list[Instruction]:
-    """Read the top level: what runs one after the other."""
-    return instructions(text[text.index("\nENTRY ") :])
-
-
-def launches(text: str) -> list[Instruction]:
-    """Return what the device is told to do, each loop or branch counted as one."""
-    return [
-        one for one in entry(text) if one.opcode not in FREE and not one.opcode.endswith("-done")
-    ]
-
-
-def shape_bytes(shape: str) -> int:
-    """Bytes of a (tuple) shape as HLO prints it."""
-    total = 0
-    for kind, bits, sizes in ARRAY.findall(shape):
-        item = 1 if kind == "pred" else int(bits or 0) // 8
-        total += item * int(np.prod([int(n) for n in sizes.split(",") if n]))
-    return total
-
-
-def collectives(text: str) -> Counter:
-    """(opcode, bytes of the result on one device) -> how often."""
-    found = Counter()
-    for one in instructions(text):
-        name = one.opcode.removesuffix("-done")
-        if name in COLLECTIVES:
-            found[name, shape_bytes(one.shape)] += 1
-    return found
 
 
 def product_flops(text: str) -> int:
@@ -79,8 +48,8 @@ def product_flops(text: str) -> int:
             left = re.match(r"%?([\w.-]+)", one.rest)
             contracted = re.search(r"lhs_contracting_dims={(\d+)}", one.rest)
             assert left and contracted, one
-            inner = _sizes(shapes[left[1]])[int(contracted[1])]
-            total += 2 * inner * int(np.prod(_sizes(one.shape)))
+            inner = sizes_of(shapes[left[1]])[int(contracted[1])]
+            total += 2 * inner * int(np.prod(sizes_of(one.shape)))
     return total
 
 
@@ -131,13 +100,8 @@ def weight_moves(text: str, weights: set[tuple[int, int]], item_type: str) -> li
     ]
 
 
-def _sizes(shape: str) -> list[int]:
-    """The dimensions of an array as HLO prints it."""
-    return [int(n) for n in ARRAY.findall(shape)[0][2].split(",") if n]
-
-
 def _views(shape: str) -> set[tuple[int, int]]:
     """The matrices as which an array can be read, row by row, and their transposes."""
-    sizes = _sizes(shape)
+    sizes = sizes_of(shape)
     cuts = [(int(np.prod(sizes[:i])), int(np.prod(sizes[i:]))) for i in range(1, len(sizes))]
     return {*cuts, *(cut[::-1] for cut in cuts)}

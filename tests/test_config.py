@@ -105,6 +105,9 @@ def test_defaults_are_valid_and_frozen():
         ("token_buckets", [64, "x"], "must be a list of whole numbers"),
         ("token_buckets", [64, True], "must be a list of whole numbers"),
         ("token_buckets", 64, "must be a list of whole numbers, got 64"),
+        ("gpu_options", "{}", "must be auto, none or xla_NAME=VALUE ..., got '{}'"),
+        ("gpu_options", "xla_gpu_x", "must be auto, none or xla_NAME=VALUE"),
+        ("gpu_options", "xla_gpu_x=1 jax_y=2", "got 'jax_y'"),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_it(option, value, fragment):

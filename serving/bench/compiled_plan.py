@@ -1,27 +1,35 @@
 """`shiftjax plan --compile`: the engine's own steps, compiled for GPUs that are not here.
 
 XLA's CUDA plugin compiles for a description of a chip (`targets/`) in place of the chip. Nothing
-is allocated: weights, pools and inputs are shapes. The largest step of a deployment is compiled
-with two and with four layers, and a deeper model has the memory on the line through both: XLA adds
-the same for every layer. Temporaries do not grow with the layers.
+is allocated: weights, pools and inputs are shapes. The largest step of a deployment, and one of
+decodes alone, are compiled with two and with four layers, and a deeper model is on the line through
+both: XLA adds the same for every layer. Temporaries do not grow with the layers.
 """
 
 import importlib.metadata
 import math
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from serving.bench.compiled_cost import (
+    Kernel,
+    Prices,
+    kernels_of,
+    step_seconds,
+)
+from serving.bench.hlo import collectives
+from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.collectives import step_collectives
+from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, memory_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of
+from shiftjax.sim.planning import Workload
 
 if TYPE_CHECKING:
     from shiftjax.parallel.grid import Device
@@ -29,11 +37,14 @@ if TYPE_CHECKING:
 TARGETS = Path(__file__).parents[1] / "targets"
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 FEW, MANY = 2, 4  # layers; XLA's choices have a period of two
-# An asynchronous collective is counted where it is done: its start may return its operand, too.
-_COLLECTIVE = re.compile(
-    r" = (\(?[a-z0-9]+\[.*?\)?) (all-to-all|all-reduce|all-gather)(?:-done)?\("
-)
-_ARRAY = re.compile(r"([a-z]+)(\d+)[a-z0-9]*\[([\d,]*)\]")
+
+
+class Step(NamedTuple):
+    """A step of a deployment to compile, and what it is priced with."""
+
+    mode: Mode
+    tokens: int
+    work: Work
 
 
 class Compiled(NamedTuple):
@@ -43,12 +54,48 @@ class Compiled(NamedTuple):
     temporary_bytes: int
     collective_bytes: int
     predicted_collective_bytes: int
+    top_level_thunks: int
+    kernels: Mapping[Kernel, int]
+    all_reduces: Mapping[str, int]  # how they are done
+    is_decided_by_the_host: bool  # a branch or a loop makes it wait for the device
+
+    @property
+    def launches(self) -> int:
+        """How many kernels and collectives a device runs."""
+        return sum(self.kernels.values())
 
 
-def compile_rows(target: Target, deployments: Sequence[Deployment]) -> list[dict[str, Any]]:
-    """A row per deployment: what its steps hold and move, beside predictions. ConfigError."""
+Row = dict[str, Any]
+
+
+def compile_rows(
+    target: Target, deployments: Sequence[Deployment], workload: Workload
+) -> tuple[list[Row], list[Row]]:
+    """A row per compiled step, beside predictions; and one per kind of kernel of each step.
+
+    Raises ConfigError.
+    """
     check_target(target)
-    return [_row(target, deployment) for deployment in deployments]
+    rows, kernels = [], []
+    for deployment in deployments:
+        steps = {step: _whole(target, deployment, step) for step in _steps(deployment, workload)}
+        memory = _memory_row(target, deployment, steps)
+        for step, (compiled, per_layer) in steps.items():
+            name = {"sp": deployment.sp, "tp": deployment.tp}
+            name |= {"step": step.mode.label, "tokens": step.tokens}
+            rows.append(name | _step_row(target, deployment, step, compiled, per_layer) | memory)
+            kernels += [name | row for row in _kernel_rows(compiled.kernels)]
+    return rows, kernels
+
+
+def _steps(deployment: Deployment, workload: Workload) -> list[Step]:
+    """The largest step in every mode, a prompt's, and in SHIFT one of decodes alone."""
+    most = deployment.max_num_batched_tokens
+    steps = [Step(mode, most, Work.prefill(most)) for mode in deployment.layout.modes]
+    count = deployment.max_num_seqs
+    tokens = next(b.tokens for b in deployment.buckets if b.holds(count, count, count))
+    context = workload.num_prompt_tokens + workload.num_output_tokens // 2
+    return [*steps, Step(deployment.layout.shift, tokens, Work.decode(count, context))]
 
 
 def check_target(target: Target) -> None:
@@ -83,18 +130,17 @@ def _chip(target: Target) -> str:
     return target.machine.name.removesuffix("x8")
 
 
-def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
-    """SHIFT's weights are views of those of BASE, so those of BASE are all there are."""
-    modes, memory = deployment.layout.modes, memory_of(target, deployment)
-    steps = {mode: _whole(target, deployment, mode) for mode in modes}
-    held = steps[modes[0]].weight_bytes
-    temporary = max(step.temporary_bytes for step in steps.values())
+def _memory_row(
+    target: Target, deployment: Deployment, steps: Mapping[Step, tuple[Compiled, int]]
+) -> Row:
+    """What a device holds. SHIFT's weights are views of those of BASE, which are all there are."""
+    memory = memory_of(target, deployment)
+    every = [compiled for compiled, _ in steps.values()]
+    held, temporary = every[0].weight_bytes, max(one.temporary_bytes for one in every)
     predicted = memory.workspace_bytes - int(target.engine.reserved_bytes)
     more = memory.weight_bytes + predicted - held - temporary  # than was predicted
     kv = memory.kv_bytes + more
-    row = {
-        "sp": deployment.sp,
-        "tp": deployment.tp,
+    return {
         "weights_gb": held / 1e9,
         "predicted_weights_gb": memory.weight_bytes / 1e9,
         "temporaries_gb": temporary / 1e9,
@@ -102,23 +148,76 @@ def _row(target: Target, deployment: Deployment) -> dict[str, Any]:
         "kv_tokens": kv * memory.num_kv_tokens // memory.kv_bytes,
         "predicted_kv_tokens": memory.num_kv_tokens,
     }
-    for mode, step in steps.items():
-        row[f"{mode.label}_collectives_mb"] = step.collective_bytes / 1e6
-        row[f"predicted_{mode.label}_collectives_mb"] = step.predicted_collective_bytes / 1e6
-    return row
 
 
-def _whole(target: Target, deployment: Deployment, mode: Mode) -> Compiled:
-    """The step of the whole model, on the line through two shallow ones if its layers are alike."""
+def _step_row(
+    target: Target, deployment: Deployment, step: Step, compiled: Compiled, per_layer: int
+) -> Row:
+    """One step. Where the host decides in its middle, its own time is not hidden."""
+    costs = cost_model(target, deployment)
+    seconds = step_seconds(compiled.kernels)
+    if compiled.is_decided_by_the_host:
+        seconds += costs.host_seconds(step.work)
+    return {
+        "top_level_thunks": compiled.top_level_thunks,
+        "launches_per_layer": per_layer,
+        "launches": compiled.launches,
+        "all_reduce_kinds": dict(compiled.all_reduces),
+        "predicted_seconds": seconds,
+        "seconds_by_formula": costs.device_seconds(step.mode, step.work),
+        "step_temporaries_gb": compiled.temporary_bytes / 1e9,
+        "collectives_mb": compiled.collective_bytes / 1e6,
+        "predicted_collectives_mb": compiled.predicted_collective_bytes / 1e6,
+    }
+
+
+def _kernel_rows(kernels: Mapping[Kernel, int]) -> list[Row]:
+    """What a step spends its time on, the longest first."""
+    by_time = sorted(kernels.items(), key=lambda item: -item[0].seconds * item[1])
+    return [
+        {
+            "kind": kernel.kind,
+            "kernel": kernel.name,
+            "result": kernel.shape,
+            "launches": count,
+            "mb": kernel.num_bytes / 1e6,
+            "gflop": kernel.flops / 1e9,
+            "us": kernel.seconds * 1e6,
+            "total_ms": kernel.seconds * count * 1e3,
+        }
+        for kernel, count in by_time
+    ]
+
+
+def _whole(target: Target, deployment: Deployment, step: Step) -> tuple[Compiled, int]:
+    """(the step of the whole model, launches of one of its layers).
+
+    It is on the line through two shallow ones, if its layers are alike.
+    """
     layers = deployment.layout.model.num_layers
     if layers <= MANY or deployment.layout.model.num_late_layers:
-        return _compile(target, deployment, mode, layers)
-    many = _compile(target, deployment, mode, MANY)
-    few = _compile(target, deployment, mode, FEW)
-    whole = Compiled(
-        *(b + (layers - MANY) * (b - a) // (MANY - FEW) for a, b in zip(few, many, strict=True))
+        whole = _compile(target, deployment, step, layers)
+        return whole, whole.launches // layers
+    few, many = (_compile(target, deployment, step, count) for count in (FEW, MANY))
+
+    def on_the_line(a: int, b: int) -> int:
+        return b + (layers - MANY) * (b - a) // (MANY - FEW)
+
+    def counts(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
+        line = {key: on_the_line(a.get(key, 0), b.get(key, 0)) for key in {**b, **a}}
+        return {key: count for key, count in line.items() if count > 0}
+
+    whole = many._replace(
+        weight_bytes=on_the_line(few.weight_bytes, many.weight_bytes),
+        collective_bytes=on_the_line(few.collective_bytes, many.collective_bytes),
+        predicted_collective_bytes=on_the_line(
+            few.predicted_collective_bytes, many.predicted_collective_bytes
+        ),
+        top_level_thunks=on_the_line(few.top_level_thunks, many.top_level_thunks),
+        kernels=counts(few.kernels, many.kernels),
+        all_reduces=counts(few.all_reduces, many.all_reduces),
     )
-    return whole._replace(temporary_bytes=many.temporary_bytes)
+    return whole, (many.launches - few.launches) // (MANY - FEW)
 
 
 @contextmanager
@@ -135,32 +234,41 @@ def _uncached() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _compile(target: Target, deployment: Deployment, mode: Mode, num_layers: int) -> Compiled:
-    """Compile the largest step of a deployment with so many layers."""
+def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int) -> Compiled:
+    """Compile one step of a deployment with so many layers."""
+    from shiftjax.device.all_reduces import all_reduce_kinds
     from shiftjax.device.groups import define_steps, pool_of
     from shiftjax.device.pool import abstract_pools
     from shiftjax.device.programs import abstract_inputs
 
     config = replace(deployment.layout.model, num_layers=num_layers)
     layout, formats = replace(deployment.layout, model=config), deployment.formats
-    tokens = deployment.max_num_batched_tokens
-    one = replace(deployment, layout=layout, dp=1, weights="alias", token_buckets=(tokens,))
-    one = replace(one, max_model_len=tokens)
+    one = replace(deployment, layout=layout, dp=1, weights="alias", token_buckets=(step.tokens,))
+    one = replace(one, max_model_len=deployment.max_num_batched_tokens)
     bucket, pool = one.buckets[-1], pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
-    (step,) = define_steps(one, _devices(_chip(target), layout.num_devices)).values()
-    pools = abstract_pools(step.mesh, layout, pool.num_blocks, pool.block_size, pool.dtype)
-    inputs = abstract_inputs(step, pool, bucket)
-    with _uncached():
-        compiled = step.compile(mode, pools, *inputs)
+    with _uncached(), dumped_thunks() as (dump, read_thunks):
+        (definition,) = define_steps(one, _devices(_chip(target), layout.num_devices)).values()
+        definition = replace(definition, gpu_options={**definition.gpu_options, **dump})
+        sizes = pool.num_blocks, pool.block_size, pool.dtype
+        pools = abstract_pools(definition.mesh, layout, *sizes)
+        inputs = abstract_inputs(definition, pool, bucket)
+        compiled = definition.compile(step.mode, pools, *inputs)
+        thunks = top_level(read_thunks())
     memory = compiled.memory_analysis()
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
-    moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats.activation_bytes)
+    text, sizes = compiled.as_text() or "", (bucket.tokens, bucket.rows)
+    moves = step_collectives(layout, step.mode, *sizes, formats.activation_bytes)
+    costs = cost_model(target, deployment)
     return Compiled(
         memory.argument_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        sum(collective_bytes(compiled.as_text() or "").values()),
+        sum(num_bytes * count for (_, num_bytes), count in collectives(text).items()),
         sum(move.num_bytes * move.num_times for move in moves),
+        len(thunks),
+        kernels_of(text, Prices.of(costs, step.mode, step.work)),
+        all_reduce_kinds(text),
+        any(kind in HOST_DECIDES for kind in thunks),
     )
 
 
@@ -174,18 +282,3 @@ def _devices(chip: str, count: int) -> "list[Device]":
         platform="cuda", target_config=description, topology=f"1x1x{count}"
     )
     return list(topologies.make_mesh(topology, (count,), ("x",)).devices.flat)
-
-
-def collective_bytes(text: str) -> Counter[str]:
-    """Bytes of the results of every kind of collective in a compiled program, on one device."""
-    found: Counter[str] = Counter()
-    for shape, kind in _COLLECTIVE.findall(text):
-        found[kind] += sum(_array_bytes(*array) for array in _ARRAY.findall(shape))
-    return found
-
-
-def _array_bytes(_kind: str, bits: str, sizes: str) -> int:
-    count = 1
-    for size in sizes.split(","):
-        count *= int(size) if size else 1
-    return count * int(bits) // 8

@@ -50,6 +50,7 @@ reach: tokens of the longest request, in a narrowest and a widest group; ttft, t
 in a widest one; decodes_by_width: the most sequences for which groups of a width step quickest;
 programs: steps to compile by width, and moves; padded_heads: beside a unit that is on its own."""
 METRICS = ("queue", *LATENCIES)
+MOST_KERNELS = 12  # of a step, on the screen; files have them all
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
@@ -129,12 +130,13 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
     print(reason)
     fleets = _fleets(target, workload, settings, options)
-    compiled = _compile(arguments, target, estimates)
+    compiled, kernels = _compile(arguments, target, estimates, workload)
     if arguments.out:
         write_rows(arguments.out, "plan", rows)
         write_rows(arguments.out, "fleets", fleets)
         if compiled:
             write_rows(arguments.out, "compiled", compiled)
+            write_rows(arguments.out, "kernels", kernels)
         _plan_report(target, estimates).save(arguments.out / "report.html")
     return 0
 
@@ -157,11 +159,17 @@ def _fleets(
 
 
 def _compile(
-    arguments: argparse.Namespace, target: Target, estimates: Sequence[Estimate]
-) -> list[dict[str, Any]]:
-    """With --compile: rows of the compiled steps of the named meshes, or of all that fit."""
+    arguments: argparse.Namespace,
+    target: Target,
+    estimates: Sequence[Estimate],
+    workload: Workload,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """With --compile: rows of the compiled steps of the named meshes, or of all that fit.
+
+    The second list is one of kernels.
+    """
     if arguments.compile is None:
-        return []
+        return [], []
     from serving.bench.compiled_plan import compile_rows
 
     fitting = {(e.deployment.sp, e.deployment.tp): e.deployment for e in estimates if e.fits}
@@ -172,11 +180,19 @@ def _compile(
     wrong = [f"--compile: {sp}x{tp} does not fit" for sp, tp in meshes if (sp, tp) not in fitting]
     if wrong:
         raise ConfigError(wrong)
-    rows = compile_rows(target, [fitting[mesh] for mesh in meshes])
-    print("\ncompiled, the largest step:")
-    for row in rows:  # those without SP have fewer columns
-        print(as_text([row]))
-    return rows
+    rows, kernels = compile_rows(target, [fitting[mesh] for mesh in meshes], workload)
+    print("\ncompiled: the largest step in every mode, and one of decodes:")
+    print(as_text(rows))
+    print("\nits kernels, those of most time first:")
+    for row in rows:
+        names = ("sp", "tp", "step", "tokens")
+        ours = [one for one in kernels if all(one[name] == row[name] for name in names)]
+        print(
+            as_text(
+                [{k: v for k, v in one.items() if k != "result"} for one in ours[:MOST_KERNELS]]
+            )
+        )
+    return rows, kernels
 
 
 def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:

@@ -80,6 +80,7 @@ class Deployment:
     fleet: FleetOptions = NO_FLEET
     hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
     deterministic: bool = False  # attention of a sequence does not depend on the others
+    gpu_options: str = "auto"  # XLA's, as the setting spells them
 
     @property
     def by_width(self) -> dict[int, "Deployment"]:
@@ -288,6 +289,7 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
         deterministic=config.model.deterministic,
+        gpu_options=config.compile.gpu_options,
     )
     _ = deployment.fixed  # that its groups can be formed
     return deployment

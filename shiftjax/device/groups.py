@@ -7,8 +7,10 @@ from typing import NamedTuple
 from shiftjax.arch.formats import FORMATS
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket
+from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
+from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import grid_mesh, group_mesh
 from shiftjax.device.mode_weights import ModeWeights
@@ -44,6 +46,7 @@ def define_steps(
     Attention kernels are tried with `check` first, where devices and shapes allow them.
     """
     found: dict[Group, StepDef] = {}
+    options = gpu_options(devices[0], deployment.gpu_options)
     for width, of_width in deployment.by_width.items():
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         dtype = FORMATS[of_width.formats.weights].dtype
@@ -53,7 +56,7 @@ def define_steps(
         has_paths = of_width.drafts.draft_paths > 1
         for group in grid.groups(width):
             mesh = group_mesh(devices, grid, group)
-            found[group] = StepDef(weights, mesh, max_rows, attention, size, has_paths)
+            found[group] = StepDef(weights, mesh, max_rows, attention, size, has_paths, options)
     return found
 
 
@@ -173,7 +176,13 @@ def start_runners(
         firsts.setdefault(group.width, runner)
         for mode in {mode for program in runner.programs for mode in program.steps}:
             memory.params(mode)  # made here, so that no step waits for them
+        if step.platform != "cpu":  # where there is nothing to record, and steps take seconds
+            runner.warm_up()
         runners[group] = runner
+    first = next(iter(firsts.values()))
+    shift, smallest = first.step.layout.shift, first.programs[0]
+    if first.step.platform == "gpu" and shift in smallest.steps:
+        warn_of_slow_all_reduces(smallest, shift, first.step.layout.num_devices)
     return runners
 
 

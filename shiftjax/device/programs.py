@@ -15,7 +15,7 @@ from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.retarget import load_on
 from shiftjax.device.sampling_inputs import RowMasks, neutral_rows
-from shiftjax.device.step import Packing, StepDef
+from shiftjax.device.step import Packing, StepDef, StepInputs
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
@@ -102,14 +102,19 @@ def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
 
 def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:
     """How the inputs of a bucket are packed, and its neutral tables; NumPy arrays."""
-    scalars, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
+    _, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
+    return Packing.of(empty_step(step, pool, bucket)), tables
+
+
+def empty_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
+    """The inputs of a step of no sequences, which writes to the null block only."""
+    scalars, _ = neutral_rows(bucket.rows, step.layout.model.vocab_size)
     empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
     key = np.zeros(2, np.uint32)
     model, paths = step.layout.model, step.has_paths
-    inputs = step_inputs(
+    return step_inputs(
         empty, bucket, pool, step.attention, scalars, key, model=model, has_paths=paths
     )
-    return Packing.of(inputs), tables
 
 
 def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:

@@ -16,7 +16,7 @@ from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, replicated_spec, rows_spec
 from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions
-from shiftjax.device.programs import Program, add_mode, load_program
+from shiftjax.device.programs import Program, add_mode, empty_step, load_program
 from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.drafts.drafting import ModelGuess
@@ -72,10 +72,16 @@ class DeviceRunner:
             loaded = load_program(program, other.step, self.step, self.pool, self._try_out)
             self.programs.append(loaded)
 
+    def warm_up(self) -> None:
+        """Run every program once: a GPU records graphs, and loads code, when a step first runs."""
+        for program in self.programs:
+            for mode in program.steps:
+                self._try_out(program, mode)
+
     def _try_out(self, program: Program, mode: Mode) -> None:
         """Run an empty step, which writes to the null block only. Raises what makes it fail."""
-        memory, empty = self.memory, np.zeros(program.packing.size, np.int32)
-        flat = jax.device_put(empty, self._replicated)
+        memory, inputs = self.memory, empty_step(self.step, self.pool, program.bucket)
+        flat = jax.device_put(program.packing.pack(inputs), self._replicated)
         step, params = program.steps[mode], memory.params(mode)
         try:
             memory.pools, *result = step(

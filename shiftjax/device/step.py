@@ -7,7 +7,8 @@ because each separate transfer to 8 devices costs more than all their bytes; wha
 requests need (`tables`) stays on the device until a request asks for it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from shiftjax.parallel.layout import Layout
 # Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/log.md).
 COMPILER_OPTIONS = {
     "cpu": {"xla_backend_optimization_level": "2", "xla_cpu_prefer_vector_width": "512"},
-    "gpu": {},
+    "gpu": {},  # and those of the setting `gpu_options`
     "tpu": {},
 }
 
@@ -118,6 +119,7 @@ class StepDef:
     attention: AttentionBackend
     block_size: int  # tokens of a KV block in this layout
     has_paths: bool = False  # drafts of a sequence may be several
+    gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
 
     @property
     def model(self) -> ModelDef:
@@ -128,6 +130,11 @@ class StepDef:
     def layout(self) -> Layout:
         """How the model falls on the devices of the group."""
         return self.weights.layout
+
+    @property
+    def platform(self) -> str:
+        """cpu, gpu or tpu."""
+        return self.mesh.devices.flat[0].platform
 
     def compile(
         self, mode: Mode, pools: Any, packing: Packing, tables: RowMasks
@@ -142,7 +149,8 @@ class StepDef:
         flat = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=replicated)
         step = jax.jit(self.function(mode, packing), donate_argnums=1)
         lowered = step.lower(params, pools, last_tokens, flat, tables)
-        return lowered.compile(compiler_options=COMPILER_OPTIONS[_platform(self.mesh)])
+        options = COMPILER_OPTIONS[self.platform] | self.gpu_options
+        return lowered.compile(compiler_options=options)
 
     def function(self, mode: Mode, packing: Packing):
         """Return the step of one mode as a function of global arrays."""
@@ -152,6 +160,8 @@ class StepDef:
         result = StepResult._make((everywhere, rows, rows, guesses))
 
         def step(params, pools, last_tokens, flat, tables):
+            if self.platform == "gpu":
+                flat = _at_a_fixed_address(flat, last_tokens)
             inputs, pools = packing.unpack(flat), in_shape(pools, self.layout, self.block_size)
             pools, *results = self._local_step(mode, inputs, params, pools, last_tokens, tables)
             return as_stored(pools), *results
@@ -244,5 +254,14 @@ def _draft_rows(
     )
 
 
-def _platform(mesh: Mesh) -> str:
-    return mesh.devices.flat[0].platform
+def _at_a_fixed_address(
+    flat: Int[Array, " size"], last_tokens: Int[Array, " max_rows"]
+) -> Int[Array, " size"]:
+    """Return the same vector in memory of the program's own, for kernels in a CUDA graph.
+
+    Every step brings a new buffer, and a graph whose kernels read that has to be changed before
+    each launch, kernel by kernel: three a layer. XLA removes a copy that changes nothing, so this
+    one seems to: no token is less than 0.
+    """
+    flat = jnp.where(last_tokens[0] < 0, 0, flat)
+    return jax.lax.optimization_barrier(flat)

@@ -28,7 +28,11 @@ TARGETS = Path(__file__).parent.parent.parent / "serving" / "targets"
 SHARED_MEMORY_LIMIT = 227 * 1024  # bytes that one block of an H100 or H200 can have
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-NEEDS = "jax-cuda13-plugin, jax-cuda13-pjrt (of jaxlib's version) and nvidia-cuda-nvcc"
+NEEDS = (
+    "jax-cuda13-plugin, jax-cuda13-pjrt (of jaxlib's version) and nvidia-cuda-nvcc: make test "
+    "installs them into .venv/gpu, which PYTHONPATH has to name"
+)
+PTXAS_FOLDERS = ("cu13/bin", "cuda_nvcc/bin")  # of the wheels of CUDA 13 and 12
 
 
 class MosaicKernel(NamedTuple):
@@ -53,7 +57,7 @@ class Compiled(NamedTuple):
 
 def unavailable() -> str | None:
     """Return why nothing can be compiled for a GPU here; None if it can."""
-    for package in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
+    for package in packages(cuda()):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -61,15 +65,26 @@ def unavailable() -> str | None:
         if version != importlib.metadata.version("jaxlib"):
             return f"{package} {version} is not of jaxlib's version"
     if find_ptxas() is None:
-        return f"no ptxas of CUDA 13; compiling for a GPU needs {NEEDS}"
+        return f"no ptxas of CUDA {cuda()}; compiling for a GPU needs {NEEDS}"
     return None
+
+
+def cuda() -> int:
+    """The version of CUDA whose plugin is here; 13 where none is."""
+    return 12 if importlib.util.find_spec("jax_cuda12_plugin") else 13
+
+
+def packages(version: int) -> tuple[str, str]:
+    """The wheels of JAX's plugin for a version of CUDA."""
+    return f"jax-cuda{version}-plugin", f"jax-cuda{version}-pjrt"
 
 
 def find_ptxas() -> Path | None:
     """Return CUDA's assembler: the wheel's, then CUDA's own; XLA looks in the same places."""
     spec = importlib.util.find_spec("nvidia")
     wheels = list(spec.submodule_search_locations or []) if spec else []
-    for path in [*(Path(wheel) / "cu13" / "bin" for wheel in wheels), Path("/usr/local/cuda/bin")]:
+    folders = [Path(wheel) / folder for wheel in wheels for folder in PTXAS_FOLDERS]
+    for path in [*folders, Path("/usr/local/cuda/bin")]:
         if (path / "ptxas").is_file():
             return path / "ptxas"
     found = shutil.which("ptxas")
@@ -77,8 +92,13 @@ def find_ptxas() -> Path | None:
 
 
 def require() -> None:
-    """Skip the calling test module where nothing can be compiled for a GPU."""
+    """Skip the calling test module where nothing can be compiled for a GPU.
+
+    Raises RuntimeError with the same reason where CI=true: there, these tests cannot vanish.
+    """
     if reason := unavailable():
+        if os.environ.get("CI") == "true":
+            raise RuntimeError(reason)
         pytest.skip(reason, allow_module_level=True)
 
 

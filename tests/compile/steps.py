@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from hlo import collectives, launches
 
+from serving.bench.thunks import Thunk, dumped_thunks
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
+from shiftjax.device.gpu_options import ONE_GRAPH
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define
@@ -63,6 +65,7 @@ class Case(NamedTuple):
     attention: str = "pallas"
     num_layers: int = 2
     late_layers: int = 0  # of them, SwiftKV's
+    gpu_options: str = "auto"
     units: int = 0  # of the fleet, of which this is a group of `sp` units; 0: all devices are one
 
     @property
@@ -102,6 +105,7 @@ class CompiledStep(NamedTuple):
     pools: list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]
     inputs: Any  # the packed vector, the last tokens and the sampling tables
     text: str
+    thunks: list[Thunk]  # what the host does
     argument_bytes: int  # on one device, as all of these
     temporary_bytes: int
     aliased_bytes: int
@@ -165,7 +169,10 @@ def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
     step, pool = define_step(case, devices)
     params, pools = step.weights.abstract(case.mode, step.mesh), pools_of(step, pool)
     packing, tables = abstract_inputs(step, pool, case.bucket)
-    compiled = step.compile(case.mode, pools, packing, tables)
+    with dumped_thunks() as (dump, thunks):
+        dumping = replace(step, gpu_options={**step.gpu_options, **dump})
+        compiled = dumping.compile(case.mode, pools, packing, tables)
+        sequence = thunks()
     memory = compiled.memory_analysis()
     vectors = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (packing.size, step.max_rows)]
     return CompiledStep(
@@ -175,6 +182,7 @@ def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
         pools,
         (vectors, tables),
         compiled.as_text(),
+        sequence,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
@@ -193,7 +201,9 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     assert attention.name == case.attention
     model = define(layout.model, layout, jnp.bfloat16)
     weights = ModeWeights(model, layout, case.strategy)
-    return StepDef(weights, mesh, case.bucket.rows, attention, pool.block_size), pool
+    options = {"auto": ONE_GRAPH, "none": {}}[case.gpu_options]
+    rows, size = case.bucket.rows, pool.block_size
+    return StepDef(weights, mesh, rows, attention, size, gpu_options=options), pool
 
 
 def pools_of(step: StepDef, pool: PoolOptions) -> Any:

@@ -4,6 +4,7 @@ What the compiler plans is checked, and exactly: aliasing, copies, collectives, 
 What only a chip can tell is not: whether the numbers are right, and how long they take.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ import pytest
 from hlo import (
     Instruction,
     collectives,
+    entry,
     expected_collectives,
     instructions,
     launches,
@@ -22,11 +24,14 @@ from hlo import (
     weight_moves,
 )
 
+from serving.bench.hlo import Computation, computations
+from serving.bench.thunks import top_level
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.weights import num_parameters
 from shiftjax.control.deployment import base_rule
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
@@ -57,6 +62,7 @@ H200_BYTES = 141e9  # what is sold; the driver keeps a part of it
 MEMORY_FRACTION = 0.9  # the engine's default
 LONGEST = 64 * 8192  # tokens of KV cache that a deployment should have room for
 BF16_BYTES = 2
+TWO_SHOT_BYTES = 2 << 20  # larger sums are NCCL's
 KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the KV write
 TILES = {PREFILL: 1, DECODE: 0}  # more of them, for tiles of chunks
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
@@ -67,6 +73,7 @@ EVERY = [*cases("bf16"), *cases("fp8"), *FLEET]
 ALIAS = Case(4, 2, Mode(4, 1))
 SLICE, MORE_LAYERS = ALIAS._replace(strategy="slice"), ALIAS._replace(num_layers=4)
 XLA = ALIAS._replace(attention="xla", num_layers=1)
+PLAIN = ALIAS._replace(gpu_options="none", num_layers=1)
 LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
 
 
@@ -82,7 +89,7 @@ every_case = pytest.mark.parametrize("case", EVERY, ids=name_of)
 def compiled() -> Iterator[Compiler]:
     """The program of a case; all of them are on their way from the first test on."""
     compiler = Compiler()
-    for case in (*EVERY, SLICE, MORE_LAYERS, XLA, *LATE):
+    for case in (*EVERY, SLICE, MORE_LAYERS, XLA, PLAIN, *LATE):
         compiler.want(case)
     yield compiler
     compiler.stop()
@@ -93,6 +100,34 @@ def pool_moves(one: CompiledStep) -> list[Instruction]:
     pool = device_bytes(one.pools[0][0])
     moves = ("copy", "copy-start", "transpose", "convert", "concatenate", "pad", "slice")
     return [i for i in instructions(one.text) if shape_bytes(i.shape) == pool and i.opcode in moves]
+
+
+def kernel_calls(text: str) -> list[Instruction]:
+    """Launches of Mosaic kernels, those that take a slice of an operand included."""
+    bodies = computations(text)
+    return [
+        one
+        for one in entry(text)
+        if KERNEL in one.rest or any(KERNEL in each.rest for each in body_of(one, bodies))
+    ]
+
+
+def body_of(one: Instruction, bodies: dict[str, Computation]) -> list[Instruction]:
+    called = re.search(r"calls=%([\w.-]+)", one.rest)
+    return bodies[called[1]].instructions if called else []
+
+
+def sources(call: Instruction, text: str) -> list[Instruction]:
+    """Where the operands of a launch come from, seen through what does nothing."""
+    by_name, found = {one.name: one for one in entry(text)}, []
+    waiting = list(call.operands)
+    while waiting:
+        one = by_name[waiting.pop()]
+        if one.opcode in ("bitcast", "get-tuple-element"):
+            waiting += one.operands
+        else:
+            found.append(one)
+    return found
 
 
 @every_case
@@ -151,6 +186,39 @@ def test_every_layer_has_its_kernels_and_few_launches(case, compiled):
     each += KERNELS[case.size] - KERNELS["bf16"]
     assert len(found) <= case.num_layers * each + beside
     assert not [i for i in found if i.opcode == "while"]
+
+
+@every_case
+def test_the_host_launches_a_step_at_once(case, compiled):
+    """One CUDA graph holds all of it: no branch or loop makes the host wait, nothing is beside."""
+    assert top_level(compiled(case).thunks) == ["CommandBuffer"]
+
+
+def test_without_the_options_the_host_waits_in_every_step(compiled):
+    """The control: the sampler's branch is the host's, and what it cuts are several launches."""
+    kinds = top_level(compiled(PLAIN).thunks)
+    assert "Conditional" in kinds and len(kinds) > 3
+
+
+@every_case
+def test_sums_of_small_steps_take_kernels(case, compiled):
+    one = compiled(case)
+    sizes = Counter()
+    for (kind, num_bytes), count in collectives(one.text).items():
+        if kind == "all-reduce":
+            sizes["two shot" if num_bytes <= TWO_SHOT_BYTES else "nccl"] += count
+    assert all_reduce_kinds(one.text) == sizes
+
+
+@every_case
+def test_kernels_take_nothing_whose_address_changes(case, compiled):
+    """But the pools: else XLA changes the graph before every launch, kernel by kernel."""
+    one = compiled(case)
+    pool = device_bytes(one.pools[0][0])
+    taken = [each for call in kernel_calls(one.text) for each in sources(call, one.text)]
+    arguments = [each for each in taken if each.opcode == "parameter"]
+    assert {shape_bytes(each.shape) for each in arguments} == {pool}
+    assert len(taken) > len(arguments)
 
 
 def test_a_step_of_a_fleet_needs_what_it_needs_without_one(compiled):

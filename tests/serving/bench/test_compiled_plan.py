@@ -2,23 +2,15 @@
 
 import importlib.metadata
 import json
+import os
+from collections import Counter
+from pathlib import Path
 
 import pytest
+from compile import aot
 
-from serving.bench.compiled_plan import PACKAGES, collective_bytes
 from serving.cli.main import main
-
-HLO = """
-  %a = f32[8,64]{1,0} all-reduce(%x), channel_id=1
-  ROOT %b = (f32[2,4]{1,0}, f32[2,4]{1,0}) all-to-all(%y, %z), channel_id=2
-  %c = (f32[4]{0}, f32[16]{0}) all-gather-start(%w), channel_id=3
-  %d = f32[16]{0} all-gather-done(%c)
-  %e = f32[9]{0} add(%d, %d)
-"""
-
-
-def test_collectives_are_counted_by_kind_and_once():
-    assert collective_bytes(HLO) == {"all-reduce": 2048, "all-to-all": 64, "all-gather": 64}
+from shiftjax.arch.presets import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -43,25 +35,41 @@ def test_missing_wheels_are_named(capsys, monkeypatch):
     assert f"pip install --no-deps jax-cuda13-absent=={version}" in capsys.readouterr().err
 
 
-def wheels_are_here() -> bool:
-    try:
-        versions = {importlib.metadata.version(name) for name in PACKAGES}
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return versions == {importlib.metadata.version("jaxlib")}
-
-
-@pytest.mark.skipif(not wheels_are_here(), reason="compiling for a GPU needs " + str(PACKAGES))
-def test_a_compiled_step_moves_what_was_predicted(capsys, tmp_path):
-    argv = ["plan", "--model", "tiny", "--compile", "1x2", "--out", str(tmp_path)]
+@pytest.mark.parametrize("mesh", ["1x2"])
+def test_a_compiled_step_moves_what_was_predicted(mesh, capsys, tmp_path):
+    if reason := aot.unavailable():
+        assert os.environ.get("CI") != "true", reason
+        pytest.skip(reason)
+    argv = ["plan", "--model", "tiny", "--compile", mesh, "--out", str(tmp_path)]
     sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
     assert main([*argv, *sizes]) == 0
-    assert "compiled, the largest step" in capsys.readouterr().out
-    (row,) = [json.loads(line) for line in (tmp_path / "compiled.jsonl").read_text().splitlines()]
-    assert (row["sp"], row["tp"]) == (1, 2)
-    assert row["shift_collectives_mb"] == row["predicted_shift_collectives_mb"] > 0
+    printed = capsys.readouterr().out
+    assert "compiled: the largest step in every mode" in printed and "its kernels" in printed
+    largest, decodes = rows_of(tmp_path / "compiled.jsonl")
+    steps = [(row["sp"], row["tp"], row["step"], row["tokens"]) for row in (largest, decodes)]
+    assert steps == [(1, 2, "shift", 64), (1, 2, "shift", 8)]
+    for row in (largest, decodes):
+        assert row["collectives_mb"] == row["predicted_collectives_mb"] > 0
+        assert row["top_level_thunks"] == 1
+        assert set(row["all_reduce_kinds"]) == {"one shot"}
+        ours = [
+            one for one in rows_of(tmp_path / "kernels.jsonl") if one["tokens"] == row["tokens"]
+        ]
+        assert sum(one["launches"] for one in ours) == row["launches"]
+        total = sum(one["total_ms"] for one in ours) / 1e3
+        assert row["predicted_seconds"] == pytest.approx(total)
+        kinds = Counter({one["kind"]: 0 for one in ours})
+        for one in ours:
+            kinds[one["kind"]] += one["launches"]
+        assert kinds["all-reduce, one shot"] == sum(row["all_reduce_kinds"].values())
+        assert kinds["product"] >= 4 * PRESETS["tiny"].num_layers
     # The arguments are the weights and some kilobytes of the step's inputs.
+    row = largest
     assert 0 <= row["weights_gb"] - row["predicted_weights_gb"] < 20e-6
     held = row["weights_gb"] + row["temporaries_gb"]
     foreseen = row["predicted_weights_gb"] + row["predicted_temporaries_gb"]
     assert (row["kv_tokens"] <= row["predicted_kv_tokens"]) is (held >= foreseen)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

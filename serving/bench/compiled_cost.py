@@ -1,0 +1,246 @@
+"""Predicted seconds of a compiled step, kernel by kernel: XLA's plan at a machine's rates.
+
+`costs/step.py` predicts a step from formulas, before there is a program. Here the program is there:
+what it launches is read from its text, with the bytes that each launch reads and writes (of slices
+and gathers what they take, of writes in place what they write, as in XLA's HloCostAnalysis) and the
+operations of its products. The machine's constants are the same, so the two differ by what the
+compiler does otherwise than the formulas say: launches first of all.
+
+Not in the text is how much of the KV cache a step reads; `Attention` says it. A branch counts as a
+launch: in a greedy step it has nothing to do.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from serving.bench.hlo import (
+    COLLECTIVES,
+    Computation,
+    Instruction,
+    computations,
+    launches,
+    shape_bytes,
+    sizes_of,
+)
+from shiftjax.costs.collectives import Collective
+from shiftjax.costs.machine import Machine, Transfer
+from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.costs.step import CostModel, Work, matmul_seconds, transfer_seconds
+from shiftjax.device.all_reduces import all_reduce_kind
+from shiftjax.parallel.grid import Mode
+
+KERNEL_CALL = 'custom_call_target="mosaic_gpu'
+_THROUGH = ("bitcast", "reshape", "copy", "convert")  # inside a fusion: nothing is read twice
+_TAKES_A_PART = ("dynamic-slice", "slice", "gather")
+_WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_CONTRACTED, _BATCH = (
+    re.compile(r"lhs_" + which + r"_dims=\{([\d,]+)\}") for which in ("contracting", "batch")
+)
+
+
+class Kernel(NamedTuple):
+    """Equal launches of a step; bytes and FLOP are of one of them on one device."""
+
+    kind: str  # product, attention, a collective with its algorithm, other
+    name: str
+    shape: str  # of the result
+    num_bytes: int
+    flops: int
+    seconds: float
+
+
+class Attention(NamedTuple):
+    """What one layer's attention over contexts takes: by costs, as the text does not say it."""
+
+    num_bytes: int
+    flops: int
+    seconds: float
+
+
+class Prices(NamedTuple):
+    """What a launch costs."""
+
+    machine: Machine
+    format: str  # of matrix products
+    attention: Mapping[str, Attention]  # by what the kernel's name contains
+
+    @classmethod
+    def of(cls, costs: CostModel, mode: Mode, work: Work) -> "Prices":
+        """Those of one step of a cost model."""
+        layers, token_bytes = costs.model.num_layers, kv_token_bytes(costs.layout, costs.formats)
+        heads = costs.layout.heads_per_device * costs.model.head_dim
+
+        def of_layer(part: Work, context: int) -> Attention:
+            seconds = costs.breakdown(mode, part).attention / layers
+            return Attention(
+                context * token_bytes // layers, 4 * heads * part.attention_pairs, seconds
+            )
+
+        decodes = work._replace(chunk_context_tokens=0, attention_pairs=0)
+        chunks = work._replace(context_tokens=0)
+        attention = {
+            "decode": of_layer(decodes, work.context_tokens),
+            "prefill": of_layer(chunks, work.chunk_context_tokens),
+        }
+        return cls(costs.machine, costs.formats.activations, attention)
+
+
+def kernels_of(text: str, prices: Prices) -> Counter[Kernel]:
+    """Every launch of a compiled step on one device, and how often it is there."""
+    program = _Program(text)
+    return Counter(_kernel(one, program, prices) for one in launches(text))
+
+
+def step_seconds(kernels: Mapping[Kernel, float]) -> float:
+    """Seconds of all launches, one after the other."""
+    return sum(kernel.seconds * count for kernel, count in kernels.items())
+
+
+class _Program:
+    """A program's text, taken apart once."""
+
+    def __init__(self, text: str):
+        self.bodies = computations(text)
+        every = [one for body in self.bodies.values() for one in body.instructions]
+        self.shapes = {one.name: one.shape for one in every}
+        self.done = {one.operands[0]: one.shape for one in every if one.opcode.endswith("-done")}
+
+    def body(self, one: Instruction) -> Computation | None:
+        """What a fusion computes."""
+        called = _CALLED.search(one.rest)
+        return self.bodies.get(called[1]) if called else None
+
+    def num_bytes(self, one: Instruction) -> int:
+        """Bytes that a launch reads and writes."""
+        body = self.body(one)
+        if body is None or body.root is None:
+            read = sum(shape_bytes(self.shapes.get(name, "")) for name in one.operands)
+            return read + shape_bytes(one.shape)
+        parameters = (each for each in body.instructions if each.opcode == "parameter")
+        return sum(_read(each, body) for each in parameters) + _written(body.root, body)
+
+    def inside(self, one: Instruction) -> Iterator[Instruction]:
+        """The instruction itself, and what its fusion holds."""
+        body = self.body(one)
+        return iter((one, *(body.instructions if body else ())))
+
+    def product(self, one: Instruction) -> tuple[int, int, int] | None:
+        """(rows, inner, columns) of the matrix product in a launch.
+
+        Of one that is cut along what it sums over (split-K), the parts are a batch.
+        """
+        if "__cublas" in one.rest:
+            left, right = (math.prod(self.sizes(name)) for name in one.operands[:2])
+            rows, columns = sizes_of(one.shape)[-2:]
+            return rows, math.isqrt(left * right // (rows * columns)), columns
+        body = self.body(one)
+        for each in body.instructions if body else ():
+            if each.opcode == "dot":
+                left = self.sizes(each.operands[0])
+                inner = [match[1] for p in (_CONTRACTED, _BATCH) if (match := p.search(each.rest))]
+                places = [int(place) for places in inner for place in places.split(",")]
+                rows, columns = (1, *sizes_of(each.shape))[-2:]
+                return rows, math.prod(left[place] for place in places), columns
+            if each.opcode == "fusion" and (found := self.product(each)):
+                return found
+        return None
+
+    def sizes(self, name: str) -> list[int]:
+        """The dimensions of what an instruction makes."""
+        return sizes_of(self.shapes[name])
+
+
+def _users(one: Instruction, body: Computation) -> Iterator[Instruction]:
+    for each in body.instructions:
+        if one.name in each.operands:
+            yield each
+
+
+def _read(one: Instruction, body: Computation) -> int:
+    """Bytes of a parameter that a fusion reads."""
+    total, whole = 0, shape_bytes(one.shape)
+    for user in _users(one, body):
+        is_first = user.operands[0] == one.name
+        if user.opcode in _THROUGH:
+            total += _read(user, body)
+        elif user.opcode in _TAKES_A_PART and is_first:
+            total += shape_bytes(user.shape)
+        elif not (user.opcode in _WRITES_A_PART and is_first):
+            return whole
+    return min(total, whole)
+
+
+def _written(one: Instruction, body: Computation) -> int:
+    """Bytes that a fusion writes."""
+    by_name = {each.name: each for each in body.instructions}
+    if one.opcode == "tuple" or one.opcode in ("bitcast", "reshape"):
+        return sum(_written(by_name[name], body) for name in one.operands)
+    if one.opcode in _WRITES_A_PART:
+        return shape_bytes(by_name[one.operands[_WRITES_A_PART[one.opcode]]].shape)
+    return shape_bytes(one.shape)
+
+
+def _kernel(one: Instruction, program: _Program, prices: Prices) -> Kernel:
+    machine = prices.machine
+    name = re.sub(r"[.\d]+$", "", one.name)
+    for each in program.inside(one):
+        if (opcode := each.opcode.removesuffix("-start")) in COLLECTIVES:
+            return _collective(one, each, opcode, program, machine)
+        if KERNEL_CALL in each.rest:
+            return _attention(one, each, prices)
+    if one.opcode in ("conditional", "while"):
+        return Kernel("branch", name, one.shape, 0, 0, machine.kernel_seconds)
+    moved = program.num_bytes(one)
+    reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
+    if (sizes := program.product(one)) is not None:
+        seconds = max(matmul_seconds(machine, *sizes, prices.format), reading)
+        flops = 2 * math.prod(sizes)
+        return Kernel("product", name, one.shape, moved, flops, machine.kernel_seconds + seconds)
+    return Kernel("other", name, one.shape, moved, 0, machine.kernel_seconds + reading)
+
+
+def _attention(one: Instruction, call: Instruction, prices: Prices) -> Kernel:
+    """A Mosaic kernel: one of those that read the context, or one that only starts and ends."""
+    launch = prices.machine.kernel_seconds
+    source = re.search(r'op_name="([^"]*)/[^/"]*"', call.rest)
+    name = source[1].rpartition("/")[2] if source else one.name
+    for part, attention in prices.attention.items():
+        if name.startswith(part) and "combine" not in name:
+            return Kernel("attention", name, one.shape, *attention[:2], launch + attention.seconds)
+    return Kernel("attention", name, one.shape, 0, 0, launch)
+
+
+def _collective(
+    one: Instruction, inner: Instruction, kind: Any, program: _Program, machine: Machine
+) -> Kernel:
+    """A latency, which holds the launch, and bytes over a rate."""
+    ways: dict[str, tuple[Transfer, ...]] = {
+        "all-reduce": machine.all_reduce,
+        "all-to-all": machine.all_to_all,
+        "all-gather": machine.all_gather,
+    }
+    shape = program.done.get(one.name, one.shape)
+    chosen, label, num_bytes = ways[kind], kind, shape_bytes(shape)
+    if kind == "all-reduce":
+        strategy = all_reduce_kind(inner.rest)
+        label, volume = f"{kind}, {strategy}", "one_shot" if strategy == "one shot" else "ring"
+        chosen = tuple(way for way in chosen if way.volume == volume) or chosen
+    devices = _group_size(inner.rest)
+    seconds = transfer_seconds(chosen, Collective(kind, devices, num_bytes, 1))
+    return Kernel(label, label.partition(",")[0], shape, num_bytes, 0, seconds)
+
+
+def _group_size(rest: str) -> int:
+    """How many devices a collective joins, in any of the ways in which XLA writes its groups."""
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+    if table := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
+        return int(table[1])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return listed[1].count(",") + 1
+    raise ValueError(f"a collective without groups: {rest[:200]}")

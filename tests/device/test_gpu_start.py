@@ -1,0 +1,85 @@
+"""What a start does on GPUs alone, on virtual devices that pass for GPUs."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from engines import checkpoint, make, run, tokens
+from oracle import numpy_llama
+
+from shiftjax.control.request import SamplingParams
+from shiftjax.device.all_reduces import all_reduce_kinds, warn_of_slow_all_reduces
+from shiftjax.device.runner import DeviceRunner
+from shiftjax.device.step import StepDef
+
+PROMPT = [5, 6, 7] * 4
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+ONE_SHOT = """
+  %a = bf16[8] all-reduce(%x), backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}
+  %b = bf16[8] all-reduce-start(%x), backend_config={"kernel_strategy":"..._TRITON_TWO_SHOT"}
+  %c = bf16[8] all-reduce-done(%b)
+"""
+
+
+@pytest.fixture(scope="module")
+def built():
+    """An engine, the programs that ran before its first request, and what the log said."""
+    directory, config, tensors = checkpoint()
+    ran, try_out = [], DeviceRunner._try_out
+
+    def noted(runner, program, mode):
+        pools = jax.tree.map(np.asarray, runner.memory.pools)
+        try_out(runner, program, mode)
+        after = jax.tree.map(np.asarray, runner.memory.pools)
+        ran.append((program.bucket.tokens, mode.label, pools, after))
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shiftjax").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepDef, "platform", "gpu")
+        patch.setattr(DeviceRunner, "_try_out", noted)
+        made = make(directory, 2, 1, token_buckets=[32])
+    logging.getLogger("shiftjax").removeHandler(handler)
+    return made, ran, lines, (config, tensors)
+
+
+def test_every_program_runs_once_before_traffic(built):
+    made, ran, _, _ = built
+    programs = made.runners[0].programs
+    compiled = [(p.bucket.tokens, mode.label) for p in programs for mode in p.steps]
+    assert [one[:2] for one in ran] == compiled
+    assert {label for _, label in compiled} == {"base", "shift"}
+
+
+def test_an_empty_step_writes_to_the_null_block_only(built):
+    _, ran, _, _ = built
+    _, _, before, after = ran[0]
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old[1:], new[1:])
+
+
+def test_inputs_at_a_fixed_address_are_the_same_inputs(built):
+    made, _, _, (config, tensors) = built
+    events = run(made.engine, [PROMPT], [GREEDY])
+    assert tokens(events[0, 0]) == numpy_llama.greedy(config, tensors, PROMPT, 5)
+
+
+def test_sums_by_nccl_are_said(built):
+    *_, lines, _ = built
+    (line,) = [line for line in lines if "go through NCCL" in line]
+    assert "step of 32 tokens" in line and "NVLink" in line
+
+
+def test_sums_by_kernels_are_not(caplog):
+    assert all_reduce_kinds(ONE_SHOT) == {"one shot": 1, "two shot": 1}
+    assert all_reduce_kinds("  %a = f32[8]{0} all-reduce(%x), channel_id=1") == {"nccl": 1}
+
+
+def test_an_odd_group_is_told_why(built, caplog):
+    program = built[0].runners[0].programs[0]
+    mode = next(mode for mode in program.steps if mode.sp == 1)
+    warn_of_slow_all_reduces(program, mode, 6)
+    assert "a power of two of devices, and these are 6" in caplog.text
