@@ -24,6 +24,7 @@ from serving.bench.compiled_cost import (
 from serving.bench.hlo import collectives
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
 from shiftjax.control.deployment import Deployment
+from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
@@ -43,7 +44,7 @@ class Step(NamedTuple):
     """A step of a deployment to compile, and what it is priced with."""
 
     mode: Mode
-    tokens: int
+    bucket: Bucket
     work: Work
 
 
@@ -82,7 +83,7 @@ def compile_rows(
         memory = _memory_row(target, deployment, steps)
         for step, (compiled, per_layer) in steps.items():
             name = {"sp": deployment.sp, "tp": deployment.tp}
-            name |= {"step": step.mode.label, "tokens": step.tokens}
+            name |= {"step": step.mode.label, "tokens": step.bucket.tokens}
             rows.append(name | _step_row(target, deployment, step, compiled, per_layer) | memory)
             kernels += [name | row for row in _kernel_rows(compiled.kernels)]
     return rows, kernels
@@ -90,12 +91,12 @@ def compile_rows(
 
 def _steps(deployment: Deployment, workload: Workload) -> list[Step]:
     """The largest step in every mode, a prompt's, and in SHIFT one of decodes alone."""
-    most = deployment.max_num_batched_tokens
-    steps = [Step(mode, most, Work.prefill(most)) for mode in deployment.layout.modes]
-    count = deployment.max_num_seqs
-    tokens = next(b.tokens for b in deployment.buckets if b.holds(count, count, count))
+    most, count = deployment.max_num_batched_tokens, deployment.max_num_seqs
+    buckets = replace(deployment, token_buckets=doubling(most)).buckets
+    steps = [Step(mode, buckets[-1], Work.prefill(most)) for mode in deployment.layout.modes]
+    bucket = next(one for one in buckets if one.holds(count, count, count))
     context = workload.num_prompt_tokens + workload.num_output_tokens // 2
-    return [*steps, Step(deployment.layout.shift, tokens, Work.decode(count, context))]
+    return [*steps, Step(deployment.layout.shift, bucket, Work.decode(count, context))]
 
 
 def check_target(target: Target) -> None:
@@ -243,9 +244,11 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
 
     config = replace(deployment.layout.model, num_layers=num_layers)
     layout, formats = replace(deployment.layout, model=config), deployment.formats
-    one = replace(deployment, layout=layout, dp=1, weights="alias", token_buckets=(step.tokens,))
-    one = replace(one, max_model_len=deployment.max_num_batched_tokens)
-    bucket, pool = one.buckets[-1], pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
+    one = replace(deployment, layout=layout, dp=1, weights="alias")
+    one = replace(
+        one, token_buckets=(step.bucket.tokens,), max_model_len=deployment.max_num_batched_tokens
+    )
+    bucket, pool = step.bucket, pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
     with _uncached(), dumped_thunks() as (dump, read_thunks):
         (definition,) = define_steps(one, _devices(_chip(target), layout.num_devices)).values()
         definition = replace(definition, gpu_options={**definition.gpu_options, **dump})

@@ -30,6 +30,7 @@ from shiftjax.arch.formats import formats_of
 from shiftjax.arch.weights import num_parameters
 from shiftjax.control.deployment import base_rule
 from shiftjax.costs.collectives import step_collectives
+from shiftjax.costs.machine_files import load_engine
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.parallel.grid import Mode
@@ -62,7 +63,7 @@ H200_BYTES = 141e9  # what is sold; the driver keeps a part of it
 MEMORY_FRACTION = 0.9  # the engine's default
 LONGEST = 64 * 8192  # tokens of KV cache that a deployment should have room for
 BF16_BYTES = 2
-TWO_SHOT_BYTES = 2 << 20  # larger sums are NCCL's
+TWO_SHOT_BYTES = 4 << 20  # larger sums are NCCL's
 KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the KV write
 TILES = {PREFILL: 1, DECODE: 0}  # more of them, for tiles of chunks
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
@@ -276,6 +277,17 @@ def test_temporaries_hardly_grow_with_the_layers(compiled):
         len(launches(more.text)) - len(launches(few.text))
         <= layers * MAX_LAUNCHES[ALIAS.mode.label][0]
     )
+
+
+def test_the_simulators_preset_has_as_many_kernels(compiled):
+    """Of a layer and beside the layers, in SHIFT; a step with chunks has one more a layer."""
+    engine, layers = load_engine("shiftjax"), MORE_LAYERS.num_layers
+    few, more = (len(launches(compiled(case).text)) for case in (ALIAS, MORE_LAYERS))
+    each, rest = divmod(more - few, layers - ALIAS.num_layers)
+    products, attention, sums, moves = 4, 1, 2, 3  # beside the layers: a sum, an exchange, a gather
+    assert rest == 0
+    assert 0 <= each - (products + attention + sums + engine.kernels_per_layer) <= 1
+    assert abs(more - layers * each - moves - engine.kernels_per_step) <= 2
 
 
 def kv_tokens(case: Case, compiled: Compiler) -> int:
