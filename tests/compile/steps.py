@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from hlo import collectives, launches
 
-from serving.bench.thunks import Thunk, dumped_thunks
+from serving.bench.thunks import Thunk, dumped_thunks, top_level
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
+from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.device.gpu_options import ONE_GRAPH
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.mode_weights import ModeWeights
@@ -243,10 +244,10 @@ def resident_bytes(case: Case, devices: list[Device]) -> int:
 def table(compiler: Compiler) -> Iterator[str]:
     """Yield the lines of a table of all cases, for people."""
     yield (
-        "| weights | (SP, TP) | step | weights GB, 80 layers | temporaries MB | launches "
-        "| kernels | collectives of 2 layers (count x KB a device) |"
+        "| weights | (SP, TP) | step | weights GB, 80 layers | temporaries MB | host's | launches "
+        "| kernels | all-reduces | collectives of 2 layers (count x KB a device) |"
     )
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     every = [case for size in ("bf16", "fp8") for case in cases(size)]
     controls = [Case(4, 2, Mode(4, 1), strategy=strategy) for strategy in ("slice", "replicate")]
     for case in (*every, *controls):
@@ -261,8 +262,9 @@ def table(compiler: Compiler) -> Iterator[str]:
         name = case.size if case.strategy == "alias" else f"{case.size} {case.strategy}"
         yield (
             f"| {name} | ({case.sp}, {case.tp}) | {case.mode.label} {case.bucket.tokens} "
-            f"| {weights:.1f} | {one.temporary_bytes / 1e6:.1f} | {len(launches(one.text))} "
-            f"| {one.text.count(KERNEL) // case.num_layers} | {', '.join(moved)} |"
+            f"| {weights:.1f} | {one.temporary_bytes / 1e6:.1f} | {len(top_level(one.thunks))} "
+            f"| {len(launches(one.text))} | {one.text.count(KERNEL) // case.num_layers} "
+            f"| {', '.join(all_reduce_kinds(one.text))} | {', '.join(moved)} |"
         )
 
 

@@ -63,7 +63,7 @@ H200_BYTES = 141e9  # what is sold; the driver keeps a part of it
 MEMORY_FRACTION = 0.9  # the engine's default
 LONGEST = 64 * 8192  # tokens of KV cache that a deployment should have room for
 BF16_BYTES = 2
-TWO_SHOT_BYTES = 4 << 20  # larger sums are NCCL's
+TWO_SHOT_BYTES = 4 << 20  # of 8 devices; of fewer, larger sums take XLA's kernels, too
 KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the KV write
 TILES = {PREFILL: 1, DECODE: 0}  # more of them, for tiles of chunks
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
@@ -203,12 +203,15 @@ def test_without_the_options_the_host_waits_in_every_step(compiled):
 
 @every_case
 def test_sums_of_small_steps_take_kernels(case, compiled):
+    """Those of shift all; of base those above 4 MB may be NCCL's, as the size of a group has it."""
     one = compiled(case)
-    sizes = Counter()
-    for (kind, num_bytes), count in collectives(one.text).items():
-        if kind == "all-reduce":
-            sizes["two shot" if num_bytes <= TWO_SHOT_BYTES else "nccl"] += count
-    assert all_reduce_kinds(one.text) == sizes
+    found = collectives(one.text)
+    sums = {size: n for (kind, size), n in found.items() if kind == "all-reduce"}
+    kinds = all_reduce_kinds(one.text)
+    assert kinds.total() == sum(sums.values())
+    assert kinds["nccl"] <= sum(n for size, n in sums.items() if size > TWO_SHOT_BYTES)
+    if case.mode.sp == 1:
+        assert kinds["nccl"] == 0
 
 
 @every_case
@@ -218,8 +221,8 @@ def test_kernels_take_nothing_whose_address_changes(case, compiled):
     pool = device_bytes(one.pools[0][0])
     taken = [each for call in kernel_calls(one.text) for each in sources(call, one.text)]
     arguments = [each for each in taken if each.opcode == "parameter"]
-    assert {shape_bytes(each.shape) for each in arguments} == {pool}
-    assert len(taken) > len(arguments)
+    assert {shape_bytes(each.shape) for each in arguments} <= {pool}
+    assert len(taken) >= 6 * case.num_layers
 
 
 def test_a_step_of_a_fleet_needs_what_it_needs_without_one(compiled):
