@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.measure import Effort, chain_seconds, measure_ceilings
+from pallas_kernels.measure import Calls, Effort, chain_seconds, measure_ceilings
 from serving.run.progress import print_table
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
@@ -173,7 +173,7 @@ def all_reduce_seconds(devices: Sequence[Device], num_bytes: int, effort: Effort
         check_vma=False,
     )
     ones = jax.device_put(jnp.ones(num_bytes // 2, jnp.bfloat16), named(mesh, everywhere))
-    return chain_seconds(lambda _, x: summed(x), ones, (), effort)
+    return chain_seconds(Calls(summed, ones, [()]), effort)
 
 
 # ------------------------------------------------------------------ NVIDIA's own tool

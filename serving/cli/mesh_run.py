@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from serving.bench.compiled_plan import collective_bytes
+from serving.bench.hlo import collectives
 from serving.bench.steps import (
     Case,
     build_for_all_modes,
@@ -201,12 +201,17 @@ def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     (runner,) = built.runners
     layout, program = runner.step.layout, runner.programs[-1]
     step = runner.compiled(program, mode)
-    compiled = collective_bytes(step.as_text() or "")
+    compiled = collectives(step.as_text() or "")
     formats = built.deployment.formats
     moves = step_collectives(layout, mode, *program.bucket[:2], formats.activation_bytes)
     machine = load_machine(machine_of(device_kind(runner)))
     costs = built.deployment.costs(machine, load_engine("shiftjax"))
-    row = {"sp": sp, "tp": tp, "mode": mode.label, "bytes": sum(compiled.values())}
+    row = {
+        "sp": sp,
+        "tp": tp,
+        "mode": mode.label,
+        "bytes": sum(size * count for (_, size), count in compiled.items()),
+    }
     row |= {"predicted_bytes": sum(m.num_bytes * m.num_times for m in moves)}
     memory = step.memory_analysis()
     row |= {"temporary_bytes": memory.temp_size_in_bytes if memory else None}
