@@ -219,7 +219,7 @@ def test_the_cost_policy_never_returns_where_nothing_has_changed(sequences, star
 def test_loads_that_come_and_go_do_not_make_it_thrash():
     """Two loads that want other groups, in turn at every look: it stays, longer each time."""
     policy = replace(POLICY, _held_until={}, _load=type(POLICY._load)())
-    few, many = [(0, 3000, 10)] * 4, [(0, 500, 100)] * 64
+    few, many = [(0, 3000, 10)] * 4, [(0, 500, 100)] * 48
     arrangement, wished = (Group(0, UNITS),), []
     for turn in range(400):
         now = 0.05 * turn
