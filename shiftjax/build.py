@@ -58,9 +58,12 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
-    use_compile_cache(config)
     devices = jax.devices()[: config.parallel.devices]
     deployment = resolve(config, source.config, measure(devices))
+    if devices[0].platform != "cpu" or not (deployment.widths or deployment.dp > 1):
+        use_compile_cache(config)
+    else:  # what a CPU reads from the cache cannot be loaded on other devices
+        logger.info("several groups on a CPU: compiled at every start, without the cache")
     check_complete(source)
     begin = time.perf_counter()
     groups = place(deployment, devices, source, progress)
@@ -189,14 +192,9 @@ def _lane(
 
 
 def use_compile_cache(config: EngineConfig) -> None:
-    """Point JAX at the persistent cache; every program counts, however quick to compile.
-
-    Not for a fleet on a CPU: what that reads from the cache cannot be loaded on other units, which
-    would then compile more than all of them take without a cache.
-    """
+    """Point JAX at the persistent cache; every program counts, however quick to compile."""
     directory = compile_cache_dir(config)
-    is_of_use = not config.fleet.fleet or jax.default_backend() != "cpu"
-    if directory is not None and is_of_use:
+    if directory is not None:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
