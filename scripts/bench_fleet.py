@@ -165,15 +165,13 @@ def switch_once(engine: Engine, num: int, context: int) -> Row:
     requests = [request_of(number, lengths) for number in range(num)]
     for request in requests:
         engine.add_request(request)
-    step_until(engine, lambda: all(s.num_output_tokens for s in running(engine, num)))
+    step_until(engine, lambda: all_have(engine, num, lambda s: s.num_output_tokens > 0))
     form(engine, wide)
     bind = fleet.history[-1]
     fleet.lost(fleet.lanes[wide[0]])
     begin = time.perf_counter()
     needed = {s.order: len(s.token_ids) for s in held(engine)}
-    step_until(
-        engine, lambda: all(len(s.token_ids) > needed[s.order] for s in running(engine, num))
-    )
+    step_until(engine, lambda: all_have(engine, num, lambda s: len(s.token_ids) > needed[s.order]))
     recompute = time.perf_counter() - begin
     form(engine, equal_groups(UNITS, 1))
     release = fleet.history[-1]
@@ -195,10 +193,10 @@ def held(engine: Engine) -> list[Continuation]:
     return [sequence for each in requests for siblings in each for sequence in siblings]
 
 
-def running(engine: Engine, num: int) -> list[Continuation]:
-    """All sequences, of which there are `num`; an empty one stands for those that are queued."""
+def all_have(engine: Engine, num: int, what: Callable[[Continuation], bool]) -> bool:
+    """Whether something holds of all `num` sequences, none of them queued."""
     found = held(engine)
-    return found if len(found) == num else []
+    return len(found) == num and all(map(what, found))
 
 
 def step_until(engine: Engine, is_over: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shiftjax.control.deployment import Deployment
-from shiftjax.costs.moves import MoveCosts
+from shiftjax.control.fleet_setup import move_costs
 from shiftjax.costs.step import Work
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.sim.deployment import (
@@ -28,6 +28,7 @@ from shiftjax.sim.deployment import (
     cost_model,
     deploy,
     deploy_fleet,
+    memory_of,
     standard_deployments,
 )
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
@@ -126,7 +127,9 @@ def flying() -> Iterator[Figure]:
         "ours": deploy_fleet(llama, "fleet"),
     }
     ours = deployments["ours"]
-    moves = MoveCosts(ours.layout, ours.formats, llama.machine, ours.block_size)
+    memory = memory_of(llama, ours)
+    sized = ours.with_blocks(memory.num_kv_tokens // ours.block_size, memory)
+    moves = move_costs(sized, llama.machine)
     for context in (1000, PROMPT):
         seconds = moves.seconds(64 * context // 8, 8)
         yield f"live switch, ms: ours, 64 sequences of {context:,} tokens", 15, 1e3 * seconds

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
@@ -67,12 +66,15 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
-    directory = use_compile_cache(config)
     devices = jax.devices()[: config.parallel.devices]
     deployment = resolve(config, source.config, measure(devices))
+    if devices[0].platform != "cpu" or not (deployment.widths or deployment.dp > 1):
+        use_compile_cache(config)
+    else:  # what a CPU reads from the cache cannot be loaded on other devices
+        logger.info("several groups on a CPU: compiled at every start, without the cache")
     check_complete(source)
     begin = time.perf_counter()
-    how = KernelCheck(environ_beside(), directory)
+    how = KernelCheck(environ_beside(), compile_cache_dir(config))
 
     def check(shape: Shape) -> str | None:
         progress("try attention", 0, 1)
@@ -208,16 +210,10 @@ def _lane(
     return Lane(Scheduler(budgets, speculation, blocks), runner, modes, group=group, policy=own)
 
 
-def use_compile_cache(config: EngineConfig) -> Path | None:
-    """Point JAX at the persistent cache, its directory; every program counts, however quick.
-
-    Not for a fleet on a CPU: what that reads from the cache cannot be loaded on other units, which
-    would then compile more than all of them take without a cache.
-    """
+def use_compile_cache(config: EngineConfig) -> None:
+    """Point JAX at the persistent cache; every program counts, however quick to compile."""
     directory = compile_cache_dir(config)
-    is_of_use = not config.fleet.fleet or jax.default_backend() != "cpu"
-    if directory is not None and is_of_use:
+    if directory is not None:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return directory

@@ -18,6 +18,7 @@ from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import Request
 from shiftjax.control.switching import Steps
+from shiftjax.costs.machine import Machine
 from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
@@ -62,6 +63,12 @@ def make_fleet(
     )
 
 
+def move_costs(deployment: Deployment, machine: Machine) -> MoveCosts:
+    """What moves between the groups of a fleet take on this machine."""
+    sizes = deployment.block_size, deployment.num_blocks
+    return MoveCosts(deployment.layout, deployment.formats, machine, *sizes)
+
+
 def first_arrangement(deployment: Deployment) -> Arrangement:
     """What a fleet begins with: what is fixed; in a quiet time one group; else single units."""
     name, units = deployment.fleet.fleet_policy, deployment.grid.units
@@ -98,7 +105,7 @@ def make_fleet_policy(
         known,
         modes,
         policies,
-        MoveCosts(deployment.layout, deployment.formats, widest.machine, deployment.block_size),
+        move_costs(deployment, widest.machine),
         deployment.max_num_batched_tokens,
         needs,
     )

@@ -1,10 +1,11 @@
 """What it takes to move running sequences between groups of different widths. No JAX.
 
 Of `k` narrow groups that are bound, a device gives away all its tokens but the part of the heads
-that it keeps: (k - 1) / k of its bytes. They travel in calls of equal size: `chunk_blocks` wide
-blocks of each narrow group, one all-to-all whose result on a device is k chunks. All devices send
-at once, so a move takes as long as its fullest narrow group; gather and scatter read and write the
-same bytes in the device's memory, twice each with what is in between.
+that it keeps: (k - 1) / k of its bytes. They travel in calls of equal size, turns of one loop on
+the devices: `chunk_blocks` wide blocks of each narrow group, one all-to-all whose result on a
+device is k chunks. All devices send at once, so a move takes as long as its fullest narrow group;
+gather and scatter read and write the same bytes in the device's memory, twice each with what is in
+between.
 """
 
 from typing import NamedTuple
@@ -16,15 +17,16 @@ from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.costs.step import transfer_seconds
 from shiftjax.parallel.layout import Layout
 
-MOST_CHUNK_BYTES = 32 << 20  # of what a call moves, per device; its temporaries are twice that
-MOST_CHUNK_BLOCKS = 64  # of a narrow group, in blocks of the wide one
+MOST_CALLS = 64  # that are dispatched together, as turns of one loop
+POOL_SHARE = 256  # of a pool's bytes a call moves one part; its temporaries are twice that
 COPIES = 6  # of the moved bytes in a device's memory: gathered, turned, exchanged, turned, written
 INNER_COPIES = 4  # of the bytes of blocks that stay in their pool: read and written, twice
+CALL_KERNELS = 2  # a layer: its keys and its values are written; few kernels read all layers'
 
 
-def chunk_blocks(block_bytes: int, ways: int) -> int:
-    """Wide blocks of each narrow group that one call moves; a block has so many bytes a device."""
-    return max(1, min(MOST_CHUNK_BLOCKS, MOST_CHUNK_BYTES // (block_bytes * ways)))
+def chunk_blocks(num_blocks: int, ways: int) -> int:
+    """Wide blocks of each narrow group that one call moves, in pools of so many blocks."""
+    return max(1, num_blocks // (POOL_SHARE * ways))
 
 
 class MoveCosts(NamedTuple):
@@ -34,6 +36,7 @@ class MoveCosts(NamedTuple):
     formats: Formats
     machine: Machine
     block_size: int  # tokens of a block of the narrowest group; in bytes all are as large
+    num_blocks: int  # of a pool
 
     @property
     def block_bytes(self) -> int:
@@ -42,7 +45,7 @@ class MoveCosts(NamedTuple):
 
     def chunk_blocks(self, ways: int) -> int:
         """Wide blocks of each of `ways` narrow groups that one call moves."""
-        return chunk_blocks(self.block_bytes, ways)
+        return chunk_blocks(self.num_blocks, ways)
 
     def call_bytes(self, ways: int) -> int:
         """Bytes that a device receives in one call, its own part and padding included."""
@@ -52,7 +55,9 @@ class MoveCosts(NamedTuple):
         """Seconds of the devices in one call."""
         num_bytes = self.call_bytes(ways)
         move = Collective("all-to-all", ways, num_bytes, 1)
-        return transfer_seconds(self.machine.all_to_all, move) + COPIES * num_bytes / self._rate
+        kernels = CALL_KERNELS * self.layout.model.num_layers * self.machine.kernel_seconds
+        moved = transfer_seconds(self.machine.all_to_all, move)
+        return moved + COPIES * num_bytes / self._rate + kernels
 
     def copy_seconds(self, num_blocks: int) -> float:
         """Seconds of the devices until so many blocks are copied inside their pool."""

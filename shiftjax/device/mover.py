@@ -8,9 +8,14 @@ of places of the wide group these devices are neighbours (`parallel/grid.py`).
 Bytes that a device sends in a call: `chunk` blocks, less the part that it keeps, 1 / ways.
 Blocks are numbers in an int32 vector, padded with the null block, so any sequences of all groups
 travel together, and nothing is compiled for them.
+
+A chunk is small because it bounds the temporaries, so calls are many where blocks are large. They
+are turns of a loop in one program: to dispatch a program with the pools of all layers on all
+devices takes the host as long as many calls take the devices.
 """
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Sequence as List
@@ -24,7 +29,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from shiftjax.control.handover import Copy, Crossing, Pair, calls
-from shiftjax.costs.moves import chunk_blocks
+from shiftjax.costs.moves import MOST_CALLS, chunk_blocks
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
@@ -123,6 +128,21 @@ def _write(
     return list(zip(new[::2], new[1::2], strict=True))
 
 
+type Call = Callable[..., FlatPools]  # pools, numbers of blocks -> pools
+
+
+def in_turns(call: Call) -> Call:
+    """Return a function of pools, a count, and the numbers of up to `MOST_CALLS` calls."""
+
+    def calls(pools: FlatPools, count: Int[Array, ""], *numbers: Array) -> FlatPools:
+        def turn(i: Int[Array, ""], pools: FlatPools) -> FlatPools:
+            return call(pools, *(each[i] for each in numbers))
+
+        return jax.lax.fori_loop(0, count, turn, pools)
+
+    return calls
+
+
 class Exchange(NamedTuple):
     """The two compiled directions of a pair of widths, for one wide group."""
 
@@ -140,25 +160,21 @@ def compile_exchange(
     pools = abstract_pools(
         mesh, wide_layout, narrow_pool.num_blocks, shapes.wide_tokens, narrow_pool.dtype
     )
-    elements = 2 * len(pools) * shapes.wide_heads * shapes.wide_tokens * shapes.head_dim
-    chunk = chunk_blocks(elements * narrow_pool.dtype.itemsize, shapes.ways)
+    chunk = chunk_blocks(narrow_pool.num_blocks, shapes.ways)
     exchange, spec = exchange_mesh(mesh, shapes.ways), exchange_spec()
 
     def compiled(function: Any, *sizes: tuple[int, ...]) -> jax.stages.Compiled:
         mapped = jax.shard_map(
-            lambda *arguments: function(shapes, *arguments),
+            in_turns(functools.partial(function, shapes)),
             mesh=exchange,
-            in_specs=(spec, replicated_spec(), replicated_spec()),
+            in_specs=(spec, *[replicated_spec()] * 3),
             out_specs=spec,
             check_vma=False,
         )
-        everywhere = named(mesh, replicated_spec())
-        numbers = [jax.ShapeDtypeStruct(s, jnp.int32, sharding=everywhere) for s in sizes]
-        stays = jax.tree.map(lambda pool: pool.sharding, pools)
-        step = jax.jit(mapped, donate_argnums=0, out_shardings=stays)
-        return step.lower(pools, *numbers).compile()
+        return _compiled(mapped, pools, mesh, *sizes)
 
-    many, one = (shapes.ways, chunk, shapes.blocks), (shapes.ways, chunk)
+    one = MOST_CALLS, shapes.ways, chunk
+    many = *one, shapes.blocks
     return Exchange(shapes, chunk, compiled(widen, many, one), compiled(narrow, one, many))
 
 
@@ -169,25 +185,31 @@ class Copies(NamedTuple):
     step: jax.stages.Compiled
 
 
+def _compiled(
+    function: Any, pools: Any, mesh: Mesh, *sizes: tuple[int, ...]
+) -> jax.stages.Compiled:
+    """Compile a function of pools, donated, a count, and numbers of these shapes."""
+    everywhere = named(mesh, replicated_spec())
+    numbers = [jax.ShapeDtypeStruct(s, jnp.int32, sharding=everywhere) for s in ((), *sizes)]
+    stays = jax.tree.map(lambda pool: pool.sharding, pools)
+    step = jax.jit(function, donate_argnums=0, out_shardings=stays)
+    return step.lower(pools, *numbers).compile()
+
+
 def compile_copies(mesh: Mesh, layout: Layout, pool: PoolOptions) -> Copies:
     """Compile the copy of blocks in place, for a group by its mesh.
 
-    All blocks of a call are read before any is written, without a loop: the host would have to
-    wait for its condition.
+    All blocks of a call are read before any is written.
     """
     sizes = pool.num_blocks, pool.block_size
     abstract = abstract_pools(mesh, layout, *sizes, pool.dtype)
-    elements = 2 * len(abstract) * layout.kv_heads_per_device * pool.block_size
-    chunk = chunk_blocks(elements * layout.model.head_dim * pool.dtype.itemsize, 1)
+    chunk = chunk_blocks(pool.num_blocks, 1)
 
     def copies(pools: FlatPools, numbers: Int[Array, "chunk 2"]) -> FlatPools:
         arrays = [array for layer in pools for array in layer]
         return _write(arrays, [array[numbers[:, 0]] for array in arrays], numbers[:, 1])
 
-    numbers = jax.ShapeDtypeStruct((chunk, 2), jnp.int32, sharding=named(mesh, replicated_spec()))
-    stays = jax.tree.map(lambda each: each.sharding, abstract)
-    step = jax.jit(copies, donate_argnums=0, out_shardings=stays)
-    return Copies(chunk, step.lower(abstract, numbers).compile())
+    return Copies(chunk, _compiled(in_turns(copies), abstract, mesh, (MOST_CALLS, chunk, 2)))
 
 
 def load_programs[Made: Exchange | Copies](
@@ -214,30 +236,36 @@ class DeviceMover:
         memory = self._memories[crossing.wide]
         exchange = self._exchanges[crossing.wide, crossing.narrow_width]
         step = exchange.to_wide if crossing.to_wide else exchange.to_narrow
-        for call in calls(crossing.pairs, exchange.shapes.ways, exchange.chunk):
-            many, one = _numbers(exchange, call)
+        made = calls(crossing.pairs, exchange.shapes.ways, exchange.chunk)
+        for some in itertools.batched(made, MOST_CALLS):
+            many, one = _numbers(exchange, some)
             numbers = (many, one) if crossing.to_wide else (one, many)
-            memory.pools = step(memory.pools, *jax.device_put(numbers, memory.everywhere))
+            numbers = jax.device_put((np.int32(len(some)), *numbers), memory.everywhere)
+            memory.pools = step(memory.pools, *numbers)
 
     def compact(self, copy: Copy) -> None:
         """Dispatch copies inside the pools of a group."""
         memory, copies = self._memories[copy.group], self._copies[copy.group]
-        for start in range(0, len(copy.blocks), copies.chunk):
-            numbers = np.zeros((copies.chunk, 2), np.int32)
-            part = copy.blocks[start : start + copies.chunk]
+        for part in itertools.batched(copy.blocks, MOST_CALLS * copies.chunk):
+            numbers = np.zeros((MOST_CALLS * copies.chunk, 2), np.int32)
             numbers[: len(part)] = part
-            memory.pools = copies.step(memory.pools, jax.device_put(numbers, memory.everywhere))
+            count = np.int32(-(-len(part) // copies.chunk))
+            numbers = count, numbers.reshape(MOST_CALLS, copies.chunk, 2)
+            memory.pools = copies.step(memory.pools, *jax.device_put(numbers, memory.everywhere))
 
 
-def _numbers(exchange: Exchange, call: List[List[Pair]]) -> tuple[np.ndarray, np.ndarray]:
-    """The block numbers of a call: narrow ones `[ways, chunk, blocks]`, wide ones."""
+def _numbers(
+    exchange: Exchange, calls: Sequence[List[List[Pair]]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The block numbers of some calls: narrow ones `[calls, ways, chunk, blocks]`, wide ones."""
     shapes, chunk = exchange.shapes, exchange.chunk
-    many = np.zeros((shapes.ways, chunk, shapes.blocks), np.int32)
-    one = np.zeros((shapes.ways, chunk), np.int32)
-    for place, pairs in enumerate(call):
-        for nth, (_, blocks, wide) in enumerate(pairs):
-            many[place, nth, : len(blocks)] = blocks
-            one[place, nth] = wide
+    one = np.zeros((MOST_CALLS, shapes.ways, chunk), np.int32)
+    many = np.zeros((*one.shape, shapes.blocks), np.int32)
+    for number, call in enumerate(calls):
+        for place, pairs in enumerate(call):
+            for nth, (_, blocks, wide) in enumerate(pairs):
+                many[number, place, nth, : len(blocks)] = blocks
+                one[number, place, nth] = wide
     return many, one
 
 
@@ -296,13 +324,14 @@ def _try_out(memory: GroupMemory, made: Exchange | Copies, pool: PoolOptions) ->
     """Move the null block to itself. Raises what makes it fail; pools are then empty ones."""
     try:
         if isinstance(made, Copies):
-            none = jax.device_put(np.zeros((made.chunk, 2), np.int32), memory.everywhere)
-            memory.pools = made.step(memory.pools, none)
+            none = np.zeros((MOST_CALLS, made.chunk, 2), np.int32)
+            numbers = jax.device_put((np.int32(1), none), memory.everywhere)
+            memory.pools = made.step(memory.pools, *numbers)
         else:
-            numbers = _numbers(made, [[]] * made.shapes.ways)
-            many, one = jax.device_put(numbers, memory.everywhere)
-            memory.pools = made.to_wide(memory.pools, many, one)
-            memory.pools = made.to_narrow(memory.pools, one, many)
+            numbers = np.int32(1), *_numbers(made, [])
+            count, many, one = jax.device_put(numbers, memory.everywhere)
+            memory.pools = made.to_wide(memory.pools, count, many, one)
+            memory.pools = made.to_narrow(memory.pools, count, one, many)
         jax.block_until_ready(memory.pools)
     except Exception:
         memory.allocate(pool)

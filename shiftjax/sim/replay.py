@@ -16,7 +16,7 @@ from shiftjax.control.cost_arrangement import CostArrangement
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_setup import first_arrangement, make_fleet
+from shiftjax.control.fleet_setup import first_arrangement, make_fleet, move_costs
 from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy
@@ -26,7 +26,6 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.shared_blocks import share
 from shiftjax.control.speculation import Speculation
 from shiftjax.costs.machine import Transfer
-from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.parallel.fleet import Arrangement
 from shiftjax.parallel.grid import Group
@@ -172,8 +171,10 @@ def _fleet(
     machine, host_seconds = target.machine, target.engine.host(0, 2)
     if deployment.policy == "oracle":
         free, host_seconds = (Transfer(0.0, float("inf")),), 0.0
-        machine = replace(machine, all_to_all=free, memory_bytes_per_second=float("inf"))
-    costs = MoveCosts(deployment.layout, deployment.formats, machine, deployment.block_size)
+        machine = replace(
+            machine, all_to_all=free, memory_bytes_per_second=float("inf"), kernel_seconds=0.0
+        )
+    costs = move_costs(deployment, machine)
     mover = CostMover(costs, clock, units, host_seconds)
     fleet = make_fleet(deployment, lanes, policies, beliefs, mover, lambda: clock.now)
     fleet.history = deque()  # all of it

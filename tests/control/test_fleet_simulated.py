@@ -74,10 +74,11 @@ def play(kind: str, *, simulated: bool):
             runner = CostRunner(costs, clock, step_seconds, group=group, units=units)
         lane.runner = Recorder(runner, clock, units, group, plans)
     if simulated:
-        free = replace(load_machine("cpu"), memory_bytes_per_second=float("inf"))
+        instant = {"memory_bytes_per_second": float("inf"), "kernel_seconds": 0.0}
+        free = replace(load_machine("cpu"), **instant)
         no_time = tuple(way.scaled(0.0, float("inf")) for way in free.all_to_all)
         free = replace(free, all_to_all=no_time)
-        costs = MoveCosts(Layout(model, 1, 1, UNITS), Formats(), free, 2)
+        costs = MoveCosts(Layout(model, 1, 1, UNITS), Formats(), free, 2, 40)
         engine.fleet.mover = CostMover(costs, clock, units, 0.0)
     requests = [
         make_request(str(n), [5, n % 7, 3] * (1 + n % 3), at, max_tokens=9 + n, ignore_eos=True)

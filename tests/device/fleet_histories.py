@@ -21,6 +21,7 @@ NUM_REQUESTS = 20
 STOPS = {str(number) for number in range(REQUESTS.index("stopped"), NUM_REQUESTS, len(REQUESTS))}
 VOCAB_SIZE = 199
 STATES = frozenset({"queued", "closing", "paused", "moved"})  # in which requests are aborted
+READY = 0.7  # of the times that a step is asked whether it is ready, it is
 Named = dict[tuple[str, int], list[Event]]
 
 
@@ -105,7 +106,8 @@ def play(
 ) -> tuple[Named, Counter[str]]:
     """Serve requests that come one by one; with a seed, groups change at random.
 
-    Of every state in `aborts` the first request that is seen in it is aborted. Returns the events,
+    Of every state in `aborts` the first request that is seen in it is aborted. A step is seen to be
+    ready at random, so that what happens is the same on a machine of any speed. Returns the events,
     and how often what happened.
     """
     engine, rng = built.engine, random.Random(seed)
@@ -113,6 +115,7 @@ def play(
     engine.fleet.policy = policy
     for lane in engine.lanes:
         lane.policy = AnyCompiled(lane.runner, rng)
+        lane.runner.is_ready = lambda handle: rng.random() < READY
         lane.scheduler.tables.device.clear_cache()
         num_host_blocks = lane.scheduler.tables.host.num_blocks if preemption == "swap" else 0
         lane.scheduler.config = replace(

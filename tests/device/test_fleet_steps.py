@@ -19,7 +19,18 @@ from shiftjax.parallel.grid import Group
 
 SHAPES = {  # name: tensors, units and tp, widths
     "3-heads": ({}, 8, 1, (1, 2, 8)),
-    "4-heads-tp2": ({"num_attention_heads": 8, "num_key_value_heads": 4}, 4, 2, (1, 2, 4)),
+    "4-heads-tp2-swiftkv": (
+        {
+            "model_type": "llama_swiftkv",
+            "num_hidden_layers": 2,
+            "num_key_value_layers": 1,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+        4,
+        2,
+        (1, 2, 4),
+    ),
     "8-heads-window": (
         {
             "model_type": "mistral",
@@ -92,18 +103,21 @@ def test_tokens_are_those_of_a_run_that_never_switched(shape, built, never_switc
     moved, counter, seen = fleet.stats.num_moved_sequences, CompileCounter(), Counter()
     before = engine.stats().num_preemptions
     counter.start()
-    for seed, preemption in enumerate(("swap", "recompute", "swap"), 1):
+    for seed, preemption in enumerate(("swap", "recompute") * 5, 1):
         found, happened = play(built, requests_of(1), seed, preemption)
         assert found.keys() == never_switched.keys()
         assert_same(found, never_switched)
         seen += happened
+        after = engine.stats()
+        is_preempted = all(after.num_preemptions[kind] > before[kind] for kind in before)
+        if seed > 2 and seen["cut"] and is_preempted:  # what happens depends on who is ready when
+            break
     counter.stop()
-    after = engine.stats()
     assert fleet.stats.num_moved_sequences - moved > 20
     faults = (fleet.stats.failed_changes.total(), after.num_failed_steps, counter.count)
     assert faults == (0, 0, 0), faults
     assert seen["cut"] > 0
-    assert all(after.num_preemptions[kind] > before[kind] for kind in before), (before, after)
+    assert is_preempted, (before, after)
     if shape == DRAFTING:
         assert min(after.drafts.tokens["suffix", end] for end in ("accepted", "rejected")) > 0
 

@@ -62,20 +62,27 @@ def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) 
 
 
 def random_crossing(rng: random.Random, fleet: Moved, pools: EchoPools) -> Crossing:
-    """Blocks of some narrow groups in a wide one, targets among them that are sources, too."""
+    """Blocks of some narrow groups in a wide one, targets among them that are sources, too.
+
+    As in a hand-over, what a pair writes is read by itself or before, never after.
+    """
     narrow, wide = sorted(rng.sample(sorted(fleet.layouts), 2))
     group = rng.choice(fleet.grid.groups(wide))
     several = pools.block_tokens(wide) // pools.block_tokens(narrow)
     ways, num_blocks = wide // narrow, pools.cells.shape[1]
     to_wide, pairs = rng.random() < 0.5, []
-    wides = rng.sample(range(1, num_blocks), min(num_blocks - 1, rng.randrange(1, 30)))
+    wides = rng.sample(range(1, num_blocks), rng.randrange(1, 30))
     free = [rng.sample(range(1, num_blocks), num_blocks - 1) for _ in range(ways)]
-    for number in wides:
+    later: set[int] = set()  # what the pairs after this one read
+    for number in wides:  # the last pair first
         place = rng.randrange(ways)
-        count = min(len(free[place]), rng.randrange(1, several + 1))
-        if count:
-            blocks = tuple(free[place].pop() for _ in range(count))
-            pairs.append((place, blocks, number))
+        usable = [each for each in free[place] if to_wide or each not in later]
+        blocks = tuple(usable[: rng.randrange(1, several + 1)])
+        if not blocks or (to_wide and number in later):
+            continue
+        free[place] = [each for each in free[place] if each not in blocks]
+        later.update(blocks if to_wide else (number,))
+        pairs.insert(0, (place, blocks, number))
     return Crossing(group, narrow, to_wide, pairs)
 
 

@@ -12,6 +12,7 @@ from shiftjax.control.fleet_policy import (
     FleetView,
     GroupView,
 )
+from shiftjax.control.fleet_setup import move_costs
 from shiftjax.control.handover import Copy, Crossing
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.costs.moves import MoveCosts
@@ -124,16 +125,17 @@ def test_queues_are_told_by_class():
 # ------------------------------------------------------------------ moves
 
 
-def move_costs(deployment) -> MoveCosts:
-    sizes = deployment.layout, deployment.formats, TARGET.machine, deployment.block_size
-    return MoveCosts(*sizes)
+def costs_of(deployment) -> MoveCosts:
+    memory = memory_of(TARGET, deployment)
+    sized = deployment.with_blocks(memory.num_kv_tokens // deployment.block_size, memory)
+    return move_costs(sized, TARGET.machine)
 
 
 @pytest.mark.parametrize("ways", [2, 8])
 def test_bytes_of_a_move_are_those_of_its_calls(ways):
     """Where places are equally full those are the bytes of the tokens, and a call more per gap."""
     deployment = fleet()
-    costs, clock, units = move_costs(deployment), Clock(), Units(8)
+    costs, clock, units = costs_of(deployment), Clock(), Units(8)
     mover = CostMover(costs, clock, units, host_seconds=0.25)
     chunk, calls = costs.chunk_blocks(ways), 3
     numbers = iter(range(1, 10_000))
@@ -154,7 +156,7 @@ def test_bytes_of_a_move_are_those_of_its_calls(ways):
 
 
 def test_copies_take_memory_time_of_their_group_alone():
-    costs, clock, units = move_costs(fleet()), Clock(), Units(8)
+    costs, clock, units = costs_of(fleet()), Clock(), Units(8)
     mover = CostMover(costs, clock, units, host_seconds=0.0)
     mover.compact(Copy(Group(4, 2), [(9, 1), (8, 2)]))
     assert mover.num_bytes == 0 and mover.seconds == costs.copy_seconds(2) > 0

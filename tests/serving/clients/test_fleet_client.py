@@ -1,8 +1,11 @@
 """A fleet as its users see it: requests, `LLM.fleet()`, metrics, the administrator, the page."""
 
+import json
 import logging
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -26,6 +29,7 @@ from shiftjax import LLM, SamplingParams
 from shiftjax.control.fleet_state import REASONS
 
 UNITS = 4
+DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "shiftjax.json"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SETTINGS = {
     "fleet": True,
@@ -187,6 +191,16 @@ def test_a_group_is_bound_for_a_request_that_wants_it_wide(server):
     server.assert_quiescent()
     binds = server.engine.stats.fleet.stats.binds - before.binds
     assert binds[4, "move", "need"] == 1
+
+
+def test_the_dashboard_names_what_a_fleet_tells(server):
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    text = json.dumps([panel for panel in panels if panel["title"].startswith("Fleet")])
+    used = set(re.findall(r"\$prefix:([a-z0-9_]+)", text))
+    busy_then_quiet(server)
+    with server.client() as client:
+        known = set(re.findall(r"^# TYPE shiftjax:(\S+)", client.get("/metrics").text, re.M))
+    assert len(used) == 5 and used <= known, used - known
 
 
 def test_metrics_tell_of_groups_and_their_changes(server):
