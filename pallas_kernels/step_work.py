@@ -36,14 +36,15 @@ def divide_step(
     heads: tuple[int, int],
     num_rows: int | None = None,
     sliding_window: int | None = None,
+    max_context: int | None = None,
     config: KernelConfig = DEFAULT_CONFIG,
 ) -> StepWork:
     """Divide one step, given its padded arrays; `num_tokens` is the bucket's.
 
     `heads` (of queries, of keys and values) are those of one device. Every token of the first
     `num_decodes` sequences is a decode row; a bucket has `num_rows` at most (None: as many as
-    sequences). Layers with different windows can share what
-    is divided for the widest of them: it is right for all, and balanced for that one.
+    sequences). Layers with different windows can share what is divided for the widest of them: it
+    is right for all, and balanced for that one. `max_context` is for `PrefillConfig.fixed_rounds`.
     """
     return StepWork(
         divide_prefill(
@@ -52,6 +53,10 @@ def divide_step(
             num_decodes,
             num_tokens=num_tokens,
             q_per_kv=heads[0] // heads[1],
+            kv_heads=heads[1],
+            sliding_window=sliding_window,
+            max_context=max_context,
+            config=config.prefill,
         ),
         divide_decode(
             rows_of(seq_lens, query_start_loc, num_decodes),

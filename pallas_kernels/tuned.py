@@ -20,7 +20,7 @@ def safe_config(head_dim: int) -> KernelConfig:
     if head_dim <= 128:
         return KernelConfig()
     one_per_processor = DecodeConfig(num_blocks=132, shared_memory_bytes=227 * 1024)
-    return KernelConfig(PrefillConfig(kv_tile=64), one_per_processor)
+    return KernelConfig(PrefillConfig(), one_per_processor)
 
 
 def config_for(device_kind: str, head_dim: int, block_size: int) -> tuple[KernelConfig, bool]:

@@ -55,7 +55,8 @@ H200_BYTES = 141e9  # what is sold; the driver keeps a part of it
 MEMORY_FRACTION = 0.9  # the engine's default
 LONGEST = 64 * 8192  # tokens of KV cache that a deployment should have room for
 BF16_BYTES = 2
-KERNELS = {"bf16": 3, "fp8": 4}  # of a layer: prefill, decode, its combination; fp8: the KV write
+# Of a layer: prefill and decode, and what combines the parts of each; fp8: the KV write.
+KERNELS = {"bf16": 4, "fp8": 5}
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
 MAX_LAUNCHES = {"base": (22, 40), "shift": (17, 40)}
 
