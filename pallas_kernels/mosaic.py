@@ -17,10 +17,16 @@ WGMMA = plgpu.Layout.WGMMA
 Accumulator = plgpu.WGMMAAccumulatorRef
 
 
+def columns_of(width: int) -> int:
+    """Return the columns of a tile of shared memory for rows of `width`: all are of whole tiles."""
+    return COLUMNS if width % COLUMNS == 0 else COLUMNS // 2
+
+
 def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory laid out for TMA and matrix instructions, without bank conflicts."""
-    tiling = plgpu.TilingTransform((8, COLUMNS))  # pyright: ignore[reportAbstractUsage]
-    width = COLUMNS * jnp.dtype(dtype).itemsize
+    columns = columns_of(shape[-1])
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    width = columns * jnp.dtype(dtype).itemsize
     swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 

@@ -22,12 +22,21 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.mosaic import FP8, swizzled
+from pallas_kernels.prefill_combine import combine_parts
 from pallas_kernels.prefill_compute import compute_piece, note_row_tokens
 from pallas_kernels.prefill_memory import await_the_end, fetch_piece
-from pallas_kernels.prefill_terms import Inputs, Kernel, Problem, Shared, count_pieces
+from pallas_kernels.prefill_terms import (
+    Inputs,
+    Kernel,
+    Outputs,
+    Problem,
+    Shared,
+    count_pieces,
+)
 from pallas_kernels.prefill_work import (
     COMPUTE_WARPGROUPS,
     DEFAULT_CONFIG,
+    WARPGROUP_ROWS,
     PrefillConfig,
     PrefillWork,
     tokens_per_warpgroup,
@@ -54,10 +63,10 @@ def prefill_attention(
     _, kv_heads, block_size, _ = kv.k_pool.shape
     n = tokens_per_warpgroup(heads // kv_heads)
     problem = Problem(
-        tokens=max(tokens, n),
         kv_heads=kv_heads,
         q_per_kv=heads // kv_heads,
         n=n,
+        box=min(n, tokens),
         head_dim=head_dim,
         block_size=block_size,
         dtype=jnp.dtype(jnp.float16) if kv.k_pool.dtype == FP8 else q.dtype,
@@ -65,27 +74,37 @@ def prefill_attention(
         pool_dtype=kv.k_pool.dtype,
         options=options,
         kv_tile=0,
+        stages=0,
         config=config,
     )
-    problem = problem._replace(kv_tile=choose_kv_tile(problem))
+    problem = choose_rounds(problem)
     check(problem, heads)
-    q = jnp.pad(q.astype(problem.dtype), ((0, problem.tokens - tokens), (0, 0), (0, 0)))
     scales = options.k_scale, options.v_scale
     k_scale, v_scale = (jnp.broadcast_to(jnp.float32(x), kv_heads) for x in scales)
-    return run(problem, Inputs(work, kv, k_scale, v_scale, q))[:tokens]
+    outputs = run(problem, Inputs(work, kv, k_scale, v_scale, q.astype(problem.dtype)))
+    return outputs.out if outputs.parts is None else combine_parts(problem, work, outputs)
 
 
-def run(problem: Problem, inputs: Inputs) -> jax.Array:
-    """Launch the kernel."""
+def run(problem: Problem, inputs: Inputs) -> Outputs:
+    """Launch the kernel that attends."""
     arrays, tree = jax.tree.flatten(inputs)
+    out = jax.ShapeDtypeStruct(inputs.q.shape, problem.out_dtype)
+    outputs = Outputs(out, None, None)
+    if parts := 2 * inputs.work.splits.shape[0]:
+        rows = parts, problem.kv_heads, COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+        of_rows = jax.ShapeDtypeStruct((*rows, problem.head_dim), jnp.float32)
+        outputs = Outputs(out, of_rows, jax.ShapeDtypeStruct(rows, jnp.float32))
+    written, outputs_tree = jax.tree.flatten(outputs)
 
     def prefill_kernel(*refs):
-        *refs, out, shared = refs
-        run_block(Kernel(problem, jax.tree.unflatten(tree, refs), out, shared))
+        read, written, shared = refs[: len(arrays)], refs[len(arrays) : -1], refs[-1]
+        outputs = jax.tree.unflatten(outputs_tree, written)
+        run_block(Kernel(problem, jax.tree.unflatten(tree, read), outputs, shared))
 
-    return plgpu.kernel(
+    results = plgpu.kernel(
         prefill_kernel,
-        out_type=jax.ShapeDtypeStruct(inputs.q.shape, problem.out_dtype),
+        out_type=written,
+        kernel_name="prefill_attention",
         scratch_types=[shared_memory(problem)],
         grid=(problem.config.num_blocks,),
         grid_names=("block",),
@@ -94,6 +113,7 @@ def run(problem: Problem, inputs: Inputs) -> jax.Array:
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=problem.options.interpret,
     )(*arrays)
+    return jax.tree.unflatten(outputs_tree, results)
 
 
 def run_block(kernel: Kernel) -> None:
@@ -101,7 +121,7 @@ def run_block(kernel: Kernel) -> None:
     warpgroup = lax.axis_index("warpgroup")
     count = count_pieces(kernel.problem, kernel.inputs)
     # Registers of a thread: two compute warpgroups and the memory's have 504 together.
-    compute_registers, memory_registers = (216, 72)
+    compute_registers, memory_registers = (216, 72) if kernel.problem.is_fp8 else (224, 56)
 
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def _():
@@ -126,32 +146,41 @@ def run_block(kernel: Kernel) -> None:
         await_the_end(kernel.problem, kernel.shared, count, steps)
 
 
-def choose_kv_tile(problem: Problem) -> int:
-    """Return the context tokens of a round: the configured, or the largest that fits."""
-    if problem.config.kv_tile is not None:
-        return problem.config.kv_tile
-    fits = (t for t in KV_TILES if shared_bytes(problem, t) <= SHARED_MEMORY_LIMIT)
-    return next(fits, KV_TILES[-1])
+def choose_rounds(problem: Problem) -> Problem:
+    """Return the problem with the context tokens of a round, and rounds at a time, that fit.
+
+    As configured; else the largest rounds of which as many fit as are configured, or one.
+    """
+    config = problem.config
+    if config.kv_tile is not None:
+        return problem._replace(kv_tile=config.kv_tile, stages=config.stages)
+    for stages in (config.stages, 1):
+        for kv_tile in KV_TILES:
+            chosen = problem._replace(kv_tile=kv_tile, stages=stages)
+            if shared_bytes(chosen) <= SHARED_MEMORY_LIMIT:
+                return chosen
+    return problem._replace(kv_tile=KV_TILES[-1], stages=config.stages)
 
 
-def shared_bytes(problem: Problem, kv_tile: int) -> int:
+def shared_bytes(problem: Problem) -> int:
     """Return about how much shared memory a thread block takes; no less than it does."""
-    queries = 3 * COMPUTE_WARPGROUPS * 64 * problem.head_dim * 2
-    round_bytes = 2 * kv_tile * problem.head_dim * 2
-    raw_bytes = 2 * kv_tile * problem.head_dim * 2 if problem.is_fp8 else 0
-    return queries + problem.config.stages * round_bytes + raw_bytes + OVERHEAD_BYTES
+    buffers = 2 if problem.out_in_queries else 3
+    queries = buffers * COMPUTE_WARPGROUPS * WARPGROUP_ROWS * problem.head_dim * 2
+    round_bytes = 2 * problem.kv_tile * problem.head_dim * 2
+    raw_bytes = round_bytes if problem.is_fp8 else 0
+    return queries + problem.stages * round_bytes + raw_bytes + OVERHEAD_BYTES
 
 
 def check(problem: Problem, heads: int) -> None:
     """Raise ValueError for what the kernel cannot do."""
-    kv_tile, block_size, stages = problem.kv_tile, problem.block_size, problem.config.stages
+    kv_tile, block_size, stages = problem.kv_tile, problem.block_size, problem.stages
     wrong = problem.options.wrong(heads, problem.kv_heads)
     if problem.out_dtype not in (jnp.bfloat16, jnp.float16):
         wrong.append(f"q must be bfloat16 or float16, not {problem.out_dtype}")
     if problem.pool_dtype not in (problem.out_dtype, FP8):
         wrong.append(f"pools of {problem.pool_dtype} with q of {problem.out_dtype}")
-    if problem.head_dim % 64:
-        wrong.append(f"head_dim must be a multiple of 64, not {problem.head_dim}")
+    if problem.head_dim % 32:
+        wrong.append(f"head_dim must be a multiple of 32, not {problem.head_dim}")
     if kv_tile not in KV_TILES:
         wrong.append(f"kv_tile must be one of {KV_TILES}, not {kv_tile}")
     if block_size % 8 or max(kv_tile, block_size) % min(kv_tile, block_size):
@@ -159,7 +188,7 @@ def check(problem: Problem, heads: int) -> None:
             f"block_size {block_size} must be a multiple of 8, and it or kv_tile {kv_tile} a "
             "multiple of the other"
         )
-    size = shared_bytes(problem, kv_tile)
+    size = shared_bytes(problem)
     if size > SHARED_MEMORY_LIMIT and not problem.interpreted:
         wrong.append(
             f"head_dim {problem.head_dim} with kv_tile {kv_tile} and {stages} stages takes {size} "
@@ -171,7 +200,7 @@ def check(problem: Problem, heads: int) -> None:
 
 def shared_memory(problem: Problem) -> Shared:
     """Describe the shared memory of a thread block."""
-    stages, kv_tile, d = problem.config.stages, problem.kv_tile, problem.head_dim
+    stages, kv_tile, d = problem.stages, problem.kv_tile, problem.head_dim
     rows = (COMPUTE_WARPGROUPS, 64)
     stage = swizzled((stages, kv_tile, d), problem.dtype)
     raw = swizzled((2, kv_tile, d), problem.pool_dtype)
@@ -183,7 +212,7 @@ def shared_memory(problem: Problem) -> Shared:
         q=swizzled((*rows, d), problem.dtype),
         k=stage,
         v=stage,
-        out=plgpu.SMEM((*rows, d), problem.out_dtype),
+        out=None if problem.out_in_queries else plgpu.SMEM((*rows, d), problem.out_dtype),
         row_token=plgpu.SMEM(rows, jnp.int32),
         q_ready=plgpu.Barrier(num_arrivals=problem.q_per_kv, num_barriers=COMPUTE_WARPGROUPS),
         q_free=plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),

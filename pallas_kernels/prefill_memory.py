@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA
+from pallas_kernels.mosaic import columns_of
 from pallas_kernels.prefill_terms import (
     Inputs,
     Kernel,
@@ -17,13 +17,14 @@ from pallas_kernels.prefill_terms import (
     Problem,
     Shared,
     for_each_head,
+    oldest,
     read_piece,
     read_share,
     round_of,
 )
 from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS
 
-TILE = 64  # rows and columns of shared memory that are worked on at a time
+TILE = 64  # rows of shared memory that are worked on at a time
 
 Job = Callable[[], None]
 
@@ -56,21 +57,21 @@ def by_warps(keys: Job = nothing, values: Job = nothing, queries: Job = nothing)
 
 
 def fetch_queries(kernel: Kernel, piece: Piece, turn: jax.Array) -> None:
-    """Fetch the queries of both compute warpgroups, a box of n tokens for each head."""
+    """Fetch the queries of both compute warpgroups, a box of tokens for each head."""
     problem, inputs, _, shared = kernel
-    n = problem.n
+    n, box = problem.n, problem.box
     for w in range(COMPUTE_WARPGROUPS):
         pl.when(turn > 0)(lambda w=w: plgpu.barrier_wait(shared.q_free.at[w]))
-        start = read_share(problem, piece, w).start
+        start = read_share(problem, inputs, piece, w).rows.start
 
         def copy(g, w=w, start=start):
             plgpu.copy_gmem_to_smem(
-                inputs.q.at[pl.ds(start, n), piece.head * problem.q_per_kv + g],
-                shared.q_in.at[w, pl.ds(g * n, n)],
+                inputs.q.at[pl.ds(start, box), piece.head * problem.q_per_kv + g],
+                shared.q_in.at[w, pl.ds(g * n, box)],
                 shared.q_ready.at[w],
             )
 
-        for_each_head(problem, piece, copy)
+        for_each_head(problem, piece.seq, copy)
 
 
 def blocks_of(
@@ -103,10 +104,10 @@ def copy_blocks(sources: Sequence[Any], stage: Any, barrier: Any) -> None:
 def fetch_rounds(
     kernel: Kernel, piece: Piece, length: jax.Array, turn: jax.Array, step: jax.Array
 ) -> None:
-    """Fetch queries, keys and values as they are, but for the values where the context ends."""
+    """Fetch queries, keys and values as they are, but for the values where what is seen ends."""
     problem, inputs, _, shared = kernel
-    stages, offset = jnp.int32(problem.config.stages), step - piece.first
-    whole = jnp.minimum(round_of(problem, length), piece.last)  # one round may be left then
+    stages, offset = jnp.int32(problem.stages), step - piece.first
+    low, start = oldest(problem, piece.position), piece.first
 
     def slot_of(j):
         return lax.rem(j + offset, stages)
@@ -122,28 +123,47 @@ def fetch_rounds(
     def fetch_values(j, _):
         fetch(inputs.kv.v_pool, shared.v, shared.v_ready.at[slot_of(j)], shared.v_free, j)
 
-    def fetch_all_values():
-        lax.fori_loop(piece.first, whole, fetch_values, None)
+    def fetch_part(j):
+        fetch(inputs.kv.v_pool, shared.v, shared.raw_ready, shared.v_free, j)
 
-        @pl.when(whole < piece.last)
-        def _():
-            fetch(inputs.kv.v_pool, shared.v, shared.raw_ready, shared.v_free, whole)
+    def hand_over(j):
+        begin = j * problem.kv_tile
+        clear_unseen(problem, shared, slot_of(j), low - begin, length - begin)
+
+    def fetch_all_queries():
+        fetch_queries(kernel, piece, turn)
+
+    if problem.options.sliding_window is not None:  # the first round may begin before the window
+        is_part = (piece.first * problem.kv_tile < low) & (piece.first < piece.last)
+        start = piece.first + is_part.astype(jnp.int32)
+        by_warps(
+            lambda: pl.when(is_part)(lambda: fetch_keys(piece.first, None)),
+            lambda: pl.when(is_part)(lambda: fetch_part(piece.first)),
+            fetch_all_queries,
+        )
+        pl.when(is_part)(lambda: hand_over(piece.first))
+        fetch_all_queries = nothing
+
+    whole = jnp.clip(round_of(problem, length), start, piece.last)  # one round may be left then
+
+    def fetch_all_values():
+        lax.fori_loop(start, whole, fetch_values, None)
+        pl.when(whole < piece.last)(lambda: fetch_part(whole))
 
     by_warps(
-        lambda: lax.fori_loop(piece.first, piece.last, fetch_keys, None),
+        lambda: lax.fori_loop(start, piece.last, fetch_keys, None),
         fetch_all_values,
-        lambda: fetch_queries(kernel, piece, turn),
+        fetch_all_queries,
     )
-
-    pl.when(whole < piece.last)(
-        lambda: clear_the_end(problem, shared, slot_of(whole), length - whole * problem.kv_tile)
-    )
+    pl.when(whole < piece.last)(lambda: hand_over(whole))
 
 
-def clear_the_end(problem: Problem, shared: Shared, slot: jax.Array, count: jax.Array) -> None:
-    """Hand over values, `count` of which are of the context, when they have come."""
+def clear_unseen(
+    problem: Problem, shared: Shared, slot: jax.Array, low: jax.Array, high: jax.Array
+) -> None:
+    """Hand over values when they have come; those that no token sees, outside low..high, as 0."""
     plgpu.barrier_wait(shared.raw_ready)
-    convert(problem, shared.v.at[slot], shared.v.at[slot], count)
+    convert(problem, shared.v.at[slot], shared.v.at[slot], low, high)
     for _ in range(problem.copies_per_round):
         plgpu.barrier_arrive(shared.v_ready.at[slot])
 
@@ -153,6 +173,7 @@ def fetch_raw(
 ) -> None:
     """Fetch queries as they are, and keys and values that have to be converted."""
     problem, inputs, _, shared = kernel
+    low = oldest(problem, piece.position)
 
     def request(j: jax.Array, queries: Job = nothing) -> None:
         slot = lax.rem(j + step - piece.first, jnp.int32(2))
@@ -173,7 +194,8 @@ def fetch_raw(
 
     def body(j, _):
         pl.when(j + 1 < piece.last)(lambda: request(j + 1))
-        convert_round(problem, shared, length - j * problem.kv_tile, j + step - piece.first)
+        begin = j * problem.kv_tile
+        convert_round(problem, shared, low - begin, length - begin, j + step - piece.first)
 
     some = piece.first < piece.last
     pl.when(some)(lambda: request(piece.first, fetch_all_queries))
@@ -181,39 +203,46 @@ def fetch_raw(
     lax.fori_loop(piece.first, piece.last, body, None)
 
 
-def convert_round(problem: Problem, shared: Shared, count: jax.Array, step: jax.Array) -> None:
-    """Convert the keys and values of a round, of which the first `count` are of the context."""
-    slot, raw_slot = lax.rem(step, jnp.int32(problem.config.stages)), lax.rem(step, jnp.int32(2))
-    again = step >= problem.config.stages
+def convert_round(
+    problem: Problem, shared: Shared, low: jax.Array, high: jax.Array, step: jax.Array
+) -> None:
+    """Convert the keys and values of a round, of which some token may see low..high."""
+    slot, raw_slot = lax.rem(step, jnp.int32(problem.stages)), lax.rem(step, jnp.int32(2))
+    again = step >= problem.stages
     keys = shared.k_raw, shared.k, 0, shared.k_free, shared.k_ready
     values = shared.v_raw, shared.v, 2, shared.v_free, shared.v_ready
     for raw, stages, barrier, free, ready in (keys, values):
         pl.when(again)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
         plgpu.barrier_wait(shared.raw_ready.at[barrier + raw_slot])
-        convert(problem, raw.at[raw_slot], stages.at[slot], count)
+        convert(problem, raw.at[raw_slot], stages.at[slot], low, high)
         plgpu.barrier_arrive(ready.at[slot])
 
 
-def convert(problem: Problem, source: Any, target: Any, count: jax.Array) -> None:
-    """Bring `count` rows to the type of the multiplications; the others become zeros.
+def convert(problem: Problem, source: Any, target: Any, low: jax.Array, high: jax.Array) -> None:
+    """Bring the rows low..high to the type of the multiplications; the others become zeros.
 
-    In a slot of no token there may be NaN, and 0 * NaN is not 0.
+    In a slot of no token there may be NaN, and in a block that left the window; 0 * NaN is not 0.
     """
-    # Four neighbours of fp8 to a thread: two would be half a word of shared memory.
-    layout = plgpu.Layout.WGMMA_UPCAST_2X if problem.is_fp8 else WGMMA
+    size = TILE, columns_of(problem.head_dim)
+    if problem.is_fp8:  # four neighbours to a thread: two would be half a word of shared memory
+        layout = plgpu.Layout.WGMMA_UPCAST_2X
+    else:
+        layout = plgpu.Layout.SMEM_GMEM_COPY(size, problem.dtype, swizzle=2 * size[1])
 
-    def convert_all(ends_here: bool) -> None:
-        for row in range(0, problem.kv_tile, TILE):
-            for column in range(0, problem.head_dim, TILE):
-                place = pl.ds(row, TILE), pl.ds(column, TILE)
+    def convert_all(is_part: bool) -> None:
+        for row in range(0, problem.kv_tile, size[0]):
+            for column in range(0, problem.head_dim, size[1]):
+                place = pl.ds(row, size[0]), pl.ds(column, size[1])
                 values = plgpu.load(source.at[place], layout=layout).astype(problem.dtype)
-                if ends_here:
-                    rows = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=layout)
-                    values = jnp.where(rows + row < count, values, jnp.zeros_like(values))
+                if is_part:
+                    rows = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=layout)
+                    seen = (rows + row >= low) & (rows + row < high)
+                    values = jnp.where(seen, values, jnp.zeros_like(values))
                 target.at[place][...] = values
 
-    pl.when(count >= problem.kv_tile)(lambda: convert_all(False))
-    pl.when(count < problem.kv_tile)(lambda: convert_all(True))
+    is_part = (low > 0) | (high < problem.kv_tile)
+    pl.when(~is_part)(lambda: convert_all(False))
+    pl.when(is_part)(lambda: convert_all(True))
     plgpu.commit_smem()
 
 
@@ -222,9 +251,9 @@ def await_the_end(problem: Problem, shared: Shared, count: jax.Array, steps: jax
 
     def await_stages(free: Any) -> None:
         def wait(step, _):
-            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(problem.config.stages))])
+            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(problem.stages))])
 
-        lax.fori_loop(jnp.maximum(steps - problem.config.stages, 0), steps, wait, None)
+        lax.fori_loop(jnp.maximum(steps - problem.stages, 0), steps, wait, None)
 
     def await_queries():
         for warpgroup in range(COMPUTE_WARPGROUPS):

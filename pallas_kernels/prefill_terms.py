@@ -9,16 +9,17 @@ from jax import lax
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.mosaic import FP8
-from pallas_kernels.prefill_work import PrefillConfig, PrefillWork
+from pallas_kernels.prefill_split import SPAN
+from pallas_kernels.prefill_work import Job, PrefillConfig, PrefillWork
 
 
 class Problem(NamedTuple):
     """What the kernel knows when it is compiled."""
 
-    tokens: int  # of q, at least n
     kv_heads: int
     q_per_kv: int  # query heads of a KV head
     n: int  # query tokens of a warpgroup
+    box: int  # of a copy of queries or outputs: n, or all tokens where q has less
     head_dim: int
     block_size: int
     dtype: Any  # of the operands of every multiplication: q's, or float16 for pools of fp8
@@ -26,6 +27,7 @@ class Problem(NamedTuple):
     pool_dtype: Any
     options: AttentionOptions
     kv_tile: int  # context tokens of a round
+    stages: int  # rounds in shared memory at a time
     config: PrefillConfig
 
     @property
@@ -37,6 +39,11 @@ class Problem(NamedTuple):
     def is_fp8(self) -> bool:
         """Whether keys and values must be converted."""
         return self.pool_dtype == FP8
+
+    @property
+    def out_in_queries(self) -> bool:
+        """Whether rows leave by the buffer that queries come in: there is no other room."""
+        return self.head_dim > 128 and self.out_dtype == self.dtype
 
     @property
     def copy_tokens(self) -> int:
@@ -66,7 +73,7 @@ class Shared(NamedTuple):
     q: Any  # [2, 64, head_dim] as wgmma wants it
     k: Any  # [stages, kv_tile, head_dim]
     v: Any
-    out: Any  # [2, 64, head_dim] row by row
+    out: Any  # [2, 64, head_dim] row by row; None: `q_in` is used
     row_token: Any  # [2, 64] which of a warpgroup's tokens a row belongs to
     q_ready: Any  # [2]
     q_free: Any
@@ -81,34 +88,48 @@ class Shared(NamedTuple):
     p: Any = None  # [2, 64, kv_tile], only for the interpreter
 
 
+class Outputs(NamedTuple):
+    """References to what is written: rows of whole tiles, and parts to be combined."""
+
+    out: Any  # [tokens, heads, head_dim]
+    parts: Any  # [parts, kv_heads, 2, 64, head_dim] float32, normalised; None: nothing is split
+    lse: Any  # [parts, kv_heads, 2, 64] float32: of the exponentials' sums, base 2
+
+
 class Kernel(NamedTuple):
     """A kernel under way: what it knows, reads, writes and holds."""
 
     problem: Problem
     inputs: Inputs
-    out: Any
+    outputs: Outputs
     shared: Shared
 
 
 class Piece(NamedTuple):
-    """One tile and one KV head. Rounds are counted from position 0 of the sequence."""
+    """One job and one KV head. Rounds are counted from position 0 of the sequence."""
 
     seq: jax.Array
     head: jax.Array
     begin: jax.Array  # tokens of q
     end: jax.Array
     position: jax.Array  # of the first token
-    first: jax.Array  # the first round that a token sees
+    first: jax.Array  # the first round of the job that a token sees
     last: jax.Array  # one past the last
+
+
+class Rows(NamedTuple):
+    """The tokens of a compute warpgroup."""
+
+    begin: jax.Array  # those that it owns
+    end: jax.Array
+    start: jax.Array  # the token of row 0: early enough that a box of tokens exists
 
 
 class Share(NamedTuple):
     """A compute warpgroup's part of a piece of work."""
 
-    begin: jax.Array  # the tokens that it owns
-    end: jax.Array
-    start: jax.Array  # the token of row 0: early enough that n tokens exist
-    position: jax.Array  # of token `begin`
+    rows: Rows
+    position: jax.Array  # of token `rows.begin`
     first: jax.Array  # its rounds: first <= low <= high <= last
     low: jax.Array  # from here on the window hides nothing
     high: jax.Array  # from here on the future must be hidden
@@ -120,7 +141,7 @@ class Share(NamedTuple):
 
 def count_pieces(problem: Problem, inputs: Inputs) -> jax.Array:
     """Return how many pieces of work fall to this thread block."""
-    total, blocks = inputs.work.num_tiles[0] * problem.kv_heads, problem.config.num_blocks
+    total, blocks = inputs.work.counts[0] * problem.kv_heads, problem.config.num_blocks
     whole = lax.div(total, jnp.int32(blocks))
     return whole + jnp.int32(turn_of(problem, whole) < total - whole * blocks)
 
@@ -134,46 +155,70 @@ def turn_of(problem: Problem, turn: jax.Array) -> jax.Array:
 def read_piece(problem: Problem, inputs: Inputs, turn: jax.Array) -> Piece:
     """Return this block's piece of work of a turn."""
     index = turn * problem.config.num_blocks + turn_of(problem, turn)
-    tile = lax.div(index, jnp.int32(problem.kv_heads))
-    work = inputs.work
-    begin, end, position = (x[tile] for x in (work.tile_begin, work.tile_end, work.tile_position))
-    visible = jnp.maximum(position + end - begin, 0)
+    nth = lax.div(index, jnp.int32(problem.kv_heads))
+    job = Job(*(inputs.work.jobs[nth, i] for i in range(len(Job._fields) - 1)), part=None)
+    visible = jnp.maximum(job.position + job.end - job.begin, 0)
+    head = index - nth * problem.kv_heads
+    if problem.n < 8:  # with one KV head the compiler keeps what follows from it, and spills
+        head = jnp.minimum(head, head + job.seq)
+    rounds = SPAN // problem.kv_tile
+    # Layers with a narrower window than the work was divided for see less of a job, or nothing.
+    last = jnp.minimum(job.last * rounds, round_of(problem, visible + problem.kv_tile - 1))
+    first = jnp.maximum(job.first * rounds, round_of(problem, oldest(problem, job.position)))
     return Piece(
-        seq=work.tile_seq[tile],
-        head=index - tile * problem.kv_heads,
-        begin=begin,
-        end=end,
-        position=position,
-        first=round_of(problem, oldest(problem, position)),
-        last=round_of(problem, visible + problem.kv_tile - 1),
+        seq=job.seq,
+        head=head,
+        begin=job.begin,
+        end=job.end,
+        position=job.position,
+        first=jnp.minimum(first, last),
+        last=last,
     )
 
 
-def read_share(problem: Problem, piece: Piece, warpgroup: jax.Array | int) -> Share:
-    """Return the part of a compute warpgroup; it may own no token, and then has no rounds."""
-    begin = piece.begin + warpgroup * problem.n
-    end = jnp.minimum(begin + problem.n, piece.end)
+def read_part(problem: Problem, inputs: Inputs, turn: jax.Array) -> jax.Array:
+    """Return which part of the tile's result a piece is; -1: all of it.
+
+    Read when it is needed: kept in a register all the while, it would make others spill.
+    """
+    index = turn * problem.config.num_blocks + turn_of(problem, turn)
+    nth = lax.div(index, jnp.int32(problem.kv_heads))
+    return inputs.work.jobs[nth, Job._fields.index("part")]
+
+
+def rows_of(
+    problem: Problem, begin: jax.Array, end: jax.Array, tokens: jax.Array, warpgroup: Any
+) -> Rows:
+    """Return which tokens of a tile are a warpgroup's; of `tokens` in all. It may own none."""
+    begin = begin + warpgroup * problem.n
+    end = jnp.minimum(begin + problem.n, end)
+    return Rows(begin, end, jnp.minimum(begin, tokens - problem.box))
+
+
+def read_share(problem: Problem, inputs: Inputs, piece: Piece, warpgroup: jax.Array | int) -> Share:
+    """Return the part of a compute warpgroup; if it owns no token, it has no rounds."""
+    rows = rows_of(problem, piece.begin, piece.end, inputs.work.counts[1], warpgroup)
     position = piece.position + warpgroup * problem.n
-    visible = jnp.maximum(position + end - begin, 0)
+    visible = jnp.maximum(position + rows.end - rows.begin, 0)
     last = round_of(problem, visible + problem.kv_tile - 1)
-    last = jnp.where(end > begin, last, piece.first)
+    last = jnp.clip(last, piece.first, piece.last)
+    last = jnp.where(rows.end > rows.begin, last, piece.first)
     high = jnp.clip(round_of(problem, jnp.maximum(position + 1, 0)), piece.first, last)
     low = piece.first
     if problem.options.sliding_window is not None:
-        in_all_windows = oldest(problem, position + end - begin - 1)
+        in_all_windows = oldest(problem, position + rows.end - rows.begin - 1)
         low = round_of(problem, in_all_windows + problem.kv_tile - 1)
         low = jnp.clip(low, piece.first, high)
-    start = jnp.minimum(begin, problem.tokens - problem.n)
-    return Share(begin, end, start, position, piece.first, low, high, last)
+    return Share(rows, position, piece.first, low, high, last)
 
 
-def for_each_head(problem: Problem, piece: Piece, body: Callable[[jax.Array], None]) -> None:
+def for_each_head(problem: Problem, hidden: jax.Array, body: Callable[[jax.Array], None]) -> None:
     """Run `body` for each query head of the KV head.
 
     The end of the loop is hidden from the compiler, which unrolls it otherwise and keeps something
-    in registers for every head.
+    in registers for every head; `hidden` is any number that it does not know, not negative.
     """
-    count = jnp.minimum(problem.q_per_kv, problem.q_per_kv + piece.seq)
+    count = jnp.minimum(problem.q_per_kv, problem.q_per_kv + hidden)
     lax.fori_loop(0, count, lambda g, _: body(g), None)
 
 

@@ -36,6 +36,7 @@ def divide_step(
     heads: tuple[int, int],
     num_rows: int | None = None,
     sliding_window: int | None = None,
+    max_context: int | None = None,
     config: KernelConfig = DEFAULT_CONFIG,
 ) -> StepWork:
     """Divide one step, given its padded arrays; `num_tokens` is the bucket's.
@@ -44,7 +45,8 @@ def divide_step(
     `num_decodes` sequences is a decode row; a bucket has `num_rows` at most (None: as many as
     sequences). Without `num_tokens` there are no tiles: the bucket has as many rows as tokens, and
     every sequence must be among `num_decodes`. Layers with different windows can share what is
-    divided for the widest of them: it is right for all, and balanced for that one.
+    divided for the widest of them: it is right for all, and balanced for that one. `max_context`
+    is for `PrefillConfig.fixed_rounds`.
     """
     tiles = None
     if num_tokens is not None:
@@ -54,6 +56,10 @@ def divide_step(
             num_decodes,
             num_tokens=num_tokens,
             q_per_kv=heads[0] // heads[1],
+            kv_heads=heads[1],
+            sliding_window=sliding_window,
+            max_context=max_context,
+            config=config.prefill,
         )
     return StepWork(
         tiles,

@@ -28,7 +28,7 @@ def safe_config(head_dim: int, q_per_kv: int = 8, cores: int | None = None) -> K
     prefill on each, and two of decode where registers and shared memory have room for them.
     """
     cores = cores or SXM_CORES
-    prefill = PrefillConfig(kv_tile=None if head_dim <= 128 else 64, num_blocks=cores)
+    prefill = PrefillConfig(num_blocks=cores)
     if head_dim <= 128 and q_per_kv <= MOST_HEADS_OF_TWO_BLOCKS:
         return KernelConfig(prefill, DecodeConfig(num_blocks=2 * cores))
     one_a_core = DecodeConfig(num_blocks=cores, shared_memory_bytes=227 * 1024)
@@ -37,7 +37,8 @@ def safe_config(head_dim: int, q_per_kv: int = 8, cores: int | None = None) -> K
 
 def fixed_config(config: KernelConfig) -> KernelConfig:
     """Return the same settings, with splits of a row that do not depend on the other rows."""
-    return config._replace(decode=config.decode._replace(fixed_rounds=FIXED_ROUNDS))
+    decode = config.decode._replace(fixed_rounds=FIXED_ROUNDS)
+    return config._replace(prefill=config.prefill._replace(fixed_rounds=0), decode=decode)
 
 
 def config_for(

@@ -91,7 +91,8 @@ def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
     tables = jax.ShapeDtypeStruct((seqs, 8), jnp.int32)
     if candidate.kernel == "prefill":
         attend = partial(prefill_attention, config=PrefillConfig(**settings))
-        work = divide_prefill(lens, starts, 0, num_tokens=tokens, q_per_kv=heads // kv_heads)
+        groups = {"q_per_kv": heads // kv_heads, "kv_heads": kv_heads}
+        work = divide_prefill(lens, starts, 0, num_tokens=tokens, **groups)
     else:
         config = DecodeConfig(**settings)
         work = divide_decode(Rows(lens[:0], lens[:0]), seqs, kv_heads=kv_heads, config=config)

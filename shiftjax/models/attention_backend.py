@@ -208,6 +208,7 @@ def pallas_attention(
             heads=(layout.heads_per_device, layout.kv_heads_per_device),
             num_rows=num_rows,
             sliding_window=window,
+            max_context=block_tables.shape[1] * block_size,
             config=config,
         )
 

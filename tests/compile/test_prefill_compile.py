@@ -4,12 +4,15 @@ Chosen near the limits: 128 query rows, head_dim 128 and rounds of 128 tokens ta
 registers and all shared memory.
 """
 
+import re
+from typing import Any
+
 import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import instructions
+from hlo import entry, instructions
 
 aot.require()
 
@@ -18,12 +21,13 @@ from pallas_kernels.prefill import prefill_attention  # noqa: E402
 from pallas_kernels.prefill_work import DEFAULT_CONFIG, PrefillConfig, divide_prefill  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
-TOKENS, SEQS, BLOCKS, MAX_BLOCKS, KV_HEADS = 2048, 64, 4096, 256, 8
+TOKENS, SEQS, BLOCKS, MAX_BLOCKS = 2048, 64, 4096, 256
 WGMMA, TMA_LOAD = r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.\dd\.shared"
 TMA_STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
 CASES = {
     "q_per_kv 8, blocks of 16": {},
-    "q_per_kv 1": {"q_per_kv": 1},
+    "a 70B of TP = 8, blocks of 256": {"kv_heads": 1, "block_size": 256},
+    "q_per_kv 1, a bucket of less than a box": {"q_per_kv": 1, "tokens": 8},
     "q_per_kv 4, blocks of 32, window": {"q_per_kv": 4, "block_size": 32, "sliding_window": 1024},
     "q_per_kv 7, soft cap": {"q_per_kv": 7, "soft_cap": 50.0},
     "head_dim 64, q_per_kv 3, 4 stages": {
@@ -31,12 +35,20 @@ CASES = {
         "q_per_kv": 3,
         "config": PrefillConfig(128, 4),
     },
+    "head_dim 96": {"head_dim": 96, "q_per_kv": 1},
+    "head_dim 192, window": {"head_dim": 192, "kv_tile": 64, "sliding_window": 1000},
     "float16, blocks of 128": {"dtype": jnp.float16, "block_size": 128},
-    "q_per_kv 16, window, soft cap": {"q_per_kv": 16, "sliding_window": 1000, "soft_cap": 50.0},
-    "q_per_kv 32": {"q_per_kv": 32},
-    "fp8": {"kv_dtype": FP8},
+    "q_per_kv 16, window, soft cap": {
+        "kv_heads": 1,
+        "q_per_kv": 16,
+        "sliding_window": 1000,
+        "soft_cap": 50.0,
+    },
+    "q_per_kv 32": {"kv_heads": 1, "q_per_kv": 32},
+    "fp8": {"kv_dtype": FP8, "kv_tile": 64},
     "fp8, blocks of 128, window, soft cap": {
         "kv_dtype": FP8,
+        "kv_tile": 64,
         "block_size": 128,
         "sliding_window": 1000,
         "soft_cap": 50.0,
@@ -46,21 +58,24 @@ CASES = {
 
 def compile_kernel(
     chip="h100",
+    tokens=TOKENS,
+    kv_heads=8,
     q_per_kv=8,
     head_dim=128,
     block_size=16,
     dtype=jnp.bfloat16,
     kv_dtype=jnp.bfloat16,
     config=DEFAULT_CONFIG,
-    **options,
+    **options: Any,
 ):
-    lens = np.array([TOKENS] + [0] * (SEQS - 1), np.int32)
-    starts = np.array([0] + [TOKENS] * SEQS, np.int32)
+    lens = np.array([tokens] + [0] * (SEQS - 1), np.int32)
+    starts = np.array([0] + [tokens] * SEQS, np.int32)
     kv_dtype = dtype if kv_dtype == jnp.bfloat16 else kv_dtype
-    q = jax.ShapeDtypeStruct((TOKENS, q_per_kv * KV_HEADS, head_dim), dtype)
-    pool = jax.ShapeDtypeStruct((BLOCKS, KV_HEADS, block_size, head_dim), kv_dtype)
+    q = jax.ShapeDtypeStruct((tokens, q_per_kv * kv_heads, head_dim), dtype)
+    pool = jax.ShapeDtypeStruct((BLOCKS, kv_heads, block_size, head_dim), kv_dtype)
     kv = PagedKV(pool, pool, jax.ShapeDtypeStruct((SEQS, MAX_BLOCKS), jnp.int32), lens)
-    work = divide_prefill(lens, starts, 0, num_tokens=TOKENS, q_per_kv=q_per_kv)
+    heads = {"q_per_kv": q_per_kv, "kv_heads": kv_heads}
+    work = divide_prefill(lens, starts, 0, num_tokens=tokens, **heads, config=config)
     mesh = aot.make_mesh(chip, (1,), ("x",))
 
     def attend(*arrays):
@@ -69,29 +84,50 @@ def compile_kernel(
     return aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
 
 
+def attention_of(compiled):
+    """The kernel that attends; what combines parts is shared, and may have been compiled before."""
+    [kernel] = [kernel for kernel in compiled.kernels if "attention" in kernel.name]
+    return kernel
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_uses_the_chip(name):
-    case = CASES[name]
+    case = dict(CASES[name])
+    kv_tile = case.pop("kv_tile", 128)
     compiled = compile_kernel(**case)
-    [kernel] = compiled.kernels
+    kernel = attention_of(compiled)
     assert kernel.registers * 3 * 128 <= 65536
     assert max(compiled.shared_memory_bytes) <= aot.SHARED_MEMORY_LIMIT
-    head_dim, kv_tile = case.get("head_dim", 128), 64 if "kv_dtype" in case else 128
-    assert kernel.count(WGMMA) == (head_dim + kv_tile) // 16  # one loop: masks are a branch in it
+    # One loop: masks are a branch in it.
+    assert kernel.count(WGMMA) == (case.get("head_dim", 128) + kv_tile) // 16
     assert kernel.count(TMA_LOAD) and kernel.count(TMA_STORE)
     assert kernel.count(r"setmaxnreg\.inc") == kernel.count(r"setmaxnreg\.dec") == 1
-    assert not kernel.count(r"\bmma\.sync|\bld\.local|\bst\.local")
+    assert not kernel.count(r"\bmma\.sync|\bld\.local|\bst\.local|tanh\.approx")
+
+
+def test_the_next_product_is_under_way_while_a_softmax_is_computed():
+    kernel = attention_of(compile_kernel(kv_heads=1, config=PrefillConfig(overlap=True)))
+    [softmax] = re.findall(r"wait_group\S* 1;(.*?)wgmma\.", kernel.ptx, re.DOTALL)
+    assert softmax.count("ex2.approx") >= 64  # of a thread: a half of a row of 128
 
 
 def test_nothing_is_copied():
-    """One launch: the pools, q and the output are used where they are."""
+    """Two launches: the pools, q and the output are used where they are; parts are all there is."""
     compiled = compile_kernel("h200")
     program = compiled.executable.as_text()
     big = [i for i in instructions(program) if str(TOKENS) in i.shape or str(BLOCKS) in i.shape]
-    assert {i.opcode for i in big} == {"parameter", "custom-call"}
-    assert compiled.executable.memory_analysis().temp_size_in_bytes < 1024
+    assert {i.opcode for i in big} <= {"parameter", "custom-call", "get-tuple-element", "tuple"}
+    assert [i.opcode for i in entry(program)].count("custom-call") == 2
+    parts = 3 * 132 * 128 * (128 + 1) * 4  # three for each thread block
+    assert parts <= compiled.executable.memory_analysis().temp_size_in_bytes < 1.02 * parts
+
+
+def test_one_machine_code_serves_all_buckets():
+    kernels = [attention_of(compile_kernel(kv_heads=2, tokens=n)) for n in (TOKENS, 512)]
+    large, small = (kernel.ptx.partition("ptxas info")[0] for kernel in kernels)
+    assert large == small
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="head_dim 256 with kv_tile 64 and 2 stages takes"):
-        compile_kernel(head_dim=256)
+        compile_kernel(head_dim=256, config=PrefillConfig(64))

@@ -65,7 +65,7 @@ LONGEST = 64 * 8192  # tokens of KV cache that a deployment should have room for
 BF16_BYTES = 2
 TWO_SHOT_BYTES = 4 << 20  # of 8 devices; of fewer, larger sums take XLA's kernels, too
 KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the KV write
-TILES = {PREFILL: 1, DECODE: 0}  # more of them, for tiles of chunks
+TILES = {PREFILL: 2, DECODE: 0}  # more of them, for tiles of chunks: prefill, its combination
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
 MAX_LAUNCHES = {"base": (22, 40), "shift": (16, 40)}
 

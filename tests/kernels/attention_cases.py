@@ -40,7 +40,7 @@ class Case(NamedTuple):
     soft_cap: float | None = None
     k_scale: Any = 1.0
     v_scale: Any = 1.0
-    config: PrefillConfig = PrefillConfig(kv_tile=64, num_blocks=2)
+    config: PrefillConfig = PrefillConfig(kv_tile=64, num_blocks=2, fixed_rounds=0)
     num_blocks: int = 2  # thread blocks of the decode kernel
     divided_window: int | None = -1  # of its work; -1: that of the layer
     drafts: int = 0  # tokens of each of `decodes` after its first
@@ -96,6 +96,18 @@ def make_step(case: Case, seed: int = 0) -> Step:
     return Step(jnp.asarray(q, case.dtype), PagedKV(k_pool, v_pool, tables, lengths), starts)
 
 
+def free_what_has_left(case: Case, step: Step) -> Step:
+    """Put the null block, which is NaN, where no token of the step sees a block any more."""
+    if case.sliding_window is None:
+        return step
+    tables = step.kv.block_tables.copy()
+    new = np.diff(step.query_start_loc)
+    left = np.maximum(step.kv.seq_lens - new + 1 - case.sliding_window, 0) // case.block_size
+    for row, count in enumerate(left):
+        tables[row, :count] = NULL_BLOCK
+    return step._replace(kv=step.kv._replace(block_tables=tables))
+
+
 def options_of(case: Case, interpret: Any = INTERPRETER) -> AttentionOptions:
     """What the kernels and the reference are told alike."""
     limits = case.sliding_window, case.soft_cap
@@ -112,7 +124,12 @@ def run_prefill(
         len(case.decodes),
         num_tokens=step.q.shape[0],
         q_per_kv=case.q_per_kv,
+        kv_heads=case.kv_heads,
+        sliding_window=case.sliding_window if case.divided_window == -1 else case.divided_window,
+        max_context=step.kv.block_tables.shape[1] * case.block_size,
+        config=case.config,
     )
+    step = free_what_has_left(case, step)
     options = options_of(case, interpret)
     attend = module.prefill_attention
     return interpreted(lambda *arrays: attend(*arrays, options, case.config), step.q, step.kv, work)

@@ -1,8 +1,9 @@
 """The prefill kernel in the Mosaic interpreter, races watched, against attention's definition."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from attention_cases import FP8, Case, make_step
+from attention_cases import FP8, Case, Step, make_step
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
 
@@ -11,6 +12,7 @@ from pallas_kernels.prefill_work import PrefillConfig
 # Slots of no token hold NaN, and keys of them are multiplied before they are masked.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
+SPLIT = PrefillConfig(64, 2, 2, fixed_rounds=1)
 CASES = {
     "lengths at the edges of blocks": Case(tuple((n, n) for n in (1, 15, 16, 17, 32, 33))),
     "chunks that continue a context": Case(((17, 100), (5, 64), (33, 130), (1, 65)), kv_heads=2),
@@ -28,7 +30,15 @@ CASES = {
     "rounds of 128, head_dim 128": Case(
         ((17, 300),), head_dim=128, config=PrefillConfig(128, 2, 1)
     ),
+    "head_dim 96": Case(((17, 100),), head_dim=96, q_per_kv=1),
+    "head_dim 192, rows leave by the buffer that queries come in": Case(
+        ((17, 100), (5, 5)), head_dim=192, kv_heads=2
+    ),
+    "head_dim 256, one stage": Case(
+        ((17, 200), (5, 5)), head_dim=256, config=PrefillConfig(64, 1, 1)
+    ),
     "window 20": Case(((17, 200), (40, 40)), sliding_window=20),
+    "window 60, rows that see nothing of their first round": Case(((17, 200),), sliding_window=60),
     "window 100": Case(((17, 200), (70, 150)), sliding_window=100),
     "soft cap": Case(soft_cap=3.0),
     "float16": Case(dtype=jnp.float16, kv_dtype=jnp.float16),
@@ -41,7 +51,30 @@ CASES = {
     ),
     "fp8, blocks of 128": Case(((17, 200),), kv_dtype=FP8, block_size=128, dtype=jnp.float16),
     "no ping-pong, three stages": Case(config=PrefillConfig(64, 3, 1, ping_pong=False)),
+    "the next product under way, two KV heads, a window": Case(
+        ((17, 300), (5, 5)),
+        kv_heads=2,
+        sliding_window=60,
+        config=PrefillConfig(64, 2, 2, overlap=True),
+    ),
+    "the next product under way, split, no ping-pong": Case(
+        ((17, 300),), config=PrefillConfig(64, 2, 2, ping_pong=False, overlap=True, fixed_rounds=1)
+    ),
     "more thread blocks than work": Case(config=PrefillConfig(64, 2, 5)),
+    "a long context split where it pays": Case(
+        ((17, 1100), (5, 5)), config=PrefillConfig(64, 2, 4), q_per_kv=8, kv_heads=2
+    ),
+    "split, one KV head of 32": Case(((3, 300),), q_per_kv=32, config=SPLIT, padding=2),
+    "split, tiles that end in different spans, a partial tile": Case(
+        ((50, 280), (1, 130)), decodes=(300,), config=SPLIT
+    ),
+    "split, window 150": Case(((40, 400),), sliding_window=150, config=SPLIT),
+    "split for a wider window": Case(
+        ((40, 600),), sliding_window=150, divided_window=None, config=SPLIT
+    ),
+    "split, fp8": Case(((17, 300),), kv_heads=2, kv_dtype=FP8, v_scale=1.5, config=SPLIT),
+    "blocks of 8, one KV head of 16": Case(((9, 70),), q_per_kv=16, block_size=8),
+    "blocks of 256": Case(((5, 300),), block_size=256),
 }
 
 
@@ -54,11 +87,22 @@ def test_it_is_attention(name):
     assert not out[step.query_start_loc[-1] :].any()
 
 
+def test_fixed_rounds_give_a_token_the_same_bits_in_any_company():
+    case = Case(((20, 300), (33, 90)), config=SPLIT, padding=0)
+    step = make_step(case)
+    together = run(case, step)
+    for first in 0, 13:  # the chunk alone, and what of it comes in a step of its own
+        tables, lens = step.kv.block_tables[:1], step.kv.seq_lens[:1]
+        kv = step.kv._replace(block_tables=tables, seq_lens=lens)
+        alone = Step(step.q[first:20], kv, np.array([0, 20 - first], np.int32))
+        assert np.array_equal(run(case, alone), together[first:20])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(head_dim=80), "head_dim must be a multiple of 64, not 80"),
-        (dict(head_dim=256, config=PrefillConfig()), "head_dim 256 with kv_tile 64 and 2 stages"),
+        (dict(head_dim=80), "head_dim must be a multiple of 32, not 80"),
+        (dict(head_dim=256, config=PrefillConfig(64)), "head_dim 256 with kv_tile 64 and 2 stages"),
         (dict(block_size=24), "block_size 24 must be a multiple of 8, and it or kv_tile 64"),
         (dict(block_size=4), "block_size 4 must be a multiple of 8"),
         (dict(config=PrefillConfig(256)), "kv_tile must be one of"),

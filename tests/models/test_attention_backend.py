@@ -105,7 +105,7 @@ def test_kernels_that_fail_their_check_are_not_used(caplog):
         ({"dtype": jnp.float32, "kv_dtype": jnp.float32}, "float32"),
         (
             {"layout": Layout(replace(LLAMA.model, head_dim=80), 1, 1)},
-            "head_dim must be a multiple of 64, not 80",
+            "head_dim must be a multiple of 32, not 80",
         ),
         ({"block_size": 4}, "block_size 4 must"),
     ],

@@ -1,0 +1,100 @@
+"""The end of prefill attention where contexts were split: the parts of each tile, put together.
+
+A launch of its own, for the reasons that `decode_combine` gives; parts are added in the order of
+the context, so that the same step gives the same bits. A thread block takes 64 rows of one tile and
+KV head and a few columns of them, so that few tiles are many thread blocks, too.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import LOWEST, WGMMA, filled
+from pallas_kernels.prefill_rows import put_rows
+from pallas_kernels.prefill_terms import Outputs, Problem, rows_of
+from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS, PrefillWork, Split
+from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
+
+COLUMNS = 32  # of a thread block: with 4 parts under way, 64 registers of a thread
+MOST_AT_ONCE = 4
+
+Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted rows, total weight, largest lse
+
+
+def combine_parts(problem: Problem, work: PrefillWork, outputs: Outputs) -> jax.Array:
+    """Return `outputs.out` with the rows of split tiles in it, in place where that may be."""
+    result = jax.new_ref(outputs.out)
+    plgpu.kernel(
+        functools.partial(_combine_kernel, problem, result),
+        scratch_types=[plgpu.SMEM((ROWS, COLUMNS), problem.out_dtype)],
+        grid=(
+            work.splits.shape[0],
+            problem.kv_heads * COMPUTE_WARPGROUPS,
+            problem.head_dim // COLUMNS,
+        ),
+        grid_names=("split", "half", "column"),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="prefill_combine",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=problem.options.interpret,
+    )(work.splits, work.counts, outputs.parts, outputs.lse)
+    return result[...]
+
+
+def _combine_kernel(
+    problem: Problem, result: Any, splits: Any, counts: Any, parts: Any, lse: Any, stage: Any
+) -> None:
+    """Add up some columns of the rows of one warpgroup."""
+    index, half = lax.axis_index("split"), lax.axis_index("half")
+    head = lax.div(half, jnp.int32(COMPUTE_WARPGROUPS))
+    warpgroup = half - head * COMPUTE_WARPGROUPS
+    columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
+    split = Split(*(splits[index, i] for i in range(len(Split._fields))))
+    rows = rows_of(problem, split.begin, split.end, counts[1], warpgroup)
+
+    @pl.when((split.parts > 0) & (rows.begin < rows.end))
+    def _() -> None:
+        def read(nth: jax.Array) -> tuple[jax.Array, jax.Array]:
+            place = split.first_part + nth, head, warpgroup
+            return (
+                plgpu.load(lse.at[place], layout=WGMMA.reduce(1), optimized=False),
+                plgpu.load(parts.at[*place, :, columns], layout=WGMMA, optimized=False),
+            )
+
+        weighted, total, _ = _sum(split.parts, read)
+        out = result.at[:, :, columns]
+        put_rows(problem, stage, out, rows, head, weighted * _along(1.0 / total, weighted))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _sum(count: jax.Array, read: Any) -> Sum:
+    """Add up `count` parts (lse, rows) in their order; the weights are relative to the top."""
+
+    def add(nth: jax.Array, carry: Sum) -> Sum:
+        weighted, total, top = carry
+        places = [nth * MOST_AT_ONCE + i for i in range(MOST_AT_ONCE)]
+        # Past the end one is read again, of weight 0.
+        read_parts = [read(jnp.minimum(place, count - 1)) for place in places]
+        new_top = functools.reduce(jnp.maximum, [lse for lse, _ in read_parts], top)
+        decay = jnp.exp2(top - new_top)
+        weighted, total = weighted * _along(decay, weighted), total * decay
+        for place, (lse, rows) in zip(places, read_parts, strict=True):
+            weight = jnp.exp2(lse - new_top) * (place < count).astype(jnp.float32)
+            weighted, total = weighted + rows * _along(weight, rows), total + weight
+        return weighted, total, new_top
+
+    row = WGMMA.reduce(1)
+    nothing = filled((ROWS, COLUMNS), 0.0), filled((ROWS,), 0.0, row), filled((ROWS,), LOWEST, row)
+    rounds = lax.div(count + (MOST_AT_ONCE - 1), jnp.int32(MOST_AT_ONCE))
+    return lax.fori_loop(0, rounds, add, nothing)
+
+
+def _along(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Repeat a value of each row along it."""
+    return lax.broadcast_in_dim(x, rows.shape, [0])
