@@ -90,9 +90,10 @@ def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
     pool = jax.ShapeDtypeStruct((blocks, kv_heads, block_size, head_dim), jnp.bfloat16)
     tables = jax.ShapeDtypeStruct((seqs, 8), jnp.int32)
     if candidate.kernel == "prefill":
-        attend = partial(prefill_attention, config=PrefillConfig(**settings))
-        groups = {"q_per_kv": heads // kv_heads, "kv_heads": kv_heads}
-        work = divide_prefill(lens, starts, 0, num_tokens=tokens, **groups)
+        config = PrefillConfig(**settings)
+        attend = partial(prefill_attention, config=config)
+        sizes = {"num_tokens": tokens, "q_per_kv": heads // kv_heads}
+        work = divide_prefill(lens, starts, 0, **sizes, kv_heads=kv_heads, config=config)
     else:
         config = DecodeConfig(**settings)
         work = divide_decode(Rows(lens[:0], lens[:0]), seqs, kv_heads=kv_heads, config=config)
