@@ -190,4 +190,4 @@ def make_mover(deployment: Deployment, groups: Sequence[Placed]) -> DeviceMover:
     """What moves sequences between the groups of a fleet, compiled."""
     memories = {group: memory for group, _, memory in groups}
     pools = {w: pool_of(of_width) for w, of_width in deployment.by_width.items()}
-    return DeviceMover(memories, pools)
+    return DeviceMover(memories, pools, groups[0].step.gpu_options)

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,8 @@ from shiftjax.parallel.grid import Device, Group
 from shiftjax.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
+Options = Mapping[str, str]  # of the compiler
+NO_OPTIONS: Options = MappingProxyType({})
 
 
 class Shapes(NamedTuple):
@@ -153,7 +156,11 @@ class Exchange(NamedTuple):
 
 
 def compile_exchange(
-    mesh: Mesh, narrow_layout: Layout, wide_layout: Layout, narrow_pool: PoolOptions
+    mesh: Mesh,
+    narrow_layout: Layout,
+    wide_layout: Layout,
+    narrow_pool: PoolOptions,
+    options: Options = NO_OPTIONS,
 ) -> Exchange:
     """Compile the exchange between a wide group, by its mesh, and groups of another layout."""
     shapes = Shapes.of(narrow_layout, wide_layout, narrow_pool.block_size)
@@ -171,7 +178,7 @@ def compile_exchange(
             out_specs=spec,
             check_vma=False,
         )
-        return _compiled(mapped, pools, mesh, *sizes)
+        return _compiled(mapped, pools, mesh, options, *sizes)
 
     one = MOST_CALLS, shapes.ways, chunk
     many = *one, shapes.blocks
@@ -186,17 +193,19 @@ class Copies(NamedTuple):
 
 
 def _compiled(
-    function: Any, pools: Any, mesh: Mesh, *sizes: tuple[int, ...]
+    function: Any, pools: Any, mesh: Mesh, options: Options, *sizes: tuple[int, ...]
 ) -> jax.stages.Compiled:
     """Compile a function of pools, donated, a count, and numbers of these shapes."""
     everywhere = named(mesh, replicated_spec())
     numbers = [jax.ShapeDtypeStruct(s, jnp.int32, sharding=everywhere) for s in ((), *sizes)]
     stays = jax.tree.map(lambda pool: pool.sharding, pools)
     step = jax.jit(function, donate_argnums=0, out_shardings=stays)
-    return step.lower(pools, *numbers).compile()
+    return step.lower(pools, *numbers).compile(compiler_options=dict(options))
 
 
-def compile_copies(mesh: Mesh, layout: Layout, pool: PoolOptions) -> Copies:
+def compile_copies(
+    mesh: Mesh, layout: Layout, pool: PoolOptions, options: Options = NO_OPTIONS
+) -> Copies:
     """Compile the copy of blocks in place, for a group by its mesh.
 
     All blocks of a call are read before any is written.
@@ -209,7 +218,9 @@ def compile_copies(mesh: Mesh, layout: Layout, pool: PoolOptions) -> Copies:
         arrays = [array for layer in pools for array in layer]
         return _write(arrays, [array[numbers[:, 0]] for array in arrays], numbers[:, 1])
 
-    return Copies(chunk, _compiled(in_turns(copies), abstract, mesh, (MOST_CALLS, chunk, 2)))
+    return Copies(
+        chunk, _compiled(in_turns(copies), abstract, mesh, options, (MOST_CALLS, chunk, 2))
+    )
 
 
 def load_programs[Made: Exchange | Copies](
@@ -227,9 +238,14 @@ def load_programs[Made: Exchange | Copies](
 class DeviceMover:
     """Moves blocks between the groups of a fleet; see `control.handover.Mover`."""
 
-    def __init__(self, memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]):
+    def __init__(
+        self,
+        memories: Mapping[Group, GroupMemory],
+        pools: Mapping[int, PoolOptions],
+        options: Options = NO_OPTIONS,
+    ):
         self._memories = memories
-        self._exchanges, self._copies = _compile_all(memories, pools)
+        self._exchanges, self._copies = _compile_all(memories, pools, options)
 
     def move(self, crossing: Crossing) -> None:
         """Dispatch what a crossing says; nothing is awaited."""
@@ -270,7 +286,7 @@ def _numbers(
 
 
 def _compile_all(
-    memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions]
+    memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions], options: Options
 ) -> tuple[dict[tuple[Group, int], Exchange], dict[Group, Copies]]:
     """Every pair of widths and every width: compiled for its first group, loaded on the others."""
     groups = {width: [group for group in memories if group.width == width] for width in pools}
@@ -278,11 +294,11 @@ def _compile_all(
 
     def exchange(group: Group, narrow: int) -> Exchange:
         layout, memory = memories[groups[narrow][0]].layout, memories[group]
-        return compile_exchange(memory.mesh, layout, memory.layout, pools[narrow])
+        return compile_exchange(memory.mesh, layout, memory.layout, pools[narrow], options)
 
     def copies(group: Group) -> Copies:
         memory = memories[group]
-        return compile_copies(memory.mesh, memory.layout, pools[group.width])
+        return compile_copies(memory.mesh, memory.layout, pools[group.width], options)
 
     with ThreadPoolExecutor(COMPILE_THREADS) as threads:
         exchanges = {pair: threads.submit(exchange, groups[pair[0]][0], pair[1]) for pair in pairs}

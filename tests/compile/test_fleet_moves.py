@@ -2,7 +2,7 @@
 
 Nothing of a move is as large as a pool: running sequences change hands in the memory that they
 have, and what a call needs besides is bounded by its chunk, however many calls are turns of one
-program.
+program, which is one launch by the host.
 """
 
 import itertools
@@ -13,8 +13,10 @@ import jax
 import pytest
 from hlo import collectives, entry, instructions, shape_bytes
 
+from serving.bench.thunks import dumped_thunks, top_level
 from shiftjax.arch.formats import formats_of
 from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.device.gpu_options import ONE_GRAPH
 from shiftjax.device.mesh import group_mesh
 from shiftjax.device.mover import compile_copies, compile_exchange
 from shiftjax.device.pool import FlatPools, abstract_pools
@@ -78,11 +80,14 @@ def assert_in_place(step: jax.stages.Compiled, mesh: jax.sharding.Mesh, case: Ca
 def test_blocks_are_exchanged_in_place_by_one_all_to_all_of_their_bytes(pair, devices):
     """In both directions: a device gets a chunk of every group, and nothing more."""
     narrow, wide, mesh = pair.case(pair.narrow), pair.case(pair.wide), pair.mesh(devices)
-    exchange = compile_exchange(mesh, narrow.layout, wide.layout, narrow.pool)
+    pool = narrow.pool
+    with dumped_thunks() as (dump, thunks):
+        exchange = compile_exchange(mesh, narrow.layout, wide.layout, pool, ONE_GRAPH | dump)
+        assert top_level(thunks()) == ["CommandBuffer"]
     block = BLOCK_SIZE * kv_token_bytes(pair.case(1).layout, formats_of("bfloat16"))
     ways = pair.wide // pair.narrow
     chunk = ways * exchange.chunk * block
-    assert ways * exchange.chunk == narrow.pool.num_blocks // POOL_SHARE > 0
+    assert ways * exchange.chunk == pool.num_blocks // POOL_SHARE > 0
     for step in (exchange.to_wide, exchange.to_narrow):
         assert collectives(step.as_text()) == {("all-to-all", chunk): 1}
         assert step.memory_analysis().temp_size_in_bytes <= MOST_CHUNKS * chunk
@@ -95,7 +100,9 @@ def test_blocks_are_exchanged_in_place_by_one_all_to_all_of_their_bytes(pair, de
 def test_blocks_are_copied_in_their_pool_without_another_one(fleet, width, devices):
     pair = Pair(*fleet, width, width)
     case, mesh = pair.case(width), pair.mesh(devices)
-    copies = compile_copies(mesh, case.layout, case.pool)
+    with dumped_thunks() as (dump, thunks):
+        copies = compile_copies(mesh, case.layout, case.pool, ONE_GRAPH | dump)
+        assert top_level(thunks()) == ["CommandBuffer"]
     assert collectives(copies.step.as_text()) == {}
     chunk = (
         copies.chunk * case.pool.block_size * kv_token_bytes(case.layout, formats_of("bfloat16"))
