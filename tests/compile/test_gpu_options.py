@@ -5,6 +5,7 @@ import logging
 import aot
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 aot.require()
 
@@ -17,8 +18,10 @@ from shiftjax.options import ConfigError  # noqa: E402
 def gpu():
     """A device to compile for; what JAX's cache has for one that is absent, it cannot read."""
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether there is one is asked once
     yield aot.make_mesh("h200", (1,), ("x",)).devices.flat[0]
     jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def test_this_xla_knows_all_options(gpu):

@@ -47,6 +47,12 @@ SHAPE = Shape(2, 1, 64, 16, None, "bfloat16", "bfloat16", (16, 8, 8))
 FEW = Cases(decodes=(1, 16, 37), chunks=((2, 2), (3, 20)), num_beside=1, in_largest=False)
 
 
+@pytest.fixture(autouse=True)
+def same_devices(monkeypatch):
+    """The other process has as many devices as this one, whatever was asked for in between."""
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={len(jax.devices())}")
+
+
 def make_check(builder: str, directory=None, limit_seconds=60.0, cases=FEW) -> KernelCheck:
     builder = f"faulty_attention:{builder}"
     return KernelCheck(dict(os.environ), directory, limit_seconds, cases, builder)

@@ -74,7 +74,7 @@ def test_a_backend_that_cannot_start_is_what_it_reports(tmp_path):
     command = [sys.executable, "-m", "serving.cli.main", "doctor", "--json", str(path)]
     run = subprocess.run(
         command,
-        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        env=os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": ""},  # without plugins for GPUs
         capture_output=True,
         text=True,
         check=False,

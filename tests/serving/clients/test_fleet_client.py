@@ -136,6 +136,7 @@ def test_tokens_are_those_of_the_oracle_and_the_changes_are_told(model, llm):
 
 
 def test_the_start_says_what_is_compiled_and_check_foretells_it(llm, started):
+    started = [line for line in started if line.startswith("fleet: ")]
     assert [line.split(":")[1].split("(")[0].strip() for line in started] == [
         *("4 x 1 units", "1 x 4 units")
     ]
