@@ -123,7 +123,7 @@ def divided(
 
 def config_of(kernel: Kernel) -> KernelConfig:
     """Return the settings of a configuration."""
-    return kernel.config or safe_config(kernel.head_dim)
+    return kernel.config or safe_config(kernel.head_dim, kernel.heads[0] // kernel.heads[1])
 
 
 def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, work: Any) -> jax.Array:

@@ -148,7 +148,9 @@ def kernel_times(kind: str, run: Run) -> Iterator[Row]:
     from pallas_kernels.measure import kernel_seconds, row_of
     from pallas_kernels.tuned import config_for
 
-    config, is_tuned = config_for(jax.devices()[0].device_kind, HEAD_DIM, BLOCK_SIZE)
+    device = jax.devices()[0]
+    cores = getattr(device, "core_count", None)  # not every device says
+    config, is_tuned = config_for(device.device_kind, HEAD_DIM, BLOCK_SIZE, cores=cores)
     if run.dry:
         config = SMALL_CONFIG
     for name, (shape, settings) in (DRY_SHAPES if run.dry else SHAPES)[kind].items():

@@ -43,7 +43,7 @@ def bench_kernels(
     require_hopper(device)
     name = machine_of(device.device_kind) if arguments.out else ""
     rows = []
-    for row in measure(device.device_kind, arguments.head_dim, arguments.block_size):
+    for row in measure(device, arguments.head_dim, arguments.block_size):
         rows.append(row)
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
@@ -84,13 +84,14 @@ def require_hopper(device: Any) -> None:
         )
 
 
-def measure(device_kind: str, head_dim: int, block_size: int) -> Iterator[dict[str, Any]]:
+def measure(device: Any, head_dim: int, block_size: int) -> Iterator[dict[str, Any]]:
     """Yield the ceilings, a row for each kernel and shape beside its alternatives, then PyTorch."""
     from pallas_kernels import measure as kernels
     from pallas_kernels.tuned import config_for
 
     effort = kernels.Effort()
-    settings, is_tuned = config_for(device_kind, head_dim, block_size)
+    device_kind, cores = device.device_kind, getattr(device, "core_count", None)
+    settings, is_tuned = config_for(device_kind, head_dim, block_size, cores=cores)
     ceilings = kernels.measure_ceilings(effort)
     yield {"kernel": "ceilings", "device": device_kind, "tuned": is_tuned} | ceilings._asdict()
     sizes = {"head_dim": head_dim, "block_size": block_size}

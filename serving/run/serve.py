@@ -243,9 +243,15 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
     template = ChatTemplate(source) if source is not None else None
     # With SP = 1 the two modes of a program are one step.
     programs = sum(len(set(p.steps.values())) for runner in llm.runners for p in runner.programs)
-    compiles = lambda: llm.num_compiles  # noqa: E731
-    attention = stats["attention"]
-    return ServedModel(names, tokenizer, template, info, programs, compiles, attention=attention)
+    return ServedModel(
+        names,
+        tokenizer,
+        template,
+        info,
+        programs,
+        num_compiles=lambda: llm.num_compiles,
+        attention=stats["attention"],
+    )
 
 
 def served_encoder(embedder: "Embedder", options: ServerOptions) -> ServedModel:
