@@ -13,6 +13,7 @@ os.environ["XLA_FLAGS"] = (
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 assert len(jax.devices()) == NUM_DEVICES  # now, before a test asks for fewer
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -31,3 +32,6 @@ def forget_programs():
     """JAX keeps every compiled program, and what it closes over, until told otherwise."""
     yield
     jax.clear_caches()
+    if not jax.config.jax_enable_compilation_cache:  # switched off in this module
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 TARGETS = Path(__file__).parent.parent.parent / "serving" / "targets"
@@ -104,10 +105,19 @@ def require() -> None:
 
 def make_mesh(chip: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
     """Return a mesh of compile-only devices; `chip` names a file in `serving/targets/`."""
+    return mesh_of((TARGETS / f"{chip}.txtpb").read_text(), shape, axis_names)
+
+
+def mesh_of(target: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
+    """Return a mesh of compile-only devices of a description.
+
+    JAX writes their programs to its compilation cache but cannot read them: until the end of the
+    calling test module there is none (conftest.py).
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether there is one is asked once
     topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=(TARGETS / f"{chip}.txtpb").read_text(),
-        topology=f"1x1x{np.prod(shape)}",
+        platform="cuda", target_config=target, topology=f"1x1x{np.prod(shape)}"
     )
     return topologies.make_mesh(topology, shape, axis_names)
 

@@ -6,7 +6,6 @@ import aot
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from shiftjax.device.all_reduces import all_reduce_kinds
@@ -19,10 +18,7 @@ NVLINK = "device_interconnect_info { active_links: 18 }"
 
 def kinds_of(description: str) -> dict[str, int]:
     """Compile a sum of each size."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description, topology="1x1x8"
-    )
-    mesh = topologies.make_mesh(topology, (8,), ("x",))
+    mesh = aot.mesh_of(description, (8,), ("x",))
     total = jax.shard_map(
         lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
