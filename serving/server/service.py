@@ -16,6 +16,7 @@ from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
+from serving.server.pieces import Parser, PlainParser
 from serving.server.schema import Wish, prompts_of, read
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
@@ -62,6 +63,7 @@ class Generation:
     wish: Wish
     model: str
     handles: list[RequestHandle]
+    parser: Callable[[], Parser] = PlainParser  # makes one for each continuation
     created: int = field(default_factory=lambda: int(time.time()))
 
     def cancel(self) -> None:
