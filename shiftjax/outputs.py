@@ -46,8 +46,10 @@ class RequestOutput:
 class _TextStream:
     """The text of one continuation as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]):
-        self._detokenizer = tokenizer and IncrementalDetokenizer(tokenizer, continues_prompt=True)
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...], visible: frozenset[int]):
+        self._detokenizer = tokenizer and IncrementalDetokenizer(
+            tokenizer, continues_prompt=True, visible=visible
+        )
         self._stops = StopChecker(stop)
 
     def push(self, token: int) -> tuple[str, str | None]:
@@ -69,7 +71,8 @@ class OutputAssembler:
     """Collects the events of one request into its `RequestOutput`.
 
     `stop_sequence(index)` is called when the text meets a stop string: the engine then ends that
-    continuation, and what its steps in flight still bring is dropped here.
+    continuation, and what its steps in flight still bring is dropped here. `visible` are special
+    tokens that are text: the marks of tool calls.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class OutputAssembler:
         prompt: str | None,
         tokenizer: Tokenizer | None,
         stop_sequence: Callable[[int], None],
+        visible: frozenset[int] = frozenset(),
     ):
         self.request = request
         sampling = request.sampling
@@ -91,7 +95,7 @@ class OutputAssembler:
                 for i in range(sampling.n)
             ],
         )
-        self._streams = [_TextStream(tokenizer, sampling.stop) for _ in range(sampling.n)]
+        self._streams = [_TextStream(tokenizer, sampling.stop, visible) for _ in range(sampling.n)]
         self._stop_sequence = stop_sequence
 
     def apply(self, event: Event) -> str:

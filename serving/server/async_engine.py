@@ -100,10 +100,12 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         *,
         streams: bool = False,
         timeout: float | None = None,
+        visible: frozenset[int] = frozenset(),
     ) -> list[RequestHandle]:
         """Hand over requests that belong together: all or none. `prompts` are their texts.
 
-        The caller closes every handle. `timeout` is in seconds from now.
+        The caller closes every handle. `timeout` is in seconds from now; `visible` are special
+        tokens that the texts of outputs show.
         Raises ServeError: invalid, duplicate id, queue full, draining.
         """
         for request in requests:
@@ -118,7 +120,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         self.check_room(sum(n for n, _ in sizes), sum(tokens for _, tokens in sizes))
         handles = []
         for request, prompt, size in zip(requests, prompts, sizes, strict=True):
-            handle = self._accept(request, prompt, streams)
+            handle = self._accept(request, prompt, streams, visible)
             self._submitted[self._thread.num_posted + 1] = size
             self._thread.post(partial(Engine.admit, request=handle.request))
             if timeout is not None:
@@ -126,7 +128,9 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
             handles.append(handle)
         return handles
 
-    def _accept(self, request: Request, prompt: str | None, streams: bool) -> RequestHandle:
+    def _accept(
+        self, request: Request, prompt: str | None, streams: bool, visible: frozenset[int]
+    ) -> RequestHandle:
         # The engine's name is new every time: events of an ended request find nobody.
         public = request.request_id
         name = f"{self.counts.accepted}:{public}"[:MAX_ID_CHARACTERS]
@@ -135,6 +139,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
             prompt,
             self._tokenizer,
             lambda index: self._thread.post(lambda engine: engine.finish(name, index, "stop")),
+            visible,
         )
         interval = self._options.stream_interval if streams else None
         handle = RequestHandle(assembler, public, self._ended, self._released, interval)

@@ -55,6 +55,35 @@ class Prediction(msgspec.Struct):
     content: str | list[TextPart]
 
 
+class Function(msgspec.Struct):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Json] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool; functions are all that there are."""
+
+    type: str
+    function: Function
+
+
+class FunctionName(msgspec.Struct):
+    """Which function is meant."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct):
+    """The tool that must be called."""
+
+    type: str
+    function: FunctionName
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What completions and chats have in common. None: not given."""
 
@@ -112,6 +141,8 @@ class ChatFields(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Json] | None = None
     add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -123,6 +154,7 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -140,6 +172,9 @@ NESTED: Mapping[str, type[msgspec.Struct]] = {
     "json_schema": JsonSchema,
     "structured_outputs": StructuredOutputs,
     "prediction": Prediction,
+    "tools": Tool,
+    "tool_choice": ToolChoice,
+    "function": Function,
 }
 
 # Fields that others have and this server has not, with the values that ask for nothing.
@@ -147,8 +182,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
     "suffix": ("",),
     "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -189,7 +222,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "include_reasoning": (True, False),
+    "include_reasoning": (True,),
     "thinking_token_budget": (),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
@@ -235,6 +268,8 @@ FOREIGN: Mapping[type, Mapping[str, tuple[Any, ...]]] = {
         "top_logprobs": (0,),
         "chat_template_kwargs": ({},),
         "add_generation_prompt": (True,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
     },
     ChatFields: {"prompt": (), "echo": (False,), "add_special_tokens": (False,)},
 }

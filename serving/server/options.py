@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.control.tasks import Task, idle_settings
@@ -66,6 +67,16 @@ class ServerOptions:
         low=1,
         high=4096,
     )
+    tool_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "smollm2", "openai"
+    ] = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template says; none: no tools",
+        flags=("--tool-parser", "--tool-call-parser"),
+    )
+    reasoning_parser: Literal["auto", "none", "think", "openai_gptoss"] = option(
+        "auto", "how the model marks its reasoning; auto: as its chat template says"
+    )
     strict: bool = option(False, "refuse unknown fields instead of ignoring them with a warning")
     metrics_prefix: str = option("shiftjax", "prefix of metric names, as `vllm` for its dashboards")
     profile_dir: str | None = option(
@@ -87,6 +98,8 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
         "max_logprobs": "generate",
         "grammar_timeout": "generate",
         "stream_interval": "generate",
+        "tool_parser": "generate",
+        "reasoning_parser": "generate",
         "instances": "embed",
         "matryoshka_dimensions": "embed",
     }

@@ -7,6 +7,15 @@ import msgspec
 
 from serving.server.fields import ChatFields, CompletionFields
 from serving.server.handle import Delta, RequestHandle
+from serving.server.pieces import (
+    CallArguments,
+    CallBegin,
+    Parser,
+    Piece,
+    PlainParser,
+    Reasoning,
+    Text,
+)
 from serving.server.service import Generation
 from shiftjax.control.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
@@ -27,6 +36,9 @@ class Writer:
         self._is_chat = isinstance(self._fields, ChatFields)
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
+        self._is_plain = generation.parser is PlainParser
+        self._parsers: dict[int, Parser] = {}
+        self._callers: set[int] = set()  # choices with tool calls
         self._top = generation.wish.sampling.logprobs or 0
 
     # ------------------------------------------------------------------ whole responses
@@ -61,7 +73,7 @@ class Writer:
     def _choice(self, number: int, handle: RequestHandle, index: int) -> Json:
         output = handle.output.outputs[index]
         if self._is_chat:
-            message = {"role": "assistant", "content": output.text, "refusal": None}
+            message = {"role": "assistant"} | self._message(self._pieces(number, output))
             choice = self._chat_choice(number, handle, output, {"message": message})
         else:
             choice = self._completion(number, handle, output)
@@ -97,15 +109,47 @@ class Writer:
         return self._envelope([], ".chunk") | {"usage": usage(self._generation.handles)}
 
     def _chat_deltas(self, number: int, handle: RequestHandle, delta: Delta) -> list[Json]:
+        """Log-probabilities and the end come with the last of the choices."""
         place = self._place(number, delta.index)
-        choices = []
+        parts = [_delta(piece) for piece in self._pieces(number, delta)]
+        if not parts and self._is_plain and not delta.finish_reason:
+            parts = [{"content": ""}]
         if place not in self._begun:
             self._begun.add(place)
-            first = {"role": "assistant", "content": ""}
-            choices.append({"index": place, "delta": first, "logprobs": None})
-            choices[0]["finish_reason"] = None
-        content = {"content": delta.text} if delta.text or not delta.finish_reason else {}
-        return [*choices, self._chat_choice(number, handle, delta, {"delta": content})]
+            first = {"role": "assistant", "content": "" if self._is_plain else None}
+            parts = [first, *(parts or [{}])]
+        elif not parts and (delta.finish_reason or handle.request.sampling.logprobs is not None):
+            parts = [{}]
+        empty = {"logprobs": None, "finish_reason": None}
+        choices = [{"index": place, "delta": part, **empty} for part in parts[:-1]]
+        ends = [self._chat_choice(number, handle, delta, {"delta": part}) for part in parts[-1:]]
+        return choices + ends
+
+    # ------------------------------------------------------------------ pieces
+
+    def _pieces(self, number: int, news: News) -> list[Piece]:
+        """What the text of a choice says, as far as it is certain."""
+        place = self._place(number, news.index)
+        parser = self._parsers.setdefault(place, self._generation.parser())
+        pieces = parser.feed(news.text) + (parser.finish() if news.finish_reason else [])
+        if any(isinstance(piece, CallBegin) for piece in pieces):
+            self._callers.add(place)
+        return pieces
+
+    def _message(self, pieces: Sequence[Piece]) -> Json:
+        """The fields of a message, whose content is null where it only reasons or calls."""
+        message: Json = {"content": _text_of(pieces, Text), "refusal": None}
+        reasoning = _text_of(pieces, Reasoning)
+        calls = [
+            _call(piece.id, piece.name, "") for piece in pieces if isinstance(piece, CallBegin)
+        ]
+        for piece in pieces:
+            if isinstance(piece, CallArguments):
+                calls[piece.number]["function"]["arguments"] += piece.text
+        if not message["content"] and (reasoning or calls):
+            message["content"] = None
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        return message | ({"tool_calls": calls} if calls else {})
 
     # ------------------------------------------------------------------ choices
 
@@ -121,7 +165,13 @@ class Writer:
             **content,
             "logprobs": logprobs,
             **self._end(delta),
+            **self._called(self._place(number, delta.index), delta),
         }
+
+    def _called(self, place: int, delta: News) -> Json:
+        """The end of a choice that stopped in order to call tools."""
+        is_call = place in self._callers and delta.finish_reason == "stop"
+        return {"finish_reason": "tool_calls"} if is_call else {}
 
     def _completion(self, number: int, handle: RequestHandle, delta: News) -> Json:
         place = self._place(number, delta.index)
@@ -200,6 +250,27 @@ class Writer:
     def _bytes(self, token_id: int) -> bytes:
         pieces = self._tokenizer.token_bytes if self._tokenizer is not None else None
         return f"token_id:{token_id}".encode() if pieces is None else pieces.piece(token_id)
+
+
+def _text_of(pieces: Sequence[Piece], kind: type[Text] | type[Reasoning]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+
+
+def _call(id: str, name: str, arguments: str) -> Json:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _delta(piece: Piece) -> Json:
+    """What a piece adds to the message of a stream."""
+    match piece:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(number, id, name):
+            return {"tool_calls": [{"index": number} | _call(id, name, "")]}
+        case CallArguments(number, text):
+            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
 
 def _finite(logprob: float) -> float:

@@ -5,7 +5,7 @@ model by the engine's admission. Raises `ServeError` that names the field.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from serving.server.fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from serving.server.tools import ToolWish, read_calls, read_tools
 from shiftjax.control.admission import MAX_WIDTH
 from shiftjax.control.sampling_params import (
     INT32_MAX,
@@ -59,6 +60,7 @@ class Wish:
     grammar: GrammarSource | None
     unknown: tuple[str, ...]  # names of fields that nobody knows
     prediction: str | None = None  # the output that the client expects
+    tools: ToolWish | None = None  # None: nothing can be called
 
     @property
     def priority(self) -> int:
@@ -129,8 +131,10 @@ def _unknown_in(kind: type[msgspec.Struct], values: dict[str, Any], place: str) 
             _check_harmless(path, value, UNSUPPORTED[path], "is not supported by this server")
         elif name not in kind.__struct_fields__:
             unknown += [path] * (name not in FOREIGN.get(kind, {}))
-        elif isinstance(value, dict) and name in NESTED:
-            unknown += _unknown_in(NESTED[name], value, f"{path}.")
+        elif name in NESTED:
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, dict):
+                    unknown += _unknown_in(NESTED[name], each, f"{path}.")
     return unknown
 
 
@@ -179,7 +183,12 @@ def read_chat(values: Any) -> Wish:
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _wish(fields, given, unknown)
+    fields.messages = read_calls(fields.messages)
+    tools = read_tools(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)
+    wish = _wish(fields, given, unknown)
+    if tools is not None and wish.grammar is not None:
+        raise invalid(wish.grammar.field, "cannot be combined with tools that may be called")
+    return replace(wish, tools=tools)
 
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)

@@ -10,8 +10,9 @@ from typing import Any
 
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
+from serving.server.dialogue import Dialogue
 from serving.server.errors import ServeError, invalid
-from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
+from serving.server.fields import ChatFields, DetokenizeFields, Function, TokenizeFields
 from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle
 from serving.server.metrics import Metrics
@@ -20,6 +21,7 @@ from serving.server.pieces import Parser, PlainParser
 from serving.server.schema import Wish, prompts_of, read
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
+from serving.server.tools import checked_functions, read_calls
 from shiftjax.control.request import Request
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.embedding_inputs import InputReader
@@ -91,6 +93,7 @@ class Service:
         self.listeners: list[Callable[[bool], None]] = []
         self.grammars: Grammars | None = None
         self._texts: Texts | None = None
+        self._dialogue: Dialogue | None = None
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     def open(self, model: ServedModel, engine: AsyncEngine | AsyncEmbedder) -> None:
@@ -98,6 +101,7 @@ class Service:
         self.model, self.engine = model, engine
         longest = engine.request_limits.max_model_len
         self._texts = Texts(model.tokenizer, model.template, longest, self._threads)
+        self._dialogue = Dialogue(model.tokenizer, model.template, self.options)
         if model.tokenizer is not None and model.task == "generate":
             vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
             self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
@@ -171,6 +175,13 @@ class Service:
         assert self._texts is not None
         return self._texts
 
+    @property
+    def dialogue(self) -> Dialogue:
+        """How the model is told of tools. Raises `ServeError` while there is no model."""
+        self.running()
+        assert self._dialogue is not None
+        return self._dialogue
+
     def model_named(self, name: str | None) -> ServedModel:
         """The model of this name; None is the only one there is."""
         model, _ = self.running()
@@ -237,8 +248,9 @@ class Service:
         rest = min(limits) - (time.monotonic() - arrival) if limits else None
         texts = [text for text, _ in prompts]
         streams = bool(fields.stream)
-        handles = engine.submit(requests, texts, streams=streams, timeout=rest)
-        return Generation(name, wish, model.name, handles)
+        visible, parser = self.dialogue.visible(wish), self.dialogue.parser(wish, prompts[0][1])
+        handles = engine.submit(requests, texts, streams=streams, timeout=rest, visible=visible)
+        return Generation(name, wish, model.name, handles, parser)
 
     async def _constrain(self, wish: Wish, num_prompts: int) -> Sequence[Any]:
         if wish.grammar is None:
@@ -262,7 +274,8 @@ class Service:
             variables = dict(fields.chat_template_kwargs or {})
             if fields.add_generation_prompt is not None:
                 variables["add_generation_prompt"] = fields.add_generation_prompt
-            return [(None, await self.texts.encode_chat(fields.messages, variables))]
+            functions = wish.tools.functions if wish.tools else ()
+            return [(None, await self._encode_chat(fields.messages, functions, variables))]
         prompts, special = prompts_of(fields), fields.add_special_tokens is not False
         return [
             (prompt, await self.texts.encode(prompt, special=special))
@@ -270,6 +283,17 @@ class Service:
             else (None, list(prompt))
             for prompt in prompts
         ]
+
+    async def _encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        functions: Sequence[Function],
+        variables: dict[str, Any],
+    ) -> list[int]:
+        if functions and "tools" in variables:
+            raise invalid("chat_template_kwargs.tools", "cannot be combined with tools")
+        plain, tools = self.dialogue.conversation(messages, functions)
+        return await self.texts.encode_chat(plain, {**variables, **tools})
 
     async def write[T](self, function: Callable[[Generation], T], generation: Generation) -> T:
         """What a function makes of a generation; other requests go on if that takes long."""
@@ -293,8 +317,9 @@ class Service:
                 raise invalid("add_special_tokens", "needs prompt: a template writes them itself")
             given = fields.chat_template_kwargs or {}
             variables = {"add_generation_prompt": fields.add_generation_prompt is not False} | given
-            return model, fields, await self.texts.encode_chat(fields.messages, variables)
-        for name in ("chat_template_kwargs", "add_generation_prompt"):
+            messages, functions = read_calls(fields.messages), checked_functions(fields.tools or [])
+            return model, fields, await self._encode_chat(messages, functions, variables)
+        for name in ("chat_template_kwargs", "add_generation_prompt", "tools"):
             if getattr(fields, name) not in (None, True):
                 raise invalid(name, "needs messages")
         text = fields.prompt or ""

@@ -24,6 +24,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, time_limit_seconds: float = 5.0, max_output_chars: int = 1 << 24
     ) -> None:
+        self.source = source
         environment = ChatEnvironment()
         self._time_limit_seconds = time_limit_seconds
         self._max_output_chars = max_output_chars

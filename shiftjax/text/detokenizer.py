@@ -14,6 +14,7 @@ class IncrementalDetokenizer:
     back until its last byte has come; U+FFFD appears for bytes that cannot complete any more.
     `continues_prompt` keeps the space with which SentencePiece models begin a word: right when
     the text is put behind its prompt, where `decode` of the output alone would lose it.
+    `visible` are ids of special tokens that are text nevertheless.
     """
 
     def __init__(
@@ -22,6 +23,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         *,
         continues_prompt: bool = False,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
         if tokenizer.token_bytes is None:
             raise TokenizerError(
@@ -29,7 +31,7 @@ class IncrementalDetokenizer:
                 "streamed; byte-level, byte-fallback and metaspace decoders can."
             )
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - visible if skip_special_tokens else frozenset()
         self._at_start = not continues_prompt
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

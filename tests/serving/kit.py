@@ -112,6 +112,7 @@ def make_engine(
     max_num_batched_tokens: int = 128,
     max_model_len: int = MAX_MODEL_LEN,
     check: bool = True,
+    runner_kind: type[GatedRunner] = GatedRunner,
 ) -> Engine:
     """An engine without a model."""
     config = SchedulerConfig(
@@ -120,7 +121,7 @@ def make_engine(
     limits = RequestLimits(
         VOCAB_SIZE, max_model_len, (num_blocks - 1) * block_size, eos_token_ids=(EOS,)
     )
-    runner = GatedRunner(config)
+    runner = runner_kind(config)
     runner.check = check
     lane = Lane(Scheduler(config), runner, Group(0, 2).modes)
     return Engine([lane], make_policy("threshold", 32), limits, seed=5, clock=time.monotonic)

@@ -21,6 +21,9 @@ OF_BOTH = [
     {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": False}},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}},
 ]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+RESULT = {"role": "tool", "content": "", "tool_call_id": "1"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 OF_CHATS = [
     *({"logprobs": False, "top_logprobs": 0}, {"logprobs": True}, {"add_special_tokens": False}),
     *({"add_generation_prompt": True}, {"continue_final_message": False}),
@@ -28,8 +31,8 @@ OF_CHATS = [
     {"messages": [{"role": "developer", "content": "x"}, *USER]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
     {"messages": [*USER, {"role": "assistant", "content": None, "refusal": None}, *USER]},
-    {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [{"bad": "{"}]}]},
-    {"messages": [*USER, {"role": "tool", "content": "", "tool_call_id": "1"}]},
+    {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]},
+    {"messages": USER, "tools": [TOOL], "tool_choice": "none", "max_tokens": 1},
 ]
 OF_COMPLETIONS = [
     *({"logprobs": 0}, {"add_special_tokens": True}, {"prompt": [[1], [2]]}, {"messages": None}),

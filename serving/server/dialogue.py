@@ -1,0 +1,76 @@
+"""What conversations need beside a chat template: tools, and marks in what is said. No JAX."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from serving.server.errors import ServeError
+from serving.server.fields import ChatFields, Function
+from serving.server.options import ServerOptions
+from serving.server.pieces import Parser, PlainParser
+from serving.server.reasoning_parsers import THINK
+from serving.server.schema import Wish
+from serving.server.tool_formats import (
+    make_parser,
+    reasoning_format,
+    told,
+    tool_format,
+    visible_marks,
+)
+from serving.server.tools import written_tools
+from shiftjax.text.chat import ChatTemplate
+from shiftjax.text.tokenizer import Tokenizer
+
+Json = Any
+TAIL = 8  # tokens of a prompt in which it may begin the reasoning of the output
+
+
+class Dialogue:
+    """How a model is told of tools, and how what it says is taken apart."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, template: ChatTemplate | None, options: ServerOptions
+    ):
+        source = template.source if template is not None else None
+        self._tokenizer = tokenizer
+        self._tools = tool_format(options.tool_parser, source)
+        self._reasoning = reasoning_format(options.reasoning_parser, source)
+        marks = visible_marks(self._tools, self._reasoning)
+        ids = [tokenizer.backend.token_to_id(mark) for mark in marks] if tokenizer else []
+        self._visible = frozenset(each for each in ids if each is not None)
+
+    def conversation(
+        self, messages: Sequence[dict[str, Json]], functions: Sequence[Function]
+    ) -> tuple[list[dict[str, Json]], Mapping[str, Json]]:
+        """(messages, variables) for the template. Raises `ServeError` if it can have no tools."""
+        if functions and self._tools is None:
+            message = (
+                "This server does not know how the model writes tool calls (see --tool-parser)."
+            )
+            raise ServeError("invalid", message, param="tools", code="tools_unsupported")
+        tools = written_tools(functions)
+        if self._tools is not None and self._tools.is_told:
+            return told(messages, tools), {}
+        return [*messages], {"tools": tools} if tools else {}
+
+    def visible(self, wish: Wish) -> frozenset[int]:
+        """Special tokens that the text of an output shows: marks for the parser."""
+        return self._visible if self._takes_apart(wish) else frozenset()
+
+    def parser(self, wish: Wish, prompt: Sequence[int]) -> Callable[[], Parser]:
+        """Makes the parser of one continuation of a prompt's token ids."""
+        if not self._takes_apart(wish):
+            return PlainParser
+        is_inside = self._reasoning == "think" and self._thinks(prompt)
+        return partial(make_parser, self._tools, wish.tools, self._reasoning, is_inside=is_inside)
+
+    def _takes_apart(self, wish: Wish) -> bool:
+        """A constraint is on all of the output, which is then one text."""
+        if not isinstance(wish.fields, ChatFields) or wish.grammar is not None:
+            return False
+        return wish.tools is not None or self._reasoning != "none"
+
+    def _thinks(self, prompt: Sequence[int]) -> bool:
+        assert self._tokenizer is not None
+        tail = self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        return tail.rstrip().endswith(THINK)

@@ -1,0 +1,158 @@
+"""What a model thinks, split off its answer: between marks, or in harmony's channels. No JAX."""
+
+import re
+from collections.abc import Collection
+
+from serving.server.marked_text import first_mark, num_held
+from serving.server.pieces import (
+    CallArguments,
+    CallBegin,
+    Parser,
+    Piece,
+    PlainParser,
+    Reasoning,
+    Text,
+)
+from serving.server.tool_parsers import call_id
+
+THINK, THINK_END = "<think>", "</think>"
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
+HARMONY_MARKS = (*_ENDS, _MESSAGE, "<|constrain|>")
+_HEADERS = (_START, _CHANNEL, _MESSAGE, " to=", "assistant")  # with which a header begins
+_TO = re.compile(r"to=functions\.([\w.-]+)")
+_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
+
+
+class ThinkParser:
+    """A `Parser` of `<think>...</think>` where an output begins; what follows is `answer`'s.
+
+    `is_inside`: the prompt ended with <think>. White space around the two parts is left out.
+    """
+
+    def __init__(self, answer: Parser | None = None, *, is_inside: bool = False):
+        self._answer = answer or PlainParser()
+        self._state = self._thinking if is_inside else self._at_start
+        self._buffer = ""
+        self._is_first = True  # nothing has been thought
+        self._pieces: list[Piece] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take in more text; the pieces that are certain now."""
+        self._buffer += text
+        while self._state():
+            pass
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """The output has ended: what was held back goes where it would have gone."""
+        rest, self._buffer = self._buffer, ""
+        if self._state == self._thinking:
+            return [Reasoning(rest)] if rest.strip() else []
+        if self._state == self._behind:
+            rest = ""
+        return [*self._answer.feed(rest), *self._answer.finish()]
+
+    def _at_start(self) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith(THINK):
+            self._buffer, self._state = text[len(THINK) :], self._thinking
+            return True
+        if THINK.startswith(text):
+            return False
+        self._state = self._answering
+        return True
+
+    def _thinking(self) -> bool:
+        if self._is_first:
+            self._buffer = self._buffer.lstrip()
+        found = first_mark(self._buffer, (THINK_END,))
+        end = found[0] if found else len(self._buffer) - num_held(self._buffer, (THINK_END,))
+        thought = self._buffer[:end].rstrip()
+        if thought:
+            self._pieces.append(Reasoning(thought))
+            self._is_first = False
+        self._buffer = self._buffer[len(thought) :]
+        if found:
+            self._buffer = self._buffer.lstrip()[len(THINK_END) :]
+            self._state = self._behind
+        return bool(found)
+
+    def _behind(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        self._state = self._answering if self._buffer else self._behind
+        return bool(self._buffer)
+
+    def _answering(self) -> bool:
+        text, self._buffer = self._buffer, ""
+        self._pieces += self._answer.feed(text)
+        return False
+
+
+class HarmonyParser:
+    """A `Parser` of GPT-OSS's channels: analysis is reasoning, what goes to functions is calls.
+
+    All else is text, also what goes to a function that is not one of `names`. Calls beyond `most`
+    are left out. Source: "OpenAI harmony response format", github.com/openai/harmony.
+    """
+
+    def __init__(self, names: Collection[str] = (), most: int | None = None):
+        self._names, self._most = names, most
+        self._buffer = ""
+        self._is_header = True
+        self._kind: type[Text | Reasoning] | None = Text  # of a body; None: arguments
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take in more text; the pieces that are certain now."""
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._read_header(pieces) if self._is_header else self._read_body(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """The output has ended; a header without a message says nothing."""
+        rest, self._buffer = self._buffer, ""
+        return self._body(rest) if rest and not self._is_header else []
+
+    def _read_header(self, pieces: list[Piece]) -> bool:
+        text = self._buffer
+        if not any(each.startswith(text) or text.startswith(each) for each in _HEADERS):
+            self._is_header, self._kind = False, Text  # no header: an answer
+            return True
+        header, mark, rest = self._buffer.partition(_MESSAGE)
+        if not mark:
+            return False
+        self._buffer, self._is_header = rest, False
+        to = _TO.search(header)
+        self._kind = Reasoning if _ANALYSIS.search(header) else Text
+        if to and to[1] in self._names:
+            self._kind = None
+            self._num_calls += 1
+            if self._is_wanted():
+                pieces.append(CallBegin(self._num_calls - 1, call_id(), to[1]))
+        return True
+
+    def _read_body(self, pieces: list[Piece]) -> bool:
+        found = first_mark(self._buffer, _ENDS)
+        end = found[0] if found else len(self._buffer) - num_held(self._buffer, _ENDS)
+        pieces += self._body(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if found is None:
+            return False
+        is_next = found[1] in (_START, _CHANNEL)
+        self._buffer = self._buffer if is_next else self._buffer[len(found[1]) :]
+        self._is_header = True
+        return True
+
+    def _body(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        if self._kind is not None:
+            return [self._kind(text)]
+        return [CallArguments(self._num_calls - 1, text)] if self._is_wanted() else []
+
+    def _is_wanted(self) -> bool:
+        return self._most is None or self._num_calls <= self._most

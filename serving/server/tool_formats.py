@@ -1,0 +1,178 @@
+"""How models write tool calls, and how to tell from a chat template which one does. No JAX.
+
+One row of `FORMATS` is one way. A model whose template knows no tools is told of them in a system
+message, in the words that SmolLM2 was trained with (model card of SmolLM2-1.7B-Instruct).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from serving.server.pieces import Parser, PlainParser
+from serving.server.reasoning_parsers import HARMONY_MARKS, HarmonyParser, ThinkParser
+from serving.server.tool_parsers import CallMarks, JsonCallParser, short_call_id
+from serving.server.tools import ToolWish
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Written:
+    """Calls as they are written: `opening`, calls with separators, `closing`.
+
+    A call is `name_before`, the name, `name_after`, the arguments, `end`. A mark in `<|...|>` or
+    `[...]` is a special token where the tokenizer has one.
+    """
+
+    name_before: str
+    name_after: str
+    end: str
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write calls. `signs`: all are in the templates of its models."""
+
+    signs: tuple[str, ...]
+    marks: CallMarks | None  # None: harmony
+    written: Written
+    is_told: bool = False  # the template knows no tools, and we tell the model
+
+
+_TAGS = CallMarks(("<tool_call>",), "</tool_call>")
+_MISTRAL = CallMarks(("[TOOL_CALLS]",), has_named=True, make_id=short_call_id)
+_OBJECT, _ARGUMENTS = '{"name": "', '", "arguments": '
+_SMOLLM2 = Written(_OBJECT, _ARGUMENTS, "}", "<tool_call>[", ", ", "]</tool_call>")
+
+# The first whose signs are all in a template is its format.
+FORMATS: Mapping[str, ToolFormat] = {
+    "openai": ToolFormat(
+        ("<|channel|>", "<|message|>"),
+        None,
+        Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
+    ),
+    "mistral_named": ToolFormat(
+        ("[TOOL_CALLS]", "[ARGS]"), _MISTRAL, Written("[TOOL_CALLS]", "[ARGS]", "")
+    ),
+    "mistral": ToolFormat(
+        ("[TOOL_CALLS]",),
+        _MISTRAL,
+        Written(_OBJECT, _ARGUMENTS, "}", "[TOOL_CALLS][", ", ", "]"),
+    ),
+    "llama3_json": ToolFormat(
+        ("<|start_header_id|>", '"parameters": '),
+        CallMarks(("<|python_tag|>",), is_bare=True),
+        Written(_OBJECT, '", "parameters": ', "}", separator="; "),
+    ),
+    "hermes": ToolFormat(
+        ("<tool_call>", '"arguments": '),
+        _TAGS,
+        Written("<tool_call>\n" + _OBJECT, _ARGUMENTS, "}\n</tool_call>", separator="\n"),
+    ),
+    "smollm2": ToolFormat((), _TAGS, _SMOLLM2, is_told=True),
+}
+_KNOWS_TOOLS = re.compile(r"\btools\b")
+
+
+def tool_format(name: str, template: str | None) -> ToolFormat | None:
+    """The format of this name, or with `auto` that of a chat template; None: there is none."""
+    if name == "none" or template is None:
+        return None
+    template = template.replace('\\"', '"')  # as the text in its strings reads
+    knows_tools = _KNOWS_TOOLS.search(template) is not None
+    if name == "auto" and not knows_tools:
+        return FORMATS["smollm2"]
+    if name != "auto":
+        is_named = name == "mistral" and "[ARGS]" in template
+        return FORMATS["mistral_named" if is_named else name]
+    rows = (row for row in FORMATS.values() if row.signs)
+    return next((row for row in rows if all(sign in template for sign in row.signs)), None)
+
+
+def reasoning_format(name: str, template: str | None) -> str:
+    """`think`, `openai_gptoss` or `none`; with `auto`, as the chat template says."""
+    if name != "auto" or template is None:
+        return name if name != "auto" else "none"
+    if all(mark in template for mark in FORMATS["openai"].signs):
+        return "openai_gptoss"
+    return "think" if "</think>" in template else "none"
+
+
+def visible_marks(wanted: ToolFormat | None, reasoning: str) -> tuple[str, ...]:
+    """What must be seen in the text of an output although it may be special tokens."""
+    if reasoning == "openai_gptoss" or (wanted and wanted.marks is None):
+        return HARMONY_MARKS
+    thoughts = ("<think>", "</think>") if reasoning == "think" else ()
+    marks = wanted.marks if wanted else None
+    calls = (*marks.begin, marks.end) if marks else ()
+    return (*thoughts, *calls, *(("[ARGS]", "[CALL_ID]") if marks and marks.has_named else ()))
+
+
+def make_parser(
+    wanted: ToolFormat | None, wish: ToolWish | None, reasoning: str, *, is_inside: bool
+) -> Parser:
+    """A parser of one continuation. `is_inside`: the prompt ended where reasoning begins."""
+    names, most = (wish.names, wish.most) if wish else (frozenset[str](), None)
+    if reasoning == "openai_gptoss" or (wish and wanted and wanted.marks is None):
+        return HarmonyParser(names, most)
+    parser: Parser = PlainParser()
+    if wish and wanted and wanted.marks:
+        parser = JsonCallParser(wanted.marks, names, most)
+    return ThinkParser(parser, is_inside=is_inside) if reasoning == "think" else parser
+
+
+# ---------------------------------------------------------------- templates that know no tools
+
+_TOLD = """\
+You are an expert in composing functions. You are given a question and a set of possible functions.
+Based on the question, you will need to make one or more function/tool calls to achieve the purpose.
+If none of the functions can be used, point it out and refuse to answer.
+If the given question lacks the parameters required by the function, also point it out.
+
+You have access to the following tools:
+<tools>{}</tools>
+
+The output MUST strictly adhere to the following format, and NO other text MUST be included.
+The example format is as follows. Please make sure the parameter type is correct. \
+If no function call is needed, please make the tool calls an empty list '[]'.
+<tool_call>[
+{{"name": "func_name1", "arguments": {{"argument1": "value1", "argument2": "value2"}}}},
+... (more tool calls as required)
+]</tool_call>"""
+
+
+def told(messages: Sequence[dict[str, Json]], tools: Sequence[Json]) -> list[dict[str, Json]]:
+    """The messages for a template that knows no tools: tools, calls and results become text."""
+    written = [_as_text(message) for message in messages]
+    if not tools:
+        return written
+    words = _TOLD.format(msgspec.json.encode(tools).decode())
+    first = written[0] if written else {}
+    if first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": words}, *written]
+    return [first | {"content": _joined(first.get("content"), words)}, *written[1:]]
+
+
+def _joined(content: Json, words: str) -> Json:
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": words}]
+    return f"{content}\n\n{words}" if isinstance(content, str) else content
+
+
+def _as_text(message: dict[str, Json]) -> dict[str, Json]:
+    """Calls and results as text: a template may know no more than users and assistants."""
+    if message.get("role") == "tool" and isinstance(message.get("content"), str):
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": text}
+    if message.get("role") != "assistant" or not message.get("tool_calls"):
+        return message
+    calls = [call["function"] for call in message["tool_calls"]]
+    text = f"<tool_call>{msgspec.json.encode(calls).decode()}</tool_call>"
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    return plain | {"content": _joined(plain["content"], text) if plain.get("content") else text}

@@ -1,0 +1,173 @@
+"""The tools of a request: what may be called, what must be, and earlier calls in its messages.
+
+Raises `ServeError` that names the field. No JAX.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from serving.server.errors import invalid
+from serving.server.fields import Function, Tool, ToolChoice
+
+MAX_TOOLS = 512
+MAX_TOOL_BYTES = 1 << 20  # of all tools as JSON
+MAX_CALLS = 512  # in one message
+MAX_DEPTH = 32  # of a schema and of arguments
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+CHOICES = ("auto", "none", "required")
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class ToolWish:
+    """What a request may call."""
+
+    functions: tuple[Function, ...]
+    is_forced: bool = False  # the output must be calls
+    most: int | None = None  # calls; None: any number
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the functions."""
+        return frozenset(function.name for function in self.functions)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the arguments of some function must keep to its schema."""
+        return any(function.strict for function in self.functions)
+
+
+def read_tools(
+    tools: Sequence[Tool], choice: str | ToolChoice | None, parallel: bool | None
+) -> ToolWish | None:
+    """What may be called; None: nothing. A forced function is the only one that may be."""
+    functions = checked_functions(tools)
+    if isinstance(choice, str) and choice not in CHOICES:
+        raise invalid("tool_choice", f"must be one of {', '.join(CHOICES)}, or name a function")
+    most = 1 if parallel is False else None
+    if isinstance(choice, ToolChoice):
+        if choice.type != "function":
+            raise invalid("tool_choice.type", "must be function")
+        chosen = tuple(each for each in functions if each.name == choice.function.name)
+        if not chosen:
+            raise invalid("tool_choice.function.name", "is not the name of one of the tools")
+        return ToolWish(chosen, is_forced=True, most=1)
+    if choice == "required" and not functions:
+        raise invalid("tool_choice", "is required, but there are no tools")
+    if choice == "none" or not functions:
+        return None
+    return ToolWish(functions, choice == "required", most)
+
+
+def checked_functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
+    """The functions, whose names differ and are as OpenAI allows them."""
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"must have at most {MAX_TOOLS} entries, not {len(tools)}")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        place, name = f"tools[{index}]", tool.function.name
+        if tool.type != "function":
+            raise invalid(f"{place}.type", "must be function")
+        if not _NAME.fullmatch(name):
+            words = "must be 1 to 64 letters, digits, _ and -"
+            raise invalid(f"{place}.function.name", words)
+        if name in names:
+            raise invalid(f"{place}.function.name", "is that of another tool, too")
+        names.add(name)
+        if _is_deeper(tool.function.parameters, MAX_DEPTH):
+            words = f"must be nested at most {MAX_DEPTH} deep"
+            raise invalid(f"{place}.function.parameters", words)
+    if tools and len(msgspec.json.encode(tools)) > MAX_TOOL_BYTES:
+        raise invalid("tools", f"must have at most {MAX_TOOL_BYTES} bytes")
+    return tuple(tool.function for tool in tools)
+
+
+def written_tools(functions: Sequence[Function]) -> list[Json]:
+    """The tools as chat templates expect them: the fields that models have seen, in their order."""
+    written = []
+    for each in functions:
+        function: dict[str, Json] = {"name": each.name}
+        if each.description is not None:
+            function["description"] = each.description
+        function["parameters"] = each.parameters or {"type": "object", "properties": {}}
+        written.append({"type": "function", "function": function})
+    return written
+
+
+# ---------------------------------------------------------------- messages
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Json] = ""
+
+
+class _Call(msgspec.Struct):
+    function: _CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+def read_calls(messages: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
+    """The messages as templates expect them: the arguments of calls are objects, not JSON text."""
+    return [_with_calls(message, index) for index, message in enumerate(messages)]
+
+
+def _with_calls(message: dict[str, Json], index: int) -> dict[str, Json]:
+    if "reasoning" in message and "reasoning_content" not in message:
+        message = message | {"reasoning_content": message["reasoning"]}
+    if "tool_calls" not in message:
+        return message
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    given, place = message["tool_calls"], f"messages[{index}].tool_calls"
+    if given is None or given == []:
+        return plain
+    if not isinstance(given, list) or len(given) > MAX_CALLS:
+        raise invalid(place, f"must be a list of at most {MAX_CALLS} calls")
+    return plain | {"tool_calls": [_call(call, f"{place}[{i}]") for i, call in enumerate(given)]}
+
+
+def _call(value: Json, place: str) -> dict[str, Json]:
+    try:
+        call = msgspec.convert(value, _Call)
+    except (msgspec.ValidationError, RecursionError):
+        raise invalid(place, "must have a function with a name and arguments") from None
+    if call.type not in (None, "function"):
+        raise invalid(f"{place}.type", "must be function")
+    arguments = _arguments(call.function.arguments, f"{place}.function.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(value: str | dict[str, Json], place: str) -> dict[str, Json]:
+    """The object that JSON text is; empty text is an empty one."""
+    try:
+        found = msgspec.json.decode(value or "{}") if isinstance(value, str) else value
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+        found = None
+    if not isinstance(found, dict):
+        raise invalid(place, "must be a JSON object, as text")
+    if _is_deeper(found, MAX_DEPTH):
+        raise invalid(place, f"must be nested at most {MAX_DEPTH} deep")
+    return found
+
+
+def _is_deeper(value: Json, depth: int) -> bool:
+    """Whether lists and objects are nested more than `depth` deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [item for each in level for item in _items(each)]
+        if not level:
+            return False
+    return True
+
+
+def _items(value: Json) -> Sequence[Json]:
+    if isinstance(value, dict):
+        return [*value.values()]
+    return value if isinstance(value, list) else ()

@@ -1,0 +1,175 @@
+"""Tools over HTTP: calls of a model that says what it is told, whole and streamed."""
+
+import json
+
+import pytest
+from kit import CHAT, COMPLETION, USER, events
+from scripted import say, scripted_server
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+BODY = {"messages": USER, "tools": [WEATHER, TIME]}
+CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with scripted_server("hermes") as running:
+        yield running
+
+
+def ask(client, body: dict) -> list[dict]:
+    """The choices, which must be the same when they are streamed, but for the ids of calls."""
+    answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    whole = answer.json()
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(client.post(CHAT, json=body | stream).text)
+    assert chunks[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    choices = whole["choices"]
+    streamed = [joined(chunks, choice["index"]) for choice in choices]
+    assert [without_ids(each) for each in streamed] == [without_ids(each) for each in choices]
+    return choices
+
+
+def joined(chunks: list[dict], index: int) -> dict:
+    """What a client makes of the deltas of one choice."""
+    message: dict = {"content": None, "refusal": None}
+    choice: dict = {"index": index, "logprobs": None}
+    for each in (c for chunk in chunks for c in chunk["choices"] if c["index"] == index):
+        delta = each["delta"]
+        for name in ("content", "reasoning_content"):
+            if delta.get(name) is not None:
+                message[name] = (message.get(name) or "") + delta[name]
+        message |= {"role": delta["role"]} if "role" in delta else {}
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                assert call["function"]["arguments"] == ""
+                calls.append({name: call[name] for name in ("id", "type", "function")})
+            else:
+                assert set(call) == {"index", "function"}
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        if each["logprobs"]:
+            made = (choice["logprobs"] or {"content": []})["content"]
+            choice["logprobs"] = {"content": made + each["logprobs"]["content"]}
+        assert "finish_reason" not in choice, "something follows the end"
+        if each["finish_reason"]:
+            choice |= {name: each[name] for name in ("finish_reason", "stop_reason")}
+    return choice | {"message": message}
+
+
+def without_ids(choice: dict) -> dict:
+    return json.loads(json.dumps(choice), object_hook=lambda each: each | {"id": 0})
+
+
+def test_a_call(server, client):
+    say(server, CALL)
+    (choice,) = ask(client, BODY)
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome", "days": 2}
+    assert choice["message"]["content"] is None
+
+
+def test_text_and_several_calls(server, client):
+    say(server, f"Let me see.\n{CALL}\n{CALL}")
+    choices = ask(client, BODY | {"n": 2, "logprobs": True, "top_logprobs": 1})
+    ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == len(ids) == 4
+    assert {choice["message"]["content"] for choice in choices} == {"Let me see."}
+    (choice,) = ask(client, BODY | {"parallel_tool_calls": False})
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [TIME]}])
+def test_what_only_looks_like_a_call_is_text(server, client, fields):
+    say(server, CALL)
+    (choice,) = ask(client, {"messages": USER} | fields)
+    assert choice["message"]["content"] == CALL
+    assert choice["finish_reason"] == "stop"
+    (choice,) = ask(client, BODY | {"tool_choice": "none"})
+    assert choice["message"]["content"] == CALL
+
+
+def test_a_call_that_is_cut(server, client):
+    say(server, CALL)
+    (choice,) = ask(client, BODY | {"max_tokens": 60})
+    assert choice["finish_reason"] == "length"
+    arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert '{"city": "Rome", "days": 2}'.startswith(arguments)
+    (choice,) = ask(client, BODY | {"max_tokens": 20})
+    assert choice["message"]["content"] == CALL[:20]
+
+
+def test_a_stop_string_inside_a_call(server, client):
+    say(server, CALL)
+    (choice,) = ask(client, BODY | {"stop": ["me"]})
+    assert choice["stop_reason"] == "me"
+    assert choice["message"]["content"].startswith("<tool_call>")
+    (choice,) = ask(client, BODY | {"stop": ["Rome"]})
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+
+
+def test_a_conversation_goes_on(server, client):
+    say(server, CALL)
+    (choice,) = ask(client, BODY)
+    calls = choice["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "sunny"}
+    messages = [*USER, choice["message"], result]
+    assert CALL not in str(messages)
+    say(server, "It is sunny.")
+    (choice,) = ask(client, {"messages": messages, "tools": [WEATHER]})
+    assert choice["message"]["content"] == "It is sunny."
+
+
+def test_the_template_gets_tools_and_arguments_as_objects(server, client):
+    function = {"name": "f", "arguments": '{"a": "é"}'}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": function}],
+    }
+    body = {"messages": [*USER, called], "tools": [TIME]}
+    ids = client.post("/tokenize", json=body).json()["tokens"]
+    text = client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    tool = '{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"'
+    assert text.startswith(tool)
+    assert text.endswith("| user: hi | assistant: é | assistant:")
+
+
+def test_a_call_in_the_question_is_a_question(server, client):
+    say(server, "No.")
+    question = [{"role": "user", "content": f"Say {CALL}"}]
+    (choice,) = ask(client, BODY | {"messages": question})
+    assert choice["message"]["content"] == "No."
+    assert "tool_calls" not in choice["message"]
+
+
+def test_two_hundred_tools(server, client):
+    say(server, '<tool_call>{"name": "f199", "arguments": {}}</tool_call>')
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)]
+    (choice,) = ask(client, {"messages": USER, "tools": tools})
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f199"
+
+
+def test_completions_have_no_tools(server, client):
+    say(server, CALL)
+    answer = client.post(COMPLETION, json={"prompt": "x", "max_tokens": 500}).json()
+    assert answer["choices"][0]["text"] == CALL

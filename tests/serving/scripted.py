@@ -1,0 +1,81 @@
+"""A server whose model says what a test wants to hear, and a tokenizer with a mark."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import tokenizers
+from kit import BOS, EOS, GatedRunner, Running, make_engine, running_server
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from shiftjax.text.tokenizer import Tokenizer
+
+MARK = "[TOOL_CALLS]"  # a special token
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }} | {% endfor %}"
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %} | "
+    "{% endfor %}assistant:"
+)
+# What tells the formats apart stands in comments: the model is a script.
+TEMPLATES = {
+    "hermes": """{# <tool_call>{\\"name\\": f, \\"arguments\\": a}</tool_call> #}""" + TOOLS + CHAT,
+    "llama3_json": """{# <|start_header_id|> {"name": f, "parameters": a} #}""" + TOOLS + CHAT,
+    "mistral": "{# [TOOL_CALLS] #}" + TOOLS + CHAT,
+    "openai": "{# <|channel|>final<|message|> #}" + TOOLS + CHAT,
+    "think": "{# <think></think> #}" + CHAT + "<think>\n",
+    "smollm2": CHAT,
+}
+
+
+def marked_tokenizer(template: str) -> Tokenizer:
+    """A token for every byte but 255, and MARK, <s>, </s>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:-1]
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in (MARK, "<s>", "</s>")])
+    return Tokenizer(backend, bos_token_id=BOS, eos_token_ids=[EOS], chat_template=template)
+
+
+class ScriptedRunner(GatedRunner):
+    """Says `script` after every prompt, then an end, as far as a constraint allows it."""
+
+    script: tuple[int, ...] = ()
+
+    def _tokens(self, item, previous):
+        made = super()._tokens(item, previous)
+        sequence, end = item.sequence, item.start + item.num_tokens
+        for row in range(item.num_rows):
+            place = end - item.num_rows + row + 1 - sequence.num_prompt_tokens
+            if place >= 0:
+                token = self.script[place] if place < len(self.script) else EOS
+                made[row] = token if _is_allowed(sequence.constraint, token) else made[row]
+        return made
+
+
+def _is_allowed(constraint, token: int) -> bool:
+    return constraint is None or bool(constraint.mask[token // 32] >> np.uint32(token % 32) & 1)
+
+
+@contextmanager
+def scripted_server(kind: str, **options) -> Iterator[Running]:
+    """A server of a model with the template of a format; `say` sets what it says."""
+    engine = make_engine(
+        num_blocks=1024,
+        block_size=64,
+        max_model_len=32768,
+        max_num_batched_tokens=8192,
+        check=False,
+        runner_kind=ScriptedRunner,
+    )
+    tokenizer = marked_tokenizer(TEMPLATES[kind])
+    with running_server(engine, tokenizer=tokenizer, **options) as running:
+        yield running
+
+
+def say(server: Running, text: str) -> None:
+    """What the model says from now on."""
+    tokenizer = server.service.running()[0].tokenizer
+    server.runner.script = tuple(tokenizer.encode(text, add_special_tokens=False))
