@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from serving.http.guard import read_body, send_json, warning_headers
+from serving.http.waiting import tell_the_wait
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
 from serving.server.responses import Writer
@@ -72,6 +73,8 @@ class Generate:
         writer = self._writer(generation)
         try:
             async with aclosing(_merged(generation)) as news:
+                if generation.wish.fields.timeline:
+                    await tell_the_wait(generation.handles, self._service, out.comment)
                 async for number, deltas in news:
                     await out.write(writer.chunks(number, deltas))
             last = writer.last_chunk()
@@ -109,12 +112,20 @@ class _EventStream:
 
     async def write(self, objects: list[dict]) -> None:
         """Send objects, in one piece. Raises ConnectionError if the client does not read."""
+        await self._begin()
+        body = b"".join(b"data: " + msgspec.json.encode(each) + b"\n\n" for each in objects)
+        await self._send_body(body, True)
+
+    async def comment(self, text: str) -> None:
+        """Send a line that readers of events pass over. Raises as `write` does."""
+        await self._begin()
+        await self._send_body(f": {text}\n\n".encode(), True)
+
+    async def _begin(self) -> None:
         if not self.has_begun:
             self.has_begun = True
             headers = [*STREAM_HEADERS, *self._headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        body = b"".join(b"data: " + msgspec.json.encode(each) + b"\n\n" for each in objects)
-        await self._send_body(body, True)
 
     async def end(self) -> None:
         """Send the mark of the end."""

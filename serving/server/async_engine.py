@@ -14,6 +14,7 @@ from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
 from serving.server.options import ServerOptions
+from serving.server.waiting import Place, Waits
 from shiftjax.control.admission import MAX_ID_CHARACTERS, validate_request
 from shiftjax.control.engine import Engine, EngineStats
 from shiftjax.control.request import Event, Request, RequestError
@@ -23,6 +24,7 @@ from shiftjax.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_RECENT = 1024  # ended requests whose ids are remembered
+PLACE_SECONDS = 1.0  # that the engine has for saying who waits
 
 
 class Observer(Watches, Protocol):
@@ -64,6 +66,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         self._threads = self._thread = EngineThread(engine, self._loop, self._deliver)
         self._num_obeyed = 0
         self._submitted: dict[int, tuple[int, int]] = {}  # command -> sequences, prompt tokens
+        self._waits = Waits(lambda: self.call(Engine.waiting))
         self._thread.start()
 
     # ------------------------------------------------------------------ admission
@@ -154,6 +157,10 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
     def _ended(self, handle: RequestHandle) -> None:
         error = handle.error
         self._count_end(error)
+        metrics = handle.output.metrics
+        if metrics is not None and metrics.queue_seconds is not None:
+            arrival = handle.request.arrival_seconds
+            self._waits.served(time.monotonic() - arrival - metrics.queue_seconds)
         if error is not None:
             name = handle.request.request_id
             self._thread.post(lambda engine: engine.abort(name))
@@ -184,6 +191,14 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
             return "ALREADY_FINISHED"
         handle.fail(ServeError("aborted", "The request was aborted by an administrator."))
         return "ABORTED"
+
+    async def place_of(self, handle: RequestHandle) -> Place | None:
+        """Where a request stands in the queue; None: it does not wait, or a step takes long."""
+        try:
+            async with asyncio.timeout(PLACE_SECONDS):
+                return await self._waits.place_of(handle.request.request_id, self.stats.num_running)
+        except TimeoutError:
+            return None
 
     # ------------------------------------------------------------------ from the engine
 

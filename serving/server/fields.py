@@ -39,6 +39,9 @@ class StructuredOutputs(msgspec.Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    # of JSON, also of that which `response_format` asks for
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class TextPart(msgspec.Struct):
@@ -117,6 +120,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    timeline: bool | None = None
     # OpenAI's clients send these; checked, and without effect here.
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
@@ -215,8 +219,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": (),
     "structural_tag": (),
     "structured_outputs.structural_tag": (),
-    "structured_outputs.whitespace_pattern": (),
-    "structured_outputs.disable_any_whitespace": (False,),
     "structured_outputs.disable_fallback": (False,),
     "structured_outputs.disable_additional_properties": (False,),
     "chat_template": (),

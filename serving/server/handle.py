@@ -49,6 +49,8 @@ class RequestHandle:
         self.error: ServeError | None = None
         self.is_ended = False
         self.last_token_at: dict[int, float] = {}  # by continuation, for metrics
+        # (mode, tokens) of the first continuation, in their order; None: nobody asks
+        self.modes: list[tuple[str, int]] | None = None
         self._assembler = assembler
         self._interval = stream_interval  # tokens that are news; None: nobody reads on the way
         self._deltas: dict[int, Delta] = {}
@@ -76,6 +78,10 @@ class RequestHandle:
         of_prompt = num_prompt * (1 + (sampling.prompt_logprobs or 0))
         return num_output * (1 + (sampling.logprobs or 0)) + of_prompt
 
+    def keep_modes(self) -> None:
+        """Note from now on which modes make the tokens of the first continuation."""
+        self.modes = []
+
     # ------------------------------------------------------------------ from the engine
 
     def apply(self, event: Event) -> int:
@@ -91,11 +97,19 @@ class RequestHandle:
             is_first = num_before == 0
             if is_first or output.finish_reason or self._num_buffered_tokens >= self._interval:
                 self._news.set()
+        if self.modes is not None and event.index == 0 and new_ids:
+            self._note_mode(event.mode, len(new_ids))
         if event.finish_reason == "error":
             self.fail(_engine_error(event))
         elif event.is_last:
             self._end(None)
         return len(new_ids)
+
+    def _note_mode(self, mode: str, num_tokens: int) -> None:
+        assert self.modes is not None
+        if self.modes and self.modes[-1][0] == mode:
+            num_tokens += self.modes.pop()[1]
+        self.modes.append((mode, num_tokens))
 
     def _buffer(self, event: Event, text: str, new_ids: list[int]) -> None:
         delta = self._deltas.setdefault(event.index, Delta(event.index))
@@ -162,6 +176,10 @@ class RequestHandle:
                 break
         if self.error is not None:
             raise self.error
+
+    async def has_news(self) -> None:
+        """Wait until iterating would not wait; nothing is taken."""
+        await self._news.wait()
 
     async def result(self) -> RequestOutput:
         """Wait for the end and return all of it. Raises the `ServeError` of a failed request."""

@@ -16,6 +16,7 @@ from serving.server.pieces import (
     Reasoning,
     Text,
 )
+from serving.server.request_timeline import timeline_of
 from serving.server.service import Generation
 from shiftjax.control.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
@@ -57,7 +58,12 @@ class Writer:
                 yield self._choice(number, handle, index)
 
     def _whole(self, choices: Sequence[Json | msgspec.Raw]) -> Json:
-        return self._envelope(choices, "") | {"usage": usage(self._generation.handles)}
+        ends = {"usage": usage(self._generation.handles)} | self._timeline()
+        return self._envelope(choices, "") | ends
+
+    def _timeline(self) -> Json:
+        wants = self._fields.timeline
+        return {"timeline": timeline_of(self._generation.handles[0])} if wants else {}
 
     def _envelope(self, choices: Sequence[Json | msgspec.Raw], suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
@@ -102,11 +108,11 @@ class Writer:
         return objects
 
     def last_chunk(self) -> Json | None:
-        """The object with the usage, if the request wants one."""
-        options = self._fields.stream_options
-        if options is None or not options.include_usage:
-            return None
-        return self._envelope([], ".chunk") | {"usage": usage(self._generation.handles)}
+        """The object with the usage and the timeline, if the request wants one of them."""
+        options, ends = self._fields.stream_options, self._timeline()
+        if options is not None and options.include_usage:
+            ends = {"usage": usage(self._generation.handles)} | ends
+        return self._envelope([], ".chunk") | ends if ends else None
 
     def _chat_deltas(self, number: int, handle: RequestHandle, delta: Delta) -> list[Json]:
         """Log-probabilities and the end come with the last of the choices."""

@@ -250,6 +250,8 @@ class Service:
         streams = bool(fields.stream)
         visible, parser = self.dialogue.visible(wish), self.dialogue.parser(wish, prompts[0][1])
         handles = engine.submit(requests, texts, streams=streams, timeout=rest, visible=visible)
+        if fields.timeline:
+            handles[0].keep_modes()
         return Generation(name, wish, model.name, handles, parser)
 
     async def _constrain(self, wish: Wish, num_prompts: int) -> Sequence[Any]:

@@ -18,6 +18,7 @@ from shiftjax.control.request import (
     FinishReason,
     Request,
     RequestMetrics,
+    Status,
     StepPlan,
     derive_seed,
 )
@@ -313,6 +314,16 @@ class Engine:
             if request_id in lane.scheduler.requests:
                 return lane
         return None
+
+    def waiting(self) -> list[tuple[str, int]]:
+        """Requests that no step has had yet, in their order, with their numbers of sequences."""
+        entries = [(entry[:3], entry[3]) for entry in self._queue]
+        for lane in self.lanes:
+            for first, *_ in lane.scheduler.requests.values():
+                if first.first_scheduled_seconds is None and first.status is Status.WAITING:
+                    entries.append((first.order[:3], first.request))
+        entries.sort(key=itemgetter(0))
+        return [(request.request_id, request.sampling.n) for _, request in entries]
 
     def _first_queued(self, most: int) -> list[Request]:
         """The requests that come first in the queue."""

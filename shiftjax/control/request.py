@@ -316,6 +316,7 @@ class Event:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
     metrics: RequestMetrics | None = None  # with finish_reason
     is_last: bool = False
+    mode: str = ""  # of the step that sampled `token_ids`; empty where none did
 
 
 def derive_seed(seed: int, index: int) -> int:

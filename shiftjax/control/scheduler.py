@@ -330,6 +330,7 @@ class Scheduler:
                 sampling_row = last - 1 if item.draft is None else first_row
                 sampled = tokens[sampling_row:last]
                 event, reason = append_tokens(sequence, sampled, output, sampling_row, now)
+                event.mode = label
                 if self.speculation is not None:
                     self.speculation.extend(sequence, event.token_ids, guess)
             if sequence.block_table:  # else it has been preempted since
