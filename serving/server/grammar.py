@@ -219,7 +219,10 @@ def _grammar(source: GrammarSource) -> str:
                 raise _refusal(source, "is not JSON") from None
             if not isinstance(schema, dict | bool):
                 raise _refusal(source, "must be a JSON schema: an object, true or false")
-            return llguidance.LLMatcher.grammar_from_json_schema(source.text)
+            given = {} if source.whitespace is None else {"whitespace_pattern": source.whitespace}
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                source.text, overrides=given or None
+            )
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(source.text)
         case "choice":

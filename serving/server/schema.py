@@ -36,6 +36,10 @@ MAX_TEXT_CHARACTERS = 256  # of ids, salts and users
 MAX_METADATA, MAX_METADATA_CHARACTERS = 16, 512
 MAX_MESSAGES = 4096
 MAX_CHOICES = 1024
+MAX_WHITESPACE_CHARACTERS = 64
+_WHITESPACE = re.compile(
+    r"([ \t\n\r]|\\[tnr]|\[([ \t\n\r]|\\[tnr])+\]|\{\d{1,2}(,\d{0,2})?\}|[?*+|()])*"
+)
 # What JSON may hold, whatever it means: decoding this much takes some ten milliseconds.
 MAX_VALUES = 1 << 20  # separated by commas, as token ids are
 MAX_NODES = 1 << 16  # lists, objects and names in objects
@@ -49,6 +53,7 @@ class GrammarSource:
     kind: str
     text: str
     field: str = field(default="response_format", compare=False)  # where it stood
+    whitespace: str | None = None  # a regex for that between tokens of JSON; None: any
 
 
 @dataclass(frozen=True)
@@ -313,7 +318,27 @@ def _grammar_source(fields: GenerationFields) -> GrammarSource | None:
     sources = [*_from_format(fields.response_format), *_from_outputs(fields.structured_outputs)]
     if len(sources) > 1:
         raise invalid("structured_outputs", "and response_format hold more than one constraint")
-    return sources[0] if sources else None
+    whitespace = _whitespace(fields.structured_outputs, sources)
+    return replace(sources[0], whitespace=whitespace) if sources else None
+
+
+def _whitespace(wanted: StructuredOutputs | None, sources: list[GrammarSource]) -> str | None:
+    """The whitespace that JSON may have; with any other than its own it would not be JSON."""
+    if wanted is None or not (wanted.whitespace_pattern or wanted.disable_any_whitespace):
+        return None
+    name = "disable_any_whitespace" if wanted.disable_any_whitespace else "whitespace_pattern"
+    if [source.kind for source in sources] != ["json"]:
+        raise invalid(f"structured_outputs.{name}", "needs output that is JSON")
+    if wanted.disable_any_whitespace and wanted.whitespace_pattern:
+        raise invalid(f"structured_outputs.{name}", "leaves no room for a whitespace_pattern")
+    pattern = wanted.whitespace_pattern or ""
+    if len(pattern) > MAX_WHITESPACE_CHARACTERS or not _WHITESPACE.fullmatch(pattern):
+        words = (
+            f"must be a regex of spaces, \\t, \\n and \\r, sets and repetitions of them, "
+            f"with at most {MAX_WHITESPACE_CHARACTERS} characters"
+        )
+        raise invalid("structured_outputs.whitespace_pattern", words)
+    return pattern
 
 
 def _from_format(wanted: ResponseFormat | None) -> list[GrammarSource]:
@@ -352,7 +377,7 @@ def _from_outputs(wanted: StructuredOutputs | None) -> list[GrammarSource]:
         if not wanted.json_object:
             raise invalid("structured_outputs.json_object", "must be true or left out")
         sources.append(_output("json", '{"type":"object"}'))
-    if not sources:
+    if not sources and not (wanted.whitespace_pattern or wanted.disable_any_whitespace):
         raise invalid("structured_outputs", "must hold a constraint")
     if any(not source.text for source in sources):
         raise invalid("structured_outputs", "must not be empty")

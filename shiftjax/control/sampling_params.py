@@ -12,7 +12,7 @@ MAX_ALLOWED_TOKENS = 1024
 MAX_STOP_TOKENS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
-MIN_TEMPERATURE = 1e-8  # below it logits / temperature leaves float32
+MIN_TEMPERATURE = 1e-8  # below it logits / temperature leaves float32: that is greedy
 
 
 class SamplingError(ValueError):
@@ -31,8 +31,9 @@ class SamplingParams:
     `SamplingError` that lists every problem. What depends on the model (vocabulary, context) is
     checked by `validate_request`.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 is off. `max_tokens` None means as many as the
-    context and the KV pool hold; 0 computes the prompt only and needs `prompt_logprobs`.
+    `temperature` under `MIN_TEMPERATURE` is greedy, and 0.0 here. `top_k` 0 or -1 is off.
+    `max_tokens` None means as many as the context and the KV pool hold; 0 computes the prompt only
+    and needs `prompt_logprobs`.
     `min_tokens` output tokens come before any end-of-sequence or stop id. `logprobs` k returns
     the chosen token's and the k largest log-probabilities, 0 the chosen one's alone.
     """
@@ -123,9 +124,7 @@ def _boolean(value: Any) -> bool:
 
 def _temperature(value: Any) -> float:
     value = _number(0.0, 100.0)(value)
-    if 0.0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, not {value!r}")
-    return value
+    return 0.0 if value < MIN_TEMPERATURE else value
 
 
 def _top_p(value: Any) -> float:

@@ -18,7 +18,7 @@ LIMITS = RequestLimits(
     ("field", "values"),
     [
         ("n", [0, -1, True, 1.0, "1", None, 129, 10**400]),
-        ("temperature", [-0.1, math.nan, math.inf, "1", True, None, 1e-30, 1e9, 10**400, 1j]),
+        ("temperature", [-0.1, math.nan, math.inf, "1", True, None, -1e-30, 1e9, 10**400, 1j]),
         ("top_k", [-2, 1.5, 2**63, True]),
         ("top_p", [0, -1, 1.0001, math.nan, 1e-300]),
         ("min_p", [-0.1, 1.1, math.nan]),
@@ -101,6 +101,9 @@ def test_edges_that_are_allowed_and_normalised():
         stop="end", stop_token_ids=[1], logit_bias={1: -100}, allowed_token_ids=[0] * 1024,
     )  # fmt: skip
     assert params.is_greedy and type(params.temperature) is float
+    for tiny in (1e-300, 1e-30, 9.9e-9):
+        assert SamplingParams(temperature=tiny).temperature == 0.0
+    assert not SamplingParams(temperature=1e-8).is_greedy
     assert (params.stop, params.stop_token_ids) == (("end",), (1,))
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).prompt_logprobs == 0
 

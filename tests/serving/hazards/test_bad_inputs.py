@@ -21,7 +21,7 @@ INTEGERS = {
     "min_width": [0, -1, 2, 1025, BIG],  # there is no fleet
 }
 NUMBERS = {
-    "temperature": [-0.1, 101, 1e-9],
+    "temperature": [-0.1, 101, -1e-9],
     "top_p": [0, -1, 1.0001],
     "min_p": [-0.1, 1.1],
     "presence_penalty": [-2.1, 2.1],

@@ -1,5 +1,6 @@
 """Structured output: what grammars give, refuse, and how long they may take."""
 
+import re
 import threading
 
 import pytest
@@ -98,3 +99,61 @@ def test_grammars_that_take_too_long_do_not_blame_those_that_wait():
         assert sorted(codes) == ["grammar_invalid"] * 2 + ["queue_full"] * 3
         gate.set()
         server.assert_quiescent()
+
+
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"const": 1}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"disable_any_whitespace": True}, ""),
+        ({"whitespace_pattern": "[ ]?"}, " ?"),
+        ({"whitespace_pattern": r"(\n|\t){0,2}"}, "[\n\t]{0,2}"),
+        ({"disable_any_whitespace": False, "whitespace_pattern": None}, r"[ \t\r\n]*"),
+    ],
+)
+@pytest.mark.parametrize("has_format", [False, True])
+def test_whitespace_of_json(client, options, pattern, has_format):
+    """A random model puts in all that it may: what is left out was not allowed."""
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"schema": PAIR}}}
+    body = schema | {"structured_outputs": options} if has_format else {}
+    body = body or {"structured_outputs": {"json": PAIR} | options}
+    if not any(options.values()):
+        body = {"structured_outputs": {"json": PAIR}}
+    body |= {"prompt": "x", "n": 24, "seed": 4, "max_tokens": 200}
+    texts = [each["text"] for each in client.post(COMPLETION, json=body).json()["choices"]]
+    parts = ("{", r'"a"', ":", r"-?\d+", ",", r'"b"', ":", "1", "}")
+    shape = re.compile(f"({pattern})".join(map(lambda part: f"(?:{part})", ["\\{", *parts[1:]])))
+    ended = [text for text in texts if text.endswith("}")]
+    assert ended and all(map(shape.fullmatch, ended))
+    assert any(set(" \t\n\r") & set(text) for text in ended) is (pattern != "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
+        ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace"),
+        ({"whitespace_pattern": " "}, "whitespace_pattern"),
+        ({"json": PAIR, "whitespace_pattern": "[a-z]*"}, "whitespace_pattern"),
+        ({"json": PAIR, "whitespace_pattern": "."}, "whitespace_pattern"),
+        ({"json": PAIR, "whitespace_pattern": " " * 65}, "whitespace_pattern"),
+        ({"json": PAIR, "whitespace_pattern": 5}, "whitespace_pattern"),
+        ({"json": PAIR, "whitespace_pattern": "("}, None),
+        (
+            {"json": PAIR, "whitespace_pattern": " ", "disable_any_whitespace": True},
+            "disable_any_whitespace",
+        ),
+    ],
+)
+def test_whitespace_that_is_none(client, wanted, field):
+    response = client.post(COMPLETION, json={"prompt": "x", "structured_outputs": wanted})
+    is_error(response, 400, "structured_outputs")
+    expected = "structured_outputs" if field is None else f"structured_outputs.{field}"
+    assert response.json()["error"]["param"] == expected
