@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import llguidance
 import msgspec
@@ -18,10 +19,20 @@ from shiftjax.text.tokenizer import Tokenizer
 
 MAX_SOURCE_BYTES = 64 << 10
 MAX_CACHED = 64
+MAX_DEPTH = 120  # of the lists and objects of a schema; llguidance reads a few more
+NUM_PROBES = 16  # tokens, or runs of forced ones, that are tried
 MAX_REASON = 200  # characters of llguidance's words in an error
+MOST_FORCED = 64
 NUM_THREADS = 2
 UNMATCHABLE = "nothing can match it"
-EMPTY_LANGUAGE = "NoExtensionBias"  # what llguidance calls it
+TOO_LARGE = "it is too large or ambiguous: it exceeds the limits of this server"
+_REASONS = (  # parts of llguidance's words, and ours
+    ("NoExtensionBias", UNMATCHABLE),
+    ("Current row has", TOO_LARGE),
+    ("Too many items", TOO_LARGE),
+    ("too many states", TOO_LARGE),
+    ("fuel", TOO_LARGE),
+)
 REGEX_META = frozenset("\\.+*?()|[]{}^$#&-~")
 
 
@@ -59,6 +70,11 @@ class GrammarState:
     def is_stopped(self) -> bool:
         """Whether the grammar is complete."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        """What went wrong, in llguidance's words; empty: nothing."""
+        return self._matcher.get_error() or ""
 
     def accept(self, token_id: int) -> bool:
         """Move on by a token; False if nothing can follow."""
@@ -131,7 +147,10 @@ class Grammars:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
 
     async def start(self, source: GrammarSource, num: int) -> list[GrammarState]:
-        """`num` states at the beginning of a grammar. Raises `ServeError` for one of no use."""
+        """`num` states at the beginning of a grammar. Raises `ServeError` for one of no use.
+
+        That it takes long is no fault of its own: the machine is busy, or others wait before it.
+        """
         if len(source.text.encode()) > MAX_SOURCE_BYTES:
             raise _refusal(source, f"is larger than {MAX_SOURCE_BYTES} bytes")
         work = self._threads.submit(self.prepare, source, num)
@@ -139,9 +158,8 @@ class Grammars:
             async with asyncio.timeout(self._timeout):
                 return await asyncio.wrap_future(work)
         except TimeoutError:
-            if work.cancel():  # it had not begun
-                raise ServeError("queue_full", "Too many grammars wait to be compiled.") from None
-            raise _refusal(source, f"took more than {self._timeout:g} s to compile") from None
+            work.cancel()  # if it has not begun
+            raise _too_busy() from None
 
     def close(self) -> None:
         """Let the threads and their processes end."""
@@ -171,10 +189,9 @@ class Grammars:
             raise _refusal(source, "takes too long to compile")
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         state = GrammarState(matcher, self._num_words)
-        if state.is_dead or not _survives_a_token(state):
-            reason = " ".join((matcher.get_error() or UNMATCHABLE).split())
-            reason = UNMATCHABLE if reason.startswith(EMPTY_LANGUAGE) else reason
-            raise _refusal(source, f"cannot be used: {reason[:MAX_REASON]}")
+        problem = _problem_of(state)
+        if problem is not None:
+            raise _refusal(source, f"cannot be used: {problem[:MAX_REASON]}")
         return state
 
     def _is_quick(self, grammar: str) -> bool:
@@ -182,9 +199,9 @@ class Grammars:
         with self._lock:
             trial = self._trials.pop() if self._trials else Trial()
         try:
-            return trial.survives(grammar)
+            return trial.survives(grammar, self._timeout)
         except OSError:
-            raise ServeError("queue_full", "There is no room to compile a grammar now.") from None
+            raise _too_busy() from None
         finally:
             with self._lock:
                 self._trials.append(trial)
@@ -201,12 +218,35 @@ class Grammars:
             return self._llguidance
 
 
-def _survives_a_token(state: GrammarState) -> bool:
-    """Whether some first token can be taken: a few limits are met only then."""
-    word = int(np.flatnonzero(state.mask)[0])
-    token_id = 32 * word + (int(state.mask[word]) & -int(state.mask[word])).bit_length() - 1
-    copy = state.copy()
-    return copy.accept(token_id) or copy.is_stopped
+def _problem_of(state: GrammarState) -> str | None:
+    """Why a grammar is of no use, in a few words; None: it is.
+
+    A few tokens are tried, the forced ones or the first that may come: some limits of the parser
+    are met only then.
+    """
+    probe = state.copy()
+    for _ in range(NUM_PROBES):
+        if probe.is_dead or probe.is_stopped:
+            break
+        for token_id in probe.forced_tokens(MOST_FORCED) or [_first_allowed(probe.mask)]:
+            probe.accept(token_id)
+    if probe.is_stopped or not probe.is_dead:
+        return None
+    return _in_our_words(probe.error or UNMATCHABLE)
+
+
+def _first_allowed(mask: np.ndarray) -> int:
+    word = int(np.flatnonzero(mask)[0])
+    return 32 * word + (int(mask[word]) & -int(mask[word])).bit_length() - 1
+
+
+def _in_our_words(reason: str) -> str:
+    """llguidance's reason; what it says of its own limits is of no use to who sent a grammar."""
+    line = " ".join(reason.split())
+    for sign, words in _REASONS:
+        if sign in line:
+            return words
+    return line
 
 
 def _grammar(source: GrammarSource) -> str:
@@ -219,9 +259,11 @@ def _grammar(source: GrammarSource) -> str:
                 raise _refusal(source, "is not JSON") from None
             if not isinstance(schema, dict | bool):
                 raise _refusal(source, "must be a JSON schema: an object, true or false")
-            given = {} if source.whitespace is None else {"whitespace_pattern": source.whitespace}
+            if is_deeper(schema, MAX_DEPTH):
+                raise _refusal(source, f"is nested more than {MAX_DEPTH} levels deep")
+            space = source.whitespace
             return llguidance.LLMatcher.grammar_from_json_schema(
-                source.text, overrides=given or None
+                source.text, overrides=None if space is None else {"whitespace_pattern": space}
             )
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(source.text)
@@ -240,6 +282,20 @@ def _escaped(text: str) -> str:
 def _refusal(source: GrammarSource, words: str) -> ServeError:
     message = f"The {_NAMES[source.kind]} of the output {words}."
     return ServeError("invalid", message, param=source.field, code="grammar_invalid")
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested more than `most` levels deep."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = (each for each in level if isinstance(each, dict | list))
+        inner = (each.values() if isinstance(each, dict) else each for each in nested)
+        level = [each for values in inner for each in values]
+    return bool(level)
+
+
+def _too_busy() -> ServeError:
+    return ServeError("busy", "There was no time to compile the grammar; try again.")
 
 
 _NAMES = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}

@@ -15,7 +15,6 @@ from typing import IO, BinaryIO
 import llguidance
 
 TRIAL_SECONDS = 0.5  # of CPU time; large schemas of honest clients take a tenth of it
-WALL_SECONDS = 5.0  # for a process that waits for a CPU
 MAX_TRIAL_BYTES = 2 << 30  # of address space, most of it Python's
 _LENGTH_BYTES = 4
 _DONE = b"+"
@@ -44,20 +43,30 @@ class Trial:
             self._process = _start()
         return self._process
 
-    def survives(self, grammar: str) -> bool:
-        """Whether compiling ends in time, well or not. Raises OSError as `start` does."""
+    def survives(self, grammar: str, seconds: float) -> bool:
+        """Whether compiling ends with little CPU time, well or not.
+
+        Raises TimeoutError where the process got so little CPU that nothing is known after so many
+        seconds, and OSError as `start` does.
+        """
         process, data, answer = self.start(), grammar.encode(), b""
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
             process.stdin.flush()
-            if _can_be_read(process.stdout):
-                answer = process.stdout.read(1)
+            if not _can_be_read(process.stdout, seconds):
+                self._restart()
+                raise TimeoutError("The trial of a grammar got no CPU.")
+            answer = process.stdout.read(1)
         if answer != _DONE:
-            self.close()
-            self.start()  # so that the next one need not wait for it
+            self._restart()
         return answer == _DONE
+
+    def _restart(self) -> None:
+        """Begin anew, so that the next one need not wait for it."""
+        self.close()
+        self.start()
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -68,11 +77,11 @@ class Trial:
                 process.communicate()
 
 
-def _can_be_read(pipe: IO[bytes]) -> bool:
+def _can_be_read(pipe: IO[bytes], seconds: float) -> bool:
     """Whether there is an answer, or the end, before long."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    return bool(poll.poll(1000 * WALL_SECONDS))
+    return bool(poll.poll(1000 * seconds))
 
 
 def _start() -> subprocess.Popen[bytes]:

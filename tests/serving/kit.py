@@ -195,6 +195,7 @@ def running_server(
     """A server over an engine; at the end it must stop cleanly and hold nothing."""
     engine = engine or make_engine()
     tokenizer = tokenizer or byte_tokenizer()
+    options.setdefault("grammar_timeout", 60.0)  # a busy machine shall not change answers
 
     def open_engine(service: Service) -> AsyncEngine:
         async_engine = AsyncEngine(engine, tokenizer, service.observers, service.options)

@@ -1,6 +1,7 @@
 """Structured output: what grammars give, refuse, and how long they may take."""
 
 import re
+import signal
 import threading
 
 import pytest
@@ -69,22 +70,79 @@ def test_grammars_that_never_end(client):
         assert client.post(COMPLETION, json=body).status_code == 200
 
 
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
+INNER = {"type": "object", "properties": {"abc": WIDE}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({"json": nested(100)}, "The schema of the output is nested more than 120 levels deep."),
+        ({"json": WIDE}, "it is too large or ambiguous"),
+        ({"json": INNER}, "it is too large or ambiguous"),
+        ({"regex": "[^\\u0000-\\U0010ffff]"}, "nothing can match it"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_cannot_be_served_is_refused_at_the_door_in_our_words(client, constraint, words):
+    """Some limits are met only when tokens have been taken; a library's words tell nobody why."""
+    response = client.post(COMPLETION, json={"prompt": "x", "structured_outputs": constraint})
+    is_error(response, 400, "structured_outputs")
+    message = response.json()["error"]["message"]
+    assert words in message and "items" not in message and "recursion" not in message
+
+
+def test_a_schema_of_59_objects_is_not_too_deep(client):
+    """Each is two levels: itself and its properties; the innermost is one more."""
+    body = {"prompt": "x", "structured_outputs": {"json": nested(59)}}
+    assert client.post(COMPLETION, json=body).status_code == 200
+
+
+def test_a_trial_that_gets_no_cpu_says_nothing_of_the_grammar():
+    trial = Trial()
+    try:
+        trial.start().send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            trial.survives("not even a grammar", 0.2)
+        assert trial.survives("not even a grammar", 60.0)
+    finally:
+        trial.close()
+
+
+def test_a_grammar_whose_trial_gets_no_cpu_is_not_blamed():
+    """The processes that try grammars stand still."""
+    with running_server(grammar_timeout=0.3) as server, server.client() as client:
+        body = {"prompt": "x", "structured_outputs": {"regex": "[0-9]{3}"}}
+        for trial in server.service.grammars._trials:
+            trial.start().send_signal(signal.SIGSTOP)
+        response = client.post(COMPLETION, json=body)
+        is_error(response, 503)
+        assert response.headers["retry-after"] == "1"
+
+
 def test_a_trial_is_made_again_after_its_process_has_died():
     trial = Trial()
     try:
-        assert trial.survives("not even a grammar")
+        assert trial.survives("not even a grammar", 60.0)
         process = trial._process
         assert process is not None
         process.kill()
         process.wait()
-        assert trial.survives("not even a grammar")
+        assert trial.survives("not even a grammar", 60.0)
         assert trial._process is not process
     finally:
         trial.close()
     assert trial._process is None
 
 
-def test_grammars_that_take_too_long_do_not_blame_those_that_wait():
+def test_time_that_runs_out_is_no_fault_of_a_grammar():
     with running_server(grammar_timeout=0.3) as server:
         gate, prepare = threading.Event(), server.service.grammars.prepare
 
@@ -95,9 +153,14 @@ def test_grammars_that_take_too_long_do_not_blame_those_that_wait():
         server.service.grammars.prepare = held
         body = {"prompt": "x", "structured_outputs": {"choice": ["a"]}}
         answers = all_at_once(server, body, 5)
-        codes = [answer.json()["error"]["code"] for answer in answers]
-        assert sorted(codes) == ["grammar_invalid"] * 2 + ["queue_full"] * 3
+        for answer in answers:
+            is_error(answer, 503)
+            assert answer.json()["error"]["code"] == "server_busy"
+            assert answer.headers["retry-after"] == "1"
         gate.set()
+        with server.client() as client:
+            server.service.grammars.prepare = prepare
+            assert client.post(COMPLETION, json=body).status_code == 200
         server.assert_quiescent()
 
 
