@@ -10,7 +10,11 @@ import socket
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from serving.server.errors import ServeError
 
@@ -83,6 +87,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self.scope["abort"] = self.transport.abort  # pyright: ignore[reportGeneralTypeIssues]
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.send = unframed(self.cycle)  # before the task of the request begins
 
     def on_response_complete(self) -> None:
         """Begin the time for the rest of a head that has come meanwhile."""
@@ -116,6 +122,27 @@ class BoundedProtocol(HttpToolsProtocol):
         )
         self.transport.write(STATUS_LINE[error.kind.status] + head + body)
         self.transport.close()
+
+
+def unframed(cycle: RequestResponseCycle) -> Any:
+    """The `send` of an answer to a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1).
+
+    A body of unknown length ends with the connection, which uvicorn closes after any answer to
+    such a client.
+    """
+    send, is_open_ended = cycle.send, False
+
+    async def send_unframed(message: Any) -> None:
+        nonlocal is_open_ended
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            is_open_ended = b"content-length" not in names
+            cycle.chunked_encoding = False if is_open_ended else None
+        elif is_open_ended:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unframed
 
 
 def _are_few_left(transport: asyncio.Transport) -> bool:

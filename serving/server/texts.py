@@ -29,6 +29,7 @@ class Texts:
         self._tokenizer, self._template, self._threads = tokenizer, template, threads
         pieces = tokenizer.token_bytes if tokenizer is not None else None
         longest = max(map(len, pieces.pieces), default=1) if pieces else LONGEST_TOKEN
+        self._max_model_len = max_model_len
         self._max_characters = max_model_len * longest  # of a prompt that fills the context
         self._num_texts = 0
 
@@ -79,9 +80,9 @@ class Texts:
 
     def _check_length(self, num_characters: int, field: str) -> None:
         """Refuse, before any tokenizing, what has more characters than a full context can have."""
-        most = self._max_characters
-        if num_characters > most:
-            message = f"{field} has {num_characters} characters; the context has room for {most}."
+        if num_characters > self._max_characters:
+            tokens = f"the context of {self._max_model_len} tokens"
+            message = f"{field} has {num_characters} characters: more than {tokens} can hold."
             code = "context_length_exceeded"
             raise ServeError("invalid", message, param=field, code=code)
 

@@ -145,7 +145,9 @@ def _join_parts(parts: list[Any], place: str) -> str:
     texts = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind == "text" and not isinstance(part.get("text"), str):
+            raise ChatRequestError(f"{place}[{index}].text is missing, or no text.")
+        if kind != "text":
             raise ChatRequestError(
                 f"{place}[{index}] is of type {kind!r}: only parts of type 'text' are supported."
             )

@@ -29,6 +29,13 @@ _ALIASES = {
 _RANDOM = "random:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+_HUB_ERRORS = {  # of huggingface_hub, the closest class first; and what to do
+    "GatedRepoError": "it wants a login that was given access (`hf auth login`)",
+    "RepositoryNotFoundError": "it has no such model, or a private one (`hf auth login`)",
+    "LocalEntryNotFoundError": "it cannot be reached, and nothing of it was downloaded before",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and nothing of it was downloaded before",
+    "HfHubHTTPError": "it answered with an error",
+}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -192,9 +199,11 @@ def _download(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # its HTTP library's errors have no common base
+        kinds = (kind.__name__ for kind in type(error).__mro__)
+        why = next((_HUB_ERRORS[kind] for kind in kinds if kind in _HUB_ERRORS), None)
         raise ModelNotFoundError(
             f"{name} is no path or alias, and the model hub did not give it: "
-            f"{type(error).__name__}; download it elsewhere and give its directory"
+            f"{why or type(error).__name__}; download it elsewhere and give its directory"
         ) from error
 
 

@@ -132,7 +132,8 @@ def test_text_parts_are_joined_and_other_fields_kept():
         ([{"role": "user", "content": 5}], "must be text or a list"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\] is of type 'str'"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url': only parts"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "type 'text'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text is missing"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "or no text"),
         ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
     ],
 )

@@ -115,9 +115,33 @@ def test_hub_that_cannot_be_reached(monkeypatch, tmp_path):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        ModelNotFoundError, match="some/model is no path or alias, and the model hub"
-    ):
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve_model("some/model")
+    assert str(caught.value) == (
+        "some/model is no path or alias, and the model hub did not give it: it cannot be reached, "
+        "and nothing of it was downloaded before; download it elsewhere and give its directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("GatedRepoError", "a login that was given access"),
+        ("RepositoryNotFoundError", "no such model"),
+        ("BadRequestError", "answered with an error"),
+        (None, "RuntimeError"),
+    ],
+)
+def test_what_the_hub_says_is_told_in_words(monkeypatch, kind, words):
+    hub = pytest.importorskip("huggingface_hub")
+    errors = pytest.importorskip("huggingface_hub.errors")
+    error = RuntimeError if kind is None else getattr(errors, kind)
+
+    def refuse(*_, **__):
+        raise error.__new__(error)
+
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    with pytest.raises(ModelNotFoundError, match=words):
         resolve_model("some/model")
 
 

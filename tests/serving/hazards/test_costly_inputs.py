@@ -34,7 +34,9 @@ def test_marks_within_texts_count_for_nothing(client):
     text = '[{"a": 1, "b\\\\": [2, 3]}, ' * 50_000 + '\\"'
     response = client.post(COMPLETION, json={"prompt": text})
     is_error(response, 400, "prompt")
-    assert response.json()["error"]["code"] == "context_length_exceeded"
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].endswith("characters: more than the context of 256 tokens can hold.")
 
 
 @pytest.mark.parametrize("place", ["messages", "chat_template_kwargs"])

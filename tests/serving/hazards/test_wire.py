@@ -75,6 +75,27 @@ def test_garbage_on_the_wire(server, client, data):
     assert client.get("/health/live").status_code == 200
 
 
+@pytest.mark.parametrize(("version", "is_chunked"), [(b"1.0", False), (b"1.1", True)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(server, client, version, is_chunked, stream):
+    body = {"prompt": "x", "max_tokens": 9, "seed": 2, "stream": stream}
+    expected = client.post(COMPLETION, json=body).json() if not stream else None
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/%b\r\nHost: localhost\r\nConnection: close\r\n" % version
+    with connect(server) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        head, _, answer = read_all(connection).partition(b"\r\n\r\n")
+    assert (b"transfer-encoding" in head.lower()) is (stream and is_chunked)
+    if expected is not None:
+        assert json.loads(answer)["choices"] == expected["choices"]
+    elif not is_chunked:
+        lines = answer.split(b"\n\n")
+        assert all(line.startswith(b"data: ") for line in lines[:-1])
+        assert lines[-2:] == [b"data: [DONE]", b""]
+    else:
+        assert answer.endswith(b"\r\n0\r\n\r\n")
+
+
 @pytest.mark.parametrize("data", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nX: a\r\n"])
 def test_a_head_has_little_time(server, monkeypatch, data):
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.2)
