@@ -17,6 +17,7 @@ from serving.server.schema import GrammarSource
 from shiftjax.text.tokenizer import Tokenizer
 
 MAX_SOURCE_BYTES = 64 << 10
+MAX_TOOL_BYTES = 256 << 10  # of all schemas of a request's tools
 MAX_CACHED = 64
 MAX_REASON = 200  # characters of llguidance's words in an error
 NUM_THREADS = 2
@@ -132,8 +133,9 @@ class Grammars:
 
     async def start(self, source: GrammarSource, num: int) -> list[GrammarState]:
         """`num` states at the beginning of a grammar. Raises `ServeError` for one of no use."""
-        if len(source.text.encode()) > MAX_SOURCE_BYTES:
-            raise _refusal(source, f"is larger than {MAX_SOURCE_BYTES} bytes")
+        most = MAX_TOOL_BYTES if source.kind == "tools" else MAX_SOURCE_BYTES
+        if len(source.text.encode()) > most:
+            raise _refusal(source, f"is larger than {most} bytes")
         work = self._threads.submit(self.prepare, source, num)
         try:
             async with asyncio.timeout(self._timeout):
@@ -235,8 +237,11 @@ def _escaped(text: str) -> str:
 
 
 def _refusal(source: GrammarSource, words: str) -> ServeError:
-    message = f"The {_NAMES[source.kind]} of the output {words}."
+    message = f"The {_NAMES[source.kind]} {words}."
     return ServeError("invalid", message, param=source.field, code="grammar_invalid")
 
 
-_NAMES = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_NAMES = {
+    **{kind: f"{kind} of the output" for kind in ("regex", "choice", "grammar")},
+    **{"json": "schema of the output", "tools": "schema of a tool"},
+}
