@@ -39,7 +39,7 @@ class Dialogue:
         marks = visible_marks(self._tools, self._reasoning)
         special = tokenizer.special_ids if tokenizer is not None else frozenset()
         ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks} if tokenizer else {}
-        self._special = {mark: i for mark, i in ids.items() if i in special}
+        self._special = {mark: i for mark, i in ids.items() if i is not None and i in special}
 
     def conversation(
         self, messages: Sequence[dict[str, Json]], functions: Sequence[Function]

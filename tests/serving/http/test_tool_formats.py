@@ -1,4 +1,4 @@
-"""Each format over HTTP: a special token as a mark, a template without tools, reasoning, channels."""
+"""Each format over HTTP; a mark that is a special token; no tools in a template; reasoning."""
 
 import json
 
