@@ -9,7 +9,7 @@ from serving.server.fields import ChatFields, Function
 from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
 from serving.server.reasoning_parsers import THINK
-from serving.server.schema import Wish
+from serving.server.schema import GrammarSource, Wish
 from serving.server.tool_formats import (
     make_parser,
     reasoning_format,
@@ -17,6 +17,7 @@ from serving.server.tool_formats import (
     tool_format,
     visible_marks,
 )
+from serving.server.tool_grammar import call_grammar, needs_grammar
 from serving.server.tools import written_tools
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.tokenizer import Tokenizer
@@ -36,8 +37,9 @@ class Dialogue:
         self._tools = tool_format(options.tool_parser, source)
         self._reasoning = reasoning_format(options.reasoning_parser, source)
         marks = visible_marks(self._tools, self._reasoning)
-        ids = [tokenizer.backend.token_to_id(mark) for mark in marks] if tokenizer else []
-        self._visible = frozenset(each for each in ids if each is not None)
+        special = tokenizer.special_ids if tokenizer is not None else frozenset()
+        ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks} if tokenizer else {}
+        self._special = {mark: i for mark, i in ids.items() if i is not None and i in special}
 
     def conversation(
         self, messages: Sequence[dict[str, Json]], functions: Sequence[Function]
@@ -55,14 +57,21 @@ class Dialogue:
 
     def visible(self, wish: Wish) -> frozenset[int]:
         """Special tokens that the text of an output shows: marks for the parser."""
-        return self._visible if self._takes_apart(wish) else frozenset()
+        return frozenset(self._special.values()) if self._takes_apart(wish) else frozenset()
 
     def parser(self, wish: Wish, prompt: Sequence[int]) -> Callable[[], Parser]:
         """Makes the parser of one continuation of a prompt's token ids."""
         if not self._takes_apart(wish):
             return PlainParser
-        is_inside = self._reasoning == "think" and self._thinks(prompt)
-        return partial(make_parser, self._tools, wish.tools, self._reasoning, is_inside=is_inside)
+        inside = self._is_inside(prompt)
+        return partial(make_parser, self._tools, wish.tools, self._reasoning, is_inside=inside)
+
+    def grammar(self, wish: Wish, prompt: Sequence[int]) -> GrammarSource | None:
+        """What tools demand of an output; None: nothing."""
+        if wish.tools is None or self._tools is None or not needs_grammar(wish.tools):
+            return None
+        inside, names = self._is_inside(prompt), self._special
+        return call_grammar(self._tools, wish.tools, self._reasoning, names, is_inside=inside)
 
     def _takes_apart(self, wish: Wish) -> bool:
         """A constraint is on all of the output, which is then one text."""
@@ -70,7 +79,9 @@ class Dialogue:
             return False
         return wish.tools is not None or self._reasoning != "none"
 
-    def _thinks(self, prompt: Sequence[int]) -> bool:
-        assert self._tokenizer is not None
+    def _is_inside(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ended where the reasoning of the output begins."""
+        if self._reasoning != "think" or self._tokenizer is None:
+            return False
         tail = self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
         return tail.rstrip().endswith(THINK)

@@ -18,6 +18,7 @@ from serving.server.schema import GrammarSource
 from shiftjax.text.tokenizer import Tokenizer
 
 MAX_SOURCE_BYTES = 64 << 10
+MAX_TOOL_BYTES = 256 << 10  # of all schemas of a request's tools
 MAX_CACHED = 64
 MAX_DEPTH = 120  # of the lists and objects of a schema; llguidance reads a few more
 NUM_PROBES = 16  # tokens, or runs of forced ones, that are tried
@@ -151,8 +152,9 @@ class Grammars:
 
         That it takes long is no fault of its own: the machine is busy, or others wait before it.
         """
-        if len(source.text.encode()) > MAX_SOURCE_BYTES:
-            raise _refusal(source, f"is larger than {MAX_SOURCE_BYTES} bytes")
+        most = MAX_TOOL_BYTES if source.kind == "tools" else MAX_SOURCE_BYTES
+        if len(source.text.encode()) > most:
+            raise _refusal(source, f"is larger than {most} bytes")
         work = self._threads.submit(self.prepare, source, num)
         try:
             async with asyncio.timeout(self._timeout):
@@ -280,7 +282,7 @@ def _escaped(text: str) -> str:
 
 
 def _refusal(source: GrammarSource, words: str) -> ServeError:
-    message = f"The {_NAMES[source.kind]} of the output {words}."
+    message = f"The {_NAMES[source.kind]} {words}."
     return ServeError("invalid", message, param=source.field, code="grammar_invalid")
 
 
@@ -298,4 +300,7 @@ def _too_busy() -> ServeError:
     return ServeError("busy", "There was no time to compile the grammar; try again.")
 
 
-_NAMES = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_NAMES = {
+    **{kind: f"{kind} of the output" for kind in ("regex", "choice", "grammar")},
+    **{"json": "schema of the output", "tools": "schema of a tool"},
+}

@@ -228,7 +228,7 @@ class Service:
         num_prompts = 1 if is_chat else len(prompts_of(fields))
         engine.check_room(num_prompts * wish.sampling.n)
         prompts = await self._encode(wish)
-        states = await self._constrain(wish, num_prompts)
+        states = await self._constrain(wish, prompts)
         prediction = await self._predict(wish)
         name = fields.request_id or request_id or uuid.uuid4().hex
         requests = [
@@ -254,12 +254,15 @@ class Service:
             handles[0].keep_modes()
         return Generation(name, wish, model.name, handles, parser)
 
-    async def _constrain(self, wish: Wish, num_prompts: int) -> Sequence[Any]:
-        if wish.grammar is None:
+    async def _constrain(
+        self, wish: Wish, prompts: Sequence[tuple[str | None, Sequence[int]]]
+    ) -> Sequence[Any]:
+        grammar = wish.grammar or self.dialogue.grammar(wish, prompts[0][1])
+        if grammar is None:
             return ()
         if self.grammars is None:
             raise invalid("response_format", "needs a tokenizer, which this model has not")
-        return await self.grammars.start(wish.grammar, num_prompts * wish.sampling.n)
+        return await self.grammars.start(grammar, len(prompts) * wish.sampling.n)
 
     async def _predict(self, wish: Wish) -> tuple[int, ...] | None:
         """The tokens of the expected output, which begins where a prompt ends."""

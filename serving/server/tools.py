@@ -79,6 +79,8 @@ def checked_functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
         if name in names:
             raise invalid(f"{place}.function.name", "is that of another tool, too")
         names.add(name)
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise invalid(f"{place}.function.parameters.type", "must be object")
         if _is_deeper(tool.function.parameters, MAX_DEPTH):
             words = f"must be nested at most {MAX_DEPTH} deep"
             raise invalid(f"{place}.function.parameters", words)

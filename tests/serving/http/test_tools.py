@@ -20,7 +20,7 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "get_time"}}
-BODY = {"messages": USER, "tools": [WEATHER, TIME]}
+BODY = {"messages": USER, "tools": [WEATHER, TIME], "seed": 1}
 CALL = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 )
@@ -167,6 +167,37 @@ def test_two_hundred_tools(server, client):
     tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)]
     (choice,) = ask(client, {"messages": USER, "tools": tools})
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "f199"
+
+
+@pytest.mark.parametrize("said", ["I'd rather not.", CALL, "<tool_call>\n{}"])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "get_time"}),
+        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
+    ],
+)
+def test_forced_calls(server, client, said, choice, names):
+    say(server, said)
+    for made in ask(client, BODY | {"tool_choice": choice, "n": 3}):
+        assert made["finish_reason"] == "tool_calls"
+        assert made["message"]["content"] is None
+        for call in made["message"]["tool_calls"]:
+            assert call["function"]["name"] in names
+            arguments = json.loads(call["function"]["arguments"])
+            assert set(arguments) in ({"city", "days"}, set())
+
+
+def test_a_strict_tool(server, client):
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    say(server, 'Look: <tool_call>\n{"name": "get_weather", "arguments": {"town": "Rome"')
+    body = BODY | {"tools": [strict], "max_tokens": 150, "parallel_tool_calls": False}
+    (choice,) = ask(client, body)
+    (call,) = choice["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"city", "days"}
+    say(server, "No call.")
+    (choice,) = ask(client, body)
+    assert choice["message"]["content"] == "No call."
 
 
 def test_completions_have_no_tools(server, client):

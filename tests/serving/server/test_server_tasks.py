@@ -18,6 +18,8 @@ OTHERS = {
     "max_logprobs": 3,
     "grammar_timeout": 5.0,
     "stream_interval": 4,
+    "tool_parser": "hermes",
+    "reasoning_parser": "think",
     "instances": 2,
     "matryoshka_dimensions": (16,),
 }

@@ -1,0 +1,141 @@
+"""Grammars of tool calls, in llguidance's dialect of Lark: a forced or strict call always parses.
+
+Arguments keep to the schemas of the tools. Without `strict`, keywords that llguidance does not know
+are left out of a schema; with it they are refused. No JAX.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from serving.server.fields import Function
+from serving.server.reasoning_parsers import THINK, THINK_END
+from serving.server.schema import GrammarSource
+from serving.server.tool_formats import ToolFormat
+from serving.server.tools import ToolWish
+
+MAX_CALLS = 16  # in one output that must be calls
+_OPEN_ENDED = {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "$ref"}
+_ANY = "TEXT: /(.|\\n)*/"
+_NO_BRACE = "ANSWER: /[ \\n]*([^{ \\n](.|\\n)*)?/"
+
+Json = Any
+
+
+def needs_grammar(wish: ToolWish) -> bool:
+    """Whether not every output is allowed."""
+    return wish.is_forced or wish.is_strict
+
+
+def call_grammar(
+    wanted: ToolFormat,
+    wish: ToolWish,
+    reasoning: str,
+    special: Mapping[str, int],
+    *,
+    is_inside: bool,
+) -> GrammarSource:
+    """The outputs that a wish allows. `special`: ids of the marks that are special tokens.
+
+    `is_inside`: the prompt ended where reasoning begins.
+    """
+    lark = _Lark(special)
+    if wanted.marks is None:
+        start = _harmony(lark, wanted, wish)
+    elif wish.is_forced:
+        start = _calls(lark, wanted, wish)
+    elif wanted.marks.is_bare:
+        start = f"ANSWER | {_calls(lark, wanted, wish)}"
+        lark.rules.append(_NO_BRACE)
+    else:
+        start = _triggered(lark, wanted, wish)
+    if reasoning == "think":
+        thought = f"{lark.until(THINK_END)} SPACE"
+        lark.rules.append("SPACE: /[ \\n]{0,4}/")
+        begun = thought if is_inside else f"(SPACE {lark.text(THINK)} {thought})?"
+        start = f"{begun} ({start})"
+    text = "\n".join(["%llguidance {}", f"start: {start}", _ANY, *lark.rules])
+    return GrammarSource("tools", text, "tools")
+
+
+class _Lark:
+    """Rules of a grammar as they are needed."""
+
+    def __init__(self, special: Mapping[str, int]):
+        self.rules: list[str] = []
+        self._special = special
+        marks = sorted(map(re.escape, special), key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(marks)})") if marks else None
+
+    def text(self, text: str) -> str:
+        """The text, and nothing else; marks in it are the special tokens that they are."""
+        parts = self._split.split(text) if self._split else [text]
+        written = (
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part)
+            for part in parts
+            if part
+        )
+        return " ".join(written)
+
+    def until(self, mark: str) -> str:
+        """Any text up to the first of these marks, and the mark."""
+        if mark in self._special:
+            return f"TEXT {self.text(mark)}"
+        name = f"until_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: TEXT {json.dumps(mark)}")
+        return name
+
+    def call(self, index: int, function: Function, before: str, wanted: ToolFormat) -> str:
+        """One call; `before` is what stands before its name."""
+        written = wanted.written
+        begin = self.text(f"{before}{function.name}{written.name_after}")
+        end = self.text(written.end)
+        self.rules.append(f"call_{index}: {begin} %json {_schema(function)} {end}")
+        return f"call_{index}"
+
+
+def _calls(lark: _Lark, wanted: ToolFormat, wish: ToolWish, begun: str = "") -> str:
+    """One call or several; `begun` is the mark that has been written."""
+    written = wanted.written
+    opening = written.opening.removeprefix(begun)
+    before = written.name_before if written.opening else written.name_before.removeprefix(begun)
+    names = (lark.call(i, each, before, wanted) for i, each in enumerate(wish.functions))
+    lark.rules.append(f"call: {' | '.join(names)}")
+    most = MAX_CALLS if wish.most is None else wish.most
+    if begun and not written.opening:
+        most = 1  # each has a mark of its own
+    more = f" ({lark.text(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
+    return f"{lark.text(opening)} call{more} {lark.text(written.closing)}"
+
+
+def _triggered(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
+    """Text in which a mark begins calls."""
+    assert wanted.marks is not None
+    (mark,) = wanted.marks.begin
+    again = "*" if wish.most is None else "?"
+    return f"({lark.until(mark)} {_calls(lark, wanted, wish, mark)}){again} TEXT"
+
+
+def _harmony(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
+    """Messages to nobody, and then a call, or an answer if there need be no call."""
+    channel, message = lark.text("<|channel|>"), lark.text("<|message|>")
+    said = f'{channel} ("analysis" | "commentary") {message} {lark.until("<|end|>")}'
+    one = ToolWish(wish.functions, wish.is_forced, most=1)
+    ends = [_calls(lark, wanted, one)]
+    ends += [] if wish.is_forced else [f'{channel} "final" {message} TEXT']
+    return f"({said} {lark.text('<|start|>assistant')})* ({' | '.join(ends)})"
+
+
+def _schema(function: Function) -> str:
+    """The schema of a function's arguments: an object, written as models write it."""
+    schema: dict[str, Json] = {"type": "object", "properties": {}} | (function.parameters or {})
+    if not schema.keys() & _OPEN_ENDED:
+        schema["additionalProperties"] = False
+    schema["x-guidance"] = {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+        "lenient": not function.strict,
+    }
+    return json.dumps(schema)

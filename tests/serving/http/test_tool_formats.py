@@ -1,0 +1,87 @@
+"""Each format over HTTP; a mark that is a special token; no tools in a template; reasoning."""
+
+import json
+
+import pytest
+from kit import CHAT, USER
+from scripted import MARK, TEMPLATES, say, scripted_server
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "it"}}
+BODY = {"messages": USER, "tools": [TOOL]}
+CALLS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": {"a": 1}}',
+    "mistral": MARK + '[{"name": "f", "arguments": {"a": 1}}]',
+    "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+    ' to=functions.f <|constrain|>json<|message|>{"a": 1}',
+    "smollm2": '<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>',
+}
+
+
+def message_of(client, body: dict) -> dict:
+    answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]
+
+
+def prompt_of(client, body: dict) -> str:
+    ids = client.post("/tokenize", json=body).json()["tokens"]
+    return client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+
+
+@pytest.mark.parametrize("kind", sorted(CALLS))
+def test_a_call_and_a_forced_one(kind):
+    with scripted_server(kind) as server, server.client() as client:
+        say(server, CALLS[kind])
+        message = message_of(client, BODY)
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        assert len(call["id"]) == (9 if kind == "mistral" else 29)
+        assert message.get("reasoning_content") == ("Hm." if kind == "openai" else None)
+        assert message["content"] is None
+        say(server, CALLS[kind].replace('"a": 1', ""))
+        for made in message_of(client, BODY | {"tool_choice": "required"})["tool_calls"]:
+            assert json.loads(made["function"]["arguments"]) == {}
+        server.assert_quiescent()
+
+
+def test_a_template_that_knows_no_tools():
+    """The model is told of them; earlier calls and their results are text."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "5"},
+    ]
+    with scripted_server("smollm2") as server, server.client() as client:
+        text = prompt_of(client, {"messages": messages, "tools": [TOOL]})
+        assert text.startswith("system: Be brief.\n\nYou are")
+        assert '"name":"f"' in text
+        assert 'assistant: <tool_call>[{"name":"f","arguments":{}}]</tool_call>' in text
+        assert text.endswith("user: <tool_response>\n5\n</tool_response> | assistant:")
+        assert prompt_of(client, {"messages": USER}) == "user: hi | assistant:"
+
+
+def test_a_model_that_thinks():
+    with scripted_server("think") as server, server.client() as client:
+        say(server, "a\n</think>\n\nb")
+        assert message_of(client, {"messages": USER}) == {
+            **{"role": "assistant", "content": "b", "refusal": None, "reasoning_content": "a"}
+        }
+        wanted = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x"]}}}
+        message = message_of(client, {"messages": USER, "response_format": wanted})
+        assert message["content"] == '"x"'
+
+
+def test_what_the_settings_say():
+    with scripted_server("hermes", tool_parser="none") as server, server.client() as client:
+        answer = client.post(CHAT, json=BODY)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "tools_unsupported"
+        say(server, CALLS["hermes"])
+        assert message_of(client, {"messages": USER})["content"] == CALLS["hermes"]
+    with scripted_server("think", reasoning_parser="none") as server, server.client() as client:
+        say(server, "a</think>b")
+        assert message_of(client, {"messages": USER})["content"] == "a</think>b"
+    assert set(CALLS) | {"think"} == set(TEMPLATES)
