@@ -56,7 +56,7 @@ from shiftjax.device.sampling_inputs import RowParams, build_rows, refresh_param
 from shiftjax.device.step import Packing
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.grid import Group, Mode
-from shiftjax.settings import make_virtual_devices
+from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.experiments import as_text
 from shiftjax.weights.random import RandomSource
 
@@ -171,7 +171,7 @@ def start_runner(num_devices: int, most: int) -> DeviceRunner:
     from shiftjax.build import build
 
     source = RandomSource(replace(PRESETS["smollm2-135m"], **narrow))
-    (runner,) = build(config, source, lambda *_: None).runners
+    (runner,) = build(config, source, lambda *_: None, compile_cache_dir(config)).runners
     return runner
 
 

@@ -4,9 +4,11 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.deployment import Deployment, resolve
@@ -35,7 +37,7 @@ from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Device, Group, Mode
-from shiftjax.settings import compile_cache_dir, environ_beside
+from shiftjax.settings import environ_beside, warn_of_crowding
 from shiftjax.weights.source import TensorSource, check_complete
 
 logger = logging.getLogger(__name__)
@@ -59,22 +61,26 @@ class Built:
         return {backend.name: backend.reason for backend in backends}
 
 
-def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Built:
-    """Resolve, place, compile, start.
+def build(
+    config: EngineConfig,
+    source: TensorSource,
+    progress: Progress,
+    cache_dir: Path | None = None,
+) -> Built:
+    """Resolve, place, compile, start; compiled programs are kept in `cache_dir`, if there is one.
 
     Raises:
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
-    devices = jax.devices()[: config.parallel.devices]
-    deployment = resolve(config, source.config, measure(devices))
+    devices, deployment = deploy(config, source.config)
     if devices[0].platform != "cpu" or not (deployment.widths or deployment.dp > 1):
-        use_compile_cache(config)
+        use_compile_cache(cache_dir)
     else:  # what a CPU reads from the cache cannot be loaded on other devices
         logger.info("several groups on a CPU: compiled at every start, without the cache")
     check_complete(source)
     begin = time.perf_counter()
-    how = KernelCheck(environ_beside(), compile_cache_dir(config))
+    how = KernelCheck(environ_beside(), cache_dir)
 
     def check(shape: Shape) -> str | None:
         progress("try attention", 0, 1)
@@ -85,6 +91,19 @@ def build(config: EngineConfig, source: TensorSource, progress: Progress) -> Bui
     groups = place(deployment, devices, source, progress, check)
     load_seconds = time.perf_counter() - begin
     return assemble(config, deployment, groups, progress, load_seconds)
+
+
+def deploy(config: EngineConfig, model: ModelConfig) -> tuple[list[Device], Deployment]:
+    """The devices, and what the settings come to on them; a start begins with this, and `check`.
+
+    Raises ConfigError for what model or machine cannot take, before anything is loaded.
+    """
+    devices = jax.devices()[: config.parallel.devices]
+    deployment = resolve(config, model, measure(devices))
+    choosers_of(config, deployment, devices[0])  # that the machine is known where it must be
+    if devices[0].platform == "cpu":
+        warn_of_crowding(deployment.tp * deployment.grid.units)
+    return devices, deployment
 
 
 def assemble(
@@ -108,6 +127,7 @@ def assemble(
     if deployment.widths and devices[0].platform != "cpu":
         make_communicators((step for _, step, _ in groups), deployment.widths)
     deployment, programs = compile_steps(deployment, steps, wanted, devices, progress)
+    progress("warm up", 0, 1)
     runners = start_runners(deployment, groups, programs, config.model.seed)
     blocks: Mapping[Group, BlockAllocator] = {}
     if deployment.widths:
@@ -119,6 +139,7 @@ def assemble(
     ]
     fleet = None
     if deployment.widths:
+        progress("compile moves", 0, 1)
         fleet = make_fleet(deployment, lanes, policies, known, make_mover(deployment, groups))
     engine = Engine(
         lanes,
@@ -210,9 +231,8 @@ def _lane(
     return Lane(Scheduler(budgets, speculation, blocks), runner, modes, group=group, policy=own)
 
 
-def use_compile_cache(config: EngineConfig) -> None:
-    """Point JAX at the persistent cache; every program counts, however quick to compile."""
-    directory = compile_cache_dir(config)
+def use_compile_cache(directory: Path | None) -> None:
+    """Point JAX at a persistent cache; every program counts, however quick to compile."""
     if directory is not None:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

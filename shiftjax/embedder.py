@@ -24,14 +24,11 @@ from shiftjax.device.mesh import rows_mesh
 from shiftjax.device.place import define, load
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.device.sizing import measure
-from shiftjax.llm import open_tokenizer
+from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.parallel.layout import Layout
 from shiftjax.settings import make_virtual_devices
 from shiftjax.text.embedding_inputs import Input, InputReader
-from shiftjax.weights.checksums import verify_checksums
-from shiftjax.weights.encoder_config import read_pooling
-from shiftjax.weights.resolve import open_source, resolve_model
-from shiftjax.weights.source import TensorSource, check_complete
+from shiftjax.weights.source import TensorSource
 
 CHUNK = 1024  # texts that are tokenized at a time; a step or more is in flight meanwhile
 
@@ -59,27 +56,33 @@ class Embedder:
         self._start(EngineConfig.from_options(model=model, **options), progress or _silent)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> "Embedder":
-        """Build from a finished config; `progress(stage, done, total)` is called while it loads."""
+    def from_config(
+        cls,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        files: ModelFiles | None = None,
+    ) -> "Embedder":
+        """Build from a finished config, and from its files where they are open.
+
+        `progress(stage, done, total)` is called while it loads.
+        """
         embedder = cls.__new__(cls)
-        embedder._start(config, progress or _silent)
+        embedder._start(config, progress or _silent, files)
         return embedder
 
-    def _start(self, config: EngineConfig, progress: Progress) -> None:
+    def _start(
+        self, config: EngineConfig, progress: Progress, files: ModelFiles | None = None
+    ) -> None:
         make_virtual_devices(config)
-        location = resolve_model(config.model.model)
-        if location.path is not None and location.kind != "random":
-            verify_checksums(location.path, progress)
-        source = open_source(location, seed=config.model.seed)
-        pooling = read_pooling(location.directory, source.config)
+        files = files or open_files(config, "embed")
+        files.verify(progress)
+        use_compile_cache(files.cache_dir)
+        source, pooling = files.source, files.pooling
+        assert pooling is not None
         self.config, self.model = config, source.config
         self.runner = _start_runner(config, source, pooling, progress)
-        self.reader = InputReader(
-            open_tokenizer(config, location),
-            pooling,
-            source.config.vocab_size,
-            self.runner.shape.widths[-1],
-        )
+        longest = self.runner.shape.widths[-1]
+        self.reader = InputReader(files.tokenizer, pooling, source.config.vocab_size, longest)
         self.dtype = embed_dtype(config)
         self.num_devices = self.runner.num_devices
         self._engine = EmbedEngine(self.runner)
@@ -174,10 +177,8 @@ def _start_runner(
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
-    use_compile_cache(config)
     model, memory = source.config, measure(jax.devices())
     check_embedding(config, model, memory)
-    check_complete(source)
     devices = jax.devices()[: num_devices_of(config, memory.num_devices)]
     mesh, layout = rows_mesh(devices), Layout(model, 1, 1)
     defined = define(model, layout, DTYPES[embed_dtype(config)])

@@ -4,7 +4,6 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 from shiftjax.build import build
@@ -13,12 +12,10 @@ from shiftjax.control.admission import validate_request
 from shiftjax.control.fleet_state import plain_counters, plain_state
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
 from shiftjax.device.programs import CompileCounter, Progress
+from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
-from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
-from shiftjax.weights.checksums import verify_checksums
-from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
 
 Prompt = str | Seq[int] | Mapping[str, Seq[int]]
 Messages = Seq[Mapping[str, Any]]
@@ -48,25 +45,33 @@ class LLM:
         self._start(EngineConfig.from_options(model=model, **options), progress)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> "LLM":
-        """Build from a finished config; `progress(stage, done, total)` is called while it loads."""
+    def from_config(
+        cls,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        files: ModelFiles | None = None,
+    ) -> "LLM":
+        """Build from a finished config, and from its files where they are open.
+
+        `progress(stage, done, total)` is called while it loads.
+        """
         llm = cls.__new__(cls)
-        llm._start(config, progress)
+        llm._start(config, progress, files)
         return llm
 
-    def _start(self, config: EngineConfig, progress: Progress | None) -> None:
+    def _start(
+        self, config: EngineConfig, progress: Progress | None, files: ModelFiles | None = None
+    ) -> None:
         make_virtual_devices(config)
         keep_communicators_apart(config)
-        location = resolve_model(config.model.model)
-        if location.path is not None and location.kind != "random":
-            verify_checksums(location.path, progress)
-        source = open_source(location, seed=config.model.seed, drafts=config.drafts)
+        files = files or open_files(config, "generate")
+        files.verify(progress)
         self.config = config
-        self.tokenizer = open_tokenizer(config, location)
+        self.tokenizer = files.tokenizer
         self._template: ChatTemplate | None = None
         self._num_requests = 0
         self._backlog: list[Event] = []
-        self._built = build(config, source, progress or _silent)
+        self._built = build(config, files.source, progress or _silent, files.cache_dir)
         self.engine = self._built.engine
         self.runners = self._built.runners
         self._compiles = CompileCounter()
@@ -247,16 +252,6 @@ def _unicode() -> Iterator[None]:
     except UnicodeEncodeError as error:
         words = f"The prompt is not valid Unicode at character {error.start}: is it UTF-8?"
         raise RequestError(words) from None
-
-
-def open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer | None:
-    """Load the tokenizer; None for a model that comes without: it takes and gives token ids."""
-    path = Path(config.model.tokenizer) if config.model.tokenizer else location.path
-    if path is None:
-        return None
-    if path.is_dir() and not config.model.tokenizer and not (path / "tokenizer.json").exists():
-        return None
-    return load_tokenizer(path)
 
 
 def _as_conversations(messages: Messages | Seq[Messages]) -> list[Messages]:

@@ -278,6 +278,29 @@ def make_virtual_devices(
         environ["XLA_FLAGS"] = " ".join([*others, f"{option}{needed}"])
 
 
+def crowding(num_devices: int, num_cores: int, load: float) -> str | None:
+    """What virtual devices on too few idle cores come to, for people; None: they have room.
+
+    `load` is the mean number of busy threads on the machine.
+    """
+    idle = max(0, num_cores - int(load))
+    if num_devices <= max(1, idle):
+        return None
+    return (
+        f"{num_devices} virtual devices share {num_cores} cores, {idle} of them idle: whenever "
+        "devices talk, all wait for the last one, so steps may take seconds while others compute "
+        "here; use no more devices than idle cores"
+    )
+
+
+def warn_of_crowding(num_devices: int) -> None:
+    """Log what `crowding` says of this machine now."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    words = crowding(num_devices, cores or 1, os.getloadavg()[0])
+    if words is not None:
+        logger.warning(words)
+
+
 def keep_communicators_apart(
     config: EngineConfig, environ: MutableMapping[str, str] | None = None
 ) -> None:

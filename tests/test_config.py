@@ -21,6 +21,7 @@ from shiftjax.options import ConfigError
 from shiftjax.settings import (
     MAX_FILE_BYTES,
     compile_cache_dir,
+    crowding,
     dump_yaml,
     keep_communicators_apart,
     make_virtual_devices,
@@ -369,6 +370,15 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 # ---------------------------------------------------------------- surroundings
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "load", "idle"), [(1, 9.0, None), (4, 0.9, None), (4, 1.1, 3), (8, 30.0, 0)]
+)
+def test_virtual_devices_want_idle_cores(num_devices, load, idle):
+    words = crowding(num_devices, 4, load)
+    assert (words is None) == (idle is None)
+    assert words is None or f"share 4 cores, {idle} of them idle" in words
 
 
 def test_the_compilation_cache_is_private(tmp_path):

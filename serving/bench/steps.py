@@ -29,7 +29,7 @@ from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
 from shiftjax.parallel.grid import Mode
-from shiftjax.settings import make_virtual_devices
+from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.fit import CostsOf, Point, errors, fit_machine
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def build_for_all_modes(model: str, token_buckets: Sequence[int], **options: Any
         **options,
     )
     source = open_source(resolve_model(model), seed=0)
-    built = build(config, source, lambda stage, done, total: None)
+    cache_dir = compile_cache_dir(config)
+    built = build(config, source, lambda stage, done, total: None, cache_dir)
     for runner in built.runners:
         for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
             runner.compiled(program, mode)

@@ -4,14 +4,13 @@ from typing import Any
 
 import jax
 
-from serving.server.options import ServerOptions, check_server
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
-from shiftjax.build import describe_width, wanted_by_width
+from shiftjax.build import deploy, describe_width, wanted_by_width
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Devices, resolve
+from shiftjax.control.deployment import Deployment, Devices
 from shiftjax.control.embed_settings import (
     check_embedding,
     embed_dtype,
@@ -20,41 +19,35 @@ from shiftjax.control.embed_settings import (
 )
 from shiftjax.control.fleet_setup import first_arrangement
 from shiftjax.control.fleet_state import shown_arrangement
-from shiftjax.control.tasks import task_of
 from shiftjax.costs.memory import Memory, weight_bytes
+from shiftjax.device.groups import define_steps
 from shiftjax.device.sizing import measure
-from shiftjax.llm import open_tokenizer
+from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.layout import Layout
-from shiftjax.weights.encoder_config import read_pooling
-from shiftjax.weights.resolve import open_source, resolve_model
-from shiftjax.weights.source import TensorSource, check_complete
+from shiftjax.weights.source import TensorSource
 
 
-def make_plan(config: EngineConfig, server: ServerOptions | None = None) -> dict[str, Any]:
+def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
     """Rows of a table; bytes are per device, and estimates until a model is really loaded.
 
-    Raises ConfigError and CheckpointError like the start of an engine does.
+    Raises ConfigError like the start of an engine does.
     """
-    location = resolve_model(config.model.model)
-    source = open_source(location, seed=config.model.seed, drafts=config.drafts)
-    check_complete(source)
-    task = task_of(config, source.config)
-    check_server(server or ServerOptions(), source.config, task)
-    tokenizer = open_tokenizer(config, location)
+    source, tokenizer = files.source, files.tokenizer
     words = "none" if tokenizer is None else f"{tokenizer.vocab_size} tokens"
     rows = _model_rows(source) | {"tokenizer": words}
-    if task == "embed":
-        pooling = read_pooling(location.directory, source.config)
-        return rows | _encoder_rows(config, source.config, pooling)
-    devices = jax.devices()[: config.parallel.devices]
+    if files.pooling is not None:
+        return rows | _encoder_rows(config, source.config, files.pooling)
+    devices, deployment = deploy(config, source.config)
+    chosen = (step.attention for step in define_steps(deployment, devices).values())
+    attention = {each.name: each.reason for each in chosen}
     here = measure(devices)
-    deployment = resolve(config, source.config, here)
     memory = deployment.memory(here)
     deployment = deployment.sized(memory)
     return (
         rows
         | {
             "computed in": deployment.formats.activations,
+            "attention": "; ".join(f"{name} ({reason})" for name, reason in attention.items()),
             "longest sequence": f"{deployment.max_model_len} tokens",
         }
         | _device_rows(here)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shiftjax
+from serving.run.access import check_access
+from serving.run.jax_log import shorten_jax_log
 from serving.run.progress import print_table, throughput
-from serving.run.start import open_llm
+from serving.run.start import look_for_server, open_llm
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError
@@ -102,10 +104,13 @@ def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampl
 
 def check(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Read settings and model headers, and print the mesh and the memory they lead to."""
+    check_access(arguments.server)
+    files = look_for_server(config, arguments.server)
+    shorten_jax_log()
     make_virtual_devices(config)
     from serving.cli.check import make_plan
 
-    print_table("plan", make_plan(config, arguments.server), stderr=False)
+    print_table("plan", make_plan(config, files), stderr=False)
     return 0
 
 

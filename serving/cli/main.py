@@ -118,6 +118,8 @@ def make_parser() -> argparse.ArgumentParser:
     check = _add(subparsers, "check", "cli.commands.check", text)
     add_model_word(check)
     add_config_flags(check)
+    add_server_flags(check)
+    check.set_defaults(serves=True)
     text = "look at devices and software, try the attention kernels, say what to do"
     doctor = _add(subparsers, "doctor", "cli.commands.doctor", text)
     add_model_word(doctor)

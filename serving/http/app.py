@@ -1,5 +1,6 @@
 """The HTTP application: which path does what."""
 
+from collections.abc import Mapping
 from importlib.metadata import version as installed
 from typing import Any
 
@@ -49,8 +50,8 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
     return Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 class Raw:
@@ -128,6 +129,10 @@ class Endpoints:
 
     async def ready(self, request: Request) -> Response:
         """GET /health/ready: requests are taken; by which attention, and why."""
+        if (start := self._service.phases.state()) is not None:
+            error = self._service.still_starting()
+            body = {"status": "starting", "start": start} | error.body()
+            return _json(body, error.kind.status, {"retry-after": str(error.kind.retry_seconds)})
         model, engine = self._service.running()
         engine.check_room(0)
         if not engine.is_ready:

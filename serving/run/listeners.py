@@ -12,17 +12,14 @@ from serving.http.app import make_app
 from serving.http.protocol import BoundedProtocol, tune
 from serving.rpc.admin import AdminServicer
 from serving.rpc.listen import GrpcServer
-from serving.run.flags import read_secret_lines
-from serving.server.options import ServerOptions
+from serving.run.access import bind, read_admin_token
 from serving.server.service import Service
 from serving.server.tls import Certificates
-from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5  # for connections whose requests have ended
 KEEP_ALIVE_SECONDS = 75
-BACKLOG = 2048
 LOOPBACK = "127.0.0.1"
 
 
@@ -66,8 +63,8 @@ class Server:
             self.grpc = GrpcServer(options.host, options.grpc_port, self.certificates)
             await self.grpc.start_inference(self.service, self._keys)
             self.service.listeners.append(self._show_ready)
-        if options.admin_port is not None and options.admin_token_file is not None:
-            (token, *_) = read_secret_lines("admin_token_file", options.admin_token_file)
+        token = read_admin_token(options)
+        if token is not None and options.admin_port is not None:
             self.admin = GrpcServer(LOOPBACK, options.admin_port, self.certificates)
             await self.admin.start_admin(AdminServicer(self.service, self._on_drain), token)
 
@@ -123,6 +120,8 @@ class Server:
             lines.append(f"gRPC   {self.grpc.address}")
         if self.admin is not None:
             lines.append(f"admin  {self.admin.address}")
+        if self.service.options.ui:
+            lines.append(f"page   {self.http_address}/")
         return lines
 
     async def stop(self, drain_seconds: float) -> bool:
@@ -138,26 +137,3 @@ class Server:
             if listener is not None:
                 await listener.stop()
         return is_clean
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError([f"cannot listen on {host}, port {port}: {error.strerror}"]) from None
-    listener.setblocking(False)
-    return listener
-
-
-def read_keys(options: ServerOptions) -> tuple[str, ...]:
-    """The API keys of option and file. Raises ConfigError."""
-    keys = [options.api_key] if options.api_key else []
-    if options.api_key_file is not None:
-        keys += read_secret_lines("api_key_file", options.api_key_file)
-    return tuple(keys)

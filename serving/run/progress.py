@@ -1,6 +1,8 @@
 """Progress bars and tables for people at a terminal. No JAX."""
 
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from serving.server.phases import Phase, Phases
+
+logger = logging.getLogger(__name__)
+LOG_SECONDS = 10.0  # between lines of the log about one phase
 ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
 
 
@@ -29,6 +35,41 @@ def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback |
             bars.update(tasks[stage], completed=done, total=total)
 
         yield show
+
+
+@contextmanager
+def shown_phases(phases: Phases) -> Iterator[None]:
+    """Show a start: bars at a terminal, elsewhere lines of the log.
+
+    There is a line when a phase has ended, and one every `LOG_SECONDS` while it lasts.
+    """
+    with progress_bars() as bars:
+        if bars is not None:
+            phases.on_change = lambda now, _: now and bars(now.name, now.done, now.total)
+            yield
+            return
+        phases.on_change = lambda now, before: _log_end(phases, now, before)
+        has_ended = threading.Event()
+        threading.Thread(target=_log_now, args=(phases, has_ended), daemon=True).start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+
+
+def _log_now(phases: Phases, has_ended: threading.Event) -> None:
+    """Say every `LOG_SECONDS` what the start does; not on its own thread, which is busy."""
+    while not has_ended.wait(LOG_SECONDS):
+        if phases.current is not None:
+            logger.info("starting: %s", phases.words())
+
+
+def _log_end(phases: Phases, now: Phase | None, before: Phase | None) -> None:
+    if before is not None and (now is None or now.name != before.name):
+        count = f"{before.done} of {before.total} in " if before.total > 1 else ""
+        logger.info("started: %s, %s%.1f s", before.name, count, phases.seconds[before.name])
+    if before is not None and now is None:
+        logger.info("ready after %.1f s", sum(phases.seconds.values()))
 
 
 def print_table(title: str, rows: Mapping[str, Any], *, stderr: bool = True) -> None:

@@ -12,12 +12,14 @@ import resource
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.loops.auto import auto_loop_factory
 
+from serving.run.access import read_keys
 from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
-from serving.run.listeners import Server, read_keys
+from serving.run.listeners import Server
+from serving.run.progress import shown_phases
 from serving.run.start import StartError, open_model
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
@@ -29,6 +31,7 @@ from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import DraftStats
 from shiftjax.settings import fault_of, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate
+from shiftjax.weights.resolve import find_model
 
 if TYPE_CHECKING:
     from shiftjax.embedder import Embedder
@@ -54,6 +57,7 @@ def run_server(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keys = read_keys(options)
+    find_model(config.model.model)
     text = fault_of()
     fault = parse_fault(text) if text else None
     make_virtual_devices(config)
@@ -128,9 +132,13 @@ class Process:
         """Load, compile, run a first step, then take requests."""
         fault = self._fault
         load = faulty(fault, open_model) if fault and fault.point == LOADING else open_model
-        self._model = model = await asyncio.to_thread(load, self._config, self._options)
-        is_encoder = hasattr(model, "embed")
-        await (self._open_embedder(model) if is_encoder else self._open_llm(model))
+        phases = self._service.phases
+        with shown_phases(phases):
+            model: Any = await asyncio.to_thread(load, self._config, self._options, phases)
+            self._model = model
+            phases("first step", 0, 1)
+            is_encoder = hasattr(model, "embed")
+            await (self._open_embedder(model) if is_encoder else self._open_llm(model))
         _settle_memory()
         with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
             print(*self._server.addresses(), sep="\n", flush=True)

@@ -3,14 +3,17 @@
 import resource
 from typing import TYPE_CHECKING, Any
 
+from serving.run.jax_log import shorten_jax_log
 from serving.server.options import ServerOptions, check_server
+from serving.server.phases import Phases
 from shiftjax.config import EngineConfig
-from shiftjax.control.tasks import Task, task_of
+from shiftjax.control.tasks import Task
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
     from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
+    from shiftjax.model_files import ModelFiles
 
 LEAST_ADDRESS_SPACE = 2 << 30  # bytes that JAX's libraries, threads and a tiny model take
 
@@ -24,45 +27,74 @@ def open_llm(config: EngineConfig, server: ServerOptions | None = None) -> "LLM"
 
     Raises StartError for want of memory, and ConfigError for settings of no use for the model.
     """
-    if server is not None:
-        _check_server(config, server, "generate")
-    return _opened(config, "LLM")
+    return _opened(config, server, "generate")
 
 
 def open_embedder(config: EngineConfig, server: ServerOptions | None = None) -> "Embedder":
     """The same for embeddings."""
+    return _opened(config, server, "embed")
+
+
+def open_model(config: EngineConfig, server: ServerOptions, phases: Phases) -> "LLM | Embedder":
+    """Open what generates as a language model and what embeds as an embedder, for a server."""
+    return _loaded(config, look_for_server(config, server, phases), phases)
+
+
+def look(
+    config: EngineConfig,
+    server: ServerOptions | None,
+    task: Task | None = None,
+    phases: Phases | None = None,
+) -> "ModelFiles":
+    """Find what can be refused before JAX is imported, and the files of the model.
+
+    `task` is by default the model's own. Raises ConfigError, CheckpointError, TokenizerError.
+    """
+    from shiftjax.model_files import open_files
+
+    _check_address_space()
+    if phases is not None:
+        phases("open", 0, 1)
+    files = open_files(config, task)
     if server is not None:
-        _check_server(config, server, "embed")
-    return _opened(config, "Embedder")
+        check_server(server, files.source.config, files.task)
+    return files
 
 
-def open_model(config: EngineConfig, server: ServerOptions) -> "LLM | Embedder":
-    """Open what generates as a language model and what embeds as an embedder."""
-    return _opened(config, "LLM" if _check_server(config, server) == "generate" else "Embedder")
+def look_for_server(
+    config: EngineConfig, server: ServerOptions, phases: Phases | None = None
+) -> "ModelFiles":
+    """The same for a server, which needs the chat template, too. Raises ChatTemplateError."""
+    from shiftjax.text.chat import ChatTemplate
+
+    files = look(config, server, phases=phases)
+    if files.tokenizer is not None and files.tokenizer.chat_template is not None:
+        ChatTemplate(files.tokenizer.chat_template)
+    return files
 
 
-def _check_server(config: EngineConfig, server: ServerOptions, task: Task | None = None) -> Task:
-    """The task, by default the model's own. Raises ConfigError for settings of another one."""
-    from shiftjax.weights.resolve import open_source, resolve_model
+def _opened(config: EngineConfig, server: ServerOptions | None, task: Task) -> Any:
+    from serving.run.progress import shown_phases
 
-    model = open_source(resolve_model(config.model.model)).config
-    task = task or task_of(config, model)
-    check_server(server, model, task)
-    return task
+    phases = Phases()
+    with shown_phases(phases):
+        model = _loaded(config, look(config, server, task, phases), phases)
+        phases.end()
+    return model
 
 
-def _opened(config: EngineConfig, name: str) -> Any:
-    from serving.run.progress import progress_bars
+def _loaded(config: EngineConfig, files: "ModelFiles", phases: Phases) -> Any:
     from shiftjax.control.engine import is_out_of_memory
     from shiftjax.settings import make_virtual_devices
 
-    _check_address_space()
     make_virtual_devices(config)
+    shorten_jax_log()
+    phases("import JAX", 0, 1)
     try:
         import shiftjax
 
-        with progress_bars() as progress:
-            return getattr(shiftjax, name).from_config(config, progress=progress)
+        kind = shiftjax.LLM if files.task == "generate" else shiftjax.Embedder
+        return kind.from_config(config, phases, files)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -22,6 +22,7 @@ from serving.server.embed_thread import EmbedTurn
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
+from serving.server.phases import Phases
 from shiftjax.control.embed import EmbedStats
 from shiftjax.control.fleet_state import FleetState
 from shiftjax.control.speculation import DraftStats
@@ -101,8 +102,9 @@ class Counts:
 class Metrics(Collector):
     """Counters and histograms of requests; gauges of the engine, read when they are asked for."""
 
-    def __init__(self, prefix: str = "shiftjax"):
+    def __init__(self, prefix: str = "shiftjax", start: Phases | None = None):
         self.prefix = prefix
+        self._start = start or Phases()
         self.registry = CollectorRegistry(auto_describe=False)
         self._engine: AsyncEngine | AsyncEmbedder | None = None
         self._labels = {"model_name": "", "engine": "0"}
@@ -244,7 +246,8 @@ class Metrics(Collector):
     # ------------------------------------------------------------------ gauges
 
     def collect(self) -> Iterator[Metric]:
-        """Everything as of now; nothing while there is no engine."""
+        """Everything as of now; while there is no engine, the start alone."""
+        yield from self._start_metrics()
         engine = self._engine
         if engine is None:
             return
@@ -277,6 +280,18 @@ class Metrics(Collector):
         for pair in self._attention.items():
             attention.add_metric([*self._labels.values(), *pair], 1)
         yield attention
+
+    def _start_metrics(self) -> Iterator[Metric]:
+        """Without the labels of a model, which is not known yet."""
+        name = f"{self.prefix}:start_phase"
+        seconds = GaugeMetricFamily(f"{name}_seconds", "Phases of the start.", labels=["phase"])
+        done = GaugeMetricFamily(f"{name}_progress", "Share that is done.", labels=["phase"])
+        for phase, value in self._start.seconds.items():
+            seconds.add_metric([phase], value)
+        if (now := self._start.state()) is not None:
+            seconds.add_metric([now["phase"]], now["phase_seconds"])
+            done.add_metric([now["phase"]], now["done"] / max(1, now["total"]))
+        yield from (seconds, done)
 
     def _request_metrics(self) -> Iterator[Metric]:
         for name, (text, extra) in COUNTERS.items():

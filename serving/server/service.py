@@ -17,6 +17,7 @@ from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
+from serving.server.phases import Phases
 from serving.server.pieces import Parser, PlainParser
 from serving.server.schema import Wish, prompts_of, read
 from serving.server.texts import Texts
@@ -86,7 +87,8 @@ class Service:
 
     def __init__(self, options: ServerOptions):
         self.options = options
-        self.metrics = Metrics(options.metrics_prefix)
+        self.phases = Phases()  # of the start
+        self.metrics = Metrics(options.metrics_prefix, self.phases)
         self.timeline = Timeline()
         self.model: ServedModel | None = None
         self.engine: AsyncEngine | AsyncEmbedder | None = None
@@ -99,6 +101,7 @@ class Service:
     def open(self, model: ServedModel, engine: AsyncEngine | AsyncEmbedder) -> None:
         """Begin to serve."""
         self.model, self.engine = model, engine
+        self.phases.end()
         longest = engine.request_limits.max_model_len
         self._texts = Texts(model.tokenizer, model.template, longest, self._threads)
         self._dialogue = Dialogue(model.tokenizer, model.template, self.options)
@@ -147,8 +150,13 @@ class Service:
     def running(self) -> tuple[ServedModel, AsyncEngine | AsyncEmbedder]:
         """The model and its engine. Raises `ServeError` while there is none."""
         if self.model is None or self.engine is None:
-            raise ServeError("starting", "The server is still loading its model.")
+            raise self.still_starting()
         return self.model, self.engine
+
+    def still_starting(self) -> ServeError:
+        """The error of what comes before there is a model; it says what the start does."""
+        words = f"The server is still loading its model: {self.phases.words()}."
+        return ServeError("starting", words)
 
     def generating(self) -> tuple[ServedModel, AsyncEngine]:
         """The model and its engine. Raises `ServeError` for an encoder, too."""

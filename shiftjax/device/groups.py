@@ -116,6 +116,7 @@ def compile_steps(
     compiled again.
     """
     workspace = LEAST_WORKSPACE_BYTES
+    progress = _Together(progress, sum(len(m) for each in wanted.values() for m in each.values()))
     while True:
         sized = _sized(deployment, devices, workspace)
         largest = {}
@@ -126,12 +127,26 @@ def compile_steps(
         if deployment.num_blocks or needed <= workspace:
             break
         workspace = needed
+        progress.total += sum(map(len, (program.steps for p in largest.values() for program in p)))
     programs = {}
     for width, step in steps.items():
         missing = {b: modes for b, modes in wanted[width].items() if b != max(wanted[width])}
         pool = pool_of(sized.of_width(width))
         programs[width] = compile_programs(step, pool, missing, progress) + largest[width]
     return sized, programs
+
+
+class _Together:
+    """The progress of several calls as that of one, of `total` pieces."""
+
+    def __init__(self, progress: Progress, total: int):
+        self.total = total
+        self._progress, self._before = progress, 0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` pieces of this call are done; the last one counts for later calls."""
+        self._progress(stage, self._before + done, self.total)
+        self._before += done if done == total else 0
 
 
 def _sized(deployment: Deployment, devices: Sequence[Device], workspace_bytes: int) -> Deployment:

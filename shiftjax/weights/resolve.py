@@ -63,6 +63,11 @@ def resolve_model(name: str) -> ModelLocation:
     hub id can cause network traffic. Raises ModelNotFoundError, or CheckpointError for a path
     that is there and no model.
     """
+    return find_model(name) or ModelLocation("huggingface", name, _download(name))
+
+
+def find_model(name: str) -> ModelLocation | None:
+    """The same of what is on this machine; None for a hub id, without asking the hub."""
     if name.startswith(_RANDOM):
         return _resolve_random(name)
     path = Path(name).expanduser()
@@ -78,7 +83,7 @@ def resolve_model(name: str) -> ModelLocation:
     if name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors"):
         raise ModelNotFoundError(f"{name}: no such file or directory")
     if _HUB_ID.fullmatch(name):
-        return ModelLocation("huggingface", name, _download(name))
+        return None
     raise ModelNotFoundError(_unknown(name))
 
 

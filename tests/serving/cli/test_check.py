@@ -1,14 +1,22 @@
 """`shiftjax check`: the plan, or what is wrong with it, without loading anything."""
 
+from pathlib import Path
+
 import pytest
 from harness import held_bytes
 from kit import run_command
 
 from serving.cli.check import make_plan
+from serving.cli.main import make_parser
+from serving.run.flags import parse_args, settle
+from serving.run.start import open_model
+from serving.server.phases import Phases
 from shiftjax import Embedder
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Devices
+from shiftjax.model_files import open_files
+from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import deploy, memory_of
 from shiftjax.sim.experiments import target_from
 from shiftjax.weights.resolve import open_source, resolve_model
@@ -34,7 +42,7 @@ def test_check_and_plan_agree_on_the_weights(sp, tp, weights, engine):
     target = target_from({"model": "llama-70b", "machine": "h200x8", "engine": engine})
     planned = memory_of(target, deploy(target, "", (1, sp, tp), "threshold"))
     held = planned.weight_bytes + planned.shift_weight_bytes
-    assert make_plan(config)["weights"] == f"{held / 2**20:,.1f} MiB"
+    assert make_plan(config, open_files(config))["weights"] == f"{held / 2**20:,.1f} MiB"
 
 
 @pytest.mark.parametrize("weights", ["alias", "replicate"])
@@ -49,7 +57,7 @@ def test_check_says_what_the_engine_then_has(weights):
     arrays = [x for mode in built.deployment.layout.modes for x in runner.memory.params(mode)]
     (held,) = set(held_bytes(arrays).values())
     assert held == sum(built.deployment.memory(Devices(4, 0, 0))[:2])
-    rows = make_plan(config)
+    rows = make_plan(config, open_files(config))
     assert rows["weights"] == f"{held / 2**20:,.1f} MiB"
     assert rows["KV blocks"].startswith("about 40, ")
     assert runner.pool.num_blocks == 40
@@ -61,7 +69,8 @@ def test_check_says_what_the_engine_then_has(weights):
 def test_check_says_what_an_embedder_then_has(capsys, dtype):
     options = {"dtype": dtype, "max_num_batched_tokens": 256, "max_num_seqs": 24}
     config = {"model": "random:tiny-bert", "devices": 3, "cache_dir": "none"} | options
-    rows = make_plan(EngineConfig.from_options(**config))
+    parsed = EngineConfig.from_options(**config)
+    rows = make_plan(parsed, open_files(parsed))
     embedder = Embedder(**config)
     (held,) = set(held_bytes(list(embedder.runner._leaves)).values())
     assert rows["weights"] == f"{held / 2**20:,.1f} MiB, whole on every device"
@@ -93,6 +102,65 @@ def test_check_refuses_what_the_model_cannot_do(capsys):
     assert (code, len(lines)) == (2, 3)  # positions, devices of this test run, heads
 
 
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """A file, and folders that a cache of programs cannot be in."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "empty").write_text("\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--cache-dir={}/file", "file cannot be made: File exists"),
+        ("--cache-dir={}/file/below", "below cannot be made: Not a directory"),
+        ("--cache-dir={}/open", "open can be written by others; chmod 700 it"),
+        ("--attention=pallas", "attention = pallas: cpu cannot run the attention kernels"),
+        ("--policy=cost --machine=nosuch", "nosuch"),
+    ],
+)
+def test_check_refuses_what_a_start_refuses(capsys, places, flag, words):
+    """In its very words."""
+    argv = ["serve", "random:tiny", *flag.format(places).split()]
+    arguments = parse_args(make_parser(), argv)
+    config, _ = settle(arguments)
+    with pytest.raises(ConfigError) as error:
+        open_model(config, arguments.server, Phases())
+    code, out, lines = run_command(capsys, "check", *argv[1:])
+    assert (code, out) == (2, "")
+    assert lines == [f"shiftjax: {problem}" for problem in error.value.problems]
+    assert words in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--api-key-file={}/absent",), "api_key_file: "),
+        (("--api-key-file={}/empty",), "empty is empty"),
+        (("--admin-port=0", "--admin-token-file={}/absent"), "admin_token_file: "),
+        (("--ssl-certfile={0}/file", "--ssl-keyfile={0}/file"), "ssl_certfile, ssl_keyfile"),
+        (("--host=192.0.2.1",), "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_check_refuses_what_a_server_cannot_listen_with(capsys, places, flags, words):
+    given = [flag.format(places) for flag in flags]
+    code, out, lines = run_command(capsys, "check", "random:tiny", *given)
+    assert (code, out, len(lines)) == (2, "", 1)
+    assert words in lines[0]
+
+
+def test_check_tells_of_the_attention_and_of_devices_without_cores(capsys, caplog, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("os.getloadavg", lambda: (1.2, 0, 0))
+    code, out, _ = run_command(capsys, "check", "random:tiny", "--sp=2", "--tp=1")
+    assert code == 0
+    assert "xla (the kernels are for GPUs, not for cpu)" in " ".join(out.split())
+    assert "2 virtual devices share 2 cores, 1 of them idle" in caplog.text
+
+
 def test_check_prints_the_groups_of_a_fleet(capsys, tmp_path):
     """From a file, as a server's settings are."""
     path = tmp_path / "fleet.yaml"
@@ -105,7 +173,7 @@ def test_check_prints_the_groups_of_a_fleet(capsys, tmp_path):
     config = EngineConfig.from_options(
         model="random:smollm2-135m", fleet=True, devices=8, fleet_widths=[1, 4], num_blocks=101
     )
-    rows = make_plan(config)
+    rows = make_plan(config, open_files(config))
     assert rows["groups at the start"] == "4+4"  # of the cost policy: as wide as it can be
     assert rows["groups of 1"].endswith("KV blocks of 16 tokens, about 1,600 in a group")
     assert rows["groups of 4"].startswith("2 x 4 units (sp 4, tp 1; sp 1, tp 4): 8 programs")

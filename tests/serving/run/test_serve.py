@@ -3,6 +3,7 @@
 import shutil
 import signal
 import socket
+import time
 from collections import Counter
 
 import grpc
@@ -12,13 +13,15 @@ from engines import checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kit import EOS, VOCAB_SIZE, byte_tokenizer, events, metric_total, metric_values
 from oracle import numpy_llama
-from served import PROMPT, SLOW, in_background, serve
+from served import PROMPT, SLOW, Served, in_background, serve
 
 from serving.run.faults import EXIT_CODE
 from serving.run.serve import drafts_line
 from shiftjax.control.speculation import DraftStats
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+PHASES = ["open", "import JAX", "weights", "compile", "warm up", "first step"]
+START_SECONDS = "shiftjax:start_phase_seconds"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -30,10 +33,17 @@ def test_the_life_of_a_server(model, cache_dir):
         assert served.status("/health/ready") == 503
         early = served.complete(max_tokens=2)
         assert (early.status_code, early.headers["retry-after"]) == (503, "5")
-        served.wait_for("/health/ready", 200)
+        phases = phases_of(served)
+        assert "compile" in phases
+        assert phases == [phase for phase in PHASES if phase in phases]
+        log = served.texts()[1]
+        assert [log.index(f"started: {phase}, ") for phase in PHASES]
+        assert "ready after" in log
         reason = "the kernels are for GPUs, not for cpu"
         assert served.client.get("/health").json()["attention"] == {"xla": reason}
         values = metric_values(served.client).items()
+        spent = [dict(at)["phase"] for (key, at), _ in values if key == START_SECONDS]
+        assert spent == PHASES
         (labels,) = [dict(at) for (key, at), _ in values if key == "shiftjax:attention_backend"]
         assert (labels["name"], labels["reason"]) == ("xla", reason)
         assert f"attention: xla ({reason})" in served.texts()[1]
@@ -57,9 +67,33 @@ def test_the_life_of_a_server(model, cache_dir):
         assert choice["token_ids"] == expected
         code, out, err = served.end()
         assert code == 0, err
-        assert f"http://127.0.0.1:{served.port}" in out
+        assert f"HTTP   http://127.0.0.1:{served.port} " in out
+        assert f"page   http://127.0.0.1:{served.port}/\n" in out
         assert f"127.0.0.1:{served.grpc_port}" in out
         assert "Traceback" not in err
+
+
+def phases_of(served: Served) -> list[str]:
+    """Wait until requests are taken; the phases of the start that were seen until then."""
+    seen: list[str] = []
+    while (answer := served.client.get("/health")).status_code == 503:
+        assert answer.headers["retry-after"] == "5"
+        start, message = answer.json().get("start"), answer.json()["error"]["message"]
+        if start is not None and start["phase"] not in seen[-1:]:
+            assert start["phase"] in message
+            seen.append(start["phase"])
+        time.sleep(0.02)
+    return seen
+
+
+def test_of_jax_a_log_has_what_is_wrong_alone(cache_dir):
+    """Not that there is no TPU: JAX looks for every backend that it knows."""
+    environ = {"JAX_PLATFORMS": ""}
+    flags = ("--max-model-len=1024", "--num-blocks=1024")
+    with serve("random:tiny", cache_dir, *flags, environ=environ) as served:
+        code, _, err = served.end()
+        assert (code, "jax._src" in err) == (2, False)
+        assert "max_model_len = 1024 is beyond" in err.splitlines()[-1]
 
 
 def test_what_does_not_finish_in_time_says_so(model, cache_dir):

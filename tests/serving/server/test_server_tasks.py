@@ -8,6 +8,7 @@ from serving.cli.main import make_parser
 from serving.run.flags import parse_args, settle
 from serving.run.start import open_model
 from serving.server.options import SERVER_SETTINGS, SERVER_TASKS, ServerOptions, check_server
+from serving.server.phases import Phases
 from shiftjax import LLM, Embedder
 from shiftjax.arch.presets import PRESETS
 from shiftjax.options import ConfigError
@@ -73,7 +74,7 @@ def test_a_server_opens_no_model_with_them(model, flags, words):
     arguments = parse_args(make_parser(), ["serve", f"--model=random:{model}", *flags])
     config, _ = settle(arguments)
     with pytest.raises(ConfigError, match=words):
-        open_model(config, arguments.server)
+        open_model(config, arguments.server, Phases())
 
 
 def test_a_server_process_ends_with_the_sentence(cache_dir):
