@@ -78,8 +78,8 @@ def check_call(q: jax.Array, kv: PagedKV, options: AttentionOptions, config: Dec
             f"q of {q.dtype} and pools of {kv.k_pool.dtype}: q must be bfloat16 or float16, the "
             f"pools of the same type or {jnp.dtype(FP8)}"
         )
-    if head_dim % 64:
-        wrong.append(f"head_dim {head_dim} is not a multiple of 64")
+    if head_dim % 32 or head_dim < 64:
+        wrong.append(f"head_dim {head_dim} is not a multiple of 32 from 64 on")
     if config.kv_tile % 64:
         wrong.append(f"kv_tile {config.kv_tile} is not a multiple of 64")
     sizes = sorted((block_size, config.kv_tile))

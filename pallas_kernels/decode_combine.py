@@ -7,7 +7,8 @@ cache, and adds in a fixed order, so that the same step gives the same bits. And
 of a row are a ragged sum, which there is atomics or padding.
 
 A thread block takes one row, one KV head and COLUMNS of head_dim, so that the jobs of one long
-context are not all read by one block.
+context are not all read by one block. Where head_dim is no multiple of them, the last block has
+columns that the one before writes (`Shape.products`), and writes the others.
 """
 
 import functools
@@ -32,7 +33,7 @@ Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted outputs, total weight, 
 class Parts(NamedTuple):
     """What the jobs gave, and which of them belong to each row that could be a decode row."""
 
-    outputs: Any  # [kv_heads, jobs, head_dim, rows] as `decode_kernel.run_jobs` gives them
+    outputs: Any  # [kv_heads, jobs, columns, rows] as `decode_kernel.run_jobs` gives them
     lse: Any  # [kv_heads, jobs, rows]
     row_first: Any  # [decode rows] the first job of a row
     row_jobs: Any  # [decode rows] how many it has: 0 for what is not a decode row
@@ -60,7 +61,7 @@ def combine_jobs(
     Other rows are those of `out`, in place where that may be; without it `parts` must have all
     tokens, and what is not a decode row is zeros.
     """
-    kv_heads, _, head_dim, rows = parts.outputs.shape
+    kv_heads, _, all_columns, rows = parts.outputs.shape
     most = most_jobs(config, kv_heads)
     warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 128 // rows))
     per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
@@ -76,7 +77,7 @@ def combine_jobs(
         functools.partial(_combine_kernel, result),
         out_type=() if result is not None else jax.ShapeDtypeStruct(like.shape, like.dtype),
         scratch_types=scratch._asdict(),
-        grid=(parts.row_first.shape[0], kv_heads, head_dim // COLUMNS),
+        grid=(parts.row_first.shape[0], kv_heads, all_columns // COLUMNS),
         grid_names=("row", "kv_head", "columns"),
         num_threads=warpgroups,
         thread_name="warpgroup",
@@ -95,7 +96,8 @@ def _combine_kernel(kept: Any, *refs: Any, **buffers: Any) -> None:
     parts, scratch = Parts(*refs[:4]), Scratch(**buffers)
     result = refs[4] if kept is None else kept
     row, head = lax.axis_index("row"), lax.axis_index("kv_head")
-    columns = pl.ds(lax.axis_index("columns") * COLUMNS, COLUMNS)
+    block = lax.axis_index("columns")
+    columns = pl.ds(block * COLUMNS, COLUMNS)
     me, q_per_kv = lax.axis_index("warpgroup"), result.shape[1] // parts.outputs.shape[0]
     first, count = parts.row_first[row], parts.row_jobs[row]
 
@@ -112,12 +114,31 @@ def _combine_kernel(kept: Any, *refs: Any, **buffers: Any) -> None:
             flipped = plgpu.layout_cast(total.astype(staged.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             store(staged.transpose((1, 0)), flipped)
             plgpu.commit_smem()
-            heads = pl.ds(head * q_per_kv, q_per_kv)
-            source = staged.at[pl.ds(0, q_per_kv)]
-            plgpu.copy_smem_to_gmem(source, result.at[row, heads, columns])
-            plgpu.wait_smem_to_gmem(0)
+            _put(staged, result.at[row, pl.ds(head * q_per_kv, q_per_kv)], block)
 
     combine() if kept is None else pl.when(count > 0)(combine)
+
+
+def _put(staged: Any, target: Any, block: jax.Array) -> None:
+    """Write a block of columns to `target` [heads, head_dim]: those that no other block writes."""
+    heads, head_dim = target.shape
+    whole, rest = head_dim // COLUMNS, head_dim % COLUMNS
+
+    def put_all() -> None:
+        columns = pl.ds(block * COLUMNS, COLUMNS)
+        plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, heads)], target.at[:, columns])
+
+    def put_rest() -> None:
+        for head in range(heads):  # head by head: a part of the columns is not one piece of memory
+            source = staged.at[head, pl.ds(COLUMNS - rest, rest)]
+            plgpu.copy_smem_to_gmem(source, target.at[head, pl.ds(head_dim - rest, rest)])
+
+    if rest:
+        pl.when(block < whole)(put_all)
+        pl.when(block == whole)(put_rest)
+    else:
+        put_all()
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _sum_share(

@@ -4,6 +4,7 @@ Its first axis is the long side of a matrix instruction: context tokens in logit
 head_dim in outputs. The second is the query heads.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,14 +24,17 @@ from pallas_kernels.decode_terms import (
     my_jobs,
     read_job,
 )
-from pallas_kernels.mosaic import COLUMNS, LOG2_E, LOWEST, WGMMA, Accumulator, filled, store
+from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, columns_of, filled, store
+
+Values = tuple[jax.Array, ...]  # weighted values, one array for each of `Shape.products`
+Carry = tuple[jax.Array, Values, jax.Array, jax.Array]
 
 
 def compute(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) -> None:
     """Attend to this worker's jobs, one after the other."""
     first, last = my_jobs(inputs)
     head = lax.axis_index("kv_head")
-    size, scores = (shape.head_dim, shape.rows), (shape.kv_tile, shape.rows)
+    scores = shape.kv_tile, shape.rows
     k_scale, v_scale = shape.kv_scales
     if inputs.scales is not None:
         k_scale, v_scale = inputs.scales[0, head], inputs.scales[1, head]
@@ -39,17 +43,22 @@ def compute(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) 
         job, slot = read_job(shape, inputs, index), lax.rem(index - first, jnp.int32(Q_SLOTS))
         plgpu.barrier_wait(buffers.q_full.at[slot])
 
-        def run_round(nth: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def run_round(nth: jax.Array, carry: Carry) -> Carry:
             part = Round(nth * shape.kv_tile, job.low, job.length)
             return _attend(shape, buffers, part, buffers.q.at[slot], k_scale, carry)
 
         top = filled((shape.rows,), LOWEST, WGMMA.reduce(0))
-        carry = count, filled(size, 0.0), top, filled(scores, 0.0)
+        nothing = tuple(filled((size, shape.rows), 0.0) for _, size in shape.products)
+        carry = count, nothing, top, filled(scores, 0.0)
         count, weighted, top, sums = lax.fori_loop(job.begin, job.end, run_round, carry)
         plgpu.barrier_arrive(buffers.q_free.at[slot])
         total = sums.sum(axis=0)
         total = jnp.where(total > 0, total, 1.0)  # no rounds: LOWEST then weighs nothing
-        store(out.at[head, index], weighted * down_rows(v_scale / total, size))
+        place = 0
+        for values in weighted:
+            rows = pl.ds(place, values.shape[0])
+            store(out.at[head, index, rows], values * down_rows(v_scale / total, values.shape))
+            place += values.shape[0]
         store(lse.at[head, index], top + jnp.log2(total))
         return count
 
@@ -62,8 +71,8 @@ def _attend(
     part: Round,
     q: Any,
     k_scale: float | jax.Array,
-    carry: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
+    carry: Carry,
+) -> Carry:
     """Take a round into the softmax under way.
 
     The carry: rounds so far, weighted values, maxima, and weights, summed over rounds only: over
@@ -73,7 +82,7 @@ def _attend(
     slot = lax.rem(count, jnp.int32(shape.stages))
     plgpu.barrier_wait(buffers.k_full.at[slot])
     k = _widened(buffers.k.at[slot], buffers.wide_k, buffers.k_free.at[slot])
-    scores = _multiply(k, q.transpose((1, 0)))
+    [scores] = _multiply([k], q.transpose((1, 0)))
     if buffers.wide_k is None:
         plgpu.barrier_arrive(buffers.k_free.at[slot])
     logits = _masked(shape, part, _logits(shape.options, scores, k_scale))
@@ -86,10 +95,12 @@ def _attend(
     v = _widened(buffers.v.at[slot], buffers.wide_v, buffers.v_free.at[slot])
     _clear_unseen(shape, part, v)
     plgpu.commit_smem()
-    new = _multiply(v.transpose((1, 0)), buffers.p.transpose((1, 0)))
+    columns = [v.at[:, pl.ds(*part)].transpose((1, 0)) for part in shape.products]
+    new = _multiply(columns, buffers.p.transpose((1, 0)))
     if buffers.wide_v is None:
         plgpu.barrier_arrive(buffers.v_free.at[slot])
-    weighted = weighted * down_rows(decay, weighted.shape) + new
+    pairs = zip(weighted, new, strict=True)
+    weighted = tuple(old * down_rows(decay, old.shape) + more for old, more in pairs)
     return count + 1, weighted, new_top, sums * down_rows(decay, sums.shape) + p
 
 
@@ -97,8 +108,9 @@ def _widened(tile: Any, wide: Any, free: Any) -> Any:
     """Return a tile that the matrix unit takes; an fp8 tile is widened and its place given back."""
     if wide is None:
         return tile
-    for column in range(0, tile.shape[1], COLUMNS):  # not all: two blocks share the registers
-        columns = slice(None), pl.ds(column, COLUMNS)
+    size = columns_of(tile.shape[1])
+    for column in range(0, tile.shape[1], size):  # not all: two blocks share the registers
+        columns = slice(None), pl.ds(column, size)
         narrow = plgpu.load(tile.at[columns], layout=plgpu.Layout.WGMMA_UPCAST_2X)
         wide[columns] = narrow.astype(wide.dtype)
     plgpu.commit_smem()  # before the next copy into the tile, and before the product
@@ -106,12 +118,14 @@ def _widened(tile: Any, wide: Any, free: Any) -> Any:
     return wide
 
 
-def _multiply(a: Any, b: Any) -> jax.Array:
-    def product(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
+def _multiply(lefts: Sequence[Any], right: Any) -> Values:
+    def products(*sums: Any) -> Values:
+        for result, left in zip(sums, lefts, strict=True):
+            plgpu.wgmma(result, left, right)
+        return tuple(result[...] for result in sums)
 
-    return pl.run_scoped(product, Accumulator((a.shape[0], b.shape[1]), jnp.float32))
+    shapes = [(left.shape[0], right.shape[1]) for left in lefts]
+    return pl.run_scoped(products, *(Accumulator(shape, jnp.float32) for shape in shapes))
 
 
 def _logits(options: AttentionOptions, scores: jax.Array, k_scale: float | jax.Array) -> jax.Array:
@@ -139,8 +153,9 @@ def _clear_unseen(shape: Shape, part: Round, v: Any) -> None:
 
     @pl.when((part.begin < part.low) | (part.begin + shape.kv_tile > part.length))
     def _() -> None:
-        seen = _seen(shape, part, (shape.kv_tile, COLUMNS))
-        for column in range(0, shape.head_dim, COLUMNS):
-            columns = slice(None), pl.ds(column, COLUMNS)
+        size = columns_of(shape.head_dim)
+        seen = _seen(shape, part, (shape.kv_tile, size))
+        for column in range(0, shape.head_dim, size):
+            columns = slice(None), pl.ds(column, size)
             values = plgpu.load(v.at[columns], layout=WGMMA)
             v[columns] = jnp.where(seen, values, jnp.zeros_like(values))

@@ -4,7 +4,7 @@ A thread block has two warpgroups. One keeps a ring of K and V tiles in shared m
 across jobs, so that the memory never waits for arithmetic. The other computes, transposed,
 
     S = K q^T      [kv_tile, rows]     rows: the query heads of a KV head, padded to 8
-    O = V^T P      [head_dim, rows]
+    O = V^T P      [head_dim, rows]      for 64 of head_dim, or multiples of them: `Shape.products`
 
 because one side of a Hopper matrix instruction is 64 and the other may be 8: tokens and head_dim go
 to the long side, and the softmax of a row runs down it. Tiles of fp8 are first widened to float16,
@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.decode_compute import compute
 from pallas_kernels.decode_memory import load
 from pallas_kernels.decode_terms import Q_SLOTS, Buffers, Inputs, Shape
-from pallas_kernels.mosaic import FP8, swizzled
+from pallas_kernels.mosaic import FP8, columns_of, swizzled
 
 REDUCTION_BYTES = 2048  # scratch of maxima and sums over the four warps
 COMPUTE, MEMORY = 0, 1  # the warpgroups
@@ -33,15 +33,15 @@ COMPUTE, MEMORY = 0, 1  # the warpgroups
 def run_jobs(shape: Shape, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Return of every job the output, normalised, and the base-2 log of the sum of exponentials.
 
-    `[kv_heads, jobs, head_dim, rows]` and `[kv_heads, jobs, rows]`, float32; what belongs to no job
-    is not written.
+    `[kv_heads, jobs, shape.result_rows, rows]` and `[kv_heads, jobs, rows]`, float32; what belongs
+    to no job is not written.
     """
     kv_heads, jobs = inputs.kv.k_pool.shape[1], inputs.job_row.shape[0]
     arrays, tree = jax.tree.flatten(inputs)
     run = plgpu.kernel(
         functools.partial(_decode_kernel, shape, tree),
         out_type=(
-            jax.ShapeDtypeStruct((kv_heads, jobs, shape.head_dim, shape.rows), jnp.float32),
+            jax.ShapeDtypeStruct((kv_heads, jobs, shape.result_rows, shape.rows), jnp.float32),
             jax.ShapeDtypeStruct((kv_heads, jobs, shape.rows), jnp.float32),
         ),
         scratch_types=_buffers(shape, inputs.kv.k_pool.dtype)._asdict(),
@@ -68,7 +68,7 @@ def _buffers(shape: Shape, kv_dtype: DTypeLike) -> Buffers:
         q=swizzled((Q_SLOTS, shape.rows, head_dim), dtype),
         k=ring,
         v=ring,
-        p=swizzled((shape.rows, tile), dtype),
+        p=swizzled((shape.rows, tile), dtype, columns_of(head_dim)),
         wide_k=wide,
         wide_v=wide,
         q_full=of_q,

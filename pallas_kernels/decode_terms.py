@@ -8,6 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.mosaic import COLUMNS
 
 Q_SLOTS = 2  # the queries of this many jobs are in shared memory
 
@@ -24,6 +25,22 @@ class Shape(NamedTuple):
     dtype: DTypeLike  # of the operands of the matrix instructions
     options: AttentionOptions
     kv_scales: tuple[float, float]  # of K and of V, where they are numbers
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """Where in head_dim each product with V begins, and how much of it that takes.
+
+        A product takes multiples of 64. What is over is in one of its own, the last 64: 96 are
+        0..64 and 32..96, computed twice in part, rather than 128 that shared memory would hold.
+        """
+        whole = self.head_dim - self.head_dim % COLUMNS
+        rest = [(self.head_dim - COLUMNS, COLUMNS)] if whole < self.head_dim else []
+        return [(0, whole), *rest]
+
+    @property
+    def result_rows(self) -> int:
+        """The products' results below each other."""
+        return sum(size for _, size in self.products)
 
 
 class Inputs(NamedTuple):

@@ -22,9 +22,12 @@ def columns_of(width: int) -> int:
     return COLUMNS if width % COLUMNS == 0 else COLUMNS // 2
 
 
-def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Shared memory laid out for TMA and matrix instructions, without bank conflicts."""
-    columns = columns_of(shape[-1])
+def swizzled(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
+    """Shared memory laid out for TMA and matrix instructions, without bank conflicts.
+
+    `columns` are those of a tile, which both operands of an instruction must have in common.
+    """
+    columns = columns or columns_of(shape[-1])
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     width = columns * jnp.dtype(dtype).itemsize
     swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]

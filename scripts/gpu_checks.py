@@ -60,7 +60,7 @@ def kernels() -> list[Kernel]:
     for head_dim, block_size in itertools.product((64, 128, 256), (16, 32, 64, 128)):
         some.append(Kernel(head_dim=head_dim, block_size=block_size))
     fp8 = Kernel(kv_dtype=FP8, scales=(0.5, 2.0))
-    some += [Kernel(dtype=jnp.float16, kv_dtype=jnp.float16), fp8]
+    some += [Kernel((8, 8), head_dim=96), Kernel(dtype=jnp.float16, kv_dtype=jnp.float16), fp8]
     some += [Kernel(sliding_window=100), Kernel(soft_cap=30.0)]
     some += [fp8._replace(sliding_window=100, soft_cap=30.0, block_size=64)]
     prefill = (PrefillConfig(**one) for one in candidates_for("prefill", 128, 16))

@@ -257,12 +257,14 @@ def _why_not_traced(
     lens, starts = np.zeros(seqs, np.int32), np.zeros(seqs + 1, np.int32)
     slots = np.zeros(tokens, np.int32)
     q = jax.ShapeDtypeStruct((tokens, layout.heads_per_device, head_dim), dtype)
+    new = jax.ShapeDtypeStruct((tokens, layout.kv_heads_per_device, head_dim), dtype)
     shape = pool_shape(2, layout.kv_heads_per_device, block_size, head_dim)
     pool = (jax.ShapeDtypeStruct(shape, kv_dtype),) * 2
     try:
         work = kernels.divide(tables, lens, starts, 0, num_tokens=tokens)
         metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), work)
         jax.eval_shape(kernels.attend, q, pool, metadata)
+        jax.eval_shape(kernels.write, pool, new, new, slots)
     except ValueError as error:
         return str(error)
     except Exception as error:  # of a compiler under development: the loops serve as well

@@ -137,7 +137,7 @@ def run_prefill(
 
 def decode_config(case: Case) -> DecodeConfig:
     """Two stages only, so that places in the ring are used again."""
-    shared_bytes = (80_000 if case.head_dim == 128 else 45_000) + 128 * case.q_per_kv
+    shared_bytes = 10_000 + 35_000 * case.head_dim // 64 + 128 * case.q_per_kv
     return DecodeConfig(64, case.num_blocks, shared_bytes)
 
 

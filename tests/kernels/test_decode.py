@@ -48,6 +48,13 @@ CASES = {
     "q_per_kv 32, blocks of 256, window": decodes(
         (600, 40), q_per_kv=32, block_size=256, sliding_window=300
     ),
+    "head_dim 96, window": decodes(
+        (1, 39, 64, 200), padding=2, q_per_kv=1, kv_heads=2, head_dim=96, sliding_window=50
+    ),
+    "head_dim 96, q_per_kv 4, fp8": decodes(
+        (70, 130), q_per_kv=4, head_dim=96, kv_dtype=FP8, k_scale=0.5, v_scale=3.0
+    ),
+    "head_dim 160": decodes((1, 130), q_per_kv=3, head_dim=160),
     "rows that share a context": decodes((66, 4, 300), drafts=3, padding=1, num_blocks=4),
     "rows that share a context, window": decodes((66, 130), drafts=4, sliding_window=50),
     "work divided for no window": decodes(
@@ -87,7 +94,8 @@ def arrays_of(case):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(head_dim=80), "head_dim 80 is not a multiple of 64"),
+        (dict(head_dim=80), "head_dim 80 is not a multiple of 32 from 64 on"),
+        (dict(head_dim=32), "head_dim 32 is not a multiple of 32 from 64 on"),
         (dict(block_size=24), "block_size 24 must"),
         (dict(dtype=jnp.float32, kv_dtype=jnp.float32), "q of float32"),
         (dict(kv_dtype=jnp.float16), "pools of float16"),

@@ -56,6 +56,10 @@ CASES = {
         kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, k_scale=0.1)
     ),
     "fp8, head_dim 64, blocks of 64": Case(64, 64, 1, kv_dtype=FP8),
+    "head_dim 96, q_per_kv 1, 32 KV heads": Case(96, q_per_kv=1, kv_heads=32),
+    "head_dim 96, fp8, window": Case(
+        96, q_per_kv=1, kv_dtype=FP8, options=AttentionOptions(0.1, 1024)
+    ),
     "q_per_kv 16, one KV head, blocks of 256": Case(block_size=256, q_per_kv=16, kv_heads=1),
     "q_per_kv 32, one KV head, blocks of 8": Case(
         block_size=8,
@@ -105,7 +109,8 @@ def test_decode_fits_the_chip(name, mesh, capsys):
     # What combines is the same for several cases, and may have been compiled before.
     [attention] = [kernel for kernel in program.kernels if "attention" in kernel.name]
     tile = case.config.kv_tile
-    products = 2 * (tile // 64) * (case.head_dim // 16)
+    # Products with K, 16 of head_dim at a time; with V, 64 of head_dim and 16 tokens at a time.
+    products = (tile // 64) * (case.head_dim // 16) + -(-case.head_dim // 64) * (tile // 16)
     assert attention.count(r"wgmma\.mma_async") == products
     assert attention.count(r"fence\.proxy\.async") > 0  # what the interpreter does not miss
     assert case.blocks_per_sm * 256 * attention.registers <= SM_REGISTERS

@@ -49,7 +49,7 @@ FAULTS = {
         decodes((40, 20), drafts=1),
     ),
     "old values are not scaled down": (
-        "decode_compute", "weighted * down_rows(decay, weighted.shape)", "weighted", decodes()
+        "decode_compute", "old * down_rows(decay, old.shape)", "old", decodes()
     ),
     "values without weight are not cleared": (
         "decode_compute", "    _clear_unseen(shape, part, v)\n", "", decodes()
@@ -75,6 +75,12 @@ FAULTS = {
     "all of head_dim is its first part": (
         "decode_combine", "parts.outputs.at[head, :, columns]",
         "parts.outputs.at[head, :, pl.ds(0, COLUMNS)]", decodes(head_dim=128),
+    ),
+    "the last columns are those before": (
+        "decode_terms", "(self.head_dim - COLUMNS, COLUMNS)", "(0, COLUMNS)", decodes(head_dim=96)
+    ),
+    "columns that two blocks have are written for the last": (
+        "decode_combine", "pl.ds(COLUMNS - rest, rest)", "pl.ds(0, rest)", decodes(head_dim=96)
     ),
     "rows of padding are not written": (
         "decode_combine", "combine() if kept is None else pl.when(count > 0)(combine)",

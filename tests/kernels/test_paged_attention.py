@@ -10,10 +10,11 @@ from pallas_kernels.step_work import KernelConfig, divide_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-CONFIG = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
+CONFIG = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 65_000))
 CASES = {
     "decodes and chunks": Case(((17, 100), (5, 5)), decodes=(130, 1, 64), kv_heads=2, padding=2),
     "drafts and chunks": Case(((17, 100),), decodes=(130, 20), drafts=2, kv_heads=2, padding=2),
+    "head_dim 96": Case(((17, 100),), decodes=(130, 20), q_per_kv=1, kv_heads=2, head_dim=96),
     "decodes alone": Case((), decodes=(65, 17), tokens=2, padding=0),
     "window, soft cap, fp8": Case(
         ((17, 100),),

@@ -99,6 +99,12 @@ def test_kernels_that_fail_their_check_are_not_used(caplog):
     assert choose(HOPPER).reason == "not checked"
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 160, 192, 256])
+def test_head_dims_of_models_have_kernels(head_dim):
+    layout = Layout(replace(LLAMA.model, head_dim=head_dim), 1, 1)
+    assert choose(HOPPER, layout=layout).name == "pallas"
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -106,6 +112,10 @@ def test_kernels_that_fail_their_check_are_not_used(caplog):
         (
             {"layout": Layout(replace(LLAMA.model, head_dim=80), 1, 1)},
             "head_dim must be a multiple of 32, not 80",
+        ),
+        (
+            {"layout": Layout(replace(LLAMA.model, head_dim=32), 1, 1)},
+            "head_dim 32 is not a multiple of 32 from 64 on",
         ),
         ({"block_size": 4}, "block_size 4 must"),
     ],
@@ -165,6 +175,8 @@ def test_fp8_pools_are_for_the_kernels_alone(caplog):
         choose(ampere, kv_dtype=FP8)
     with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* for GPUs, not for cpu"):
         choose(jax.devices()[0], kv_dtype=FP8)
+    with pytest.raises(ValueError, match="write_kv: head_dim 96 is not a multiple of 64"):
+        choose(HOPPER, layout=Layout(replace(LLAMA.model, head_dim=96), 1, 1), kv_dtype=FP8)
 
 
 def test_the_engine_does_not_offer_fp8_pools():
