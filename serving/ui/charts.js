@@ -2,7 +2,7 @@
 
 import { $ } from "./server.js";
 import { colour, describe, duration, levels, onPixel, prepare, roundUp, rule, short, span, times, whole, LEFT, TOP } from "./draw.js";
-import { explain, KINDS, kindOf, predicted, stepsIn } from "./modes.js";
+import { crossing, explain, KINDS, kindOf, predicted, stepsIn, summary } from "./modes.js";
 
 const CHARTS = ["steps", "seconds", "sequences", "tokens", "kv", "accepted"];
 let shown = null; // data of the last poll
@@ -39,10 +39,11 @@ function steps(data) {
   const { columns, model } = data;
   const threshold = model?.choice?.threshold;
   const has = threshold && model.choice.modes.length > 1;
+  const cross = crossing(model?.choice);
   const loads = stepsIn(data, 0, columns.tokens.length).map((each) => each.tokens);
   const means = KINDS.flatMap((kind) =>
     columns[`${kind}_load`].map((load, i) => load / (columns[`${kind}_busy`][i] || 1)));
-  const power = Math.ceil(Math.log2(Math.max(8, has ? 2 * threshold : 0, ...loads, ...means)));
+  const power = Math.ceil(Math.log2(Math.max(8, has ? 2 * threshold : 0, 2 * (cross ?? 0), ...loads, ...means)));
   const chart = prepare("steps");
   const { canvas, context, bottom } = chart;
   const y = (value) => bottom - Math.log2(value + 1) / Math.log2(2 ** power + 1) * (bottom - TOP);
@@ -69,6 +70,7 @@ function steps(data) {
     }
   }
   if (has) rule(chart, y(threshold + 0.5), `base from ${threshold + 1} tokens`);
+  if (cross) rule(chart, y(cross + 0.5), `shift is predicted to be quickest up to ${cross} tokens`);
   marks({ ...chart, x }, columns.failed, "failed");
   line({ ...chart, x }, data);
   const total = stepsIn(data, 0, columns.tokens.length);
@@ -187,10 +189,11 @@ export function charts(data) {
 
 const indexAt = (data, time) =>
   Math.max(0, Math.min(data.columns.tokens.length - 1, Math.floor((time - data.start) / data.seconds)));
-const HINT = "Point at a chart, or go through it with the arrow keys: what steps were, why, and what they would have been otherwise.";
+const HINT = "Point at a chart, or go through it with the arrow keys, to see what a step would have been otherwise.";
 
 function readout() {
-  const words = cursor === null || !shown?.model ? [HINT] : explain(shown, indexAt(shown, cursor));
+  if (!shown?.model) return;
+  const words = cursor === null ? [...summary(shown), HINT] : explain(shown, indexAt(shown, cursor));
   $("readout").replaceChildren(...words);
 }
 

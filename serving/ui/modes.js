@@ -51,6 +51,7 @@ function rule(choice, kind, tokens) {
 // Of a kind of step that was: what the same step would have been in other modes.
 function otherwise(data, kind, tokens) {
   const { model } = data;
+  if (!model.choice.groups) return ""; // groups of a fleet: each step has had its own width
   const others = model.choice.modes.filter((mode) => kindOf(mode.label) !== kind);
   const mean = stepsIn(data, 0, data.columns.tokens.length);
   return others.map((mode) => {
@@ -63,6 +64,35 @@ function otherwise(data, kind, tokens) {
   }).join(" ");
 }
 
+// A kind of mode, with its colour.
+function named(kind) {
+  const mark = document.createElement("i");
+  mark.className = kind;
+  mark.textContent = kind === "between" ? "between" : kind.toUpperCase();
+  return mark;
+}
+
+// What all columns had together, as nodes.
+export function summary(data) {
+  const start = document.createElement("b");
+  start.textContent = `The last ${span(data.span)}: `;
+  const found = stepsIn(data, 0, data.columns.tokens.length).filter((each) => each.steps);
+  if (!found.length) return [start, "no steps."];
+  return [start, ...found.map(({ kind, steps, tokens, seconds }) => {
+    const line = document.createElement("span");
+    line.append(named(kind), ` ${many(steps, "step")} of ${many(tokens, "token")}, ${duration(seconds)} each.`);
+    return line;
+  })];
+}
+
+// The most tokens for which a policy by cost foretells that splitting none is quickest; null: none.
+export function crossing(choice) {
+  const rows = choice?.predicted ?? [];
+  const isShift = ([, seconds]) => Object.values(seconds).every((each) => each >= seconds.shift);
+  const last = rows.findLastIndex(isShift);
+  return last < 0 || last === rows.length - 1 ? null : rows[last][0];
+}
+
 // What happened in a column, as nodes.
 export function explain(data, index) {
   const ago = data.now - (data.start + (index + 0.5) * data.seconds);
@@ -73,14 +103,11 @@ export function explain(data, index) {
   return [start, ...found.map((each) => {
     const line = document.createElement("span");
     const { kind, steps, tokens, seconds } = each;
-    const mark = document.createElement("i");
-    mark.className = kind;
-    mark.textContent = kind === "between" ? "between" : kind.toUpperCase();
     const time = steps ? `${many(steps, "step")} of ${many(tokens, "token")}, ${duration(seconds)} each` : "a step went on";
     const choice = data.model?.choice;
-    line.append(mark, ` ${time}`);
+    line.append(named(kind), ` ${time}`);
     if (!choice || choice.modes.length === 1) return line;
-    const mode = modeOf(choice, kind);
+    const mode = choice.groups && modeOf(choice, kind);
     const did = mode ? `, every device computed ${share(mode, data.model, tokens)}` : "";
     line.append(`${did} (${rule(choice, kind, tokens)}). ${otherwise(data, kind, tokens)}`);
     return line;
@@ -107,8 +134,16 @@ function sentence(data) {
   const mode = choice.modes.find((each) => each.label === label);
   const size = Math.abs(tokens - Math.round(tokens)) < 0.1 || tokens > 10 ? whole(tokens) : tokens.toFixed(1);
   const text = `${size} ${size === "1" ? "token" : "tokens"} a step`;
-  const why = mode ? `${tokens > 1 && kind !== "shift" ? "Many tokens" : "Few tokens"}: every device computes ${share(mode, model, tokens)}.` : "";
+  const why = reason(data, mode, tokens, kind === "shift" || tokens <= 1 ? "Few tokens" : "Many tokens");
   return { kind, label, head: label.toUpperCase(), text, note: `(${rule(choice, kind, tokens)})`, why };
+}
+
+function reason({ model, fleet }, mode, tokens, size) {
+  const { groups } = model.choice;
+  if (fleet) return `Groups of units: ${fleet.arrangement}.`;
+  if (!mode) return "";
+  const where = groups > 1 ? `, in each of ${groups} groups` : "";
+  return `${size}: every device computes ${share(mode, model, tokens)}${where}.`;
 }
 
 function expectation(model) {

@@ -164,7 +164,7 @@ def test_charts_say_what_would_have_been_otherwise(opened, server):
     told = opened.inner_text("#readout")
     assert "In SHIFT it would have been all" in told or "In BASE it would have been" in told
     opened.mouse.move(0, 0)
-    assert opened.inner_text("#readout").startswith("Point at a chart")
+    assert opened.inner_text("#readout").startswith("The last 60 s:")
     opened.focus("#steps")
     found = []
     for _ in range(60):
