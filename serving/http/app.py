@@ -14,7 +14,7 @@ from serving.http.embeddings import embedding_routes
 from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
 from serving.http.openapi import document
-from serving.http.page import page_routes
+from serving.http.page import page_routes, root_route
 from serving.server.errors import ServeError
 from serving.server.fields import DetokenizeFields, TokenizeFields
 from serving.server.schema import parse_json, read_chat, read_completion, unknown_names
@@ -42,6 +42,7 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
         Route("/metrics", endpoints.metrics),
         Route("/version", endpoints.version),
         Route("/openapi.json", endpoints.openapi),
+        root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),
     ]
     # A redirect to a path with a slash would repeat what the Host header says.

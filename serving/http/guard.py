@@ -10,6 +10,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.http.page import FILES
 from serving.server.errors import ServeError, internal_error
 from serving.server.headers import check_request_id, digests, has_key, request_id_for, trace_id
 
@@ -19,7 +20,7 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 << 10
 BODY_SECONDS = 30.0  # that a client has for sending a body
 HEALTH = frozenset(("/health", "/health/live", "/health/ready", "/health/progress"))
-PUBLIC = HEALTH | {"/ui", "/ui/app.js", "/ui/style.css"}  # static files: they hold no secret
+PUBLIC = HEALTH | {"/", *FILES}  # static: they hold no secret
 QUIET = HEALTH | {"/metrics", "/ui/data"}  # asked again and again: not worth a line each
 GENERATIONS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank"))
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "[::1]"))

@@ -1,7 +1,6 @@
-"""The page `/ui`: three static files and the data that they poll."""
+"""The page `/ui`: static files and the data that they poll; and `/`, which leads there."""
 
 from importlib.resources import files
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -10,8 +9,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from serving.server.async_embedder import AsyncEmbedder
+from serving.server.async_engine import AsyncEngine
+from serving.server.errors import invalid
 from serving.server.service import Service
-from serving.server.timeline import row_of
+from serving.server.timeline import SLOT_SECONDS
 from shiftjax.control.fleet_state import FleetState, plain_change, plain_group, shown_arrangement
 
 NUM_OPEN = 16  # requests that have not ended, on the page
@@ -26,61 +27,92 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-FILES = {
-    "/ui": ("index.html", "text/html; charset=utf-8"),
-    "/ui/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/ui/style.css": ("style.css", "text/css; charset=utf-8"),
+KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
 }
+SCRIPTS = ("app", "chat", "charts", "draw", "fleet", "markdown", "modes", "requests", "server")
+FILES = {
+    "/ui": "index.html",
+    "/ui/style.css": "style.css",
+    **{f"/ui/{name}.js": f"{name}.js" for name in SCRIPTS},
+}
+# For whoever asks the root without a browser; addresses are relative, as a proxy may have moved it.
+ROOT = {"server": "shiftjax", "api": "v1/", "openapi": "openapi.json", "health": "health"}
 
 
 def page_routes(service: Service) -> list[BaseRoute]:
     """The routes of the page. Its files need no key, its data does."""
     directory = files("serving") / "ui"
     routes: list[BaseRoute] = [
-        Route(path, _static((directory / name).read_bytes(), kind))
-        for path, (name, kind) in FILES.items()
+        Route(path, _static((directory / name).read_bytes(), KINDS[name.split(".")[-1]]))
+        for path, name in FILES.items()
     ]
 
     async def data(request: Request) -> Response:
-        values = service.timeline.snapshot() | _now(service)
+        span = request.query_params.get("span", "60")
+        if span not in map(str, SLOT_SECONDS):
+            raise invalid("span", f"must be one of {', '.join(map(str, SLOT_SECONDS))}")
+        values = service.timeline.snapshot(int(span)) | _now(service)
         body = msgspec.json.encode(values)
-        return Response(body, media_type="application/json")
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     return [*routes, Route("/ui/data", data)]
+
+
+def root_route(has_page: bool) -> BaseRoute:
+    """`/`: a browser is led to the page, if there is one; others get JSON with what there is."""
+
+    async def root(request: Request) -> Response:
+        headers = {"vary": "accept"}
+        if has_page and "text/html" in request.headers.get("accept", ""):
+            return Response(status_code=307, headers=headers | {"location": "ui"})
+        body = msgspec.json.encode(ROOT | ({"page": "ui"} if has_page else {}))
+        return Response(body, media_type="application/json", headers=headers)
+
+    return Route("/", root)
 
 
 def _now(service: Service) -> dict[str, Any]:
     """What the page says of the present; requests that have not ended among them."""
     engine, model = service.engine, service.model
     if engine is None or model is None:
-        load = {"running": 0, "waiting": 0, "kv": 0.0, "switches": 0, "drafts": None}
-        return {
-            "state": "loading",
-            "model": "",
-            "task": "generate",
-            "mesh": "",
-            "load": load,
-            "open": [],
-            "fleet": None,
-        }
+        return {"state": "starting", "model": None, "load": None, "open": [], "fleet": None}
     stats = engine.stats
-    handles = () if isinstance(engine, AsyncEmbedder) else engine.handles.values()
-    unfinished = (handle for handle in handles if not handle.is_ended)
-    return {
-        "state": "ready" if service.is_ready else "not ready",
-        "model": model.name,
+    handles = engine.handles.values() if isinstance(engine, AsyncEngine) else ()
+    unfinished = [handle for handle in handles if not handle.is_ended]
+    model_values = {
+        "name": model.name,
         "task": model.task,
         "mesh": model.info.get("mesh", ""),
-        "load": {
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "kv": stats.kv_usage,
-            "switches": sum(stats.mode_switches.values()),
-            "drafts": None if stats.drafts is None else stats.drafts.by_drafter,
-        },
-        "open": [row_of(handle, None) for handle in islice(unfinished, NUM_OPEN)],
+        "choice": engine.choice if isinstance(engine, AsyncEngine) else None,
+    }
+    load = {
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "kv": stats.kv_usage,
+        "switches": sum(stats.mode_switches.values()),
+        "drafts": None if stats.drafts is None else stats.drafts.by_drafter,
+        "most_waiting": service.options.max_num_queued_reqs,
+    }
+    if isinstance(engine, AsyncEngine):
+        load |= {f"most_{name}": value for name, value in engine.capacity.items()}
+    return {
+        "state": _state(engine),
+        "model": model_values,
+        "load": load,
+        "open": [service.timeline.row_of(each, None) for each in unfinished[:NUM_OPEN]],
+        "num_open": len(unfinished),
         "fleet": None if stats.fleet is None else _fleet(stats.fleet),
     }
+
+
+def _state(engine: AsyncEngine | AsyncEmbedder) -> str:
+    """In a word: ready, draining, or failed."""
+    if engine.is_ready:
+        return "ready"
+    return "failed" if engine.failure is not None else "draining"
 
 
 def _fleet(state: FleetState) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from serving.server.async_requests import AsyncRequests, Watches
+from serving.server.choice import capacity_of, choice_of
 from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
@@ -60,6 +61,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         super().__init__(observers, options)  # requests are by the engine's name
         self.request_limits = engine.limits
         self.stats: EngineStats = engine.stats()
+        self.choice, self.capacity = choice_of(engine), capacity_of(engine)
         self._names: dict[str, RequestHandle] = {}  # the same, by the id that the client knows
         self._recent: dict[str, None] = {}  # ids that have ended, oldest first
         self._engine, self._tokenizer = engine, tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serving.server.worker_thread import WorkerThread
-from shiftjax.control.engine import Engine, EngineStats
+from shiftjax.control.engine import EndedStep, Engine, EngineStats
 from shiftjax.control.lane import Lane, poll
 from shiftjax.control.request import Event
 
@@ -22,7 +22,7 @@ class Turn:
     events: list[Event]
     stats: EngineStats
     num_commands: int
-    steps: tuple[tuple[str, float], ...] = ()  # that ended: mode, seconds
+    steps: tuple[EndedStep, ...] = ()
     failure: BaseException | None = None  # the engine is of no more use
 
 
@@ -48,7 +48,7 @@ class EngineThread(WorkerThread[Engine, Turn]):
 
     def _turn(self) -> Turn:
         events, self._events = self._events, []
-        steps: tuple[tuple[str, float], ...] = ()
+        steps: tuple[EndedStep, ...] = ()
         if self.engine.has_work():
             events += self.engine.step(time.monotonic())
             self.progress_at = self.engine.waits_since(time.monotonic())

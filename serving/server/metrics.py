@@ -196,8 +196,8 @@ class Metrics(Collector):
 
     def stepped(self, turn: Turn) -> None:
         """The engine has finished a turn."""
-        for mode, seconds in turn.steps:
-            self._observe("step_duration_seconds", seconds, mode)
+        for step in turn.steps:
+            self._observe("step_duration_seconds", step.seconds, step.mode)
         drafts = turn.stats.drafts
         if drafts is not None and drafts.seconds > self._draft_seconds:
             self._observe("draft_seconds", drafts.seconds - self._draft_seconds)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 from shiftjax.control.admission import RequestLimits, validate_request
 from shiftjax.control.fleet import Fleet, load_of
@@ -62,6 +63,15 @@ class EngineStats:
         return totals
 
 
+class EndedStep(NamedTuple):
+    """A step whose results are there."""
+
+    mode: str  # its label
+    seconds: float
+    num_tokens: int
+    begun: dict[str, float]  # requests of which it computed prompts: when they were first scheduled
+
+
 class Engine:
     """One waiting queue in front of `lanes`, and the loop over them.
 
@@ -102,7 +112,7 @@ class Engine:
         self._steps = {(mode.label, lane.group.width): 0 for lane in lanes for mode in lane.modes}
         self._mode_switches: Counter[tuple[str, str]] = Counter()
         self._num_failed_steps = 0
-        self.ended_steps: list[tuple[str, float]] = []  # of the last turn: mode, seconds
+        self.ended_steps: list[EndedStep] = []  # of the last turn
 
     # ------------------------------------------------------------------- the loop
 
@@ -162,7 +172,7 @@ class Engine:
                 raise flight.error
             output = lane.runner.fetch(flight.handle)
             done_at = self._clock() if self._clock else now
-            self.ended_steps.append((flight.mode.label, lane.end_step(flight, done_at)))
+            self.ended_steps.append(_ended(flight, lane.end_step(flight, done_at)))
             events = lane.scheduler.commit(flight.plan, flight.mode, output, done_at)
             if self.fleet is not None:
                 self.fleet.has_stepped(lane)
@@ -360,6 +370,17 @@ class Engine:
         max_length = self.limits.max_length(num_prompt_tokens, sampling.max_tokens)
         scheduler.add(request, number, seed, max_length)
         del self._queued[request.request_id]
+
+
+def _ended(flight: Flight, seconds: float) -> EndedStep:
+    plan = flight.plan
+    chunks = [item.sequence for item in plan.scheduled[plan.num_decodes + plan.num_drafts :]]
+    begun = {
+        each.request.request_id: each.first_scheduled_seconds
+        for each in chunks
+        if each.first_scheduled_seconds is not None
+    }
+    return EndedStep(flight.mode.label, seconds, plan.num_tokens, begun)
 
 
 def _aborted_in_queue(request: Request) -> list[Event]:

@@ -131,16 +131,16 @@ def test_the_longest_wait_is_that_of_the_group_that_makes_no_progress():
     assert engine.waits_since(clock.now) == SLOW
 
 
-def test_steps_that_ended_say_their_mode_and_how_long_they_took():
+def test_steps_that_ended_say_their_mode_their_time_and_their_tokens():
     engine, _, clock = make(QUICK, SLOW)
     engine.add_request(make_request("a", [1] * 12, max_tokens=3, ignore_eos=True))
     engine.add_request(make_request("b", [1], max_tokens=2, ignore_eos=True))
     ended = []
     while engine.has_work():
         engine.step(clock.now)
-        ended += engine.ended_steps
-    quick = [("base", QUICK), ("shift", QUICK), ("shift", QUICK)]
-    assert sorted(ended) == sorted([*quick, ("shift", SLOW), ("shift", SLOW)])
+        ended += [step[:3] for step in engine.ended_steps]
+    quick = [("base", QUICK, 12), ("shift", QUICK, 1), ("shift", QUICK, 1)]
+    assert sorted(ended) == sorted([*quick, ("shift", SLOW, 1), ("shift", SLOW, 1)])
 
 
 # ------------------------------------------------------------ what a policy is told

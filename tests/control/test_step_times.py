@@ -169,7 +169,7 @@ def served(truth, num_tokens=1500, claim=0.6, prompt=(1, 2), learns=False, **ove
     seconds = []
     while engine.has_work():
         engine.step(clock.now)
-        seconds += [one for _, one in engine.ended_steps]
+        seconds += [step.seconds for step in engine.ended_steps]
     return runner, seconds, lane.scheduler.speculation._prices.times
 
 

@@ -1,15 +1,37 @@
-"""The page in a real browser: a chat turn, charts that move, no error, no request elsewhere."""
+"""The page in a real browser: a chat turn, words and charts that say why, keys, a narrow window."""
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from kit import make_drafting_engine, make_engine, running_server
 
+from shiftjax.parallel.grid import Group
+
 api = pytest.importorskip("playwright.sync_api", reason="needs: pip install playwright")
 CHAT = "**/v1/chat/completions"
+COMPLETION = "/v1/completions"
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(1)> **bold** `code`"
+ANSWER = """<img src=x onerror="document.title = 'injected'"> **bold** and `a < b`
+
+- [here](https://example.org/) and [not here](javascript:alert(1)) ![x](https://example.org/x.png)
+
+```python
+print("<b>")
+```
+"""
+TIMELINE = {
+    "queue_seconds": 0.25,
+    "prefill_seconds": 0.5,
+    "decode_seconds": 2.0,
+    "prompt_tokens": 40,
+    "cached_tokens": 16,
+    "modes": [["shift", 2], ["base", 1]],
+}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NARROW = {"width": 360, "height": 640}
 
 
 @pytest.fixture(scope="module")
@@ -37,75 +59,311 @@ def page(browser):
     page.close()
 
 
-def test_a_chat_turn_and_moving_charts(page):
-    engine = make_engine(max_num_batched_tokens=64, max_num_seqs=8)
-    with running_server(engine) as server:
-        server.runner.step_seconds = 0.005
-        page.goto(f"{server.url}/ui")
-        page.wait_for_selector("#state:has-text('ready')")
-        assert page.inner_text("#model") == "echo"
-        assert not page.is_visible("#fleet")
-        message = "a long message " * 5  # its prompt is above the threshold: a base step
-        page.fill("#text", message)
-        page.click("#send")
-        page.wait_for_selector("#send:not([disabled])")
-        texts = page.locator(".message").all_text_contents()
-        assert texts[0] == message.strip()
-        assert len(texts) == 2
-        assert texts[1]
-        for chart in ("modes", "tokens", "batch", "kv"):
-            page.wait_for_selector(f"#{chart}[data-sum]:not([data-sum='0'])")
-        page.wait_for_selector("#requests[data-rows='1']")
-        assert page.locator("#latency tbody tr").count() == 2
-        page.click("#clear")
-        assert page.locator(".message").count() == 0
-        page.fill("#text", "again")
-        server.runner.gate.clear()
-        page.click("#send")
-        page.click("#stop")
-        page.wait_for_selector("#send:not([disabled])")
-        server.runner.gate.set()
-        server.wait_until(lambda: not server.engine.handles)
-        assert page.problems == []
-        assert all(url.startswith(server.url) or url == "data:," for url in page.seen), page.seen
-    server_counts = server.engine.counts
-    assert server_counts.finished + server_counts.cancelled == server_counts.accepted
-
-
-def test_what_goes_wrong_in_a_chat(page):
-    """Markup is text; a long answer stays in sight; a cleared one is gone; an error is said."""
+@pytest.fixture(scope="module")
+def server():
+    """Four units, base above 32 tokens, and as much room as the tests want."""
     engine = make_engine(num_blocks=1024, max_model_len=1024)
+    lane = engine.lanes[0]
+    lane.group, lane.modes = Group(0, 4), Group(0, 4).modes
+    engine._steps = {(mode.label, 4): 0 for mode in lane.modes}
     with running_server(engine) as server:
-        page.goto(f"{server.url}/ui")
-        page.wait_for_selector("#state:has-text('ready')")
-        event = {"choices": [{"index": 0, "delta": {"content": "line\n" * 100}}]}
-        body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
-        kind = "text/event-stream"
-        page.route(CHAT, lambda route: route.fulfill(body=body, content_type=kind))
-        page.fill("#text", MARKUP)
-        page.press("#text", "Enter")
-        page.wait_for_selector("#send:not([disabled])")
-        assert page.locator(".message").first.text_content() == MARKUP
-        assert page.locator(".message *").count() == 0
-        below = "list => list.scrollHeight - list.scrollTop - list.clientHeight"
-        assert page.locator("#messages").evaluate(below) < 2
-        page.unroute(CHAT)
-        server.runner.gate.clear()
-        page.fill("#text", "never answered")
-        page.press("#text", "Enter")
-        page.click("#clear")
-        server.runner.gate.set()
-        page.wait_for_selector("#send:not([disabled])")
-        server.wait_until(lambda: not server.engine.handles)
-        assert page.locator(".message").count() == 0
-        assert page.evaluate("conversation") == []
-        assert page.problems == []
-        page.fill("#text", "y" * 9000)
-        page.press("#text", "Enter")
-        page.wait_for_selector(".error:has-text('the context has room')")
-        assert page.input_value("#text") == "y" * 9000  # to be shortened and sent again
-        assert page.evaluate("conversation") == []
-        page.goto("about:blank")
+        yield server
+
+
+@pytest.fixture
+def opened(page, server):
+    """The page of that server; afterwards nothing is held."""
+    page.goto(f"{server.url}/ui")
+    page.wait_for_selector("#state:has-text('ready')")
+    yield page
+    page.goto("about:blank")
+    server.let_go()
+    server.assert_quiescent()
+
+
+def answers(page, *objects: dict) -> None:
+    """From now on the chat is answered with a stream of these."""
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in objects) + "data: [DONE]\n\n"
+    kind = "text/event-stream"
+    page.route(CHAT, lambda route: route.fulfill(body=body, content_type=kind))
+
+
+def delta(text: str, num_tokens: int = 1) -> dict:
+    token_ids = list(range(num_tokens))
+    return {"choices": [{"index": 0, "delta": {"content": text}, "token_ids": token_ids}]}
+
+
+def say(page, text: str) -> None:
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+@contextmanager
+def steps_of(server, num_tokens: int):
+    """Meanwhile a step of about so many tokens follows another."""
+    server.runner.step_seconds = 0.02
+    body = {"prompt": "p", "max_tokens": 900, "ignore_eos": True, "n": num_tokens}
+    with ThreadPoolExecutor(1) as pool, server.client() as client:
+        answer = pool.submit(client.post, COMPLETION, json=body)
+        try:
+            yield
+        finally:
+            server.let_go()
+            assert answer.result().status_code == 200
+
+
+# ---------------------------------------------------------------- what the engine does
+
+
+def test_the_root_leads_here_and_nothing_goes_elsewhere(opened, server):
+    opened.goto(server.url)
+    opened.wait_for_selector("#state:has-text('ready')")
+    assert opened.url == f"{server.url}/ui"
+    assert opened.inner_text("#model") == "echo"
+    assert not opened.is_visible("#fleet")
+    assert opened.problems == []
+    assert all(url.startswith(server.url) or url == "data:," for url in opened.seen), opened.seen
+
+
+def test_the_strip_says_which_mode_and_why(opened, server):
+    with steps_of(server, 4):
+        opened.wait_for_selector("#mode:has-text('SHIFT')")
+        opened.wait_for_selector("#words:has-text('4 tokens a step')")
+        assert opened.inner_text("#rule") == "(base from 33)"
+        opened.wait_for_selector("#because:has-text('every device computes all 4 tokens')")
+        assert opened.locator("figure.active").get_attribute("data-mode") == "shift"
+        assert opened.locator("figure").count() == 2
+        assert opened.locator("figure.active .mesh > div").count() == 1
+        assert opened.inner_text("#tile-running") == "4"
+        assert opened.inner_text("#tile-running-of") == "of 16"
+        opened.wait_for_selector("#spoken:has-text('SHIFT 4 tokens a step')", state="attached")
+    with server.client() as client, ThreadPoolExecutor(1) as pool:
+        server.runner.step_seconds = 0.3  # prompts of 128 tokens at once: base steps
+        bodies = {"prompt": ["".join(chr(97 + (i * k) % 23) for i in range(900)) for k in (1, 5)]}
+        answer = pool.submit(client.post, COMPLETION, json=bodies | {"max_tokens": 1})
+        opened.wait_for_selector("#mode.base:has-text('BASE')")
+        assert "tokens a step" in opened.inner_text("#words")
+        assert opened.inner_text("#rule") == "(shift up to 32)"
+        assert opened.locator("figure.active .mesh > div").count() == 4
+        server.let_go()
+        assert answer.result().status_code == 200
+    opened.wait_for_selector("#mode:has-text('IDLE')")
+    assert "the last step was" in opened.inner_text("#words")
+
+
+def test_charts_say_what_would_have_been_otherwise(opened, server):
+    with server.client() as client:
+        client.post(COMPLETION, json={"prompt": "q" * 100, "max_tokens": 8, "ignore_eos": True})
+    for chart in ("steps", "tokens", "sequences", "kv"):
+        opened.wait_for_selector(f"#{chart}[data-sum]:not([data-sum='0'])")
+    box = opened.locator("#steps").bounding_box()
+    for back in range(1, 60):  # until the pointer is over the steps
+        opened.mouse.move(box["x"] + box["width"] - 4 * back, box["y"] + box["height"] / 2)
+        if "it would have been" in opened.inner_text("#readout"):
+            break
+    told = opened.inner_text("#readout")
+    assert "In SHIFT it would have been all" in told or "In BASE it would have been" in told
+    opened.mouse.move(0, 0)
+    assert opened.inner_text("#readout").startswith("The last 60 s:")
+    opened.focus("#steps")
+    found = []
+    for _ in range(60):
+        opened.keyboard.press("ArrowLeft")
+        found.append(opened.text_content("#told"))
+    assert any("would have been" in each for each in found)
+    assert all(" ago: " in each for each in found)
+    assert "Tokens per step, last 60 s" in opened.get_attribute("#steps", "aria-label")
+    opened.keyboard.press("h")
+    assert opened.is_checked("#spans input[value='600']")
+    opened.wait_for_selector("#tile-switches-of:has-text('in 10 min')")
+    opened.wait_for_selector("#requests[data-rows]:not([data-rows='0'])")
+    assert opened.locator("#latency tbody tr").count() == 2
+    assert opened.problems == []
+
+
+def test_a_hidden_page_asks_for_nothing(opened):
+    opened.evaluate(
+        "Object.defineProperty(document, 'hidden', { get: () => window.gone, configurable: true });"
+        "window.gone = true; document.dispatchEvent(new Event('visibilitychange'));"
+    )
+    opened.wait_for_timeout(800)  # what was on its way
+    opened.seen.clear()
+    opened.wait_for_timeout(1500)
+    assert opened.seen == []
+    opened.evaluate("window.gone = false; document.dispatchEvent(new Event('visibilitychange'))")
+    opened.wait_for_timeout(1000)
+    assert any("/ui/data" in url for url in opened.seen)
+
+
+def test_a_server_that_has_gone_is_said(opened):
+    opened.route("**/ui/data*", lambda route: route.abort())
+    opened.wait_for_selector("#state.lost:has-text('no answer')")
+    opened.unroute("**/ui/data*")
+    opened.wait_for_selector("#state.ready")
+
+
+# ---------------------------------------------------------------- the chat
+
+
+def test_a_chat_turn_stop_and_clear(opened, server):
+    say(opened, "a long message " * 5)
+    opened.wait_for_selector(".assistant .actions")
+    texts = opened.locator(".message .body").all_text_contents()
+    assert texts[0] == ("a long message " * 5).strip()
+    assert len(texts) == 2
+    assert texts[1]
+    assert "stopped" not in opened.inner_text(".assistant .foot")
+    server.runner.step_seconds = 0.05
+    say(opened, "again")
+    opened.wait_for_selector(".message:nth-child(4) .body:not(:empty)")
+    opened.keyboard.press("Escape")
+    opened.wait_for_selector(".message:nth-child(4) .told:has-text('stopped')")
+    assert opened.is_enabled("#send")
+    server.wait_until(lambda: not server.engine.handles)
+    opened.click("#clear")
+    assert opened.locator(".message").count() == 0
+    server.runner.gate.clear()
+    say(opened, "never answered")
+    opened.wait_for_selector(".message.assistant")
+    opened.click("#clear")
+    server.runner.gate.set()
+    server.wait_until(lambda: not server.engine.handles)
+    assert opened.locator(".message").count() == 0
+    assert opened.is_enabled("#send")
+    assert opened.problems == []
+
+
+def test_markdown_is_shown_and_markup_is_text(opened):
+    answers(opened, delta(ANSWER))
+    say(opened, MARKUP)
+    opened.wait_for_selector(".assistant .actions")
+    assert opened.locator(".user .body").text_content() == MARKUP
+    assert opened.locator(".user .body *").count() == 0
+    body = opened.locator(".assistant .body")
+    assert body.locator("strong").all_text_contents() == ["bold"]
+    assert body.locator("p code").all_text_contents() == ["a < b"]
+    assert body.locator("pre code").all_text_contents() == ['print("<b>")']
+    assert body.locator("img, script, b").count() == 0
+    assert body.locator("a").evaluate_all("all => all.map(each => each.href)") == [
+        *("https://example.org/", "https://example.org/x.png")
+    ]
+    assert "javascript:alert(1)" in body.text_content()
+    assert opened.title() == "ShiftJAX"
+    assert opened.problems == []
+
+
+def test_a_long_answer_stays_in_sight(opened):
+    answers(opened, delta("line\n\n" * 100))
+    say(opened, "many lines")
+    opened.wait_for_selector(".assistant .actions")
+    below = "list => list.scrollHeight - list.scrollTop - list.clientHeight"
+    assert opened.locator("#messages").evaluate(below) < 2
+
+
+def test_hostile_text_becomes_elements_in_time(opened):
+    for text in ("*" * 20_000, "[" * 20_000, "`" * 20_000, "> " * 5_000, "- a\n  " * 3_000):
+        milliseconds = opened.evaluate(
+            "async text => { const { markdown } = await import('/ui/markdown.js');"
+            " let work = 0; const start = performance.now(); markdown(text);"
+            " return performance.now() - start; }",
+            text,
+        )
+        assert milliseconds < 5_000, text[:4]  # quadratic ones take minutes
+
+
+def test_an_answer_has_its_timeline_and_modes(opened):
+    answers(opened, delta("one "), delta("two "), delta("three"), {"choices": []} | {"usage": {}})
+    say(opened, "hi")
+    opened.wait_for_selector(".assistant .told:has-text('3 pieces in')")  # a server without them
+    opened.unroute(CHAT)
+    last = {"choices": [], "timeline": TIMELINE}
+    answers(opened, delta("one "), delta("two "), delta("three"), last)
+    opened.click("text=Retry")
+    opened.wait_for_selector(".assistant .told:has-text('prefill 500 ms')")
+    told = opened.inner_text(".assistant .foot")
+    assert "queued 250 ms, prefill 500 ms (40 tokens, 16 cached), decode 2 s" in told
+    assert "tokens by mode: 2 shift, 1 base" in told
+    opened.check("#coloured")
+    tokens = opened.locator(".token").evaluate_all("all => all.map(e => [e.title, e.innerText])")
+    assert [mode for mode, _ in tokens] == ["shift", "shift", "base"]
+    opened.uncheck("#coloured")
+    assert opened.locator(".token").count() == 0
+
+
+def test_a_message_is_edited_and_asked_again(opened):
+    sent: list[dict] = []
+    opened.on(
+        "request",
+        lambda r: sent.append(r.post_data_json) if r.url.endswith("completions") else None,
+    )
+    answers(opened, delta("an answer"))
+    for text in ("first", "second"):
+        say(opened, text)
+        opened.wait_for_selector("#send:not([disabled])")
+        opened.wait_for_selector(f".user:has-text('{text}') + .assistant .actions")
+    opened.locator(".user >> text=Edit").first.click()
+    assert opened.evaluate("document.activeElement.value") == "first"
+    opened.keyboard.type(" of all")
+    opened.click("summary:has-text('Sampling')")
+    opened.fill("#temperature", "0.7")
+    opened.fill("#seed", "5")
+    opened.fill("#system", "be brief")
+    opened.locator(".edit button").first.click()
+    opened.wait_for_selector(".user:has-text('first of all') + .assistant .actions")
+    assert opened.locator(".message").count() == 2
+    messages = sent[-1]["messages"]
+    assert [each["content"] for each in messages] == ["be brief", "first of all"]
+    assert (sent[-1]["temperature"], sent[-1]["seed"]) == (0.7, 5)
+    assert "top_p" not in sent[-1]
+
+
+def test_what_goes_wrong_is_said_and_can_be_sent_again(opened):
+    say(opened, "y" * 9000)
+    opened.wait_for_selector(".error:has-text('the context has room')")
+    assert opened.input_value("#text") == "y" * 9000  # to be shortened and sent again
+    assert opened.locator("article").count() == 0
+
+
+# ---------------------------------------------------------------- keys, phones, other servers
+
+
+def test_the_page_can_be_used_by_keys_alone(opened):
+    opened.keyboard.press("/")
+    assert opened.evaluate("document.activeElement.id") == "text"
+    opened.keyboard.type("hello/?h")  # typed, not obeyed
+    opened.keyboard.press("Enter")
+    opened.wait_for_selector(".assistant .actions")
+    assert opened.inner_text(".user .body") == "hello/?h"
+    opened.keyboard.press("Tab")
+    seen = []
+    for _ in range(20):
+        seen.append(opened.evaluate("document.activeElement.id"))
+        opened.keyboard.press("Tab")
+    order = ["send", "clear", "coloured", "steps", "seconds"]
+    assert [each for each in seen if each in order][:5] == order
+    opened.keyboard.press("?")
+    assert opened.evaluate("document.getElementById('keys').open")
+    unnamed = "all => all.filter(e => !e.getAttribute('aria-label')).map(e => e.outerHTML)"
+    assert opened.locator("canvas, section, [role=img]").evaluate_all(unnamed) == []
+
+
+def test_a_narrow_window(opened):
+    """What the engine does comes first, the chat is a tab, and nothing runs out of its card."""
+    opened.set_viewport_size(NARROW)
+    tops = [opened.locator(name).bounding_box()["y"] for name in ("#now", "#tiles", "#tabs")]
+    assert tops == sorted(tops) and tops[0] < 120
+    assert opened.is_visible("#charts") and not opened.is_visible("#chat")
+    assert opened.locator("#tokens").evaluate("each => each.clientWidth") > 250  # for five labels
+    wider = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(e => e.innerText)"
+    assert opened.locator(".card, html").evaluate_all(wider) == []
+    opened.focus("#tab-engine")
+    opened.keyboard.press("ArrowRight")
+    assert opened.is_visible("#chat") and not opened.is_visible("#charts")
+    assert opened.get_attribute("#tab-chat", "aria-selected") == "true"
+    answers(opened, delta("a" * 300 + "\n\n```\n" + "b" * 300 + "\n```"))
+    say(opened, "hi")
+    opened.wait_for_selector(".assistant .actions")
+    assert opened.locator(".card, html").evaluate_all(wider) == []
 
 
 def test_drafts_are_counted_by_what_made_them(page):
@@ -113,26 +371,12 @@ def test_drafts_are_counted_by_what_made_them(page):
     with running_server(make_drafting_engine(speculation="suffix")) as server:
         with server.client() as client:
             for _ in range(2):
-                client.post("/v1/completions", json=body)
+                client.post(COMPLETION, json=body)
         page.goto(f"{server.url}/ui")
         page.wait_for_selector("#accepted[data-sum]:not([data-sum='0'])")
         drafts = server.engine.stats.drafts.by_drafter["suffix"]
         total = drafts["accepted"] + drafts["rejected"]
         assert page.inner_text("#drafters") == f"suffix {drafts['accepted']} of {total}"
-        page.goto("about:blank")
-
-
-def test_a_narrow_window(page):
-    """Nothing runs out of its card, or of the window."""
-    page.set_viewport_size({"width": 360, "height": 640})
-    with running_server() as server:
-        page.goto(f"{server.url}/ui")
-        page.wait_for_selector("#state:has-text('ready')")
-        wider = (
-            "all => all.filter(each => each.scrollWidth > each.clientWidth).map(e => e.innerText)"
-        )
-        assert page.locator(".card, html").evaluate_all(wider) == []
-        assert page.locator("#tokens").evaluate("each => each.clientWidth") > 250  # for five labels
         page.goto("about:blank")
 
 
@@ -142,8 +386,6 @@ def test_a_page_that_needs_a_key(page):
         page.wait_for_selector("#key-field:not([hidden])")
         page.fill("#key", "secret")
         page.wait_for_selector("#state:has-text('ready')")
-        page.fill("#text", "hello")
-        page.press("#text", "Enter")
-        page.wait_for_selector("#send:not([disabled])")
-        assert page.locator(".message.assistant").count() == 1
+        say(page, "hello")
+        page.wait_for_selector(".assistant .actions")
         page.goto("about:blank")

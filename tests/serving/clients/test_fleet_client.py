@@ -267,16 +267,17 @@ def test_the_data_of_the_page_has_a_strip(server):
     busy_then_quiet(server)
     with server.client() as client:
         data = client.get("/ui/data").json()
-    assert data["mesh"] == "" or "fleet" in data["mesh"]
+    assert data["model"]["choice"]["groups"] is None
     assert data["fleet"]["units"] == UNITS and data["fleet"]["arrangement"] == "4"
     change = data["fleet"]["changes"][-1]
     assert (change["what"], change["first"], change["width"]) == ("bind", 0, 4)
     assert data["now"] - 60 < change["at"] <= data["now"]
-    assert data["strip"]
-    for entry in data["strip"]:
+    entries = data["strip"]["entries"]
+    assert entries
+    for entry in entries:
         assert sum(width for _, width, _, _ in entry["groups"]) == UNITS
-    assert max(load for entry in data["strip"] for *_, load in entry["groups"]) > 0
-    assert [entry["at"] for entry in data["strip"]] == sorted({e["at"] for e in data["strip"]})
+    assert max(load for entry in entries for *_, load in entry["groups"]) > 0
+    assert [entry["at"] for entry in entries] == sorted({each["at"] for each in entries})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")

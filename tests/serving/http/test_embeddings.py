@@ -270,5 +270,5 @@ def test_metrics_count_texts_fill_and_waiting(client):
     assert gained("shiftjax:request_success_total", finished_reason="stop") == 1
     assert gained("shiftjax:requests_rejected_total") == 1
     data = client.get("/ui/data").json()
-    assert data["task"] == "embed"
-    assert sum(bucket["texts"] for bucket in data["buckets"]) >= len(TEXTS)
+    assert data["model"]["task"] == "embed"
+    assert sum(data["columns"]["texts"]) >= len(TEXTS)

@@ -1,0 +1,108 @@
+"""A bounded past in columns: what the engine did in each of the last stretches of time. No JAX."""
+
+from typing import Any
+
+KINDS = ("base", "between", "shift")  # of modes; all that are neither one nor the other lie between
+COUNTS = ("tokens", "accepted", "texts", "computed", "switches", "preempted", "failed")
+GAUGES = ("running", "waiting", "kv")
+OF_KIND = ("steps", "seconds", "busy", "load")
+DIGITS = 6  # behind the point, of what is shown
+
+
+def kind_of(mode: str) -> str:
+    """The kind of a mode by its label."""
+    return mode if mode in ("base", "shift") else "between"
+
+
+class Slot:
+    """One stretch. `most` are gauges at their highest, `last` at its end; None: nobody looked."""
+
+    __slots__ = ("counts", "index", "last", "most")
+
+    def __init__(self, index: int):
+        self.index = index
+        self.counts: dict[str, float] = {}
+        self.most: dict[str, float] = {}
+        self.last: dict[str, float] | None = None
+
+    def add(self, name: str, value: float) -> None:
+        """Count."""
+        self.counts[name] = self.counts.get(name, 0) + value
+
+
+class History:
+    """The last `num` stretches of `seconds` each: a ring, slot i holds stretch j with j % num = i.
+
+    Columns, one entry a stretch:
+
+        tokens, accepted ...   how many in it
+        running, waiting, kv   the most in it; where nobody looked, what the one before ended with
+        KIND_steps             steps of a kind of mode that ended in it
+        KIND_seconds           what they took together
+        KIND_busy              seconds of it in which steps of the kind ran
+        KIND_load              tokens of those steps times these seconds: load / busy is their mean
+
+    A step longer than a stretch is entered wherever it ran, so that it leaves no hole.
+    """
+
+    def __init__(self, seconds: float, num: int):
+        self.seconds, self.num = seconds, num
+        self._slots: list[Slot | None] = [None] * num
+
+    @property
+    def span(self) -> float:
+        """Seconds that it goes back."""
+        return self.seconds * self.num
+
+    def count(self, at: float, **counts: float) -> None:
+        """Count what happened at a time; nothing for nothing."""
+        for name, value in counts.items():
+            if value:
+                self._slot(int(at // self.seconds)).add(name, value)
+
+    def look(self, at: float, **gauges: float) -> None:
+        """Note gauges."""
+        slot = self._slot(int(at // self.seconds))
+        slot.last = gauges
+        for name, value in gauges.items():
+            slot.most[name] = max(value, slot.most.get(name, 0))
+
+    def step(self, kind: str, at: float, seconds: float, num_tokens: int) -> None:
+        """Enter a step that ended at `at` after so many seconds."""
+        self.count(at, **{f"{kind}_steps": 1, f"{kind}_seconds": seconds})
+        newest = int(at // self.seconds)
+        first = max(int((at - seconds) // self.seconds), newest - self.num + 1)
+        for index in range(first, newest + 1):
+            left, right = index * self.seconds, (index + 1) * self.seconds
+            busy = min(right, at) - max(left, at - seconds)
+            if busy > 0:
+                slot = self._slot(index)
+                slot.add(f"{kind}_busy", busy)
+                slot.add(f"{kind}_load", busy * num_tokens)
+
+    def _slot(self, index: int) -> Slot:
+        """The slot of a stretch that is not older than the ring."""
+        slot = self._slots[index % self.num]
+        if slot is None or slot.index < index:
+            slot = self._slots[index % self.num] = Slot(index)
+        return slot
+
+    def columns(self, now: float) -> dict[str, Any]:
+        """All of it: the `start` of the first stretch, their `seconds`, and the `columns`."""
+        first = int(now // self.seconds) - self.num + 1
+        found = {slot.index: slot for slot in self._slots if slot is not None}
+        empty = Slot(first)
+        slots = [found.get(index, empty) for index in range(first, first + self.num)]
+        names = (*COUNTS, *(f"{kind}_{name}" for kind in KINDS for name in OF_KIND))
+        columns = {
+            name: [round(slot.counts.get(name, 0), DIGITS) for slot in slots] for name in names
+        }
+        older = [i for i, slot in found.items() if i < first and slot.last is not None]
+        last = (found[max(older)].last if older else None) or {}
+        gauges: dict[str, list[float]] = {name: [] for name in GAUGES}
+        for slot in slots:
+            shown = last if slot.last is None else slot.most
+            for name, column in gauges.items():
+                column.append(round(shown.get(name, 0), DIGITS))
+            last = slot.last or last
+        return {"start": first * self.seconds, "seconds": self.seconds, "columns": columns | gauges}

@@ -1,0 +1,232 @@
+// Which mode steps have, why, and what they would have been otherwise: in words and as a picture.
+
+import { $, whyNot } from "./server.js";
+import { duration, many, span, whole } from "./draw.js";
+
+export const KINDS = ["base", "between", "shift"];
+export const kindOf = (mode) => (mode === "base" || mode === "shift" ? mode : "between");
+const NOW_SECONDS = 1.5; // of which "now" is told
+const SPOKEN_SECONDS = 5; // between sentences that are read aloud
+
+const waysOf = (mode, model) => {
+  const tp = Number(/\btp=(\d+)/.exec(model.mesh)?.[1] ?? 1); // "dp=1 sp=4 tp=2"
+  return tp * mode.width / mode.sp;
+};
+const modeOf = (choice, kind) => choice.modes.find((mode) => kindOf(mode.label) === kind);
+
+// What a device computes in a step of so many tokens.
+function share(mode, model, tokens) {
+  const ways = waysOf(mode, model);
+  const weights = ways === 1 ? "all weights" : `1/${ways} of the weights`;
+  const size = many(tokens, "token");
+  if (mode.sp === 1) return `${size === "1 token" ? "the token" : `all ${size}`} with ${weights}`;
+  return `${whole(Math.ceil(tokens / mode.sp))} of ${size} with ${weights}`;
+}
+
+// Seconds that a policy by cost foretells for a step, by mode; undefined: it does not.
+export function predicted(choice, tokens) {
+  const rows = choice?.predicted ?? [];
+  return (rows.find(([most]) => most >= tokens) ?? rows.at(-1))?.[1];
+}
+
+// Tokens a step and milliseconds of the kinds of steps in a range of columns.
+export function stepsIn({ columns }, from, to) {
+  const sum = (name) => columns[name].slice(from, to).reduce((total, each) => total + each, 0);
+  return KINDS.map((kind) => {
+    const [steps, busy] = [sum(`${kind}_steps`), sum(`${kind}_busy`)];
+    const seconds = steps ? sum(`${kind}_seconds`) / steps : 0;
+    return { kind, steps, busy, seconds, tokens: busy ? sum(`${kind}_load`) / busy : 0 };
+  }).filter((each) => each.busy);
+}
+
+// The rule by which modes are chosen, seen from one of them.
+function rule(choice, kind, tokens) {
+  const { policy, threshold, modes } = choice;
+  if (modes.length === 1) return policy === "threshold" ? "the only mode" : `always: policy ${policy}`;
+  if (policy === "threshold") return kind === "shift" ? `base from ${threshold + 1}` : `shift up to ${threshold}`;
+  const seconds = Object.entries(predicted(choice, tokens) ?? {});
+  return `predicted: ${seconds.map(([mode, each]) => `${mode} ${duration(each)}`).join(", ")}`;
+}
+
+// Of a kind of step that was: what the same step would have been in other modes.
+function otherwise(data, kind, tokens) {
+  const { model } = data;
+  if (!model.choice.groups) return ""; // groups of a fleet: each step has had its own width
+  const others = model.choice.modes.filter((mode) => kindOf(mode.label) !== kind);
+  const mean = stepsIn(data, 0, data.columns.tokens.length);
+  return others.map((mode) => {
+    const name = mode.label.toUpperCase();
+    const seconds = predicted(model.choice, tokens)?.[mode.label];
+    const seen = mean.find((each) => each.kind === kindOf(mode.label) && each.steps);
+    const guess = seconds ? `, predicted ${duration(seconds)}` : "";
+    const known = seen ? `; its steps, of ${many(seen.tokens, "token")}, took ${duration(seen.seconds)}` : "";
+    return `In ${name} it would have been ${share(mode, model, tokens)}${guess}${known}.`;
+  }).join(" ");
+}
+
+// A kind of mode, with its colour.
+function named(kind) {
+  const mark = document.createElement("i");
+  mark.className = kind;
+  mark.textContent = kind === "between" ? "between" : kind.toUpperCase();
+  return mark;
+}
+
+// What all columns had together, as nodes.
+export function summary(data) {
+  const start = document.createElement("b");
+  start.textContent = `The last ${span(data.span)}: `;
+  const found = stepsIn(data, 0, data.columns.tokens.length).filter((each) => each.steps);
+  if (!found.length) return [start, "no steps."];
+  return [start, ...found.map(({ kind, steps, tokens, seconds }) => {
+    const line = document.createElement("span");
+    line.append(named(kind), ` ${many(steps, "step")} of ${many(tokens, "token")}, ${duration(seconds)} each.`);
+    return line;
+  })];
+}
+
+// The most tokens for which a policy by cost foretells that splitting none is quickest; null: none.
+export function crossing(choice) {
+  const rows = choice?.predicted ?? [];
+  const isShift = ([, seconds]) => Object.values(seconds).every((each) => each >= seconds.shift);
+  const last = rows.findLastIndex(isShift);
+  return last < 0 || last === rows.length - 1 ? null : rows[last][0];
+}
+
+// What happened in a column, as nodes.
+export function explain(data, index) {
+  const ago = data.now - (data.start + (index + 0.5) * data.seconds);
+  const start = document.createElement("b");
+  start.textContent = `${span(Math.max(0, ago))} ago: `;
+  const found = stepsIn(data, index, index + 1);
+  if (!found.length) return [start, "no step."];
+  return [start, ...found.map((each) => {
+    const line = document.createElement("span");
+    const { kind, steps, tokens, seconds } = each;
+    const time = steps ? `${many(steps, "step")} of ${many(tokens, "token")}, ${duration(seconds)} each` : "a step went on";
+    const choice = data.model?.choice;
+    line.append(named(kind), ` ${time}`);
+    if (!choice || choice.modes.length === 1) return line;
+    const mode = choice.groups && modeOf(choice, kind);
+    const did = mode ? `, every device computed ${share(mode, data.model, tokens)}` : "";
+    line.append(`${did} (${rule(choice, kind, tokens)}). ${otherwise(data, kind, tokens)}`);
+    return line;
+  })];
+}
+
+// ------------------------------------------------------------------ now
+
+// Kind, heading, text and reason of what the engine does now.
+function sentence(data) {
+  const { model, last_step: last } = data;
+  const choice = model.choice;
+  if (!choice) return { text: data.load.running ? "embedding texts" : "waits for texts", why: model.mesh };
+  const count = data.columns.tokens.length;
+  const newest = stepsIn(data, count - Math.ceil(NOW_SECONDS / data.seconds) - 1, count);
+  const main = newest.sort((a, b) => b.busy - a.busy)[0];
+  if (!main) {
+    if (!last) return { head: "IDLE", text: "no request has come yet", why: expectation(model) };
+    const text = `the last step was ${last.mode}, ${many(last.tokens, "token")}, ${span(data.now - last.at)} ago`;
+    return { head: "IDLE", text, why: expectation(model) };
+  }
+  const { kind, tokens } = main;
+  const label = kind === last?.kind ? last.mode : modeOf(choice, kind)?.label ?? kind;
+  const mode = choice.modes.find((each) => each.label === label);
+  const size = Math.abs(tokens - Math.round(tokens)) < 0.1 || tokens > 10 ? whole(tokens) : tokens.toFixed(1);
+  const text = `${size} ${size === "1" ? "token" : "tokens"} a step`;
+  const why = reason(data, mode, tokens, kind === "shift" || tokens <= 1 ? "Few tokens" : "Many tokens");
+  return { kind, label, head: label.toUpperCase(), text, note: `(${rule(choice, kind, tokens)})`, why };
+}
+
+function reason({ model, fleet }, mode, tokens, size) {
+  const { groups } = model.choice;
+  if (fleet) return `Groups of units: ${fleet.arrangement}.`;
+  if (!mode) return "";
+  const where = groups > 1 ? `, in each of ${groups} groups` : "";
+  return `${size}: every device computes ${share(mode, model, tokens)}${where}.`;
+}
+
+function expectation(model) {
+  const { policy, threshold, modes } = model.choice;
+  if (modes.length === 1) return "";
+  if (policy === "threshold") return `Steps of ${threshold + 1} tokens and more will run in BASE, smaller ones in SHIFT.`;
+  return "Each step will run in the mode that is predicted to be quickest for it.";
+}
+
+let spokenAt = -Infinity;
+
+export async function tellNow(data) {
+  const said = data.model ? sentence(data) : { head: data.state.toUpperCase(), text: await whyNot() };
+  $("mode").textContent = said.head ?? "";
+  $("mode").className = said.kind ?? "";
+  $("words").textContent = said.text;
+  $("rule").textContent = said.note ?? "";
+  $("because").textContent = said.why ?? "";
+  if (performance.now() - spokenAt > SPOKEN_SECONDS * 1000 && $("spoken").dataset.head !== said.head) {
+    spokenAt = performance.now();
+    $("spoken").dataset.head = said.head;
+    $("spoken").textContent = `${said.head ?? ""} ${said.text} ${said.note ?? ""}`;
+  }
+  pictures(data.model, data.fleet ? null : said.label);
+}
+
+// ------------------------------------------------------------------ the mesh
+
+const MOST_NAMED = 16; // devices in a row that have room for their names
+
+// A group's devices in a mode: rows share the tokens, columns the weights. Device j holds the heads
+// of place j in every mode.
+function grid(mode, model) {
+  const ways = waysOf(mode, model);
+  const perTp = mode.width / mode.sp;
+  const place = (row, column) =>
+    Math.floor(column / perTp) * mode.width + (column % perTp) * mode.sp + row;
+  return Array.from({ length: mode.sp }, (_, row) =>
+    Array.from({ length: ways }, (_, column) => place(row, column)));
+}
+
+const cut = (part, parts) => (part === 0 ? "0" : part === parts ? "n" : `${part === 1 ? "" : part}n/${parts}`);
+
+function picture(mode, model) {
+  const figure = document.createElement("figure");
+  figure.dataset.mode = mode.label;
+  figure.className = kindOf(mode.label);
+  const rows = grid(mode, model);
+  const caption = document.createElement("figcaption");
+  const name = document.createElement("b");
+  name.textContent = mode.label.toUpperCase();
+  caption.append(name, ` sp ${mode.sp}, tp ${rows[0].length}`);
+  const table = document.createElement("div");
+  table.className = "mesh";
+  rows.forEach((row, index) => {
+    const line = document.createElement("div");
+    for (const device of row) {
+      const cell = document.createElement("span");
+      cell.textContent = row.length > MOST_NAMED ? "" : `d${device}`;
+      line.append(cell);
+    }
+    const tokens = document.createElement("small");
+    tokens.textContent = mode.sp === 1 ? "all n tokens" : `tokens [${cut(index, mode.sp)}, ${cut(index + 1, mode.sp)})`;
+    line.append(tokens);
+    table.append(line);
+  });
+  figure.append(caption, table);
+  return figure;
+}
+
+let drawn = "";
+
+function pictures(model, active) {
+  const choice = model?.choice;
+  const has = choice && choice.groups && choice.modes.length > 1;
+  $("meshes").hidden = !has;
+  if (!has) return;
+  const key = JSON.stringify([choice.modes, model.mesh]);
+  if (key !== drawn) {
+    drawn = key;
+    $("meshes").replaceChildren(...choice.modes.map((mode) => picture(mode, model)));
+  }
+  for (const figure of $("meshes").children) {
+    figure.classList.toggle("active", figure.dataset.mode === active);
+  }
+}
