@@ -61,4 +61,4 @@ def _predicted(policy: Policy, modes: Sequence[Mode]) -> list[tuple[int, dict[st
         size = bucket.tokens, bucket.rows
         seconds = {mode.label: policy.costs.mode_seconds(mode, size) for mode in modes}
         rows.setdefault(bucket.tokens, seconds)
-    return sorted(rows.items())
+    return list(rows.items())
