@@ -78,7 +78,8 @@ def _now(service: Service) -> dict[str, Any]:
     """What the page says of the present; requests that have not ended among them."""
     engine, model = service.engine, service.model
     if engine is None or model is None:
-        return {"state": "starting", "model": None, "load": None, "open": [], "fleet": None}
+        start = {"words": service.phases.words(), "now": service.phases.state()}
+        return {"state": "starting", "start": start, "model": None, "load": None, "fleet": None}
     stats = engine.stats
     handles = engine.handles.values() if isinstance(engine, AsyncEngine) else ()
     unfinished = [handle for handle in handles if not handle.is_ended]

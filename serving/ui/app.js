@@ -53,9 +53,9 @@ function state(name, text) {
   document.body.dataset.state = name;
 }
 
-async function draw(data) {
+function draw(data) {
   state(data.state, data.state);
-  await tellNow(data);
+  tellNow(data);
   if (!data.model) return;
   showTask(data.model.task);
   $("model").textContent = data.model.name;
@@ -71,7 +71,7 @@ async function poll() {
   clearTimeout(timer);
   let pause = POLL_MILLISECONDS[span];
   try {
-    await draw(await fetchData(span));
+    draw(await fetchData(span));
   } catch (error) {
     state("lost", error instanceof TypeError ? "no answer" : error.message);
     pause = RETRY_MILLISECONDS;

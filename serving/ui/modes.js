@@ -1,6 +1,6 @@
 // Which mode steps have, why, and what they would have been otherwise: in words and as a picture.
 
-import { $, whyNot } from "./server.js";
+import { $ } from "./server.js";
 import { duration, many, span, whole } from "./draw.js";
 
 export const KINDS = ["base", "between", "shift"];
@@ -155,8 +155,11 @@ function expectation(model) {
 
 let spokenAt = -Infinity;
 
-export async function tellNow(data) {
-  const said = data.model ? sentence(data) : { head: data.state.toUpperCase(), text: await whyNot() };
+export function tellNow(data) {
+  const said = data.model ? sentence(data) : { head: "STARTING", text: data.start.words };
+  const { done, total } = data.start?.now ?? {};
+  $("started").hidden = !(total > 1);
+  if (total > 1) $("started").value = done / total;
   $("mode").textContent = said.head ?? "";
   $("mode").className = said.kind ?? "";
   $("words").textContent = said.text;

@@ -23,16 +23,6 @@ export async function fetchData(span) {
   return response.json();
 }
 
-// What a server that takes no requests says of itself.
-export async function whyNot() {
-  try {
-    const response = await fetch("health", { headers: headers() });
-    return response.ok ? "" : await problem(response);
-  } catch {
-    return "";
-  }
-}
-
 // A streamed answer: yields objects of the stream, and comments as { comment: text }.
 export async function* chat(body, signal) {
   const options = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };

@@ -1,6 +1,7 @@
 """The page in a real browser: a chat turn, words and charts that say why, keys, a narrow window."""
 
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 from kit import make_drafting_engine, make_engine, running_server
 
+from serving.server.phases import Phases
 from shiftjax.parallel.grid import Group
 
 api = pytest.importorskip("playwright.sync_api", reason="needs: pip install playwright")
@@ -22,14 +24,6 @@ ANSWER = """<img src=x onerror="document.title = 'injected'"> **bold** and `a < 
 print("<b>")
 ```
 """
-TIMELINE = {
-    "queue_seconds": 0.25,
-    "prefill_seconds": 0.5,
-    "decode_seconds": 2.0,
-    "prompt_tokens": 40,
-    "cached_tokens": 16,
-    "modes": [["shift", 2], ["base", 1]],
-}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NARROW = {"width": 360, "height": 640}
 
@@ -195,6 +189,20 @@ def test_a_hidden_page_asks_for_nothing(opened):
     assert any("/ui/data" in url for url in opened.seen)
 
 
+def test_a_start_is_told(opened, server, monkeypatch):
+    monkeypatch.setattr(server.service, "model", None)
+    monkeypatch.setattr(server.service, "phases", phases := Phases())
+    phases("load weights", 3, 12)
+    opened.wait_for_selector("#state:has-text('starting')")
+    assert opened.inner_text("#mode") == "STARTING"
+    assert opened.inner_text("#words").startswith("load weights, 3 of 12")
+    assert opened.locator("#started").evaluate("each => each.value") == 0.25
+    monkeypatch.undo()
+    opened.wait_for_selector("#state:has-text('ready')")
+    assert not opened.is_visible("#started")
+    assert opened.problems == []
+
+
 def test_a_server_that_has_gone_is_said(opened):
     opened.route("**/ui/data*", lambda route: route.abort())
     opened.wait_for_selector("#state.lost:has-text('no answer')")
@@ -272,22 +280,32 @@ def test_hostile_text_becomes_elements_in_time(opened):
 
 
 def test_an_answer_has_its_timeline_and_modes(opened):
-    answers(opened, delta("one "), delta("two "), delta("three"), {"choices": []} | {"usage": {}})
-    say(opened, "hi")
-    opened.wait_for_selector(".assistant .told:has-text('3 pieces in')")  # a server without them
-    opened.unroute(CHAT)
-    last = {"choices": [], "timeline": TIMELINE}
-    answers(opened, delta("one "), delta("two "), delta("three"), last)
-    opened.click("text=Retry")
-    opened.wait_for_selector(".assistant .told:has-text('prefill 500 ms')")
-    told = opened.inner_text(".assistant .foot")
-    assert "queued 250 ms, prefill 500 ms (40 tokens, 16 cached), decode 2 s" in told
-    assert "tokens by mode: 2 shift, 1 base" in told
+    opened.click("summary:has-text('Sampling')")
+    opened.fill("#max-tokens", "12")
+    say(opened, "so long that its prompt is above the threshold " * 2)
+    told = opened.locator(".assistant .told")
+    opened.wait_for_selector(".assistant .actions")
+    phases, modes = told.all_text_contents()
+    assert re.fullmatch(r"queued .+ prefill .+ \(\d+ tokens.*\), decode .+ m?s", phases)
+    parts = modes.removeprefix("tokens by mode: ").split(", ")
+    counts = {mode: int(count) for count, mode in map(str.split, parts)}
+    assert counts["base"] == 1 and 0 < counts["shift"] <= 11
+    plain = opened.text_content(".assistant .body")
     opened.check("#coloured")
-    tokens = opened.locator(".token").evaluate_all("all => all.map(e => [e.title, e.innerText])")
-    assert [mode for mode, _ in tokens] == ["shift", "shift", "base"]
+    titles = opened.locator(".token").evaluate_all("all => all.map(each => each.title)")
+    assert titles[0] == "base" and set(titles[1:]) == {"shift"}
+    assert len(titles) <= sum(counts.values())
     opened.uncheck("#coloured")
     assert opened.locator(".token").count() == 0
+    assert opened.text_content(".assistant .body") == plain
+
+
+def test_a_question_that_waits_says_where(opened, server):
+    with steps_of(server, 16):  # no room for another
+        server.wait_until(lambda: server.num_running() == 16)
+        say(opened, "hi")
+        opened.wait_for_selector(".assistant .told:has-text('waits at place 1 of 1')")
+    opened.wait_for_selector(".assistant .actions")
 
 
 def test_a_message_is_edited_and_asked_again(opened):
@@ -319,7 +337,7 @@ def test_a_message_is_edited_and_asked_again(opened):
 
 def test_what_goes_wrong_is_said_and_can_be_sent_again(opened):
     say(opened, "y" * 9000)
-    opened.wait_for_selector(".error:has-text('the context has room')")
+    opened.wait_for_selector(".error:has-text('context')")
     assert opened.input_value("#text") == "y" * 9000  # to be shortened and sent again
     assert opened.locator("article").count() == 0
 
