@@ -67,7 +67,10 @@ def root_route(has_page: bool) -> BaseRoute:
     async def root(request: Request) -> Response:
         headers = {"vary": "accept"}
         if has_page and "text/html" in request.headers.get("accept", ""):
-            return Response(status_code=307, headers=headers | {"location": "ui"})
+            # Relative, so right below any path of a proxy, be it asked for with its slash or not.
+            last = request.scope.get("raw_path", b"/").decode("latin-1").rpartition("/")[2]
+            location = f"{last}/ui" if last else "ui"
+            return Response(status_code=307, headers=headers | {"location": location})
         body = msgspec.json.encode(ROOT | ({"page": "ui"} if has_page else {}))
         return Response(body, media_type="application/json", headers=headers)
 

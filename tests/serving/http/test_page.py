@@ -1,12 +1,15 @@
 """The page: static files that stay at home, data that tells what the engine did, and `/`."""
 
+import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from kit import is_error, make_drafting_engine, make_engine, running_server
+from starlette.routing import Router
 
-from serving.http.page import FILES
+from serving.http.page import FILES, root_route
 
 
 def test_the_files_ask_nobody_else():
@@ -51,6 +54,23 @@ def test_the_root_leads_browsers_to_the_page():
         assert other.headers["vary"] == browser.headers["vary"] == "accept"
         for path in ("openapi", "health"):
             assert client.get(f"/{other.json()[path]}").status_code in (200, 401)
+
+
+@pytest.mark.parametrize(("asked", "page"), [("/llm", "/llm/ui"), ("/llm/", "/llm/ui")])
+def test_the_root_leads_to_the_page_below_a_path(asked, page):
+    """As where a proxy, or the server itself, takes a prefix off before the routes."""
+    app = Router([root_route(True)])
+
+    async def below(scope, receive, send):
+        await app(scope | {"path": "/"}, receive, send)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(below)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.get(asked, headers={"accept": "text/html"})
+
+    answer = asyncio.run(ask())
+    assert answer.next_request is not None and answer.next_request.url.path == page
 
 
 def test_the_data_shows_modes_queue_and_requests():
