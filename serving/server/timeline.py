@@ -82,8 +82,9 @@ class Timeline:
             tokens=stats.num_tokens - before.num_tokens,
             computed=stats.num_computed_tokens - before.num_computed_tokens,
         )
+        running = max(before.num_running, len(turn.results))
         for past in self._past.values():  # the most, then how it is after the step
-            past.look(turn.at, running=before.num_running, waiting=before.num_waiting)
+            past.look(turn.at, running=running, waiting=before.num_waiting)
             past.look(turn.at, running=stats.num_running, waiting=stats.num_waiting)
 
     def _count(self, at: float, **counts: int) -> None:

@@ -120,8 +120,8 @@ export function explain(data, index) {
 function sentence(data) {
   const { model, last_step: last } = data;
   const choice = model.choice;
-  if (!choice) return { text: data.load.running ? "embedding texts" : "waits for texts", why: model.mesh };
   const count = data.columns.tokens.length;
+  if (!choice) return embedding(data, count);
   const newest = stepsIn(data, count - Math.ceil(NOW_SECONDS / data.seconds) - 1, count);
   const main = newest.sort((a, b) => b.busy - a.busy)[0];
   if (!main) {
@@ -136,6 +136,12 @@ function sentence(data) {
   const text = `${size} ${size === "1" ? "token" : "tokens"} a step`;
   const why = reason(data, mode, tokens, kind === "shift" || tokens <= 1 ? "Few tokens" : "Many tokens");
   return { kind, label, head: label.toUpperCase(), text, note: `(${rule(choice, kind, tokens)})`, why };
+}
+
+// An encoder has no modes.
+function embedding({ columns, seconds, model }, count) {
+  const recent = columns.texts.slice(count - Math.ceil(NOW_SECONDS / seconds) - 1).reduce((sum, each) => sum + each, 0);
+  return { head: recent ? "EMBEDDING" : "IDLE", text: recent ? "texts" : "waits for texts", why: model.mesh };
 }
 
 function reason({ model, fleet }, mode, tokens, size) {

@@ -272,3 +272,4 @@ def test_metrics_count_texts_fill_and_waiting(client):
     data = client.get("/ui/data").json()
     assert data["model"]["task"] == "embed"
     assert sum(data["columns"]["texts"]) >= len(TEXTS)
+    assert max(data["columns"]["running"]) >= 1 and data["model"]["choice"] is None
