@@ -278,7 +278,9 @@ def test_a_model_converted_for_hugging_face_gives_the_same_tokens(capsys, tmp_pa
     result = tmp_path / "h"
     assert json.loads((result / "config.json").read_text())["model_type"] == "llama"
     assert load_tokenizer(result).backend.to_str() == tokenizer.backend.to_str()
-    source = open_source(resolve_model(str(result)))
+    location = resolve_model(str(result))
+    assert location.kind == "huggingface"
+    source = open_source(location)
     written = {name: source.read(name) for name in source.tensors}
     prompt = [5, 6, 7, 8]
     expected = numpy_llama.greedy(config, tensors, prompt, 8)
