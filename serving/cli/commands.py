@@ -98,7 +98,8 @@ def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampl
         raise ConfigError(["no model was given: name it before the output, or with --model"])
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError([f"{output} exists and is not an empty directory"])
-    print(convert_model(arguments.model, output, arguments.to, arguments.dtype))
+    format = "orbax" if arguments.to == "orbax" else "huggingface"
+    print(convert_model(arguments.model, output, format, arguments.dtype))
     return 0
 
 

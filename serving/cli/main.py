@@ -21,6 +21,7 @@ from serving.bench.flags import (
     add_steps_flags,
 )
 from serving.cli import mesh_flags
+from serving.cli.help import add_help, needing_more
 from serving.run.flags import (
     EXIT_CODES,
     UsageParser,
@@ -80,7 +81,11 @@ def _fail(problems: Iterable[str], code: int) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    arguments = parse_args(make_parser(), argv)
+    parser = make_parser()
+    if alone := needing_more(parser, argv):
+        alone.print_help()
+        return USAGE
+    arguments = parse_args(parser, argv)
     config, sampling = settle(arguments)
     if arguments.configured and arguments.print_config:
         from shiftjax.settings import dump_part, dump_yaml
@@ -127,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_config_flags(doctor)
     mesh_flags.add_commands(subparsers, _add)
     _add(subparsers, "version", "cli.commands.version", "print the versions that matter")
+    add_help(parser)
     return parser
 
 
@@ -206,10 +212,11 @@ def _add_bench(subparsers: Any) -> None:
 def _add_convert(subparsers: Any) -> None:
     dtypes = SETTINGS["dtype"].choices[1:]  # the first is "auto"
     parser = _add(subparsers, "convert", "cli.commands.convert", "write a model in another format")
+    text = "format: a Hugging Face directory (two names for it), or Orbax"
     add_model_word(parser, "output")
     parser.add_argument("--model", help="the model to read")
     parser.add_argument("output", type=Path, help="the directory to write, new or empty")
-    parser.add_argument("--to", choices=("huggingface", "orbax"), required=True, help="format")
+    parser.add_argument("--to", choices=("hf", "huggingface", "orbax"), required=True, help=text)
     parser.add_argument("--dtype", choices=dtypes, help="number format; default: as stored")
 
 

@@ -123,6 +123,7 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     target, settings, own, options = _asked(arguments)
     workload = Workload(arguments.input, arguments.output)
     deployments = [*own, *all_deployments(target, **settings)]
+    print(_heading(target, workload))
     estimates = [estimate(target, deployment, workload) for deployment in deployments]
     rows = [one.row() for one in estimates]
     print(as_text(rows))
@@ -139,6 +140,17 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
             write_rows(arguments.out, "kernels", kernels)
         _plan_report(target, estimates).save(arguments.out / "report.html")
     return 0
+
+
+def _heading(target: Target, workload: Workload) -> str:
+    """What is planned: much of it by default."""
+    formats = target.formats
+    return (
+        f"{target.model.name} ({formats.weights}, KV {formats.kv}) on "
+        f"{target.machine.name} with the overhead of {target.engine.name}, "
+        f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens; "
+        "--model, --machine, --dtype, --input and --output choose others\n"
+    )
 
 
 def _fleets(

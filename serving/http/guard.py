@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.http.page import FILES
+from serving.http.turns import Turns
 from serving.server.errors import ServeError, internal_error
 from serving.server.headers import check_request_id, digests, has_key, request_id_for, trace_id
 
@@ -44,6 +45,7 @@ class Guard:
     ):
         self.app, self._on_refusal = app, on_refusal
         self._keys = digests(keys)
+        self._turns = Turns()
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,6 +73,8 @@ class Guard:
             await send(message)
 
         scope["app"] = self.app  # the router then raises its errors
+        if scope["path"] not in HEALTH:
+            await self._turns.pass_by()
         try:
             self._admit(scope, headers, given)
             await self.app(scope, receive, send_and_note)

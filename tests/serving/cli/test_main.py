@@ -1,24 +1,29 @@
 """The command line: commands, exit codes, what --help costs."""
 
-import argparse
 import importlib
 import inspect
 import io
 import json
+import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engines import checkpoint
 from kit import TEMPLATE, byte_tokenizer, run_command
+from oracle import numpy_llama
 
+from serving.cli.help import HELP, commands_of
 from serving.cli.main import guarded, make_parser
 from serving.run.flags import parse_args
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import RequestError
 from shiftjax.settings import dump_yaml, resolve
 from shiftjax.text.errors import TokenizerError
+from shiftjax.text.tokenizer import load_tokenizer
+from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import CheckpointError
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +32,9 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
-        ((), "the following arguments are required: COMMAND"),
+        (("serv",), "unknown command 'serv'; did you mean serve?"),
+        (("mesh", "simulat", "--trace", "x"), "did you mean simulate?"),
+        (("x" * 90,), "unknown command"),
         (("serve", "--ssl-certfile", "c.pem"), "ssl_certfile and ssl_keyfile go together"),
         (("serve", "--port", "70000"), "must be at most 65535"),
         (("serve", "--served-model-name", " , "), "served_model_name holds no name"),
@@ -97,6 +104,72 @@ def test_a_bug_is_not_hidden():
         guarded(lambda: 1 // 0)
 
 
+@pytest.mark.parametrize(
+    "argv", [(), ("mesh",), ("bench",), ("convert",), ("batch",), ("embed",), ("mesh", "simulate")]
+)
+def test_a_command_alone_that_needs_more_prints_its_help(capsys, argv):
+    code, out, lines = run_command(capsys, *argv)
+    assert (code, lines) == (2, [])
+    assert out.startswith(f"usage: {' '.join(('shiftjax', *argv))} ")
+    assert "\nexamples:\n" in out and "\nexit codes:\n" in out
+
+
+PARSERS = dict(commands_of(make_parser()))
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_help_is_a_line_of_usage_flags_that_one_needs_first_and_examples(name):
+    text = PARSERS[name].format_help()
+    usage, _, _ = text.partition("\n\n")
+    assert len(usage.splitlines()) <= 2, usage
+    flags, examples = HELP[name].flags, HELP[name].examples
+    num_flags = len(PARSERS[name]._option_string_actions)
+    assert len(flags) == 5 or (not flags and num_flags < 15)
+    first = text.partition("\n\n")[2].partition("\npositional")[0].partition("\noptions:")[0]
+    assert all(flag in first for flag in flags)
+    for line in examples:
+        assert f"  {line}\n" in text
+        program, *words = shlex.split(line)
+        assert program == "shiftjax" and " ".join(words).startswith(name)
+        assert not parse_args(make_parser(), words).problems
+
+
+def test_the_table_of_help_has_nobody_else():
+    assert set(HELP) == set(PARSERS)
+
+
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback():
+    """The signal comes when the command line is looked for."""
+    code = (
+        "import os, signal, sys\n"
+        "from serving.cli.entry import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'serving.cli.main': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_that_is_ignored_stays_so_and_the_program_runs():
+    for ignored in (True, False):
+        code = (
+            "import signal, sys\n"
+            "from serving.cli.entry import main\n"
+            f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            "was = signal.getsignal(signal.SIGINT)\n"
+            "sys.argv = ['shiftjax', 'version']\n"
+            "sys.exit(main() or signal.getsignal(signal.SIGINT) is not was)"
+        )
+        command = [sys.executable, "-c", code]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (run.returncode, run.stderr) == (0, "")
+        assert run.stdout.startswith("shiftjax ")
+
+
 def test_a_printed_config_is_a_config_file(capsys, tmp_path):
     flags = ("--sp", "4", "--tp=2", "--no-enable-prefix-caching", "--token-buckets", "64,1024")
     code, text, _ = run_command(capsys, "check", "--print-config", *flags)
@@ -146,16 +219,8 @@ def test_help_imports_little_and_names_the_exit_codes(argv):
     assert "3  the model cannot be found or read" in run.stdout
 
 
-def commands_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Where the functions of a parser's commands are."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                yield from filter(None, (each.get_default("run"), *commands_of(each)))
-
-
 def test_every_command_is_where_the_parser_says():
-    places = set(commands_of(make_parser()))
+    places = set(filter(None, (each.get_default("run") for each in PARSERS.values())))
     assert len(places) > 10
     for place in places:
         module, _, name = place.rpartition(".")
@@ -198,6 +263,28 @@ def test_the_model_is_the_first_word_or_a_flag(argv, own):
         assert arguments.model == "m/x"
         assert [str(getattr(arguments, name)) for name in own] == files
     assert parse_args(make_parser(), [*command, *files]).model is None
+
+
+def test_a_model_converted_for_hugging_face_gives_the_same_tokens(capsys, tmp_path):
+    """By way of Orbax; another implementation computes what each directory holds."""
+    directory, config, tensors = checkpoint()
+    tokenizer = byte_tokenizer()
+    tokenizer.save(directory)
+    for start, end, format in ((directory, "o", "orbax"), (tmp_path / "o", "h", "hf")):
+        code, out, _ = run_command(
+            capsys, "convert", str(start), str(tmp_path / end), "--to", format
+        )
+        assert (code, out) == (0, f"{tmp_path / end}\n")
+    result = tmp_path / "h"
+    assert json.loads((result / "config.json").read_text())["model_type"] == "llama"
+    assert load_tokenizer(result).backend.to_str() == tokenizer.backend.to_str()
+    location = resolve_model(str(result))
+    assert location.kind == "huggingface"
+    source = open_source(location)
+    written = {name: source.read(name) for name in source.tensors}
+    prompt = [5, 6, 7, 8]
+    expected = numpy_llama.greedy(config, tensors, prompt, 8)
+    assert numpy_llama.greedy(config, written, prompt, 8) == expected
 
 
 def test_version(capsys):

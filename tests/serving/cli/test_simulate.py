@@ -22,6 +22,13 @@ def test_plan_prints_every_configuration_and_a_recommendation(capsys):
     assert "recommended: --sp 8 --tp 1 --shift-threshold" in out
 
 
+def test_plan_says_what_it_took_by_default(capsys):
+    assert main(["plan", "--input", "1000", "--kv-cache-dtype", "fp8"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("llama-3.3-70b (bfloat16, KV fp8) on h200x8 with the overhead of shift")
+    assert "1000 prompt and 250 output tokens" in first
+
+
 def test_plan_writes_rows_and_plots(capsys, tmp_path):
     assert main(["plan", "--model", "llama-8b", "--out", str(tmp_path)]) == 0
     assert len((tmp_path / "plan.jsonl").read_text().splitlines()) == 10
@@ -127,7 +134,7 @@ def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
-        (("mesh", "simulate"), "required: --trace"),
+        (("mesh", "simulate", "llama-70b"), "required: --trace"),
         (("mesh", "simulate", "--trace", "/absent"), "/absent: cannot be read"),
         ((*QUICK, "--compare", "dp,tpp"), "did you mean tp?"),
         ((*QUICK, "--rates", "fast"), "'fast' is no number"),
@@ -146,7 +153,7 @@ def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
         ((*QUICK, "--kv-cache-dtype", "fp4"), "'fp4' is none of"),
         (("plan", "--max-num-seqs", "0"), "max_num_seqs must be at least 1"),
         (("plan", "--input", "0"), "at least 1 token"),
-        (("mesh", "simulat"), "invalid choice"),
+        (("mesh", "simulat"), "did you mean simulate?"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(capsys, argv, fragment):
