@@ -175,8 +175,9 @@ class Writer:
         }
 
     def _called(self, place: int, delta: News) -> Json:
-        """The end of a choice that stopped in order to call tools."""
-        is_call = place in self._callers and delta.finish_reason == "stop"
+        """The end of a choice that stopped in order to call tools; a stop string may cut a call."""
+        is_own_end = delta.finish_reason == "stop" and not isinstance(delta.stop_reason, str)
+        is_call = is_own_end and place in self._callers
         return {"finish_reason": "tool_calls"} if is_call else {}
 
     def _completion(self, number: int, handle: RequestHandle, delta: News) -> Json:

@@ -125,6 +125,7 @@ def test_a_stop_string_inside_a_call(server, client):
     assert choice["message"]["content"].startswith("<tool_call>")
     (choice,) = ask(client, BODY | {"stop": ["Rome"]})
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+    assert choice["finish_reason"] == "stop"
 
 
 def test_a_conversation_goes_on(server, client):
