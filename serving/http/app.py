@@ -10,14 +10,17 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
 from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
 from serving.http.openapi import document
 from serving.http.page import page_routes, root_route
+from serving.server.dialects import messages
+from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError
 from serving.server.fields import DetokenizeFields, TokenizeFields
-from serving.server.schema import parse_json, read_chat, read_completion, unknown_names
+from serving.server.schema import parse_json, unknown_names
 from serving.server.service import Service
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]
@@ -28,8 +31,8 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
     endpoints = Endpoints(service)
     routes = [
-        Route("/v1/completions", Generate(service, read_completion), methods=["POST"]),
-        Route("/v1/chat/completions", Generate(service, read_chat), methods=["POST"]),
+        *(Route(p, Generate(service, each), methods=["POST"]) for p, each in DIALECTS.items()),
+        Route("/v1/messages/count_tokens", Raw(endpoints.count_tokens), methods=["POST"]),
         *embedding_routes(service),
         Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
         Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
@@ -96,6 +99,15 @@ class Endpoints:
         values = await self._body(scope, receive)
         answer = {"prompt": await self._service.detokenize(values)}
         return answer, unknown_names(DetokenizeFields, values)
+
+    async def count_tokens(self, scope: Scope, receive: Receive) -> Answer:
+        """POST /v1/messages/count_tokens."""
+        values = await self._body(scope, receive)
+        try:
+            wish, count = await self._service.count(messages.read_count, values)
+        except ServeError as error:
+            raise renamed(error, messages.NAMES) from None
+        return {"input_tokens": count}, wish.unknown
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

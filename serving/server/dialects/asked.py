@@ -1,0 +1,94 @@
+"""What the dialects share: a body becomes the fields of a chat, and is kept beside. No JAX."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from serving.server.errors import ServeError, Violation, invalid
+from serving.server.schema import Wish, read, read_chat
+
+Json = dict[str, Any]
+
+
+class Extras(msgspec.Struct, kw_only=True):
+    """Fields of our chats that no dialect has by another name; they mean what they mean there."""
+
+    seed: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    min_width: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Wish):
+    """A chat's wish, and the body of the dialect that it came from."""
+
+    body: Any
+
+
+def read_body[T: msgspec.Struct](
+    kind: type[T], values: Any, refused: Mapping[str, tuple[Any, ...]]
+) -> tuple[T, tuple[str, ...]]:
+    """(fields, names that nobody knows). Raises `ServeError`.
+
+    `refused` are fields that the API has and this server has not, with the values that ask for
+    nothing.
+    """
+    if isinstance(values, dict):
+        for name, harmless in refused.items():
+            value = values.get(name)
+            same = [each for each in harmless if type(each) is type(value)]
+            if value is not None and value not in same:
+                raise invalid(name, "is not supported by this server", "unsupported_parameter")
+        values = {name: value for name, value in values.items() if name not in refused}
+    try:
+        return read(kind, values)
+    except ServeError as error:
+        raise _plainer(error) from None
+
+
+def _plainer(error: ServeError) -> ServeError:
+    """Say of a value that is none of those that are known what msgspec says in its own words."""
+    for field, words in error.violations:
+        found = re.fullmatch(r"Invalid (?:enum )?value '(.*)'", words, re.DOTALL)
+        if found:
+            return invalid(field, f"is {found[1]!r}, which this server does not know")
+    return error
+
+
+def wish_of(chat: Json, body: Extras, unknown: tuple[str, ...]) -> Asked:
+    """The wish of a chat whose fields, where None, were not given."""
+    chat = chat | {name: getattr(body, name) for name in Extras.__struct_fields__}
+    wish = read_chat({name: value for name, value in chat.items() if value is not None})
+    parts: Json = {each.name: getattr(wish, each.name) for each in dataclasses.fields(wish)}
+    parts["unknown"] = unknown
+    return Asked(**parts, body=body)
+
+
+def renamed(error: ServeError, names: Mapping[str, str]) -> ServeError:
+    """The same error with the names that a dialect has for fields of a chat."""
+
+    def own(text: str) -> str:
+        return re.sub(r"^\w+|\b\w+_\w+\b", lambda found: names.get(found[0], found[0]), text)
+
+    violations = [Violation(own(field), words) for field, words in error.violations]
+    return ServeError(
+        error.kind_name,
+        own(error.message),
+        param=error.param and own(error.param),
+        code=error.code,
+        violations=violations,
+    )
