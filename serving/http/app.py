@@ -1,6 +1,6 @@
 """The HTTP application: which path does what."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed
 from typing import Any
 
@@ -16,11 +16,11 @@ from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
 from serving.http.openapi import document
 from serving.http.page import page_routes, root_route
-from serving.server.dialects import messages
+from serving.server.dialects import messages, responses_api
 from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError
 from serving.server.fields import DetokenizeFields, TokenizeFields
-from serving.server.schema import parse_json, unknown_names
+from serving.server.schema import Wish, parse_json, unknown_names
 from serving.server.service import Service
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]
@@ -32,7 +32,8 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
     endpoints = Endpoints(service)
     routes = [
         *(Route(p, Generate(service, each), methods=["POST"]) for p, each in DIALECTS.items()),
-        Route("/v1/messages/count_tokens", Raw(endpoints.count_tokens), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Raw(endpoints.count_message), methods=["POST"]),
+        Route("/v1/responses/input_tokens", Raw(endpoints.count_response), methods=["POST"]),
         *embedding_routes(service),
         Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
         Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
@@ -100,14 +101,31 @@ class Endpoints:
         answer = {"prompt": await self._service.detokenize(values)}
         return answer, unknown_names(DetokenizeFields, values)
 
-    async def count_tokens(self, scope: Scope, receive: Receive) -> Answer:
+    async def count_message(self, scope: Scope, receive: Receive) -> Answer:
         """POST /v1/messages/count_tokens."""
+        counted = self._count(scope, receive, messages.read_count, messages.NAMES)
+        num_tokens, unknown = await counted
+        return {"input_tokens": num_tokens}, unknown
+
+    async def count_response(self, scope: Scope, receive: Receive) -> Answer:
+        """POST /v1/responses/input_tokens."""
+        counted = self._count(scope, receive, responses_api.read_count, responses_api.NAMES)
+        num_tokens, unknown = await counted
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}, unknown
+
+    async def _count(
+        self,
+        scope: Scope,
+        receive: Receive,
+        read: Callable[[Any], Wish],
+        names: Mapping[str, str],
+    ) -> tuple[int, tuple[str, ...]]:
         values = await self._body(scope, receive)
         try:
-            wish, count = await self._service.count(messages.read_count, values)
+            wish, num_tokens = await self._service.count(read, values)
         except ServeError as error:
-            raise renamed(error, messages.NAMES) from None
-        return {"input_tokens": count}, wish.unknown
+            raise renamed(error, names) from None
+        return num_tokens, wish.unknown
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from serving.server.dialects import messages
+from serving.server.dialects import messages, responses_api
 from serving.server.dialects.messages_writer import MessagesWriter
 from serving.server.dialects.messages_writer import error_body as messages_error
+from serving.server.dialects.responses_api_writer import ResponsesWriter
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.responses import Writer
@@ -69,6 +70,13 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             end=b"",
             error_body=messages_error,
             names=messages.NAMES,
+        ),
+        "/v1/responses": Dialect(
+            responses_api.read_response,
+            ResponsesWriter,
+            has_event_names=True,
+            end=b"",
+            names=responses_api.NAMES,
         ),
     }
 )

@@ -5,15 +5,18 @@ from typing import Any
 
 import msgspec
 
-from serving.server.dialects.messages import CountFields, MessagesFields
+from serving.server.dialects.messages import MessagesCountFields, MessagesFields
+from serving.server.dialects.responses_api import ResponsesCountFields, ResponsesFields
 from serving.server.embedding import EmbeddingFields, RerankFields
 from serving.server.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 
 BODIES = {
     "/v1/completions": (CompletionFields, "Continue prompts"),
     "/v1/chat/completions": (ChatFields, "Answer a conversation"),
-    "/v1/messages": (MessagesFields, "Answer a conversation (Anthropic)"),
-    "/v1/messages/count_tokens": (CountFields, "Count the tokens of a conversation (Anthropic)"),
+    "/v1/messages": (MessagesFields, "Answer a conversation (Anthropic's Messages)"),
+    "/v1/messages/count_tokens": (MessagesCountFields, "Count the tokens of a message"),
+    "/v1/responses": (ResponsesFields, "Answer a conversation (OpenAI's Responses)"),
+    "/v1/responses/input_tokens": (ResponsesCountFields, "Count the tokens of an input"),
     "/v1/embeddings": (EmbeddingFields, "Embed texts"),
     "/v1/rerank": (RerankFields, "Order documents by their likeness to a query"),
     "/tokenize": (TokenizeFields, "Token ids of a text or a conversation"),

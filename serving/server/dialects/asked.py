@@ -39,6 +39,10 @@ class Asked(Wish):
     body: Any
 
 
+class OwnFieldError(ServeError):
+    """An error of a field that only the dialect has, so that it keeps its name."""
+
+
 def read_body[T: msgspec.Struct](
     kind: type[T], values: Any, refused: Mapping[str, tuple[Any, ...]]
 ) -> tuple[T, tuple[str, ...]]:
@@ -52,7 +56,9 @@ def read_body[T: msgspec.Struct](
             value = values.get(name)
             same = [each for each in harmless if type(each) is type(value)]
             if value is not None and value not in same:
-                raise invalid(name, "is not supported by this server", "unsupported_parameter")
+                words = f"{name} is not supported by this server"
+                code = "unsupported_parameter"
+                raise OwnFieldError("invalid", words, param=name, code=code)
         values = {name: value for name, value in values.items() if name not in refused}
     try:
         return read(kind, values)
@@ -80,6 +86,8 @@ def wish_of(chat: Json, body: Extras, unknown: tuple[str, ...]) -> Asked:
 
 def renamed(error: ServeError, names: Mapping[str, str]) -> ServeError:
     """The same error with the names that a dialect has for fields of a chat."""
+    if isinstance(error, OwnFieldError):
+        return error
 
     def own(text: str) -> str:
         return re.sub(r"^\w+|\b\w+_\w+\b", lambda found: names.get(found[0], found[0]), text)

@@ -54,7 +54,7 @@ class Message(msgspec.Struct, kw_only=True):
     content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class AnthropicTool(msgspec.Struct, kw_only=True):
     """A tool that the client runs; there are none that a server runs."""
 
     name: str
@@ -67,7 +67,7 @@ class Tool(msgspec.Struct, kw_only=True):
     eager_input_streaming: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
+class AnthropicToolChoice(msgspec.Struct, kw_only=True):
     """Whether and which tool is called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -102,20 +102,20 @@ class Metadata(msgspec.Struct, kw_only=True):
     user_id: str | None = None
 
 
-class CountFields(Extras, kw_only=True):
+class MessagesCountFields(Extras, kw_only=True):
     """The body of /v1/messages/count_tokens."""
 
     messages: list[Message]
     model: str | None = None
     system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Json | None = None
 
 
-class MessagesFields(CountFields, kw_only=True):
+class MessagesFields(MessagesCountFields, kw_only=True):
     """The body of /v1/messages."""
 
     max_tokens: int
@@ -171,11 +171,11 @@ def read_messages(values: Any) -> Asked:
 
 def read_count(values: Any) -> Asked:
     """Check the body of a count. Raises `ServeError`."""
-    fields, unknown = read_body(CountFields, values, REFUSED)
+    fields, unknown = read_body(MessagesCountFields, values, REFUSED)
     return wish_of(_chat(fields), fields, unknown)
 
 
-def _chat(fields: CountFields) -> Json:
+def _chat(fields: MessagesCountFields) -> Json:
     """The fields of a chat with the same prompt."""
     messages = [{"role": "system", "content": _text_parts(fields.system)}] if fields.system else []
     for index, message in enumerate(fields.messages):
@@ -243,7 +243,7 @@ def _call(block: ToolUseBlock) -> Json:
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _tool(tool: Tool) -> Json:
+def _tool(tool: AnthropicTool) -> Json:
     function: Json = {"name": tool.name, "parameters": tool.input_schema}
     for name in ("description", "strict"):
         value = getattr(tool, name)
@@ -251,7 +251,7 @@ def _tool(tool: Tool) -> Json:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: ToolChoice | None) -> Json:
+def _choice(choice: AnthropicToolChoice | None) -> Json:
     """`tool_choice` and `parallel_tool_calls` of a chat."""
     if choice is None:
         return {}

@@ -41,8 +41,9 @@ def completion(server) -> dict:
 
 
 def test_a_message_is_the_completion_of_its_prompt(server, client):
-    answer = client.messages.create(**OPTIONS)
     wanted = completion(server)
+    answer = client.messages.create(**OPTIONS)
+    assert answer.usage.cache_read_input_tokens > 0
     assert [block.text for block in answer.content] == [wanted["choices"][0]["text"]]
     assert answer.usage.output_tokens == wanted["usage"]["completion_tokens"]
     usage = answer.usage
@@ -77,6 +78,15 @@ def test_tokens_are_counted(client):
     assert count.input_tokens == len(PROMPT)
     more = client.messages.count_tokens(model="echo", messages=HI, system="x")
     assert more.input_tokens == len("system: x\n" + PROMPT)
+
+
+def test_the_key_in_anthropics_header(server):
+    """Older versions of the package send it there."""
+    body = {"model": "echo", "messages": HI}
+    with server.client() as http:
+        for key, status in ((KEY, 200), ("wrong", 401), ("", 401)):
+            answer = http.post("/v1/messages/count_tokens", json=body, headers={"x-api-key": key})
+            assert answer.status_code == status
 
 
 def test_a_form_of_the_answer(client):

@@ -24,6 +24,8 @@ POSTS = (
     "/v1/chat/completions",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
     "/tokenize",
     "/detokenize",
 )
