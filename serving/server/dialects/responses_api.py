@@ -160,7 +160,8 @@ class ResponsesFields(ResponsesCountFields, kw_only=True):
     prompt_cache_key: str | None = None
 
 
-# Fields that OpenAI has and this server has not, with the values that ask for nothing.
+# Fields that OpenAI has and this server has not, beside those that chats refuse too (`store` ...),
+# with the values that ask for nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "access_programs": (),
@@ -170,14 +171,9 @@ REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "conversation": (),
         "image": (),
         "max_tool_calls": (),
-        "moderation": (),
         "personality": (),
         "previous_response_id": (),
         "prompt": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in-memory", "in_memory"),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
         "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": None}),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
