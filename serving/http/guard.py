@@ -10,8 +10,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.http.page import FILES
 from serving.http.dialects import DIALECTS, error_body
+from serving.http.page import FILES
 from serving.server.errors import ServeError, internal_error
 from serving.server.headers import check_request_id, digests, has_key, request_id_for, trace_id
 

@@ -108,17 +108,12 @@ class Writer:
             return [each | {"usage": None} for each in objects]
         return objects
 
-    def last_chunk(self) -> Json | None:
+    def last_chunks(self) -> list[Json]:
         """The object with the usage and the timeline, if the request wants one of them."""
         options, ends = self._fields.stream_options, self._timeline()
         if options is not None and options.include_usage:
             ends = {"usage": usage(self._generation.handles)} | ends
-        return self._envelope([], ".chunk") | ends if ends else None
-
-    def last_chunks(self) -> list[Json]:
-        """The same, as a list."""
-        last = self.last_chunk()
-        return [last] if last else []
+        return [self._envelope([], ".chunk") | ends] if ends else []
 
     def failure(self, error: ServeError) -> list[Json]:
         """The object of a stream that fails."""

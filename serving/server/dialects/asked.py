@@ -90,6 +90,7 @@ def renamed(error: ServeError, names: Mapping[str, str]) -> ServeError:
         return error
 
     def own(text: str) -> str:
+        text = re.sub(r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1", text)  # not nested
         return re.sub(r"^\w+|\b\w+_\w+\b", lambda found: names.get(found[0], found[0]), text)
 
     violations = [Violation(own(field), words) for field, words in error.violations]
