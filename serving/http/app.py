@@ -8,13 +8,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
 from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
+from serving.http.info import info_routes
 from serving.http.openapi import document
+from serving.http.outside import reachable
 from serving.http.page import page_routes, root_route
 from serving.server.dialects import messages, responses_api
 from serving.server.dialects.asked import renamed
@@ -27,7 +29,7 @@ Answer = tuple[dict[str, Any], tuple[str, ...]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
+def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
     endpoints = Endpoints(service)
     routes = [
@@ -46,13 +48,15 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
         Route("/metrics", endpoints.metrics),
         Route("/version", endpoints.version),
         Route("/openapi.json", endpoints.openapi),
+        *info_routes(service, endpoints.ready),
         root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),
     ]
     # A redirect to a path with a slash would repeat what the Host header says.
     app = Router(routes, redirect_slashes=False)
     is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
-    return Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
+    guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
+    return reachable(guard, service.options)
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

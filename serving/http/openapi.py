@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from serving.http.info import INFO
 from serving.server.dialects.messages import MessagesCountFields, MessagesFields
 from serving.server.dialects.responses_api import ResponsesCountFields, ResponsesFields
 from serving.server.embedding import EmbeddingFields, RerankFields
@@ -29,6 +30,8 @@ READS = {
     "/health/ready": "Requests are taken",
     "/health/progress": "Steps finish, if there is work",
     "/version": "The version of the server",
+    **INFO,
+    "/ping": "Requests are taken",
 }
 ERRORS = (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 ERROR_SCHEMA = {
@@ -71,6 +74,7 @@ def document() -> dict[str, Any]:
     schemas = zip(BODIES.items(), references, strict=True)
     paths = {path: {"post": _post(path, text, schema)} for (path, (_, text)), schema in schemas}
     paths |= {path: {"get": _get(path, text)} for path, text in READS.items()}
+    paths["/ping"]["post"] = paths["/ping"]["get"]
     paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": _text_responses()}}
     return {
         "openapi": "3.1.0",
