@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from serving.server.errors import ServeError, Violation, invalid
+from serving.server.errors import ServeError, Violation
 from serving.server.schema import Wish, read, read_chat
 
 Json = dict[str, Any]
@@ -40,7 +40,13 @@ class Asked(Wish):
 
 
 class OwnFieldError(ServeError):
-    """An error of a field that only the dialect has, so that it keeps its name."""
+    """An error that has the dialect's name of a field already."""
+
+
+def wrong(field: str, description: str, code: str | None = None) -> OwnFieldError:
+    """The error for one of the dialect's fields; the message is `field description`."""
+    violations = [Violation(field, description)]
+    return OwnFieldError("invalid", f"{field} {description}", code=code, violations=violations)
 
 
 def read_body[T: msgspec.Struct](
@@ -56,9 +62,7 @@ def read_body[T: msgspec.Struct](
             value = values.get(name)
             same = [each for each in harmless if type(each) is type(value)]
             if value is not None and value not in same:
-                words = f"{name} is not supported by this server"
-                code = "unsupported_parameter"
-                raise OwnFieldError("invalid", words, param=name, code=code)
+                raise wrong(name, "is not supported by this server", "unsupported_parameter")
         values = {name: value for name, value in values.items() if name not in refused}
     try:
         return read(kind, values)
@@ -67,11 +71,11 @@ def read_body[T: msgspec.Struct](
 
 
 def _plainer(error: ServeError) -> ServeError:
-    """Say of a value that is none of those that are known what msgspec says in its own words."""
+    """The same of the dialect's fields; a value that nobody knows is told in our words."""
     for field, words in error.violations:
         found = re.fullmatch(r"Invalid (?:enum )?value '(.*)'", words, re.DOTALL)
-        if found:
-            return invalid(field, f"is {found[1]!r}, which this server does not know")
+        unknown = f"is {found[1]!r}, which this server does not know" if found else None
+        return wrong(field, unknown or words, error.code)
     return error
 
 
@@ -90,14 +94,17 @@ def renamed(error: ServeError, names: Mapping[str, str]) -> ServeError:
         return error
 
     def own(text: str) -> str:
-        text = re.sub(r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1", text)  # not nested
+        # The messages of a chat are counted otherwise, and its functions are nested.
+        text = re.sub(r"^messages\[\d+\]\.?", "messages ", text).strip()
+        text = re.sub(r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1", text)
+        text = re.sub(r"(?<=\]\.)parameters\b", lambda found: names.get(found[0], found[0]), text)
         return re.sub(r"^\w+|\b\w+_\w+\b", lambda found: names.get(found[0], found[0]), text)
 
-    violations = [Violation(own(field), words) for field, words in error.violations]
+    violations = [Violation(own(field).split(" ")[0], words) for field, words in error.violations]
     return ServeError(
         error.kind_name,
         own(error.message),
-        param=error.param and own(error.param),
+        param=error.param and own(error.param).split(" ")[0],
         code=error.code,
         violations=violations,
     )

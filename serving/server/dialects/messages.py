@@ -5,8 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of
-from serving.server.errors import invalid
+from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of, wrong
 
 LEAST_BUDGET = 1024  # tokens of thinking, as Anthropic has it
 
@@ -147,6 +146,7 @@ NAMES = {
     "user": "metadata.user_id",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "parameters": "input_schema",
     "chat_template_kwargs": "thinking",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
@@ -156,7 +156,7 @@ def read_messages(values: Any) -> Asked:
     """Check the body of a message. Raises `ServeError`."""
     fields, unknown = read_body(MessagesFields, values, REFUSED)
     if fields.thinking is not None and (fields.thinking.budget_tokens or 0) >= fields.max_tokens:
-        raise invalid("thinking.budget_tokens", "must be less than max_tokens")
+        raise wrong("thinking.budget_tokens", "must be less than max_tokens")
     chat = _chat(fields) | {
         "max_tokens": fields.max_tokens,
         "stream": fields.stream,
@@ -181,7 +181,7 @@ def _chat(fields: MessagesCountFields) -> Json:
     for index, message in enumerate(fields.messages):
         messages += _turns(message, f"messages[{index}]")
     if fields.messages and fields.messages[-1].role == "assistant":
-        raise invalid("messages", "must not end with the assistant's: none is continued here")
+        raise wrong("messages", "must not end with the assistant's: none is continued here")
     config = fields.output_config or OutputConfig()
     chat: Json = {
         "model": fields.model,
@@ -202,7 +202,7 @@ def _turns(message: Message, place: str) -> list[Json]:
     for index, block in enumerate(message.content):
         if not isinstance(block, kinds):
             kind = block.__struct_config__.tag
-            raise invalid(f"{place}.content[{index}].type", f"is {kind}: not in a {message.role}'s")
+            raise wrong(f"{place}.content[{index}].type", f"is {kind}: not in a {message.role}'s")
     if message.role == "assistant":
         return [_assistant(message.content)]
     turns: list[Json] = []
@@ -256,7 +256,7 @@ def _choice(choice: AnthropicToolChoice | None) -> Json:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
-        raise invalid("tool_choice.name", "is needed with the type tool, and with no other")
+        raise wrong("tool_choice.name", "is needed with the type tool, and with no other")
     named = {"type": "function", "function": {"name": choice.name}}
     kinds = {"auto": "auto", "any": "required", "none": "none", "tool": named}
     is_parallel = False if choice.disable_parallel_tool_use else None
@@ -268,9 +268,9 @@ def _thinking(thinking: Thinking | None) -> Json:
     if thinking is None:
         return {}
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        raise invalid("thinking.budget_tokens", "is needed with the type enabled, and no other")
+        raise wrong("thinking.budget_tokens", "is needed with the type enabled, and no other")
     if thinking.budget_tokens is not None and thinking.budget_tokens < LEAST_BUDGET:
-        raise invalid("thinking.budget_tokens", f"must be at least {LEAST_BUDGET}")
+        raise wrong("thinking.budget_tokens", f"must be at least {LEAST_BUDGET}")
     return {"chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"}}
 
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of
-from serving.server.errors import invalid
+from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of, wrong
 
 
 class _Part(msgspec.Struct, tag_field="type", kw_only=True):
@@ -313,6 +312,6 @@ def _format(wanted: Format) -> Json:
         return {"type": wanted.type}
     if wanted.schema is None:
         words = "is missing: json_schema needs one"
-        raise invalid("text.format.schema", words, "missing_required_parameter")
+        raise wrong("text.format.schema", words, "missing_required_parameter")
     schema = {"name": wanted.name or "output", "schema": wanted.schema, "strict": wanted.strict}
     return {"type": "json_schema", "json_schema": schema}

@@ -252,3 +252,34 @@ def test_arguments_that_were_cut_are_no_object():
     message = MessagesWriter(generation, None).encoded()
     assert message["content"][-1]["input"] == {}
     assert message["stop_reason"] == "max_tokens"
+
+
+def nested(depth: int) -> dict:
+    value: dict = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "start"),
+    [
+        ({"tools": [TOOL | {"input_schema": nested(40)}]}, "tools[0].input_schema"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
+    ],
+)
+def test_places_are_those_of_the_body(fields, start):
+    with pytest.raises(ServeError) as caught:
+        read_messages(body(**fields))
+    error = renamed(caught.value, NAMES)
+    assert error.message.startswith(start)
+    assert error.param == start
+
+
+def test_a_place_among_the_messages_of_the_chat_is_not_told():
+    turns = [HI, {"role": "assistant", "content": [USE | {"input": nested(40)}]}, HI]
+    with pytest.raises(ServeError) as caught:
+        read_messages(body(system="x", messages=turns))
+    error = renamed(caught.value, NAMES)
+    assert error.param == "messages"
+    assert error.message.startswith("messages tool_calls[0]")
