@@ -1,6 +1,6 @@
 """The HTTP application: which path does what."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed
 from typing import Any
 
@@ -8,28 +8,34 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
 from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
+from serving.http.info import info_routes
 from serving.http.openapi import document
+from serving.http.outside import reachable
 from serving.http.page import page_routes, root_route
+from serving.server.dialects import messages, responses_api
+from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError
 from serving.server.fields import DetokenizeFields, TokenizeFields
-from serving.server.schema import parse_json, read_chat, read_completion, unknown_names
+from serving.server.schema import Wish, parse_json, unknown_names
 from serving.server.service import Service
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
+def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
     endpoints = Endpoints(service)
     routes = [
-        Route("/v1/completions", Generate(service, read_completion), methods=["POST"]),
-        Route("/v1/chat/completions", Generate(service, read_chat), methods=["POST"]),
+        *(Route(p, Generate(service, each), methods=["POST"]) for p, each in DIALECTS.items()),
+        Route("/v1/messages/count_tokens", Raw(endpoints.count_message), methods=["POST"]),
+        Route("/v1/responses/input_tokens", Raw(endpoints.count_response), methods=["POST"]),
         *embedding_routes(service),
         Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
         Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
@@ -42,13 +48,15 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> Guard:
         Route("/metrics", endpoints.metrics),
         Route("/version", endpoints.version),
         Route("/openapi.json", endpoints.openapi),
+        *info_routes(service, endpoints.ready),
         root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),
     ]
     # A redirect to a path with a slash would repeat what the Host header says.
     app = Router(routes, redirect_slashes=False)
     is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
-    return Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
+    guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
+    return reachable(guard, service.options)
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -96,6 +104,32 @@ class Endpoints:
         values = await self._body(scope, receive)
         answer = {"prompt": await self._service.detokenize(values)}
         return answer, unknown_names(DetokenizeFields, values)
+
+    async def count_message(self, scope: Scope, receive: Receive) -> Answer:
+        """POST /v1/messages/count_tokens."""
+        counted = self._count(scope, receive, messages.read_count, messages.NAMES)
+        num_tokens, unknown = await counted
+        return {"input_tokens": num_tokens}, unknown
+
+    async def count_response(self, scope: Scope, receive: Receive) -> Answer:
+        """POST /v1/responses/input_tokens."""
+        counted = self._count(scope, receive, responses_api.read_count, responses_api.NAMES)
+        num_tokens, unknown = await counted
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}, unknown
+
+    async def _count(
+        self,
+        scope: Scope,
+        receive: Receive,
+        read: Callable[[Any], Wish],
+        names: Mapping[str, str],
+    ) -> tuple[int, tuple[str, ...]]:
+        values = await self._body(scope, receive)
+        try:
+            wish, num_tokens = await self._service.count(read, values)
+        except ServeError as error:
+            raise renamed(error, names) from None
+        return num_tokens, wish.unknown
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

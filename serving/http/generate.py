@@ -6,23 +6,21 @@ import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
+from serving.http.dialects import Dialect, DialectWriter
 from serving.http.guard import read_body, send_json, warning_headers
 from serving.http.waiting import tell_the_wait
+from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
-from serving.server.responses import Writer
-from serving.server.schema import Wish, parse_json
+from serving.server.schema import parse_json
 from serving.server.service import Generation, Service
 from serving.server.write_limit import WriteLimit
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 TIMEOUT_HEADER = b"x-request-timeout"  # seconds
 MAX_TIMEOUT = 86400.0
 _SECONDS = re.compile(rb"\d+(\.\d*)?([eE][+-]?\d+)?")
@@ -34,10 +32,10 @@ STREAM_HEADERS = [
 
 
 class Generate:
-    """An ASGI endpoint; `read` is `read_completion` or `read_chat`."""
+    """An ASGI endpoint that speaks a dialect."""
 
-    def __init__(self, service: Service, read: Callable[[Any], Wish]):
-        self._service, self._read = service, read
+    def __init__(self, service: Service, dialect: Dialect):
+        self._service, self._dialect = service, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -47,7 +45,11 @@ class Generate:
         except ServeError as error:
             self._service.refuse(error)
             raise
-        generation = await self._service.start(self._read, values, scope["request_id"], timeout)
+        read, names = self._dialect.read, self._dialect.names
+        try:
+            generation = await self._service.start(read, values, scope["request_id"], timeout)
+        except ServeError as error:
+            raise renamed(error, names) from None
         with generation:
             async with watching(receive, generation.cancel):
                 if generation.wish.fields.stream:
@@ -66,7 +68,8 @@ class Generate:
     ) -> None:
         """Headers are sent with the first news, so that what fails before has its own status."""
         with WriteLimit(self._service.options.write_timeout) as limit:
-            out = _EventStream(send, limit, warning_headers(generation.wish.unknown), drop)
+            headers = warning_headers(generation.wish.unknown)
+            out = _EventStream(send, limit, self._dialect, headers, drop)
             await self._write_events(generation, out)
 
     async def _write_events(self, generation: Generation, out: "_EventStream") -> None:
@@ -77,24 +80,23 @@ class Generate:
                     await tell_the_wait(generation.handles, self._service, out.comment)
                 async for number, deltas in news:
                     await out.write(writer.chunks(number, deltas))
-            last = writer.last_chunk()
-            await out.write([last] if last else [])
+            await out.write(writer.last_chunks())
         except ServeError as error:
             if not out.has_begun:
                 raise
-            await out.write([error.body()])
+            await out.write(writer.failure(error))
         except ConnectionError:
             raise
         except Exception:
             if not out.has_begun:
                 raise
             logger.exception("The stream of request %s failed.", generation.id)
-            await out.write([internal_error().body()])
+            await out.write(writer.failure(internal_error()))
         await out.end()
 
-    def _writer(self, generation: Generation) -> Writer:
+    def _writer(self, generation: Generation) -> DialectWriter:
         model, _ = self._service.running()
-        return Writer(generation, model.tokenizer)
+        return self._dialect.writer(generation, model.tokenizer)
 
 
 class _EventStream:
@@ -104,17 +106,18 @@ class _EventStream:
         self,
         send: Send,
         limit: WriteLimit,
+        dialect: Dialect,
         headers: list[tuple[bytes, bytes]],
         drop: Callable[[], None] | None,
     ):
         self.has_begun = False
-        self._send, self._limit, self._headers, self._drop = send, limit, headers, drop
+        self._send, self._limit, self._dialect = send, limit, dialect
+        self._headers, self._drop = headers, drop
 
     async def write(self, objects: list[dict]) -> None:
         """Send objects, in one piece. Raises ConnectionError if the client does not read."""
         await self._begin()
-        body = b"".join(b"data: " + msgspec.json.encode(each) + b"\n\n" for each in objects)
-        await self._send_body(body, True)
+        await self._send_body(b"".join(map(self._dialect.event, objects)), True)
 
     async def comment(self, text: str) -> None:
         """Send a line that readers of events pass over. Raises as `write` does."""
@@ -129,7 +132,7 @@ class _EventStream:
 
     async def end(self) -> None:
         """Send the mark of the end."""
-        await self._send_body(DONE, False)
+        await self._send_body(self._dialect.end, False)
 
     async def _send_body(self, body: bytes, more: bool) -> None:
         message = {"type": "http.response.body", "body": body, "more_body": more}

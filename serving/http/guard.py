@@ -10,6 +10,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.http.dialects import DIALECTS, error_body
 from serving.http.page import FILES
 from serving.http.turns import Turns
 from serving.server.errors import ServeError, internal_error
@@ -20,10 +21,10 @@ logger = logging.getLogger(__name__)
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 << 10
 BODY_SECONDS = 30.0  # that a client has for sending a body
-HEALTH = frozenset(("/health", "/health/live", "/health/ready", "/health/progress"))
+HEALTH = frozenset(("/health", "/health/live", "/health/ready", "/health/progress", "/ping"))
 PUBLIC = HEALTH | {"/", *FILES}  # static: they hold no secret
 QUIET = HEALTH | {"/metrics", "/ui/data"}  # asked again and again: not worth a line each
-GENERATIONS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank"))
+GENERATIONS = frozenset((*DIALECTS, "/v1/embeddings", "/v1/rerank"))
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "[::1]"))
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 
@@ -79,12 +80,12 @@ class Guard:
             self._admit(scope, headers, given)
             await self.app(scope, receive, send_and_note)
         except (ServeError, HTTPException) as error:
-            status = status or await _send_error(send_and_note, error)
+            status = status or await _send_error(send_and_note, error, scope["path"])
         except ConnectionError:
             status = 499  # the client has gone
         except Exception:
             logger.exception("Serving request %s failed.", request_id)
-            status = status or await _send_error(send_and_note, internal_error())
+            status = status or await _send_error(send_and_note, internal_error(), scope["path"])
         _log(scope, headers, status, time.monotonic() - started)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], given_id: str) -> None:
@@ -109,7 +110,9 @@ class Guard:
             raise ServeError("invalid", "The Host header does not name this server.", param="host")
         if not self._keys or scope["path"] in PUBLIC:
             return
-        if not has_key(headers.get(b"authorization", b""), self._keys):
+        # Anthropic's clients have a header of their own.
+        bearer = headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b"")
+        if not any([has_key(each, self._keys) for each in bearer]):
             raise ServeError("unauthenticated", "A valid API key is needed: Authorization: Bearer.")
 
 
@@ -128,8 +131,8 @@ def _shown(path: str) -> str:
     return path[:80].encode("ascii", "backslashreplace").decode() if path.isprintable() else "?"
 
 
-async def _send_error(send: Send, error: ServeError | HTTPException) -> int:
-    """Answer with an error object and what HTTP wants beside it."""
+async def _send_error(send: Send, error: ServeError | HTTPException, path: str) -> int:
+    """Answer with an error object, as the path has it, and what HTTP wants beside it."""
     headers = []
     if isinstance(error, HTTPException):
         given = error.headers or {}
@@ -144,7 +147,7 @@ async def _send_error(send: Send, error: ServeError | HTTPException) -> int:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.kind.status in (408, 413, 431):
         headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send_json(send, error.body(), error.kind.status, headers)
+    await send_json(send, error_body(path, error), error.kind.status, headers)
     return error.kind.status
 
 

@@ -20,17 +20,16 @@ from serving.run.access import read_keys
 from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
 from serving.run.listeners import Server
 from serving.run.progress import shown_phases
-from serving.run.start import StartError, open_model
+from serving.run.start import StartError, chat_template, open_model
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
-from serving.server.options import ServerOptions
+from serving.server.options import ServerOptions, names_of
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
 from shiftjax.control.errors import RequestError
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import DraftStats
 from shiftjax.settings import fault_of, make_virtual_devices
-from shiftjax.text.chat import ChatTemplate
 from shiftjax.weights.resolve import find_model
 
 if TYPE_CHECKING:
@@ -237,9 +236,7 @@ def _settle_memory() -> None:
 
 def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
     """What the front ends know of a loaded model."""
-    tokenizer = llm.tokenizer
-    source = tokenizer.chat_template if tokenizer is not None else None
-    names = _names(options.served_model_name or llm.config.model.model)
+    names = names_of(options.served_model_name or llm.config.model.model)
     cache, stats = llm.engine.lanes[0].scheduler.config, llm.stats()
     info = {
         "mesh": stats["mesh"],
@@ -248,13 +245,12 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
         "num_gpu_blocks": str(cache.num_blocks),
         "enable_prefix_caching": str(cache.prefix_caching),
     }
-    template = ChatTemplate(source) if source is not None else None
     # With SP = 1 the two modes of a program are one step.
     programs = sum(len(set(p.steps.values())) for runner in llm.runners for p in runner.programs)
     return ServedModel(
         names,
-        tokenizer,
-        template,
+        llm.tokenizer,
+        chat_template(llm.tokenizer, options),
         info,
         programs,
         num_compiles=lambda: llm.num_compiles,
@@ -269,14 +265,10 @@ def served_encoder(embedder: "Embedder", options: ServerOptions) -> ServedModel:
         "dtype": str(embedder.dtype),
         "instances": str(options.instances),
     }
-    names = _names(options.served_model_name or embedder.config.model.model)
+    names = names_of(options.served_model_name or embedder.config.model.model)
     runner, reader = embedder.runner, embedder.reader
     compiles = lambda: embedder.num_compiles  # noqa: E731
     return ServedModel(names, reader.tokenizer, None, info, runner.num_programs, compiles, reader)
-
-
-def _names(given: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in given.split(",") if name.strip())
 
 
 def _leave(code: int) -> None:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
     from shiftjax.model_files import ModelFiles
+    from shiftjax.text.chat import ChatTemplate
+    from shiftjax.text.tokenizer import Tokenizer
 
+MAX_TEMPLATE = 1 << 20  # characters of a chat template in a file
 LEAST_ADDRESS_SPACE = 2 << 30  # bytes that JAX's libraries, threads and a tiny model take
 
 
@@ -65,12 +68,38 @@ def look_for_server(
     config: EngineConfig, server: ServerOptions, phases: Phases | None = None
 ) -> "ModelFiles":
     """The same for a server, which needs the chat template, too. Raises ChatTemplateError."""
-    from shiftjax.text.chat import ChatTemplate
-
     files = look(config, server, phases=phases)
-    if files.tokenizer is not None and files.tokenizer.chat_template is not None:
-        ChatTemplate(files.tokenizer.chat_template)
+    chat_template(files.tokenizer, server)
     return files
+
+
+def chat_template(tokenizer: "Tokenizer | None", server: ServerOptions) -> "ChatTemplate | None":
+    """The template that the settings give, as text or as a file, or else the model's own.
+
+    Raises ConfigError for one that is given and wrong, ChatTemplateError for the model's.
+    """
+    from shiftjax.text.chat import ChatTemplate, ChatTemplateError
+
+    given = server.chat_template
+    if given is None:
+        source = tokenizer.chat_template if tokenizer is not None else None
+        return ChatTemplate(source) if source is not None else None
+    try:
+        return ChatTemplate(given if "{" in given or "\n" in given else _template_file(given))
+    except ChatTemplateError as error:
+        raise ConfigError([f"chat_template: {error}"]) from None
+
+
+def _template_file(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError([f"chat_template = {path} cannot be read: {reason}"]) from None
+    if not 0 < len(text) <= MAX_TEMPLATE:
+        raise ConfigError([f"chat_template = {path} must have 1 to {MAX_TEMPLATE} characters"])
+    return text
 
 
 def _opened(config: EngineConfig, server: ServerOptions | None, task: Task) -> Any:

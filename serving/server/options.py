@@ -89,6 +89,16 @@ class ServerOptions:
         None, "lengths to which embeddings may be cut; default: none, the model must be made for it"
     )
     ui: bool = option(True, "serve the page /ui")
+    chat_template: str | None = option(
+        None, "Jinja template of chats: a file, or the text itself; default: the model's own"
+    )
+    allowed_origins: str | None = option(
+        None,
+        "origins, with commas, whose pages may ask (CORS): https://a.example, or *; default: none",
+    )
+    root_path: str | None = option(
+        None, "prefix of all paths, as /llm, behind a proxy that keeps it; default: none"
+    )
 
 
 SERVER_SETTINGS = settings_of(ServerOptions)
@@ -100,10 +110,20 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
         "stream_interval": "generate",
         "tool_parser": "generate",
         "reasoning_parser": "generate",
+        "chat_template": "generate",
         "instances": "embed",
         "matryoshka_dimensions": "embed",
     }
 )
+
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9._-]+(:\d{1,5})?|null")
+_ROOT = re.compile(r"(/[A-Za-z0-9._~-]+){1,16}")
+
+
+def names_of(given: str | None) -> tuple[str, ...]:
+    """The entries of a setting that has them with commas."""
+    return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 
 def check_server(options: ServerOptions, model: ModelConfig, task: Task) -> None:
@@ -130,6 +150,10 @@ def server_problems(options: ServerOptions) -> list[str]:
         problems.append(f"port and grpc_port are both {options.port}: HTTP and gRPC need their own")
     if options.served_model_name is not None and not options.served_model_name.strip(" ,"):
         problems.append("served_model_name holds no name")
+    if not all(map(_ORIGIN.fullmatch, names_of(options.allowed_origins))):
+        problems.append("allowed_origins must be as https://app.example:8443, without a path, or *")
+    if options.root_path is not None and _ROOT.fullmatch(options.root_path) is None:
+        problems.append("root_path must be as /llm, without a slash at its end")
     if any(each < 1 for each in options.matryoshka_dimensions or ()):
         problems.append("matryoshka_dimensions must be positive")
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.metrics_prefix) is None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, CompletionFields
 from serving.server.handle import Delta, RequestHandle
 from serving.server.pieces import (
@@ -107,12 +108,16 @@ class Writer:
             return [each | {"usage": None} for each in objects]
         return objects
 
-    def last_chunk(self) -> Json | None:
+    def last_chunks(self) -> list[Json]:
         """The object with the usage and the timeline, if the request wants one of them."""
         options, ends = self._fields.stream_options, self._timeline()
         if options is not None and options.include_usage:
             ends = {"usage": usage(self._generation.handles)} | ends
-        return self._envelope([], ".chunk") | ends if ends else None
+        return [self._envelope([], ".chunk") | ends] if ends else []
+
+    def failure(self, error: ServeError) -> list[Json]:
+        """The object of a stream that fails."""
+        return [error.body()]
 
     def _chat_deltas(self, number: int, handle: RequestHandle, delta: Delta) -> list[Json]:
         """Log-probabilities and the end come with the last of the choices."""

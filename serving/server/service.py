@@ -339,6 +339,14 @@ class Service:
         special = fields.add_special_tokens is not False
         return model, fields, await self.texts.encode(text, special=special)
 
+    async def count(self, read_fields: Callable[[Any], Wish], values: Any) -> tuple[Wish, int]:
+        """What `read_chat` or its like finds in a body, and how many tokens its prompts have."""
+        self.generating()
+        wish = read_fields(values)
+        self.model_named(wish.fields.model)
+        _check_known(wish.unknown, self.options)
+        return wish, sum(len(ids) for _, ids in await self._encode(wish))
+
     async def detokenize(self, values: Any) -> str:
         """The text of token ids, special tokens included."""
         fields = self._read_plain(DetokenizeFields, values)

@@ -19,7 +19,16 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/tokenize",
+    "/detokenize",
+)
 SETTINGS = settings(
     max_examples=20,
     deadline=None,

@@ -16,6 +16,7 @@ from oracle import numpy_llama
 
 from serving.bench.client import Sample, complete, parse_url
 from serving.bench.load import open_loop
+from serving.http.dialects import DIALECTS
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.server.schema import read_completion
@@ -285,3 +286,49 @@ def test_priorities_go_first(server):
     order = server.on_loop(run())
     assert order.index("high") < 16  # eight run at a time; it came last
     server.assert_quiescent()
+
+
+# ---------------------------------------------------------------- every API that generates
+
+CHAT_PROMPT = "user: hi\nassistant:"
+HI = [{"role": "user", "content": "hi"}]
+FIXED = {"seed": 5, "ignore_eos": True}
+NUM_TOKENS = 24
+COMPLETION = {"prompt": CHAT_PROMPT, "max_tokens": NUM_TOKENS}
+BODIES = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": {"messages": HI, "max_tokens": NUM_TOKENS},
+    "/v1/messages": {"messages": HI, "max_tokens": NUM_TOKENS},
+    "/v1/responses": {"input": "hi", "max_output_tokens": NUM_TOKENS},
+}
+
+
+def tokens_and_text(server, path: str, body: dict) -> tuple[list[int], str]:
+    """What the engine gives for a body."""
+
+    async def generate():
+        with await server.service.start(DIALECTS[path].read, body) as generation:
+            (output,) = (await generation.handles[0].result()).outputs
+            return output.token_ids, output.text
+
+    return server.on_loop(asyncio.wait_for(generate(), 60))
+
+
+def text_of(answer: dict) -> str:
+    """The text of a response of any API."""
+    if "choices" in answer:
+        (choice,) = answer["choices"]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    items = answer.get("output") or [answer]
+    return "".join(part["text"] for item in items for part in item["content"])
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("path", DIALECTS)
+def test_tokens_and_text_are_those_of_a_completion(server, client, path, temperature):
+    fixed = FIXED | {"temperature": temperature}
+    wanted = tokens_and_text(server, "/v1/completions", COMPLETION | fixed)
+    assert len(wanted[0]) == NUM_TOKENS
+    assert tokens_and_text(server, path, BODIES[path] | fixed) == wanted
+    answer = client.post(path, json=BODIES[path] | fixed)
+    assert text_of(answer.json()) == wanted[1]

@@ -85,3 +85,10 @@ def test_a_damaged_file_is_found_before_jax_is_imported(directory, name, text, c
     for line, end in results_of(commands):
         assert end == f"{code} False", line
         assert words in line
+
+
+def test_a_chat_template_that_is_wrong_is_a_wrong_setting(directory):
+    flags = ["--chat-template={% for"]
+    for line, end in results_of([model_flag(c, directory) + flags for c in ("serve", "check")]):
+        assert end == "2 False", line
+        assert "chat_template: The chat template is wrong at line 1" in line

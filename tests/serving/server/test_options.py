@@ -14,8 +14,25 @@ from serving.server.options import ServerOptions, server_problems
         ({"admin_port": 1}, "admin_token_file"),
         ({"admin_token_file": "a"}, "admin_port"),
         ({"port": 50051}, "grpc_port"),
+        ({"allowed_origins": "app.example"}, "allowed_origins"),
+        ({"allowed_origins": "*, https://app.example/path"}, "allowed_origins"),
+        ({"root_path": "llm"}, "root_path"),
+        ({"root_path": "/llm/"}, "root_path"),
+        ({"root_path": "/a/../b?"}, "root_path"),
     ],
 )
 def test_options_that_go_together(options, words):
     (problem,) = server_problems(ServerOptions(**options))
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_origins": "*"},
+        {"allowed_origins": "https://app.example:8443, http://localhost:3000"},
+        {"root_path": "/llm/v2"},
+    ],
+)
+def test_options_that_are_right(options):
+    assert server_problems(ServerOptions(**options)) == []

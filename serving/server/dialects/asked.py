@@ -1,0 +1,110 @@
+"""What the dialects share: a body becomes the fields of a chat, and is kept beside. No JAX."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from serving.server.errors import ServeError, Violation
+from serving.server.schema import Wish, read, read_chat
+
+Json = dict[str, Any]
+
+
+class Extras(msgspec.Struct, kw_only=True):
+    """Fields of our chats that no dialect has by another name; they mean what they mean there."""
+
+    seed: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    min_width: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Wish):
+    """A chat's wish, and the body of the dialect that it came from."""
+
+    body: Any
+
+
+class OwnFieldError(ServeError):
+    """An error that has the dialect's name of a field already."""
+
+
+def wrong(field: str, description: str, code: str | None = None) -> OwnFieldError:
+    """The error for one of the dialect's fields; the message is `field description`."""
+    violations = [Violation(field, description)]
+    return OwnFieldError("invalid", f"{field} {description}", code=code, violations=violations)
+
+
+def read_body[T: msgspec.Struct](
+    kind: type[T], values: Any, refused: Mapping[str, tuple[Any, ...]]
+) -> tuple[T, tuple[str, ...]]:
+    """(fields, names that nobody knows). Raises `ServeError`.
+
+    `refused` are fields that the API has and this server has not, with the values that ask for
+    nothing.
+    """
+    if isinstance(values, dict):
+        for name, harmless in refused.items():
+            value = values.get(name)
+            same = [each for each in harmless if type(each) is type(value)]
+            if value is not None and value not in same:
+                raise wrong(name, "is not supported by this server", "unsupported_parameter")
+        values = {name: value for name, value in values.items() if name not in refused}
+    try:
+        return read(kind, values)
+    except ServeError as error:
+        raise _plainer(error) from None
+
+
+def _plainer(error: ServeError) -> ServeError:
+    """The same of the dialect's fields; a value that nobody knows is told in our words."""
+    for field, words in error.violations:
+        found = re.fullmatch(r"Invalid (?:enum )?value '(.*)'", words, re.DOTALL)
+        unknown = f"is {found[1]!r}, which this server does not know" if found else None
+        return wrong(field, unknown or words, error.code)
+    return error
+
+
+def wish_of(chat: Json, body: Extras, unknown: tuple[str, ...]) -> Asked:
+    """The wish of a chat whose fields, where None, were not given."""
+    chat = chat | {name: getattr(body, name) for name in Extras.__struct_fields__}
+    wish = read_chat({name: value for name, value in chat.items() if value is not None})
+    parts: Json = {each.name: getattr(wish, each.name) for each in dataclasses.fields(wish)}
+    parts["unknown"] = unknown
+    return Asked(**parts, body=body)
+
+
+def renamed(error: ServeError, names: Mapping[str, str]) -> ServeError:
+    """The same error with the names that a dialect has for fields of a chat."""
+    if isinstance(error, OwnFieldError):
+        return error
+
+    def own(text: str) -> str:
+        # The messages of a chat are counted otherwise, and its functions are nested.
+        text = re.sub(r"^messages\[\d+\]\.?", "messages ", text).strip()
+        text = re.sub(r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1", text)
+        text = re.sub(r"(?<=\]\.)parameters\b", lambda found: names.get(found[0], found[0]), text)
+        return re.sub(r"^\w+|\b\w+_\w+\b", lambda found: names.get(found[0], found[0]), text)
+
+    violations = [Violation(own(field).split(" ")[0], words) for field, words in error.violations]
+    return ServeError(
+        error.kind_name,
+        own(error.message),
+        param=error.param and own(error.param).split(" ")[0],
+        code=error.code,
+        violations=violations,
+    )

@@ -1,0 +1,278 @@
+"""Anthropic's Messages as chats: https://docs.anthropic.com/en/api/messages. No JAX."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of, wrong
+
+LEAST_BUDGET = 1024  # tokens of thinking, as Anthropic has it
+
+
+class _Block(msgspec.Struct, tag_field="type", kw_only=True):
+    """A part of a message. What is cached is decided here, so `cache_control` has no effect."""
+
+    cache_control: Json | None = None
+
+
+class TextBlock(_Block, tag="text"):
+    """A text."""
+
+    text: str
+    citations: list[Json] | None = None
+
+
+class ThinkingBlock(_Block, tag="thinking"):
+    """What an assistant thought before it answered; nothing is signed here."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(_Block, tag="tool_use"):
+    """A call that an assistant made."""
+
+    id: str
+    name: str
+    input: Json
+
+
+class ToolResultBlock(_Block, tag="tool_result"):
+    """What came of a call."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    """A tool that the client runs; there are none that a server runs."""
+
+    name: str
+    input_schema: Json
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    cache_control: Json | None = None
+    input_examples: list[Json] | None = None
+    eager_input_streaming: bool | None = None
+
+
+class AnthropicToolChoice(msgspec.Struct, kw_only=True):
+    """Whether and which tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether to think first, where the chat template can say so; `max_tokens` bounds all of it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """The schema that the answer keeps."""
+
+    type: Literal["json_schema"]
+    schema: Json
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """The form of the answer, and how much to think about it."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    """Who asks."""
+
+    user_id: str | None = None
+
+
+class MessagesCountFields(Extras, kw_only=True):
+    """The body of /v1/messages/count_tokens."""
+
+    messages: list[Message]
+    model: str | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Json | None = None
+
+
+class MessagesFields(MessagesCountFields, kw_only=True):
+    """The body of /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+
+
+# Fields that Anthropic has and this server has not, with the values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "user_profile_id": (),
+    "workspace_id": (),
+}
+
+# What a chat calls these fields.
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parameters": "input_schema",
+    "chat_template_kwargs": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+
+
+def read_messages(values: Any) -> Asked:
+    """Check the body of a message. Raises `ServeError`."""
+    fields, unknown = read_body(MessagesFields, values, REFUSED)
+    if fields.thinking is not None and (fields.thinking.budget_tokens or 0) >= fields.max_tokens:
+        raise wrong("thinking.budget_tokens", "must be less than max_tokens")
+    chat = _chat(fields) | {
+        "max_tokens": fields.max_tokens,
+        "stream": fields.stream,
+        "stop": fields.stop_sequences or None,
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": fields.top_k,
+        "user": fields.metadata and fields.metadata.user_id,
+    }
+    return wish_of(chat, fields, unknown)
+
+
+def read_count(values: Any) -> Asked:
+    """Check the body of a count. Raises `ServeError`."""
+    fields, unknown = read_body(MessagesCountFields, values, REFUSED)
+    return wish_of(_chat(fields), fields, unknown)
+
+
+def _chat(fields: MessagesCountFields) -> Json:
+    """The fields of a chat with the same prompt."""
+    messages = [{"role": "system", "content": _text_parts(fields.system)}] if fields.system else []
+    for index, message in enumerate(fields.messages):
+        messages += _turns(message, f"messages[{index}]")
+    if fields.messages and fields.messages[-1].role == "assistant":
+        raise wrong("messages", "must not end with the assistant's: none is continued here")
+    config = fields.output_config or OutputConfig()
+    chat: Json = {
+        "model": fields.model,
+        "messages": messages,
+        "tools": [_tool(each) for each in fields.tools or ()] or None,
+        "response_format": config.format and _format(config.format),
+        "reasoning_effort": config.effort,
+    }
+    return chat | _thinking(fields.thinking) | _choice(fields.tool_choice)
+
+
+def _turns(message: Message, place: str) -> list[Json]:
+    """One message as those of a chat, where what came of a call is a message of its own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    allowed = {"assistant": (TextBlock, ThinkingBlock, ToolUseBlock), "system": (TextBlock,)}
+    kinds = allowed.get(message.role, (TextBlock, ToolResultBlock))
+    for index, block in enumerate(message.content):
+        if not isinstance(block, kinds):
+            kind = block.__struct_config__.tag
+            raise wrong(f"{place}.content[{index}].type", f"is {kind}: not in a {message.role}'s")
+    if message.role == "assistant":
+        return [_assistant(message.content)]
+    turns: list[Json] = []
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            turns.append(_result(block))
+        elif turns and turns[-1]["role"] == message.role:
+            turns[-1]["content"] += _text_parts([block])
+        else:
+            turns.append({"role": message.role, "content": _text_parts([block])})
+    return turns
+
+
+def _text_parts(content: str | Iterable[Any] | None) -> str | list[Json]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [{"type": "text", "text": block.text} for block in content]
+
+
+def _result(block: ToolResultBlock) -> Json:
+    turn: Json = {"role": "tool", "tool_call_id": block.tool_use_id}
+    turn["content"] = _text_parts(block.content)
+    return turn | ({"is_error": True} if block.is_error else {})
+
+
+def _assistant(blocks: list[Any]) -> Json:
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    turn: Json = {"role": "assistant", "content": _text_parts(texts) if texts else None}
+    turn |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    return turn | ({"tool_calls": calls} if calls else {})
+
+
+def _call(block: ToolUseBlock) -> Json:
+    arguments = msgspec.json.encode(block.input).decode()
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _tool(tool: AnthropicTool) -> Json:
+    function: Json = {"name": tool.name, "parameters": tool.input_schema}
+    for name in ("description", "strict"):
+        value = getattr(tool, name)
+        function |= {} if value is None else {name: value}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: AnthropicToolChoice | None) -> Json:
+    """`tool_choice` and `parallel_tool_calls` of a chat."""
+    if choice is None:
+        return {}
+    if (choice.type == "tool") != (choice.name is not None):
+        raise wrong("tool_choice.name", "is needed with the type tool, and with no other")
+    named = {"type": "function", "function": {"name": choice.name}}
+    kinds = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+    is_parallel = False if choice.disable_parallel_tool_use else None
+    return {"tool_choice": kinds[choice.type], "parallel_tool_calls": is_parallel}
+
+
+def _thinking(thinking: Thinking | None) -> Json:
+    """The variable by which chat templates turn thinking on and off."""
+    if thinking is None:
+        return {}
+    if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+        raise wrong("thinking.budget_tokens", "is needed with the type enabled, and no other")
+    if thinking.budget_tokens is not None and thinking.budget_tokens < LEAST_BUDGET:
+        raise wrong("thinking.budget_tokens", f"must be at least {LEAST_BUDGET}")
+    return {"chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"}}
+
+
+def _format(wanted: OutputFormat) -> Json:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema}}

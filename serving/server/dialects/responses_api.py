@@ -1,0 +1,317 @@
+"""OpenAI's Responses as chats: https://platform.openai.com/docs/api-reference/responses. No JAX.
+
+Nothing is kept: a conversation comes with every request, and goes by its items.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+
+from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of, wrong
+
+
+class _Part(msgspec.Struct, tag_field="type", kw_only=True):
+    """A part of a message."""
+
+
+class InputText(_Part, tag="input_text"):
+    """A text that came in."""
+
+    text: str
+
+
+class OutputText(_Part, tag="output_text"):
+    """A text that went out."""
+
+    text: str
+    annotations: list[Json] | None = None
+    logprobs: list[Json] | None = None
+
+
+class Refusal(_Part, tag="refusal"):
+    """An answer that was refused; it is text like any other here."""
+
+    refusal: str
+
+
+class ReasoningText(_Part, tag="reasoning_text"):
+    """What the model thought."""
+
+    text: str
+
+
+class SummaryText(_Part, tag="summary_text"):
+    """What it thought, in short; not read: the template has the thoughts, or nothing."""
+
+    text: str
+
+
+class _Item(msgspec.Struct, tag_field="type", kw_only=True):
+    """A part of a conversation; `id` and `status` are those of an earlier response."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item, tag="message"):
+    """One turn; the type may be left out."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | OutputText | Refusal]
+    phase: str | None = None
+
+
+class CallItem(_Item, tag="function_call"):
+    """A call that the model made."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(_Item, tag="function_call_output"):
+    """What came of a call."""
+
+    call_id: str
+    output: str | list[InputText]
+
+
+class ReasoningItem(_Item, tag="reasoning"):
+    """What the model thought before a message or a call."""
+
+    summary: list[SummaryText]
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """A function of the client; there are no tools that a server runs."""
+
+    type: Literal["function"]
+    name: str
+    parameters: Json | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class FunctionChoice(msgspec.Struct, kw_only=True):
+    """The function to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Format(msgspec.Struct, kw_only=True):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: Json | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """What the text is like."""
+
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """How much to think. Thoughts come as they are, with no summary of them."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponsesCountFields(Extras, kw_only=True):
+    """The body of /v1/responses/input_tokens."""
+
+    input: str | list[Item]
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+
+
+class ResponsesFields(ResponsesCountFields, kw_only=True):
+    """The body of /v1/responses."""
+
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+# Fields that OpenAI has and this server has not, beside those that chats refuse too (`store` ...),
+# with the values that ask for nothing.
+REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "max_tool_calls": (),
+        "personality": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": None}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+)
+
+# What a chat calls these fields.
+NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+def read_response(values: Any) -> Asked:
+    """Check the body of a response. Raises `ServeError`."""
+    fields, unknown = read_body(ResponsesFields, _typed(values), REFUSED)
+    names = ("stream", "temperature", "top_p", "top_k", "metadata", "user")
+    same = {name: getattr(fields, name) for name in (*names, *_CHECKED)}
+    chat = _chat(fields) | same | {"max_completion_tokens": fields.max_output_tokens}
+    return wish_of(chat, fields, unknown)
+
+
+_CHECKED = ("safety_identifier", "prompt_cache_key")
+
+
+def read_count(values: Any) -> Asked:
+    """Check the body of a count. Raises `ServeError`."""
+    fields, unknown = read_body(ResponsesCountFields, _typed(values), REFUSED)
+    return wish_of(_chat(fields), fields, unknown)
+
+
+def _typed(values: Any) -> Any:
+    """The body with the type of every message, which clients leave out."""
+    items = values.get("input") if isinstance(values, dict) else None
+    if not isinstance(items, list):
+        return values
+    plain = [
+        {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
+        for item in items
+    ]
+    return values | {"input": plain}
+
+
+def _chat(fields: ResponsesCountFields) -> Json:
+    """The fields of a chat with the same prompt."""
+    text, reasoning = fields.text or TextConfig(), fields.reasoning or Reasoning()
+    tools = [_tool(each) for each in fields.tools or ()]
+    choice = fields.tool_choice
+    if isinstance(choice, FunctionChoice):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    return {
+        "model": fields.model,
+        "messages": _messages(fields),
+        "tools": tools or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "response_format": text.format and _format(text.format),
+        "reasoning_effort": reasoning.effort,
+    }
+
+
+def _messages(fields: ResponsesCountFields) -> list[Json]:
+    turns: list[Json] = []
+    if fields.instructions is not None:
+        turns.append({"role": "system", "content": fields.instructions})
+    if isinstance(fields.input, str):
+        return [*turns, {"role": "user", "content": fields.input}]
+    for item in fields.input:
+        _ADD[type(item)](turns, item)
+    return turns
+
+
+def _add_message(turns: list[Json], item: MessageItem) -> None:
+    content: Any = item.content
+    if not isinstance(content, str):
+        texts = (p.refusal if isinstance(p, Refusal) else p.text for p in content)
+        content = [{"type": "text", "text": text} for text in texts]
+    if item.role == "assistant":
+        _said(turns)["content"] = content
+    else:
+        turns.append({"role": item.role, "content": content})
+
+
+def _add_call(turns: list[Json], item: CallItem) -> None:
+    function = {"name": item.name, "arguments": item.arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    is_same = bool(turns) and turns[-1]["role"] == "assistant"
+    turn = turns[-1] if is_same else _said(turns)
+    turn.setdefault("tool_calls", []).append(call)
+
+
+def _add_output(turns: list[Json], item: CallOutputItem) -> None:
+    output: Any = item.output
+    if not isinstance(output, str):
+        output = [{"type": "text", "text": part.text} for part in output]
+    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+
+
+def _add_reasoning(turns: list[Json], item: ReasoningItem) -> None:
+    if item.content:
+        text = "".join(part.text for part in item.content)
+        turns.append({"role": "assistant", "content": None, "reasoning_content": text})
+
+
+def _said(turns: list[Json]) -> Json:
+    """The turn of the assistant that begins, or has begun with what it thought."""
+    last = turns[-1] if turns else {}
+    if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
+        return last
+    turns.append({"role": "assistant", "content": None})
+    return turns[-1]
+
+
+_ADD: Mapping[type, Callable[[list[Json], Any], None]] = MappingProxyType(
+    {
+        MessageItem: _add_message,
+        CallItem: _add_call,
+        CallOutputItem: _add_output,
+        ReasoningItem: _add_reasoning,
+    }
+)
+
+
+def _tool(tool: FunctionTool) -> Json:
+    names = ("name", "description", "parameters", "strict")
+    given = ((name, getattr(tool, name)) for name in names)
+    function = {name: value for name, value in given if value is not None}
+    return {"type": "function", "function": function}
+
+
+def _format(wanted: Format) -> Json:
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    if wanted.schema is None:
+        words = "is missing: json_schema needs one"
+        raise wrong("text.format.schema", words, "missing_required_parameter")
+    schema = {"name": wanted.name or "output", "schema": wanted.schema, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,207 @@
+"""Engine output as OpenAI's responses and their events. No JAX.
+
+https://platform.openai.com/docs/api-reference/responses-streaming says which events there are.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from serving.server.dialects.asked import Asked, Json
+from serving.server.dialects.blocks import Block, Blocks, Turn
+from serving.server.dialects.responses_api import ResponsesFields
+from serving.server.errors import ServeError
+from serving.server.handle import Delta
+from serving.server.service import Generation
+from shiftjax.text.tokenizer import Tokenizer
+
+_IDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_DELTAS = {
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
+
+
+class ResponsesWriter:
+    """Writes one response."""
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer | None):
+        assert isinstance(generation.wish, Asked)
+        self._generation, self._tokenizer = generation, tokenizer
+        self._fields: ResponsesFields = generation.wish.body
+        (self._handle,) = generation.handles
+        self._parser, self._blocks = generation.parser(), Blocks()
+        self._numbers, self._has_begun = itertools.count(), False
+        self._finish: str | None = None
+
+    # ------------------------------------------------------------------ a whole response
+
+    def encoded(self) -> Json:
+        """The response to a request that does not stream."""
+        (output,) = self._handle.output.outputs
+        pieces = [*self._parser.feed(output.text), *self._parser.finish()]
+        for _ in (*self._blocks.add(pieces), *self._blocks.end()):
+            pass
+        self._finish = output.finish_reason
+        return self._ended()
+
+    def _ended(self) -> Json:
+        """Incomplete is what `max_output_tokens`, or the context, cut."""
+        is_cut = self._finish == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        response["output"] = [self._item(block) for block in self._blocks.all]
+        return response | {"usage": self._usage()}
+
+    def _item(self, block: Block) -> Json:
+        """A block that is complete, or cut at the end of the output."""
+        is_last = block.index == len(self._blocks.all) - 1
+        is_cut = is_last and self._finish == "length"
+        item = _shown(block, self._id(block))
+        return item | {"status": "incomplete" if is_cut else "completed"}
+
+    def _id(self, block: Block) -> str:
+        return f"{_IDS[block.kind]}_{self._generation.id}_{block.index}"
+
+    def _response(self, status: str) -> Json:
+        fields, sampling = self._fields, self._generation.wish.sampling
+        text, reasoning = fields.text, fields.reasoning
+        return {
+            "id": f"resp_{self._generation.id}",
+            "object": "response",
+            "created_at": self._generation.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "metadata": fields.metadata or {},
+            "model": self._generation.model,
+            "output": [],
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": _plain(text.format) if text and text.format else {"type": "text"}},
+            "tool_choice": _plain(fields.tool_choice or "auto"),
+            "tools": [_plain(tool) for tool in fields.tools or ()],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": fields.user,
+        }
+
+    def _usage(self) -> Json:
+        metrics = self._handle.output.metrics
+        num_input = len(self._handle.request.prompt_token_ids)
+        num_output = self._handle.num_output_tokens
+        cached = 0 if metrics is None else metrics.num_cached_tokens
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
+            "total_tokens": num_input + num_output,
+        }
+
+    def _num_reasoning_tokens(self) -> int:
+        """Tokens of what was thought, without the marks around it."""
+        thoughts = [block.text for block in self._blocks.all if block.kind == "reasoning"]
+        if self._tokenizer is None:
+            return 0
+        return sum(len(self._tokenizer.encode(text, False)) for text in thoughts)
+
+    # ------------------------------------------------------------------ a stream
+
+    def chunks(self, number: int, deltas: list[Delta]) -> list[Json]:
+        """Events for what the response has gained."""
+        events = []
+        if not self._has_begun:
+            self._has_begun = True
+            response = self._response("in_progress")
+            events.append(self._event("response.created", response=response))
+            events.append(self._event("response.in_progress", response=response))
+        for delta in deltas:
+            events += self._events(self._blocks.add(self._parser.feed(delta.text)))
+            self._finish = delta.finish_reason
+        return events
+
+    def last_chunks(self) -> list[Json]:
+        """Events of the end."""
+        events = self._events(self._blocks.add(self._parser.finish()))
+        events += self._events(self._blocks.end())
+        response = self._ended()
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def failure(self, error: ServeError) -> list[Json]:
+        """The event of a stream that fails."""
+        response = self._response("failed")
+        response["error"] = {"code": error.code, "message": error.message}
+        return [self._event("response.failed", response=response)]
+
+    def _events(self, turns: Iterable[Turn]) -> list[Json]:
+        write = {"open": self._opened, "more": self._more, "close": self._closed}
+        return [event for turn in turns for event in write[turn.what](turn)]
+
+    def _opened(self, turn: Turn) -> list[Json]:
+        block = Block(turn.block.kind, turn.block.index, turn.block.id, turn.block.name)
+        item = self._item(block) | {"status": "in_progress"}
+        part = item["content"][0] if "content" in item else None
+        item |= {} if part is None else {"content": []}
+        added = self._event("response.output_item.added", output_index=block.index, item=item)
+        place = self._place(block)
+        if part is None:
+            return [added]
+        return [added, self._event("response.content_part.added", **place, part=part)]
+
+    def _more(self, turn: Turn) -> list[Json]:
+        logprobs = {"logprobs": []} if turn.block.kind == "text" else {}
+        name = f"{_DELTAS[turn.block.kind]}.delta"
+        return [self._event(name, **self._place(turn.block), delta=turn.text, **logprobs)]
+
+    def _closed(self, turn: Turn) -> list[Json]:
+        block, item, place = turn.block, self._item(turn.block), self._place(turn.block)
+        done = f"{_DELTAS[block.kind]}.done"
+        if block.kind == "call":
+            events = [self._event(done, **place, name=block.name, arguments=block.text)]
+        else:
+            (part,) = item["content"]
+            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            events = [
+                self._event(done, **place, text=block.text, **logprobs),
+                self._event("response.content_part.done", **place, part=part),
+            ]
+        last = self._event("response.output_item.done", output_index=block.index, item=item)
+        return [*events, last]
+
+    def _place(self, block: Block) -> Json:
+        place: Json = {"item_id": self._id(block), "output_index": block.index}
+        return place if block.kind == "call" else place | {"content_index": 0}
+
+    def _event(self, kind: str, **values: Any) -> Json:
+        return {"type": kind, "sequence_number": next(self._numbers), **values}
+
+
+def _shown(block: Block, item_id: str) -> Json:
+    """The item that a block is, as far as it has come."""
+    if block.kind == "call":
+        call = {"id": item_id, "type": "function_call", "call_id": block.id}
+        return call | {"name": block.name, "arguments": block.text}
+    if block.kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": block.text}]
+        return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
+    text = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {"id": item_id, "type": "message", "role": "assistant", "content": [text]}
+
+
+def _plain(value: Any) -> Any:
+    """A field of the request as it came, without what was not given."""
+    if not isinstance(value, msgspec.Struct):
+        return value
+    return {name: each for name, each in msgspec.structs.asdict(value).items() if each is not None}
