@@ -1,6 +1,7 @@
 """What a start says of itself while it lasts."""
 
 import logging
+import time
 
 import pytest
 
@@ -66,8 +67,10 @@ def test_the_log_has_a_line_for_every_phase_and_one_now_and_then(clock, caplog, 
     phases = Phases(clock)
     with caplog.at_level(logging.INFO), shown_phases(phases):
         phases("weights", 0, 3)
-        while not any("starting:" in line for line in caplog.messages):
-            pass
+        for _ in range(1000):
+            if any("starting:" in line for line in caplog.messages):
+                break
+            time.sleep(0.01)
         clock.now += 2.0
         phases("weights", 3, 3)
         phases("first step", 0, 1)
