@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 
-from serving.server.marked_text import first_mark, num_held
+from serving.server.marked_text import first_mark, num_held, parts_of
 from serving.server.pieces import (
     CallArguments,
     CallBegin,
@@ -106,10 +106,11 @@ class HarmonyParser:
 
     def feed(self, text: str) -> list[Piece]:
         """Take in more text; the pieces that are certain now."""
-        self._buffer += text
         pieces: list[Piece] = []
-        while self._read_header(pieces) if self._is_header else self._read_body(pieces):
-            pass
+        for part in parts_of(text):
+            self._buffer += part
+            while self._read_header(pieces) if self._is_header else self._read_body(pieces):
+                pass
         return pieces
 
     def finish(self) -> list[Piece]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from serving.server.marked_text import JsonNesting, first_mark, num_held
+from serving.server.marked_text import JsonNesting, first_mark, num_held, parts_of
 from serving.server.pieces import CallArguments, CallBegin, Piece, Text
 
 # {"name": "f", "arguments": of a call whose arguments begin.
@@ -22,8 +22,8 @@ _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*'
 )
-_NAMED_HEAD = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*(?=\{)")
-_MAYBE_NAMED = re.compile(r"[\w.-]+(?:\[[\w\[\]-]*\s*)?")
+_NAMED_HEAD = re.compile(r"([\w-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?\[ARGS\]\s{0,8}(?=\{)")
+_MAYBE_NAMED = re.compile(r"[\w-]{1,64}(?:\[[\w\[\]-]{0,99}\s{0,8})?")
 _BETWEEN = "[],; \t\r\n"  # what may stand between calls
 
 
@@ -56,27 +56,31 @@ class JsonCallParser:
 
     def __init__(self, marks: CallMarks, names: Collection[str], most: int | None = None):
         self._marks, self._names, self._most = marks, names, most
+        begins = tuple(mark[0] for mark in marks.begin)
+        self._skipped = "".join(each for each in _BETWEEN if each not in begins)  # in runs
         self._state = self._at_start if marks.is_bare else self._in_text
         self._buffer = ""  # what has come and is not yet dealt with
-        self._opening = ""  # before a call, and text if it is none
+        self._opening: list[str] = []  # before a call, and text if it is none
         self._num_calls = 0
         self._nesting = JsonNesting()
         self._num_seen = 0  # characters of the buffer that `_nesting` has taken in
+        self._may_begin = False  # the arguments of a call may come
         self._pieces: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
         """Take in more text; the pieces that are certain now."""
-        self._buffer += text
-        while self._state():
-            pass
+        for part in parts_of(text):
+            self._buffer += part
+            while self._state():
+                pass
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self) -> list[Piece]:
         """The output has ended: what was held back is text, unless it is space behind a call."""
         rest = "" if self._state in (self._in_arguments, self._behind_arguments) else self._buffer
-        rest = self._opening + rest
-        self._buffer = self._opening = ""
+        rest = "".join(self._opening) + rest
+        self._buffer, self._opening = "", []
         is_text = rest.strip(_BETWEEN) or not self._num_calls
         return [Text(rest)] if rest and is_text else []
 
@@ -103,16 +107,16 @@ class JsonCallParser:
         return True
 
     def _between_calls(self) -> bool:
-        text = self._buffer.lstrip()
+        text = self._buffer.lstrip(self._skipped)
         self._skip(len(self._buffer) - len(text))
         if text.startswith("{"):
-            self._nesting, self._num_seen = JsonNesting(), 0
+            self._nesting, self._num_seen, self._may_begin = JsonNesting(), 0, True
             self._state = self._in_call
             return True
         marks = (*self._marks.begin, self._marks.end) if self._marks.end else self._marks.begin
         mark = next((each for each in marks if text.startswith(each)), None)
         if mark is not None and mark == self._marks.end:
-            self._buffer, self._opening = text[len(mark) :], ""
+            self._buffer, self._opening = text[len(mark) :], []
             self._state = self._in_text
             return True
         if mark is not None:
@@ -138,8 +142,10 @@ class JsonCallParser:
             self._num_seen = place
             if self._nesting.depth == 0:
                 return self._whole_call(place)
-            if self._nesting.depth == 2 and self._buffer[place - 1] == "{":
-                head = _HEAD.fullmatch(self._buffer, 0, place - 1)
+            if self._may_begin:  # what is nested first
+                self._may_begin = self._nesting.depth == 1
+                is_object = self._buffer[place - 1] == "{"
+                head = _HEAD.fullmatch(self._buffer, 0, place - 1) if is_object else None
                 name = _decoded(head[1]) if head else None
                 if isinstance(name, str) and name in self._names:
                     self._begin(name, place - 1, self._behind_arguments)
@@ -191,16 +197,16 @@ class JsonCallParser:
 
     def _open(self, end: int) -> None:
         """Calls may follow the first `end` characters."""
-        self._opening, self._buffer = self._buffer[:end], self._buffer[end:]
+        self._opening, self._buffer = [self._buffer[:end]], self._buffer[end:]
         self._state = self._between_calls
 
     def _skip(self, end: int) -> None:
-        self._opening += self._buffer[:end]
+        self._opening.append(self._buffer[:end])
         self._buffer = self._buffer[end:]
 
     def _give_up(self, end: int) -> bool:
         """The opening and the next `end` characters are text."""
-        text, self._opening = self._opening, ""
+        text, self._opening = "".join(self._opening), []
         if not self._num_calls or text.strip(_BETWEEN) or end:
             self._pieces += [Text(text + self._buffer[:end])] if text + self._buffer[:end] else []
         self._buffer, self._state = self._buffer[end:], self._in_text
@@ -213,7 +219,7 @@ class JsonCallParser:
 
     def _begin(self, name: str, end: int, after: Callable[[], bool]) -> None:
         """A call begins; its arguments follow the first `end` characters."""
-        self._buffer, self._opening = self._buffer[end:], ""
+        self._buffer, self._opening = self._buffer[end:], []
         self._num_calls += 1
         if self._is_wanted():
             self._pieces.append(CallBegin(self._num_calls - 1, self._marks.make_id(), name))

@@ -65,7 +65,7 @@ BAD = [
     (FORCED | {"tools": [tool(parameters={"properties": 5})]}, "tools"),
     (FORCED | {"tools": [tool(parameters={"$ref": "#/nowhere"})]}, "tools"),
     (FORCED | {"tools": [tool(strict=True, parameters={"not": {}})]}, "tools"),
-    (FORCED | {"tools": [tool(parameters={"required": ["a" * 300_000]})]}, "tools"),
+    (FORCED | {"tools": [tool(parameters={"description": "a" * 300_000})]}, "tools"),
 ]
 
 

@@ -20,6 +20,7 @@ OTHERS = {
     "grammar_timeout": 5.0,
     "stream_interval": 4,
     "tool_parser": "hermes",
+    "chat_template": "template.jinja",
     "reasoning_parser": "think",
     "instances": 2,
     "matryoshka_dimensions": (16,),

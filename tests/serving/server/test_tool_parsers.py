@@ -175,6 +175,26 @@ def test_the_parts_change_nothing(kind, reasoning, words, sizes, is_inside):
     assert parse(kind, output, **options) == whole
 
 
+@pytest.mark.parametrize(
+    ("kind", "begin", "unit"),
+    [
+        ("hermes", "<tool_call>", "["),
+        ("hermes", "", "<tool_call>x"),
+        ("hermes", "<tool_call>", '{"name": "f", "x": {},'),
+        ("hermes", '<tool_call>{"name": "' + "f" * 100_000 + '", ', '"x": {},'),
+        ("mistral", "[TOOL_CALLS]", "f"),
+        ("openai", "", "<|end|>x"),
+        ("openai", "", "<|channel|>"),
+    ],
+)
+def test_long_outputs(kind, begin, unit):
+    """Each takes well under a second; were it quadratic, minutes."""
+    output = begin + unit * (200_000 // len(unit))
+    text, _, calls = parse(kind, [output])
+    assert calls == []
+    assert kind == "openai" or text == output
+
+
 def test_the_settings_name_the_formats():
     names = set(SERVER_SETTINGS["tool_parser"].choices) - {"auto", "none"}
     assert names == set(FORMATS) - {"mistral_named"}
