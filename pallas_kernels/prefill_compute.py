@@ -6,15 +6,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, Accumulator, store
+from pallas_kernels.mosaic import WGMMA, store
 from pallas_kernels.prefill_overlap import run_overlapped
 from pallas_kernels.prefill_rows import put_rows
 from pallas_kernels.prefill_softmax import (
     Place,
     Softmax,
     await_keys,
-    begin_logits,
     empty,
+    first_products,
     in_shared_memory,
     multiplied,
     slot_of,
@@ -90,14 +90,7 @@ def run_round(
 ) -> Softmax:
     """Take the keys of round j, which have come, and its values into the softmax."""
     slot = slot_of(problem, place, j)
-
-    def multiply(accumulator):
-        begin_logits(problem, shared, place, j, accumulator)
-        take_turn(problem, shared)
-        return accumulator[...]
-
-    logits = pl.run_scoped(multiply, Accumulator((ROWS, problem.kv_tile), jnp.float32))
-    plgpu.barrier_arrive(shared.k_free.at[slot])
+    logits = first_products(problem, shared, place, j)
     p, decay, maximum, total = weights(problem, shared, place, logit_scale, j, logits, state)
     weighted = state.weighted * lax.broadcast_in_dim(decay, state.weighted.shape, [0])
     p = p.astype(problem.dtype)

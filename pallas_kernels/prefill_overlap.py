@@ -21,6 +21,7 @@ from pallas_kernels.prefill_softmax import (
     await_keys,
     begin_logits,
     empty,
+    first_products,
     in_shared_memory,
     multiplied,
     slot_of,
@@ -41,15 +42,8 @@ def run_overlapped(
     some = share.first < share.last
 
     def begin() -> Ahead:
-        slot, start = slot_of(problem, place, share.first), empty(problem)
-
-        def multiply(accumulator):
-            begin_logits(problem, shared, place, share.first, accumulator)
-            take_turn(problem, shared)
-            return accumulator[...]
-
-        logits = pl.run_scoped(multiply, Accumulator((ROWS, problem.kv_tile), jnp.float32))
-        plgpu.barrier_arrive(shared.k_free.at[slot])
+        start = empty(problem)
+        logits = first_products(problem, shared, place, share.first)
         p, _, maximum, total = weights(
             problem, shared, place, logit_scale, share.first, logits, start
         )

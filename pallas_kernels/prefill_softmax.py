@@ -60,6 +60,22 @@ def await_keys(problem: Problem, shared: Shared, place: Place, j: jax.Array) -> 
     pl.when(j < place.last)(lambda: plgpu.barrier_wait(ready))
 
 
+def first_products(problem: Problem, shared: Shared, place: Place, j: jax.Array) -> jax.Array:
+    """Return the products [64, kv_tile] of the queries and the keys of round j, which have come.
+
+    The turn is taken when they are under way, the stage of the keys given back when they are there.
+    """
+
+    def multiply(accumulator):
+        begin_logits(problem, shared, place, j, accumulator)
+        take_turn(problem, shared)
+        return accumulator[...]
+
+    products = pl.run_scoped(multiply, Accumulator((ROWS, problem.kv_tile), jnp.float32))
+    plgpu.barrier_arrive(shared.k_free.at[slot_of(problem, place, j)])
+    return products
+
+
 def begin_logits(
     problem: Problem, shared: Shared, place: Place, j: jax.Array, accumulator: Any
 ) -> None:

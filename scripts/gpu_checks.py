@@ -57,7 +57,8 @@ class Kernel(NamedTuple):
 def kernels() -> list[Kernel]:
     """Return every shape and option, and every candidate of the tuning for one shape."""
     some = [Kernel((h, kv)) for h, kv in ((8, 1), (32, 8), (8, 8), (12, 4), (7, 1), (32, 1))]
-    for head_dim, block_size in itertools.product((64, 128, 256), (16, 32, 64, 128)):
+    some += [Kernel(block_size=block_size) for block_size in (16, 32, 64, 128)]
+    for head_dim, block_size in itertools.product((64, 256), (16, 128)):
         some.append(Kernel(head_dim=head_dim, block_size=block_size))
     fp8 = Kernel(kv_dtype=FP8, scales=(0.5, 2.0))
     some += [Kernel((8, 8), head_dim=96), Kernel(dtype=jnp.float16, kv_dtype=jnp.float16), fp8]

@@ -44,7 +44,13 @@ CANDIDATES = Path(__file__).with_name("kernel_candidates.json")
 TABLE = ROOT / "pallas_kernels" / FILE
 KERNELS = {"prefill": (PrefillShape, PrefillConfig), "decode": (DecodeShape, DecodeConfig)}
 HEAD_DIMS, BLOCK_SIZES = (64, 128), (16, 32, 64, 128)
-PREFILL = {"kv_tile": (64, 128), "stages": (2, 3, 4), "ping_pong": (True, False)}
+PREFILL_TILES, PREFILL_STAGES = (64, 128), (2, 3, 4)
+# The warpgroups take turns; or do not; or take turns, and each begins its next product early.
+SCHEDULES = (
+    {"ping_pong": True, "overlap": False},
+    {"ping_pong": False, "overlap": False},
+    {"ping_pong": True, "overlap": True},
+)
 # thread blocks on each of 132 multiprocessors, and the shared memory that leaves each of them
 DECODE_BLOCKS = ((132, 227 * 1024), (264, 113 * 1024), (396, 75 * 1024))
 DECODE_TILES = (64, 128)
@@ -64,8 +70,8 @@ class Candidate(NamedTuple):
 def all_candidates(head_dims: list[int], block_sizes: list[int]) -> Iterator[Candidate]:
     """Every combination; most cannot be compiled."""
     for head_dim, block_size in product(head_dims, block_sizes):
-        for values in product(*PREFILL.values()):
-            settings = dict(zip(PREFILL, values, strict=True))
+        for tile, stages, schedule in product(PREFILL_TILES, PREFILL_STAGES, SCHEDULES):
+            settings = {"kv_tile": tile, "stages": stages, **schedule}
             yield Candidate("prefill", head_dim, block_size, settings)
         for (blocks, memory), tile in product(DECODE_BLOCKS, DECODE_TILES):
             settings = {"kv_tile": tile, "num_blocks": blocks, "shared_memory_bytes": memory}
