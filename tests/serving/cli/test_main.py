@@ -172,7 +172,7 @@ def test_ctrl_c_that_is_ignored_stays_so_and_the_program_runs():
 
 def test_a_printed_config_is_a_config_file(capsys, tmp_path):
     flags = ("--sp", "4", "--tp=2", "--no-enable-prefix-caching", "--token-buckets", "64,1024")
-    code, text, _ = run_command(capsys, "check", "--print-config", *flags)
+    code, text, _ = run_command(capsys, "generate", "--print-config", *flags)
     assert code == 0
     file = tmp_path / "c.yaml"
     file.write_text(text)

@@ -8,6 +8,7 @@ from kit import run_command
 
 from serving.cli.main import UNSHOWN, make_parser
 from serving.run.flags import SAMPLING_SETTINGS
+from serving.server.options import SERVER_SETTINGS
 from shiftjax.config import SETTINGS
 
 
@@ -18,7 +19,8 @@ def subparsers() -> Mapping[str, argparse.ArgumentParser]:
 
 @pytest.mark.parametrize("command", ["generate", "chat", "check"])
 def test_the_flags_are_those_of_the_fields(command):
-    expected = {flag for setting in SETTINGS.values() for flag in setting.flags}
+    settings = SETTINGS | (SERVER_SETTINGS if command == "check" else {})
+    expected = {flag for setting in settings.values() for flag in setting.flags}
     parser = subparsers()[command]
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert expected <= flags
