@@ -279,7 +279,8 @@ def test_marks_that_never_end_are_text(opened):
         assert shown.replace("> ", "").rstrip() == text.replace("> ", "").rstrip()
 
 
-def test_an_answer_has_its_timeline_and_modes(opened):
+def test_an_answer_has_its_timeline_and_modes(opened, server):
+    server.runner.step_seconds = 0.05  # so that tokens come one by one
     opened.click("summary:has-text('Sampling')")
     opened.fill("#max-tokens", "12")
     say(opened, "so long that its prompt is above the threshold " * 2)

@@ -27,6 +27,7 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from shiftjax import LLM, SamplingParams
 from shiftjax.control.fleet_state import REASONS
+from shiftjax.model_files import open_files
 
 UNITS = 4
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "shiftjax.json"
@@ -148,7 +149,7 @@ def test_the_start_says_what_is_compiled_and_check_foretells_it(llm, started):
     for line, count in zip(started, counts, strict=True):
         assert f": {count} programs for 1 sizes of steps" in line
     assert "sp 4, tp 1; sp 1, tp 4" in started[-1]
-    planned = make_plan(llm.config)
+    planned = make_plan(llm.config, open_files(llm.config))
     for width, line in zip((1, 4), started, strict=True):
         assert planned[f"groups of {width}"].startswith(line.removeprefix("fleet: "))
 
