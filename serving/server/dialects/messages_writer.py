@@ -105,7 +105,7 @@ class MessagesWriter:
         reason = "stop_sequence" if is_sequence else "end_turn"
         if finish == "length":
             reason = "max_tokens"
-        elif self._blocks.has_calls:
+        elif self._blocks.has_calls and not is_sequence:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop if is_sequence else None}
 

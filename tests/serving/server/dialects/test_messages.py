@@ -283,3 +283,9 @@ def test_a_place_among_the_messages_of_the_chat_is_not_told():
     error = renamed(caught.value, NAMES)
     assert error.param == "messages"
     assert error.message.startswith("messages tool_calls[0]")
+
+
+def test_a_sequence_that_stops_after_a_call_is_why_it_ended():
+    generation = generation_of(read_messages(body()), finish="stop", stop="###")
+    message = MessagesWriter(generation, None).encoded()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "###")
