@@ -27,10 +27,9 @@ def test_the_flags_are_those_of_the_fields(command):
     fixed = {"--config", "--print-config", "--help", "-h", "--stats", "--prompts", "--system"}
     fixed |= {"--speculative-config"}
     negations = {f for f in flags if f.startswith("--no-")}
-    sampling = (
-        set() if command == "check" else {f for s in SAMPLING_SETTINGS.values() for f in s.flags}
-    )
-    assert flags - expected - fixed - negations <= sampling | {"--sampling-seed"}
+    settings = SERVER_SETTINGS if command == "check" else SAMPLING_SETTINGS
+    others = {flag for setting in settings.values() for flag in setting.flags}
+    assert flags - expected - fixed - negations <= others | {"--sampling-seed"}
     dests = {action.dest for action in parser._actions}
     assert set(SETTINGS) <= dests
 
