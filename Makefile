@@ -24,7 +24,7 @@ demo-fleet: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo_fleet.py
 
 # A file's tests share what they compile, so they stay in one process.
-test: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.node $(VENV)/.prometheus
+test: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.clients $(VENV)/.node $(VENV)/.prometheus
 	PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
 	    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -70,6 +70,14 @@ $(VENV)/.gpu12: $(VENV)/.dev
 	    $(PIP) --no-deps --upgrade --target $(VENV)/gpu12 "jax-cuda12-plugin==$$version" \
 	    "jax-cuda12-pjrt==$$version" "nvidia-cuda-nvcc-cu12>=12.9.86" || \
 	    echo "not found: the test with CUDA 12 will be skipped, and fails with CI=true"
+	@touch $@
+
+# Clients that want older packages than ours; their tests are skipped without them.
+$(VENV)/.clients: $(VENV)/.dev
+	@echo "installing clients that tests try, apart from everything else"
+	@$(BIN)/python -m venv $(VENV)/clients && PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	    $(VENV)/clients/bin/python -m pip install --quiet langchain-openai instructor || \
+	    echo "not found: the tests with LangChain and instructor will be skipped"
 	@touch $@
 
 # A second implementation of gRPC, for a test that is skipped without it.

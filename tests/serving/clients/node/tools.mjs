@@ -1,9 +1,9 @@
-// The `ai` package calls a tool, whole and streamed: node tools.mjs URL MODEL
+// The `ai` package calls a tool, whole and streamed: node tools.mjs URL MODEL [CHOICE_AS_JSON...]
 
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, jsonSchema, streamText, tool } from "ai";
 
-const [url, name] = process.argv.slice(2);
+const [url, name, ...choices] = process.argv.slice(2);
 const model = createOpenAICompatible({ name: "shiftjax", baseURL: url })(name);
 const schema = {
   type: "object",
@@ -15,7 +15,7 @@ const tools = {
   get_weather: tool({ description: "The weather of a city", inputSchema: jsonSchema(schema) }),
 };
 const found = [];
-for (const toolChoice of ["auto", "required"]) {
+for (const toolChoice of choices.length ? choices.map(JSON.parse) : ["auto", "required"]) {
   const options = { model, tools, toolChoice, prompt: "Rome?", seed: 1, maxRetries: 0 };
   const whole = await generateText(options);
   found.push([whole.toolCalls, whole.finishReason]);

@@ -1,4 +1,4 @@
-"""LangChain calls a tool, whole and streamed: python langchain_client.py URL."""
+"""LangChain calls a tool, whole and streamed: python langchain_client.py URL MODEL [forced]."""
 
 import json
 import sys
@@ -16,8 +16,9 @@ def get_weather(city: str, days: int) -> str:
 model = ChatOpenAI(base_url=sys.argv[1], api_key="none", model=sys.argv[2], max_retries=0, seed=1)
 bound = model.bind_tools([get_weather])
 forced = model.bind_tools([get_weather], tool_choice="get_weather")
-found = [bound.invoke("Rome?"), forced.invoke("Rome?")]
-for each in (bound, forced):
+tried = (forced,) if "forced" in sys.argv else (bound, forced)
+found = [each.invoke("Rome?") for each in tried]
+for each in tried:
     chunks = list(each.stream("Rome?"))
     whole = chunks[0]
     for chunk in chunks[1:]:
@@ -25,6 +26,6 @@ for each in (bound, forced):
     found.append(whole)
 for message in found:
     assert not message.invalid_tool_calls, message
-answer = [get_weather.invoke(found[1].tool_calls[0])]
-again = bound.invoke([("user", "Rome?"), found[1], *answer])
+call = found[len(tried) - 1]
+again = tried[0].invoke([("user", "Rome?"), call, get_weather.invoke(call.tool_calls[0])])
 print(json.dumps([[(c["name"], c["args"]) for c in m.tool_calls] for m in [*found, again]]))
