@@ -125,7 +125,7 @@ def test_a_pool_for_one_serves_many(server, client):
     alone = [one(body) for body in bodies]
     with ThreadPoolExecutor(32) as pool:
         assert list(pool.map(one, bodies)) == alone
-    recent = server.service.timeline.snapshot()["requests"][-32:]
+    recent = server.service.timeline.snapshot(60)["requests"][-32:]
     counts = [row["preemptions"] for row in recent]
     assert sum(counts) > 0
     assert max(counts) <= server.engine._engine.lanes[0].scheduler.config.max_preemptions
