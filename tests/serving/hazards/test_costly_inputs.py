@@ -55,7 +55,7 @@ def test_texts_deep_inside_messages_are_counted(client):
     inner: object = "x" * 100_000
     for _ in range(20):
         inner = [inner]
-    body = {"messages": [{"role": "user", "content": "x", "tool_calls": inner}]}
+    body = {"messages": [{"role": "user", "content": "x", "documents": inner}]}
     response = client.post(CHAT, json=body)
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
