@@ -87,8 +87,11 @@ def phases_of(served: Served) -> list[str]:
 
 
 def test_of_jax_a_log_has_what_is_wrong_alone(cache_dir):
-    """Not that there is no TPU: JAX looks for every backend that it knows."""
-    environ = {"JAX_PLATFORMS": ""}
+    """Not that there is no TPU: JAX looks for every backend that it knows.
+
+    Without PYTHONPATH, which may name a plugin of GPUs: one that does not start is an error.
+    """
+    environ = {"JAX_PLATFORMS": "", "PYTHONPATH": ""}
     flags = ("--max-model-len=1024", "--num-blocks=1024")
     with serve("random:tiny", cache_dir, *flags, environ=environ) as served:
         code, _, err = served.end()
