@@ -275,3 +275,13 @@ FOREIGN: Mapping[type, Mapping[str, tuple[Any, ...]]] = {
     },
     ChatFields: {"prompt": (), "echo": (False,), "add_special_tokens": (False,)},
 }
+
+
+def is_deeper(value: Json, most: int) -> bool:
+    """Whether lists and objects are nested more than `most` levels deep."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = (each for each in level if isinstance(each, dict | list))
+        inner = (each.values() if isinstance(each, dict) else each for each in nested)
+        level = [each for values in inner for each in values]
+    return bool(level)

@@ -6,13 +6,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import llguidance
 import msgspec
 import numpy as np
 
 from serving.server.errors import ServeError
+from serving.server.fields import is_deeper
 from serving.server.grammar_trial import Trial, parser_limits
 from serving.server.schema import GrammarSource
 from shiftjax.text.tokenizer import Tokenizer
@@ -284,16 +284,6 @@ def _escaped(text: str) -> str:
 def _refusal(source: GrammarSource, words: str) -> ServeError:
     message = f"The {_NAMES[source.kind]} {words}."
     return ServeError("invalid", message, param=source.field, code="grammar_invalid")
-
-
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested more than `most` levels deep."""
-    level = [value]
-    for _ in range(most + 1):
-        nested = (each for each in level if isinstance(each, dict | list))
-        inner = (each.values() if isinstance(each, dict) else each for each in nested)
-        level = [each for values in inner for each in values]
-    return bool(level)
 
 
 def _too_busy() -> ServeError:

@@ -141,7 +141,9 @@ class Writer:
     def _pieces(self, number: int, news: News) -> list[Piece]:
         """What the text of a choice says, as far as it is certain."""
         place = self._place(number, news.index)
-        parser = self._parsers.setdefault(place, self._generation.parser())
+        if place not in self._parsers:
+            self._parsers[place] = self._generation.parser()
+        parser = self._parsers[place]
         pieces = parser.feed(news.text) + (parser.finish() if news.finish_reason else [])
         if any(isinstance(piece, CallBegin) for piece in pieces):
             self._callers.add(place)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from serving.server.errors import invalid
-from serving.server.fields import Function, Tool, ToolChoice
+from serving.server.fields import Function, Tool, ToolChoice, is_deeper
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20  # of all tools as JSON
@@ -81,7 +81,7 @@ def checked_functions(tools: Sequence[Tool]) -> tuple[Function, ...]:
         names.add(name)
         if (tool.function.parameters or {}).get("type", "object") != "object":
             raise invalid(f"{place}.function.parameters.type", "must be object")
-        if _is_deeper(tool.function.parameters, MAX_DEPTH):
+        if is_deeper(tool.function.parameters, MAX_DEPTH):
             words = f"must be nested at most {MAX_DEPTH} deep"
             raise invalid(f"{place}.function.parameters", words)
     if tools and len(msgspec.json.encode(tools)) > MAX_TOOL_BYTES:
@@ -154,22 +154,6 @@ def _arguments(value: str | dict[str, Json], place: str) -> dict[str, Json]:
         found = None
     if not isinstance(found, dict):
         raise invalid(place, "must be a JSON object, as text")
-    if _is_deeper(found, MAX_DEPTH):
+    if is_deeper(found, MAX_DEPTH):
         raise invalid(place, f"must be nested at most {MAX_DEPTH} deep")
     return found
-
-
-def _is_deeper(value: Json, depth: int) -> bool:
-    """Whether lists and objects are nested more than `depth` deep."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [item for each in level for item in _items(each)]
-        if not level:
-            return False
-    return True
-
-
-def _items(value: Json) -> Sequence[Json]:
-    if isinstance(value, dict):
-        return [*value.values()]
-    return value if isinstance(value, list) else ()

@@ -62,8 +62,10 @@ class Served:
         limits_of_client = httpx.Limits(keepalive_expiry=60)
         path = None if uds is None else str(uds)
         transport = httpx.HTTPTransport(uds=path, limits=limits_of_client)
-        url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=url, timeout=60, transport=transport, trust_env=False)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(
+            base_url=self.url, timeout=60, transport=transport, trust_env=False
+        )
 
     def status(self, path: str) -> int:
         """The status of a path; 0: nobody listens."""

@@ -132,7 +132,7 @@ def assert_weather(arguments: dict) -> None:
 @needs_python
 def test_langchain_over_smollm2(smollm2):
     script = str(HERE / "python/langchain_client.py")
-    url = f"http://127.0.0.1:{smollm2.port}/v1"
+    url = f"{smollm2.url}/v1"
     *forced, again = output_of(PYTHON, script, url, "tiny", "forced")
     assert len(forced) == 2 and forced[0] == forced[1]  # whole, and streamed
     for ((name, arguments),) in (*forced, again):
@@ -143,12 +143,12 @@ def test_langchain_over_smollm2(smollm2):
 @needs_python
 def test_instructor_over_smollm2(smollm2):
     script = str(HERE / "python/instructor_client.py")
-    assert_weather(output_of(PYTHON, script, f"http://127.0.0.1:{smollm2.port}/v1", "tiny"))
+    assert_weather(output_of(PYTHON, script, f"{smollm2.url}/v1", "tiny"))
 
 
 @needs_ai
 def test_the_ai_package_of_node_over_smollm2(smollm2):
-    url = f"http://127.0.0.1:{smollm2.port}/v1"
+    url = f"{smollm2.url}/v1"
     choice = '{"type": "tool", "toolName": "get_weather"}'
     whole, streamed = output_of(str(NODE), "tools.mjs", url, "tiny", choice)
     assert whole == streamed
@@ -167,8 +167,7 @@ def test_anthropic_over_smollm2(smollm2):
         "tool_choice": {"type": "tool", "name": "get_weather"},
         "extra_body": {"seed": 1},
     }
-    url = f"http://127.0.0.1:{smollm2.port}"
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=smollm2.url, api_key="none", max_retries=0) as client:
         whole = client.messages.create(**body)
         with client.messages.stream(**body) as stream:
             streamed = stream.get_final_message()
