@@ -33,5 +33,17 @@ def forget_programs():
     yield
     jax.clear_caches()
     if not jax.config.jax_enable_compilation_cache:  # switched off in this module
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
+        _use_compilation_cache(True)
+
+
+@pytest.fixture
+def uncached():
+    """Every program of this test is compiled, none comes out of the compilation cache."""
+    _use_compilation_cache(False)
+    yield
+    _use_compilation_cache(True)
+
+
+def _use_compilation_cache(use: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", use)
+    compilation_cache.reset_cache()  # JAX asks once whether there is one

@@ -1,14 +1,12 @@
 """What a switch of groups costs: nothing is compiled, nothing is kept, no weight is copied."""
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 from echo_pools import Told
 from engines import checkpoint, make, run, tokens
-from jax.experimental.compilation_cache import compilation_cache
 
 from shiftjax.build import Built
 from shiftjax.control.fleet_policy import Wish
@@ -107,13 +105,11 @@ def test_weights_of_every_group_and_mode_lie_in_those_of_its_units(built):
 
 
 @pytest.fixture
-def compiled(monkeypatch) -> Iterator[list]:
+def compiled(monkeypatch, uncached) -> list:
     """The first devices of every exchange, and of every copy, that is compiled.
 
-    Nothing comes out of the compilation cache: that could not be loaded (device/programs.py).
+    What comes out of the compilation cache could not be loaded (device/programs.py).
     """
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
     noted, exchange, copies = [], mover.compile_exchange, mover.compile_copies
 
     def compile_exchange(mesh, *layouts):
@@ -126,9 +122,7 @@ def compiled(monkeypatch) -> Iterator[list]:
 
     monkeypatch.setattr(mover, "compile_exchange", compile_exchange)
     monkeypatch.setattr(mover, "compile_copies", compile_copies)
-    yield noted
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
+    return noted
 
 
 def new_mover(built: Built) -> mover.DeviceMover:

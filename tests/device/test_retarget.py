@@ -1,6 +1,5 @@
 """Programs are compiled for one group and loaded on the others, or compiled where that fails."""
 
-import jax
 import pytest
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
@@ -12,9 +11,8 @@ PROMPTS = [[5, 6, 7] * 3, [9, 2, 4]]
 
 
 @pytest.fixture
-def compiled_modes(monkeypatch) -> list:
-    """Notes every step that is compiled; nothing comes out of the compilation cache."""
-    jax.config.update("jax_enable_compilation_cache", False)
+def compiled_modes(monkeypatch, uncached) -> list:
+    """Notes every step that is compiled; what comes out of the cache could not be loaded."""
     noted, compile_it = [], programs.add_mode
 
     def add_mode(step, pool, program, mode):
@@ -22,8 +20,7 @@ def compiled_modes(monkeypatch) -> list:
         compile_it(step, pool, program, mode)
 
     monkeypatch.setattr(programs, "add_mode", add_mode)
-    yield noted
-    jax.config.update("jax_enable_compilation_cache", True)
+    return noted
 
 
 def check_tokens(engine, config, tensors) -> None:
@@ -37,8 +34,7 @@ def check_tokens(engine, config, tensors) -> None:
 
 def test_a_second_group_compiles_nothing(compiled_modes):
     directory, config, tensors = checkpoint()
-    # Of a size that no other test compiles: what comes out of the cache could not be loaded.
-    built = make(directory, 1, 2, dp=2, token_buckets=[24], max_num_batched_tokens=24)
+    built = make(directory, 1, 2, dp=2, token_buckets=[32])
     assert compiled_modes == [(0, "shift")]
     check_tokens(built.engine, config, tensors)
     assert len(compiled_modes) == 1
