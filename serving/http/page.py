@@ -32,7 +32,10 @@ KINDS = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
 }
-SCRIPTS = ("app", "chat", "charts", "draw", "fleet", "markdown", "modes", "requests", "server")
+SCRIPTS = (
+    *("app", "chat", "charts", "draw", "fleet", "markdown", "modes", "requests", "server"),
+    "state",
+)
 FILES = {
     "/ui": "index.html",
     "/ui/style.css": "style.css",
@@ -81,11 +84,13 @@ def _now(service: Service) -> dict[str, Any]:
     """What the page says of the present; requests that have not ended among them."""
     engine, model = service.engine, service.model
     if engine is None or model is None:
-        start = {"words": service.phases.words(), "now": service.phases.state()}
-        return {"state": "starting", "start": start, "model": None, "load": None, "fleet": None}
+        phases = service.phases
+        ended = list(phases.seconds.items())
+        start = {"words": phases.words(), "now": phases.state(), "ended": ended}
+        return {"state": "starting", "phases": start, "model": None, "load": None, "fleet": None}
     stats = engine.stats
-    handles = engine.handles.values() if isinstance(engine, AsyncEngine) else ()
-    unfinished = [handle for handle in handles if not handle.is_ended]
+    unfinished = [handle for handle in engine.handles.values() if not handle.is_ended]
+    rows = unfinished[:NUM_OPEN] if isinstance(engine, AsyncEngine) else []
     model_values = {
         "name": model.name,
         "task": model.task,
@@ -104,19 +109,22 @@ def _now(service: Service) -> dict[str, Any]:
         load |= {f"most_{name}": value for name, value in engine.capacity.items()}
     return {
         "state": _state(engine),
+        "stalled_seconds": engine.stalled_seconds(),
         "model": model_values,
         "load": load,
-        "open": [service.timeline.row_of(each, None) for each in unfinished[:NUM_OPEN]],
+        "open": [service.timeline.row_of(each, None) for each in rows],
         "num_open": len(unfinished),
         "fleet": None if stats.fleet is None else _fleet(stats.fleet),
     }
 
 
 def _state(engine: AsyncEngine | AsyncEmbedder) -> str:
-    """In a word: ready, draining, or failed."""
-    if engine.is_ready:
-        return "ready"
-    return "failed" if engine.failure is not None else "draining"
+    """In a word: ready, stalled, draining, or failed."""
+    if engine.failure is not None:
+        return "failed"
+    if not engine.makes_progress:
+        return "stalled"
+    return "ready" if engine.is_ready else "draining"
 
 
 def _fleet(state: FleetState) -> dict[str, Any]:

@@ -5,14 +5,15 @@ import * as chart from "./charts.js";
 import * as chat from "./chat.js";
 import * as fleet from "./fleet.js";
 import { short, whole } from "./draw.js";
-import { tellNow } from "./modes.js";
 import { latency, requests } from "./requests.js";
+import { tellLoss, tellNow } from "./state.js";
 
 const POLL_MILLISECONDS = { 60: 500, 600: 2500 }; // by the span that is shown
 const RETRY_MILLISECONDS = 2000; // after no answer
 const TILE_SECONDS = 5; // that rates are means of
 let span = 60;
 let timer = 0;
+let answeredAt = performance.now();
 
 // ------------------------------------------------------------------ the numbers
 
@@ -47,10 +48,14 @@ function showTask(task) {
 
 // ------------------------------------------------------------------ polling
 
+// Of a server that is not ready.
+const SAID = { starting: "still starting", draining: "shutting down", stalled: "stuck", failed: "out of order", lost: "out of reach" };
+
 function state(name, text) {
   $("state").textContent = text;
   $("state").className = name;
   document.body.dataset.state = name;
+  $("text").placeholder = name === "ready" ? "Say something" : `The server is ${SAID[name]}`;
 }
 
 function draw(data) {
@@ -67,17 +72,20 @@ function draw(data) {
   latency(data);
 }
 
+function lose(error) {
+  state("lost", error instanceof TypeError ? "no answer" : "no data");
+  tellLoss(error, (performance.now() - answeredAt) / 1000);
+}
+
 async function poll() {
   clearTimeout(timer);
-  let pause = POLL_MILLISECONDS[span];
-  try {
-    draw(await fetchData(span));
-  } catch (error) {
-    state("lost", error instanceof TypeError ? "no answer" : error.message);
-    pause = RETRY_MILLISECONDS;
-  }
+  const data = await fetchData(span).catch(lose);
   clearTimeout(timer);
+  const pause = data ? POLL_MILLISECONDS[span] : RETRY_MILLISECONDS;
   if (!document.hidden) timer = setTimeout(poll, pause); // a hidden page asks for nothing
+  if (!data) return;
+  answeredAt = performance.now();
+  draw(data);
 }
 
 function show(seconds) {

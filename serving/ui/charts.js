@@ -22,12 +22,12 @@ function frame(id, data, top, ticks = [0, 0.5, 1].map((each) => each * top)) {
   return { ...chart, x: scale(chart, data), y };
 }
 
-function line({ context, x, width }, data) {
+function line({ context, x, width, bottom }, data) {
   if (cursor === null) return;
   const index = indexAt(data, cursor);
   context.fillStyle = colour("ink");
   context.globalAlpha = 0.5;
-  context.fillRect(Math.min(width - 1, (x(index) + x(index + 1)) / 2), TOP, 1, 1000);
+  context.fillRect(Math.min(width - 1, (x(index) + x(index + 1)) / 2), TOP, 1, bottom - TOP);
   context.globalAlpha = 1;
 }
 

@@ -77,7 +77,7 @@ export function summary(data) {
   const start = document.createElement("b");
   start.textContent = `The last ${span(data.span)}: `;
   const found = stepsIn(data, 0, data.columns.tokens.length).filter((each) => each.steps);
-  if (!found.length) return [start, "no steps."];
+  if (!found.length) return [start, "no steps. "];
   return [start, ...found.map(({ kind, steps, tokens, seconds }) => {
     const line = document.createElement("span");
     line.append(named(kind), ` ${many(steps, "step")} of ${many(tokens, "token")}, ${duration(seconds)} each.`);
@@ -103,7 +103,7 @@ export function explain(data, index) {
   return [start, ...found.map((each) => {
     const line = document.createElement("span");
     const { kind, steps, tokens, seconds } = each;
-    const time = steps ? `${many(steps, "step")} of ${many(tokens, "token")}, ${duration(seconds)} each` : "a step went on";
+    const time = steps ? `${many(steps, "step")} of ${many(tokens, "token")}, ${duration(seconds)}${steps > 1 ? " each" : ""}` : "a step went on";
     const choice = data.model?.choice;
     line.append(named(kind), ` ${time}`);
     if (!choice || choice.modes.length === 1) return line;
@@ -117,7 +117,7 @@ export function explain(data, index) {
 // ------------------------------------------------------------------ now
 
 // Kind, heading, text and reason of what the engine does now.
-function sentence(data) {
+export function sentence(data) {
   const { model, last_step: last } = data;
   const choice = model.choice;
   const count = data.columns.tokens.length;
@@ -157,26 +157,6 @@ function expectation(model) {
   if (modes.length === 1) return "";
   if (policy === "threshold") return `Steps of ${threshold + 1} tokens and more will run in BASE, smaller ones in SHIFT.`;
   return "Each step will run in the mode that is predicted to be quickest for it.";
-}
-
-let spokenAt = -Infinity;
-
-export function tellNow(data) {
-  const said = data.model ? sentence(data) : { head: "STARTING", text: data.start.words };
-  const { done, total } = data.start?.now ?? {};
-  $("started").hidden = !(total > 1);
-  if (total > 1) $("started").value = done / total;
-  $("mode").textContent = said.head ?? "";
-  $("mode").className = said.kind ?? "";
-  $("words").textContent = said.text;
-  $("rule").textContent = said.note ?? "";
-  $("because").textContent = said.why ?? "";
-  if (performance.now() - spokenAt > SPOKEN_SECONDS * 1000 && $("spoken").dataset.head !== said.head) {
-    spokenAt = performance.now();
-    $("spoken").dataset.head = said.head;
-    $("spoken").textContent = `${said.head ?? ""} ${said.text} ${said.note ?? ""}`;
-  }
-  pictures(data.model, data.fleet ? null : said.label);
 }
 
 // ------------------------------------------------------------------ the mesh
@@ -225,7 +205,7 @@ function picture(mode, model) {
 
 let drawn = "";
 
-function pictures(model, active) {
+export function pictures(model, active) {
   const choice = model?.choice;
   const has = choice && choice.groups && choice.modes.length > 1;
   $("meshes").hidden = !has;

@@ -22,7 +22,7 @@ function told(row, now) {
   const ended = row.reason === "finished" ? "" : `, ${row.reason}`;
   const state = row.end === null ? `${states[parts.at(-1)[0]]}, ` : "";
   const preempted = row.preemptions ? `, ${row.preemptions}x preempted` : "";
-  return `${state}${row.prompt_tokens} in, ${row.output_tokens} out${preempted}${ended}`;
+  return [state, `${row.prompt_tokens} in, ${row.output_tokens} out${preempted}${ended}`];
 }
 
 function drawn(row, start, now) {
@@ -41,7 +41,10 @@ function drawn(row, start, now) {
   const text = document.createElement("small");
   const cached = document.createElement("em");
   cached.textContent = row.cached_tokens ? ` (${row.cached_tokens} cached)` : "";
-  text.append(told(row, now), cached);
+  const [state, counts] = told(row, now);
+  const doing = document.createElement("em");
+  doing.textContent = state;
+  text.append(doing, counts, cached);
   item.title = parts.map(([kind, from, to]) => `${kind} ${duration(to - from)}`).join(", ");
   item.append(name, bar, text);
   return item;

@@ -197,17 +197,51 @@ def test_a_start_is_told(opened, server, monkeypatch):
     assert opened.inner_text("#mode") == "STARTING"
     assert opened.inner_text("#words").startswith("load weights, 3 of 12")
     assert opened.locator("#started").evaluate("each => each.value") == 0.25
+    phases("compile", 0, 5)
+    opened.wait_for_selector("#phases .now:has-text('compile')")
+    assert opened.locator("#phases li").count() == 2
+    assert not opened.is_visible("#tiles") and not opened.is_visible("#charts")
     monkeypatch.undo()
     opened.wait_for_selector("#state:has-text('ready')")
-    assert not opened.is_visible("#started")
+    assert not opened.is_visible("#started") and not opened.is_visible("#phases")
     assert opened.problems == []
 
 
 def test_a_server_that_has_gone_is_said(opened):
     opened.route("**/ui/data*", lambda route: route.abort())
     opened.wait_for_selector("#state.lost:has-text('no answer')")
+    assert opened.inner_text("#mode") == "NO ANSWER"
+    assert re.fullmatch(r"for \d+ s", opened.inner_text("#words"))
     opened.unroute("**/ui/data*")
     opened.wait_for_selector("#state.ready")
+
+
+def test_a_step_that_hangs_and_an_engine_that_fails_are_said(page):
+    """A server of its own, as it does not come back."""
+    with running_server(make_engine(), stall_timeout=1.0) as server:
+        page.goto(f"{server.url}/ui")
+        page.wait_for_selector("#state.ready")
+        server.runner.gate.clear()
+        with ThreadPoolExecutor(1) as pool, server.client() as client:
+            answer = pool.submit(client.post, COMPLETION, json={"prompt": "p"})
+            page.wait_for_selector("#state.stalled:has-text('stalled')")
+            assert page.inner_text("#mode") == "STUCK"
+            assert page.inner_text("#because").startswith("1 request waiting for it")
+            server.runner.gate.set()
+            assert answer.result().status_code == 200
+        page.wait_for_selector("#state.ready")
+        server.on_loop(fail(server.engine))
+        page.wait_for_selector("#state.failed:has-text('failed')")
+        assert page.inner_text("#mode") == "FAILED"
+        assert page.get_attribute("#text", "placeholder") == "The server is out of order"
+        page.goto("about:blank")
+    assert page.problems == []
+
+
+async def fail(engine) -> None:
+    """As when its thread has died; there is nobody here who would end the process."""
+    engine.on_failure = None
+    engine.lost(RuntimeError("the thread died"))
 
 
 # ---------------------------------------------------------------- the chat
