@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,15 @@ from shiftjax.costs.step import CostModel
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.communicators import make_communicators
-from shiftjax.device.groups import Placed, compile_steps, make_mover, place, start_runners
+from shiftjax.device.groups import (
+    Placed,
+    compile_steps,
+    kind_of,
+    make_mover,
+    place,
+    start_runners,
+)
+from shiftjax.device.pipeline import PipelineRunner
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
@@ -50,7 +58,7 @@ class Built:
 
     deployment: Deployment
     engine: Engine
-    runners: list[DeviceRunner]  # of the groups that the engine begins with
+    runners: list[DeviceRunner]  # of the groups that the engine begins with, and their stages
     load_seconds: float
     compile_seconds: float
 
@@ -74,7 +82,8 @@ def build(
         CheckpointError: the checkpoint is not what its config says.
     """
     devices, deployment = deploy(config, source.config)
-    if devices[0].platform != "cpu" or not (deployment.widths or deployment.dp > 1):
+    loads = deployment.widths or deployment.dp > 1 or deployment.pp > 2
+    if devices[0].platform != "cpu" or not loads:
         use_compile_cache(cache_dir)
     else:  # what a CPU reads from the cache cannot be loaded on other devices
         logger.info("several groups on a CPU: compiled at every start, without the cache")
@@ -102,7 +111,7 @@ def deploy(config: EngineConfig, model: ModelConfig) -> tuple[list[Device], Depl
     deployment = resolve(config, model, measure(devices))
     choosers_of(config, deployment, devices[0])  # that the machine is known where it must be
     if devices[0].platform == "cpu":
-        warn_of_crowding(deployment.tp * deployment.grid.units)
+        warn_of_crowding(deployment.grid.num_devices)
     return devices, deployment
 
 
@@ -116,26 +125,27 @@ def assemble(
     """Compile and start over weights that are in place. Raises ConfigError as `build` does."""
     begin = time.perf_counter()
     devices = jax.devices()[: config.parallel.devices]
-    steps = {group.width: step for group, step, _ in reversed(groups)}  # of the first groups
+    steps = {kind_of(placed.step): placed.step for placed in reversed(groups)}  # the first ones
+    modes = {kind.width: step.weights.modes for kind, step in steps.items()}
     known, policies = choosers_of(config, deployment, devices[0])
     wanted = {
-        width: wanted_modes(policies[width], of_width.buckets, steps[width].weights.modes)
+        width: wanted_modes(policies[width], of_width.buckets, modes[width])
         for width, of_width in deployment.by_width.items()
     }
     for width in deployment.widths:
         logger.info("fleet: %s", describe_width(deployment.of_width(width), wanted[width]))
     if deployment.widths and devices[0].platform != "cpu":
-        make_communicators((step for _, step, _ in groups), deployment.widths)
+        make_communicators((placed.step for placed in groups), deployment.widths)
     deployment, programs = compile_steps(deployment, steps, wanted, devices, progress)
     progress("warm up", 0, 1)
     runners = start_runners(deployment, groups, programs, config.model.seed)
     blocks: Mapping[Group, BlockAllocator] = {}
     if deployment.widths:
-        sizes = {group: runner.pool.block_size for group, runner in runners.items()}
+        sizes = {group: stages[0].pool.block_size for group, stages in runners.items()}
         blocks = share(deployment.num_blocks, sizes)
     lanes = [
-        _lane(config, deployment, group, runner, policies, known, blocks.get(group))
-        for group, runner in runners.items()
+        _lane(config, deployment, group, stages, policies, known, blocks.get(group))
+        for group, stages in runners.items()
     ]
     fleet = None
     if deployment.widths:
@@ -151,7 +161,8 @@ def assemble(
         fleet=fleet,
     )
     compile_seconds = time.perf_counter() - begin
-    built = Built(deployment, engine, list(runners.values()), load_seconds, compile_seconds)
+    of_devices = [runner for stages in runners.values() for runner in stages]
+    built = Built(deployment, engine, of_devices, load_seconds, compile_seconds)
     for name, reason in built.attention.items():
         logger.info("attention: %s (%s)", name, reason)
     return built
@@ -209,14 +220,15 @@ def _lane(
     config: EngineConfig,
     deployment: Deployment,
     group: Group,
-    runner: DeviceRunner,
+    stages: Sequence[DeviceRunner],
     policies: Mapping[int, Policy],
     known: Mapping[int, CostModel | None],
     blocks: BlockAllocator | None,
 ) -> Lane:
     deployment = deployment.of_width(group.width)
     policy, costs = policies[group.width], known[group.width]
-    modes, budgets, speculation = runner.step.weights.modes, deployment.budgets, None
+    runner = stages[0] if len(stages) == 1 else PipelineRunner(stages)
+    modes, budgets, speculation = stages[0].step.weights.modes, deployment.budgets, None
     speculator, drafts = deployment.layout.model.speculator, deployment.drafts
     num_predict = speculator.num_predict if speculator else 0
     if drafts.speculation != "none":

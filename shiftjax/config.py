@@ -34,12 +34,6 @@ def _power_of_two(value: int) -> str | None:
     return None if value & (value - 1) == 0 else f"must be a power of two, got {shown(value)}"
 
 
-def _no_stages(value: int) -> str | None:
-    if value == 1:
-        return None
-    return f"pipeline parallelism is not available in this version, leave it at 1; got {value}"
-
-
 def _increasing(values: tuple[int, ...]) -> str | None:
     grows = all(a < b for a, b in itertools.pairwise(values))
     if values and values[0] >= 1 and grows:
@@ -81,7 +75,10 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """The mesh: `dp` groups of `sp * tp` devices. Base is (sp, tp), shift is (1, sp * tp)."""
+    """The mesh: `dp` groups of `pp` stages of `sp * tp` devices.
+
+    Of a stage, base is (sp, tp) and shift (1, sp * tp).
+    """
 
     sp: int | None = option(
         None,
@@ -99,9 +96,10 @@ class ParallelOptions:
     )
     pp: int = option(
         1,
-        "pipeline parallel size; only 1 in this version",
+        "pipeline parallel size: stages that have a part of the layers each",
         flags=("--pipeline-parallel-size", "--pp"),
-        check=_no_stages,
+        low=1,
+        high=256,
     )
     dp: int = option(
         1,
@@ -274,10 +272,11 @@ def _fleet_has_its_own_degrees(fleet: bool, dp: int, sp: int | None, weights: st
 
 
 def _mesh_fills_the_devices(
-    devices: int | None, sp: int | None, tp: int | None, dp: int
+    devices: int | None, sp: int | None, tp: int | None, dp: int, pp: int
 ) -> str | None:
-    used = dp * (sp or 1) * (tp or 1)
-    given = " * ".join(f"{n} {v}" for n, v in {"dp": dp, "sp": sp, "tp": tp}.items() if v)
+    used = dp * pp * (sp or 1) * (tp or 1)
+    degrees = {"dp": dp} | ({"pp": pp} if pp > 1 else {}) | {"sp": sp, "tp": tp}
+    given = " * ".join(f"{name} {value}" for name, value in degrees.items() if value)
     if devices is None or devices == used:
         return None
     if sp and tp:
@@ -358,6 +357,22 @@ def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | 
     )
 
 
+_NOT_IN_STAGES = {  # settings that pp > 1 is refused with: the value that agrees, and why
+    "fleet": (False, "groups of a fleet share what each unit holds whole"),
+    "speculation": ("none", "a draft is verified before the next one, so all stages but one idle"),
+}
+
+
+def _refused_with_stages(options: Mapping[str, Any]) -> list[str]:
+    """What pipeline stages cannot do."""
+    pp = options["pp"]
+    return [
+        f"pp = {pp} cannot be had with {name} = {options[name]}: {why}; drop one"
+        for name, (agrees, why) in _NOT_IN_STAGES.items()
+        if pp > 1 and options[name] != agrees
+    ]
+
+
 _READ_WITH = {  # beginnings of names of draft settings: the setting and the values that read them
     "suffix_": ("speculation", ("suffix", "hybrid")),
     "prompt_lookup_": ("speculation", ("ngram",)),
@@ -404,5 +419,5 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
         if not any(name in broken for name in names):
             problems.append(rule(**{name: options[name] for name in names}))
     problems += [] if broken else _unused_draft_settings(options)
-    problems += [] if broken else fleet_problems(options)
+    problems += [] if broken else fleet_problems(options) + _refused_with_stages(options)
     return [problem for problem in problems if problem]

@@ -73,8 +73,8 @@ def test_defaults_are_valid_and_frozen():
         ("tp", 0, "must be at least 1"),
         ("tp", -4, "must be at least 1"),
         ("tp", "2", "must be a whole number, got '2'"),
-        ("pp", 2, "pipeline parallelism is not available in this version"),
-        ("pp", 0, "pipeline parallelism is not available in this version"),
+        ("pp", 0, "must be at least 1"),
+        ("pp", 257, "must be at most 256"),
         ("dp", 0, "must be at least 1"),
         ("devices", 0, "must be at least 1"),
         ("devices", 10**30, "must be at most 1024, got a number of 100 bits"),
@@ -129,7 +129,7 @@ def test_every_setting_has_help_flags_and_bounds():
 
 
 def test_all_problems_come_at_once():
-    problems = problems_of(tpp=2, sp=True, pp=2, policy="best", block_size=3, weights=3, dp=0)
+    problems = problems_of(tpp=2, sp=True, pp=0, policy="best", block_size=3, weights=3, dp=0)
     assert [problem.split(":")[0] for problem in problems] == [
         "unknown option 'tpp'; did you mean tp?",
         *("sp", "pp", "dp", "weights", "block_size", "policy"),

@@ -93,7 +93,7 @@ def test_bad_sampling_values_name_their_field(field, value):
         ({"sp": 0}, "sp"),
         ({"shift_treshold": 5}, "shift_threshold"),
         ({"policy": "fastest"}, "policy"),
-        ({"pp": 2}, "pipeline"),
+        ({"pp": 5}, "pp = 5 is more than .* layers"),
         ({"max_model_len": 100_000, "num_blocks": None}, "positions"),
         ({"block_size": 3}, "power of two"),
         ({"memory_fraction": math.nan}, "memory_fraction"),

@@ -1,6 +1,7 @@
 """What a model looks like: the numbers that weights, sharding and steps derive from. No JAX."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -61,6 +62,14 @@ class Speculator:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Which layers of a model a pipeline stage has: `ModelConfig.num_layers` from `first` on."""
+
+    first: int
+    num_all: int  # layers of the whole model
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder of the Llama family, or an encoder; variants are flags here, not files elsewhere.
 
@@ -91,6 +100,7 @@ class ModelConfig:
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
     speculator: Speculator | None = None  # drafts by a model; None: none
+    stage: Stage | None = None  # `num_layers` are those of this stage; None: the whole model
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -103,3 +113,30 @@ class ModelConfig:
     def num_late_layers(self) -> int:
         """Layers that compute logit rows alone; the early ones' output gives all their KV."""
         return self.num_layers - self.num_early_layers
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it begins with token ids, so that it has the embedding; a whole model does."""
+        return self.stage is None or self.stage.first == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it ends with logits, so that it has the last norm and the LM head."""
+        return self.stage is None or self.stage.first + self.num_layers == self.stage.num_all
+
+
+def stages_of(config: ModelConfig, pp: int) -> tuple[ModelConfig, ...]:
+    """Cut a model into `pp` stages of neighbouring layers, the first ones with one more.
+
+    A whole model is its own only stage. Raises ValueError for more stages than layers.
+    """
+    if pp == 1:
+        return (config,)
+    if not 1 <= pp <= config.num_layers:
+        raise ValueError(f"{config.num_layers} layers cannot be cut into {pp} stages.")
+    each, rest = divmod(config.num_layers, pp)
+    starts = [index * each + min(index, rest) for index in range(pp + 1)]
+    return tuple(
+        replace(config, num_layers=end - first, stage=Stage(first, config.num_layers))
+        for first, end in itertools.pairwise(starts)
+    )

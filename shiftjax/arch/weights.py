@@ -81,16 +81,21 @@ class Family(NamedTuple):
 
 def _llama(config: ModelConfig) -> Iterator[Weight]:
     vocab, hidden = config.vocab_size, config.hidden_size
-    yield Weight("embed", (vocab, hidden), ("vocab", None), EMBEDDING, "table")
+    if config.is_first_stage:
+        yield Weight("embed", (vocab, hidden), ("vocab", None), EMBEDDING, "table")
     early, late = list(_llama_layer(config)), list(_late_layer(config))
+    first = config.stage.first if config.stage else 0
     for index in range(config.num_layers):
         for weight in early if index < config.num_early_layers else late:
-            source = f"model.layers.{index}.{weight.source}"
+            source = f"model.layers.{first + index}.{weight.source}"
             yield weight._replace(name=f"layers.{index}.{weight.name}", source=source)
     yield from _swiftkv(config)
+    if not config.is_last_stage:
+        return
     yield _norm("norm", hidden, "model.norm")
     source, tied_to = (EMBEDDING, "embed") if config.tie_word_embeddings else (LM_HEAD, None)
     head = Weight("lm_head", (vocab, hidden), ("vocab", None), source, "table")
+    tied_to = tied_to if config.is_first_stage else None  # the embedding is on other devices
     yield head._replace(tied_to=tied_to, in_shift=True)
 
 

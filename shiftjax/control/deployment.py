@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import ModelConfig, stages_of
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.control.admission import RequestLimits
@@ -81,6 +81,18 @@ class Deployment:
     hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
     deterministic: bool = False  # attention of a sequence does not depend on the others
     gpu_options: str = "auto"  # XLA's, as the setting spells them
+    pp: int = 1  # stages of a group, each on `sp * tp` devices
+
+    @cached_property
+    def stages(self) -> "tuple[Deployment, ...]":
+        """The stages of its groups, as deployments of a part of the layers; itself if it has one.
+
+        `layout` is that of the whole model on the devices of one stage.
+        """
+        if self.pp == 1:
+            return (self,)
+        models = stages_of(self.layout.model, self.pp)
+        return tuple(replace(self, pp=1, layout=replace(self.layout, model=m)) for m in models)
 
     @property
     def by_width(self) -> dict[int, "Deployment"]:
@@ -111,7 +123,7 @@ class Deployment:
     @property
     def grid(self) -> Grid:
         """The devices of all groups."""
-        return Grid(self.tp, self.sp * self.dp)
+        return Grid(self.tp, self.sp * self.dp, self.pp)
 
     @property
     def fixed(self) -> Arrangement | None:
@@ -138,7 +150,8 @@ class Deployment:
         if self.widths:
             widths = ",".join(map(str, self.widths))
             return f"fleet of {self.grid.units} units, tp={self.tp}, widths {widths}"
-        return f"dp={self.dp} sp={self.sp} tp={self.tp}"
+        stages = f"pp={self.pp} " if self.pp > 1 else ""
+        return f"dp={self.dp} {stages}sp={self.sp} tp={self.tp}"
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -152,8 +165,9 @@ class Deployment:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block on one device."""
-        return self.block_size * kv_token_bytes(self.layout, self.formats)
+        """Bytes of a KV block on one device, of the stage that has the most."""
+        each = (kv_token_bytes(stage.layout, self.formats) for stage in self.stages)
+        return self.block_size * max(each)
 
     @property
     def budgets(self) -> SchedulerConfig:
@@ -207,7 +221,13 @@ class Deployment:
         return temporary_bytes(self.layout, self.formats, most, shifted, rows)
 
     def memory(self, devices: Devices, workspace_bytes: int | None = None) -> Memory:
-        """What a device holds, and what is left for KV; `workspace_bytes` None: the estimate."""
+        """What a device holds, and what is left for KV; `workspace_bytes` None: the estimate.
+
+        Of a pipeline, what one of the stage holds that has room for the fewest tokens.
+        """
+        if self.pp > 1:
+            of_stages = (stage.memory(devices, workspace_bytes) for stage in self.stages)
+            return min(of_stages, key=lambda memory: memory.num_kv_tokens)
         layout, formats = self.layout, self.formats
         weights, copy = weight_bytes(layout, formats), 0
         if self.policy != "base":
@@ -290,6 +310,7 @@ def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deplo
         hash_size=block_size if widths else 0,
         deterministic=config.model.deterministic,
         gpu_options=config.compile.gpu_options,
+        pp=config.parallel.pp,
     )
     _ = deployment.fixed  # that its groups can be formed
     return deployment
@@ -363,9 +384,9 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     parallel = config.parallel
     degree = (parallel.sp or 1) * (parallel.tp or 1)
     if parallel.devices:
-        degree = parallel.devices // parallel.dp
-    used = degree * parallel.dp
-    problems = []
+        degree = parallel.devices // (parallel.dp * parallel.pp)
+    used = degree * parallel.dp * parallel.pp
+    problems = stage_problems(parallel.pp, model)
     if wanted is not None and wanted > limit:
         problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
     if model.encoder is not None:
@@ -380,6 +401,21 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
         problems.append(
             f"sp * tp = {degree} is more than {model.name}'s {model.num_heads} query heads: "
             "some devices would hold none"
+        )
+    return problems
+
+
+def stage_problems(pp: int, model: ModelConfig) -> list[str]:
+    """Why a model cannot be computed in `pp` stages; none: it can."""
+    if pp == 1:
+        return []
+    problems = []
+    if pp > model.num_layers:
+        problems.append(f"pp = {pp} is more than {model.name}'s {model.num_layers} layers")
+    if model.num_kv_layers is not None:
+        problems.append(
+            f"pp = {pp} cannot be had with {model.name}: the late layers of SwiftKV need what the "
+            "last early one gives, for all tokens"
         )
     return problems
 
@@ -408,7 +444,7 @@ def choose_degrees(
     formats: Formats,
     devices: Devices,
 ) -> tuple[int, int]:
-    """(sp, tp) of a group: as configured; what is left open follows `base_rule`.
+    """(sp, tp) of a group, or of each stage of it: as configured; else by `base_rule`.
 
     Where the degrees leave it open, a group is the largest number of devices that all have a
     query head, a divisor of the machine's share if there is one. The options have passed
@@ -417,7 +453,7 @@ def choose_degrees(
     sp, tp = parallel.sp, parallel.tp
     if sp and tp:
         return sp, tp
-    group = (parallel.devices or devices.num_devices) // parallel.dp
+    group = (parallel.devices or devices.num_devices) // (parallel.dp * parallel.pp)
     fixed = sp or tp or 1
     sizes = range(fixed, min(group, model.num_heads) + 1, fixed)
     size = max(sizes, key=lambda size: (group % size == 0, size))
@@ -425,4 +461,6 @@ def choose_degrees(
         return sp, size // sp
     if tp:
         return size // tp, tp
-    return base_rule(weight_bytes(Layout(model, 1, 1), formats), devices.total_bytes, size)
+    stages = (Layout(stage, 1, 1) for stage in stages_of(model, parallel.pp))
+    most = max(weight_bytes(stage, formats) for stage in stages)
+    return base_rule(most, devices.total_bytes, size)

@@ -25,7 +25,7 @@ _OF_BOTH = frozenset(
             "cache_dir",
             "memory_fraction",
         ),
-        *("sp", "tp", "pp", "dp", "devices", "max_num_seqs", "max_num_batched_tokens"),
+        *("sp", "tp", "dp", "devices", "max_num_seqs", "max_num_batched_tokens"),
     )
 )
 # Settings of the engine that one task alone has a use for: a new one is of decoders until said so.

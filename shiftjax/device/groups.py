@@ -1,7 +1,7 @@
 """The groups of a deployment: weights placed on their devices, pools sized, steps compiled."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from shiftjax.arch.formats import FORMATS
@@ -31,11 +31,27 @@ LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are
 
 
 class Placed(NamedTuple):
-    """One group: its step definition, and what its devices hold."""
+    """One group, or a stage of it: its step definition, and what its devices hold."""
 
     group: Group
     step: StepDef
     memory: GroupMemory
+    stage: int = 0
+
+
+class Kind(NamedTuple):
+    """Steps that differ in their devices alone: one program does for all of them."""
+
+    width: int
+    num_layers: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def kind_of(step: StepDef) -> Kind:
+    """The kind of a step."""
+    model, width = step.layout.model, step.layout.sp
+    return Kind(width, model.num_layers, model.is_first_stage, model.is_last_stage)
 
 
 def define_steps(
@@ -86,7 +102,28 @@ def place(
     progress: Progress,
     check: TryKernels | None = None,
 ) -> list[Placed]:
-    """Load the weights onto every unit; groups view them, and share the pools of their devices."""
+    """Load the weights onto every unit; groups view them, and share the pools of their devices.
+
+    Of a pipeline, each stage has as many devices, and the units of its own layers.
+    """
+    each = deployment.grid.num_devices // deployment.pp
+    check = cache(check) if check is not None else None
+    return [
+        placed._replace(stage=number)
+        for number, stage in enumerate(deployment.stages)
+        for placed in _place_stage(
+            stage, devices[number * each : (number + 1) * each], source, progress, check
+        )
+    ]
+
+
+def _place_stage(
+    deployment: Deployment,
+    devices: Sequence[Device],
+    source: TensorSource,
+    progress: Progress,
+    check: TryKernels | None,
+) -> list[Placed]:
     steps = define_steps(deployment, devices, check)
     grid, layout = deployment.grid, deployment.layout
     narrowest = grid.groups(layout.sp)
@@ -104,35 +141,37 @@ Wanted = Mapping[int, Mapping[Bucket, list[Mode]]]  # modes of each bucket, by w
 
 def compile_steps(
     deployment: Deployment,
-    steps: Mapping[int, StepDef],
+    steps: Mapping[Kind, StepDef],
     wanted: Wanted,
     devices: Sequence[Device],
     progress: Progress,
-) -> tuple[Deployment, dict[int, list[Program]]]:
-    """Compile the wanted steps of each width for one group, `steps`.
+) -> tuple[Deployment, dict[Kind, list[Program]]]:
+    """Compile the wanted steps of each kind for one of them, `steps`.
 
     Returns the deployment with its KV blocks, too. The pool is sized by a guess of the temporaries
     first; only if the compiled steps then need more is it made smaller, and the largest bucket
     compiled again.
     """
     workspace = LEAST_WORKSPACE_BYTES
-    progress = _Together(progress, sum(len(m) for each in wanted.values() for m in each.values()))
+    wanted_of = {kind: wanted[kind.width] for kind in steps}
+    progress = _Together(progress, sum(len(m) for w in wanted_of.values() for m in w.values()))
     while True:
         sized = _sized(deployment, devices, workspace)
         largest = {}
-        for width, step in steps.items():
-            last, pool = max(wanted[width]), pool_of(sized.of_width(width))
-            largest[width] = compile_programs(step, pool, {last: wanted[width][last]}, progress)
+        for kind, step in steps.items():
+            last, pool = max(wanted_of[kind]), pool_of(sized.of_width(kind.width))
+            largest[kind] = compile_programs(step, pool, {last: wanted_of[kind][last]}, progress)
         needed = max(programs[0].temporary_bytes for programs in largest.values())
         if deployment.num_blocks or needed <= workspace:
             break
         workspace = needed
         progress.total += sum(map(len, (program.steps for p in largest.values() for program in p)))
     programs = {}
-    for width, step in steps.items():
-        missing = {b: modes for b, modes in wanted[width].items() if b != max(wanted[width])}
-        pool = pool_of(sized.of_width(width))
-        programs[width] = compile_programs(step, pool, missing, progress) + largest[width]
+    for kind, step in steps.items():
+        largest_bucket = max(wanted_of[kind])
+        missing = {b: modes for b, modes in wanted_of[kind].items() if b != largest_bucket}
+        pool = pool_of(sized.of_width(kind.width))
+        programs[kind] = compile_programs(step, pool, missing, progress) + largest[kind]
     return sized, programs
 
 
@@ -152,7 +191,7 @@ class _Together:
 def _sized(deployment: Deployment, devices: Sequence[Device], workspace_bytes: int) -> Deployment:
     """Size the pool by the memory that is free now, with the stored weights in place."""
     now = measure(devices)
-    held = deployment.memory(now).weight_bytes
+    held = deployment.stages[0].memory(now).weight_bytes  # on the devices that are asked
     memory = deployment.memory(now._replace(free_bytes=now.free_bytes + held), workspace_bytes)
     return deployment.sized(memory)
 
@@ -167,10 +206,12 @@ def pool_of(deployment: Deployment) -> PoolOptions:
 def start_runners(
     deployment: Deployment,
     groups: Sequence[Placed],
-    programs: Mapping[int, list[Program]],
+    programs: Mapping[Kind, list[Program]],
     seed: int,
-) -> dict[Group, DeviceRunner]:
-    """Allocate the pools, and load the programs of the first group of a width on the others.
+) -> dict[Group, list[DeviceRunner]]:
+    """Allocate the pools, and load the programs of the first step of a kind for the others.
+
+    Returns the runners of every group's stages; of one that is no pipeline there is one.
 
     The widest groups come first: what devices need to talk to each other is made when they first
     do, and is then there for narrower groups, too.
@@ -179,30 +220,30 @@ def start_runners(
         ConfigError: the weights of a mode cannot be viewed in place; not at its first step.
     """
     swaps = deployment.preemption == "swap"
-    runners: dict[Group, DeviceRunner] = {}
-    firsts: dict[int, DeviceRunner] = {}
-    for group, step, memory in sorted(groups, key=lambda placed: -placed.group.width):
-        pool = pool_of(deployment.of_width(group.width))
+    stages: dict[Group, list[DeviceRunner]] = {}
+    firsts: dict[Kind, DeviceRunner] = {}
+    for group, step, memory, _ in sorted(groups, key=lambda placed: -placed.group.width):
+        pool, kind = pool_of(deployment.of_width(group.width)), kind_of(step)
         runner = DeviceRunner(step, memory, pool, (), swaps=swaps, seed=seed)
-        if group.width in firsts:
-            runner.load_programs(firsts[group.width])
+        if kind in firsts:
+            runner.load_programs(firsts[kind])
         else:
-            runner.programs = programs[group.width]
-        firsts.setdefault(group.width, runner)
+            runner.programs = programs[kind]
+        firsts.setdefault(kind, runner)
         for mode in {mode for program in runner.programs for mode in program.steps}:
             memory.params(mode)  # made here, so that no step waits for them
         if step.platform != "cpu":  # where there is nothing to record, and steps take seconds
             runner.warm_up()
-        runners[group] = runner
+        stages.setdefault(group, []).append(runner)
     first = next(iter(firsts.values()))
     shift, smallest = first.step.layout.shift, first.programs[0]
     if first.step.platform == "gpu" and shift in smallest.steps:
         warn_of_slow_all_reduces(smallest, shift, first.step.layout.num_devices)
-    return runners
+    return stages
 
 
 def make_mover(deployment: Deployment, groups: Sequence[Placed]) -> DeviceMover:
     """What moves sequences between the groups of a fleet, compiled."""
-    memories = {group: memory for group, _, memory in groups}
+    memories = {placed.group: placed.memory for placed in groups}
     pools = {w: pool_of(of_width) for w, of_width in deployment.by_width.items()}
     return DeviceMover(memories, pools, groups[0].step.gpu_options)

@@ -19,7 +19,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.weights import Weight
-from shiftjax.parallel.grid import ALL_AXES, STORED_AXES, WEIGHT_AXES, Device, Grid, Group, Mode
+from shiftjax.parallel.grid import (
+    ALL_AXES,
+    STORED_AXES,
+    TOKEN_AXIS,
+    WEIGHT_AXES,
+    Device,
+    Grid,
+    Group,
+    Mode,
+)
 from shiftjax.parallel.layout import Layout
 
 
@@ -102,6 +111,14 @@ def payload_spec() -> P:
 def rows_spec() -> P:
     """Return the spec of arrays whose first dimension is logit rows, split for sampling."""
     return P(ALL_AXES)
+
+
+def hidden_spec() -> P:
+    """Return the spec of hidden states `[tokens, hidden]` between stages: all devices split them.
+
+    Tokens as the mode does, columns as it splits weights.
+    """
+    return P(TOKEN_AXIS, WEIGHT_AXES)
 
 
 def packed_spec() -> P:

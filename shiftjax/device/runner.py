@@ -29,6 +29,15 @@ class NoBucketError(RuntimeError):
     """A step that no compiled program fits: a bug, because the scheduler knows the limits."""
 
 
+class Prepared(NamedTuple):
+    """A plan laid out for the devices: what every stage of a step is given."""
+
+    program: int  # its place among those of a stage
+    flat: np.ndarray
+    tables: RowMasks | None
+    wants_top: bool
+
+
 class Handle(NamedTuple):
     """A step in flight."""
 
@@ -38,6 +47,7 @@ class Handle(NamedTuple):
     wants_top: bool
     num_guesses: int  # for each of so many sequences
     num_seqs: int
+    first_tokens: jax.Array | None = None  # `last_tokens` on the first stage, of a pipeline
 
 
 class DeviceRunner:
@@ -80,23 +90,27 @@ class DeviceRunner:
 
     def _try_out(self, program: Program, mode: Mode) -> None:
         """Run an empty step, which writes to the null block only. Raises what makes it fail."""
-        memory, inputs = self.memory, empty_step(self.step, self.pool, program.bucket)
-        flat = jax.device_put(program.packing.pack(inputs), self._replicated)
-        step, params = program.steps[mode], memory.params(mode)
+        inputs = empty_step(self.step, self.pool, program.bucket)
+        prepared = Prepared(0, program.packing.pack(inputs), None, False)
+        hidden = self.step.hidden(mode, program.bucket.tokens)
+        given = [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in hidden]
         try:
-            memory.pools, *result = step(
-                params, memory.pools, self._no_tokens, flat, program.tables
-            )
-            jax.block_until_ready(result)
+            jax.block_until_ready(self._call(program, prepared, mode, None, *given))
         except Exception:
             self.reset()
             raise
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
         """Dispatch one step; nothing is awaited."""
-        self._move_blocks(plan)
-        program = self.program_for(plan)
-        model = self.step.layout.model
+        self.move_blocks(plan)
+        prepared = self.prepare(plan)
+        last = None if previous_handle is None else previous_handle.last_tokens
+        return in_flight(plan, prepared, *self.launch(prepared, mode, last))
+
+    def prepare(self, plan: StepPlan) -> Prepared:
+        """Lay out a plan: the host's work of a step. Raises `NoBucketError`."""
+        index = self._index_for(plan)
+        program, model = self.programs[index], self.step.layout.model
         self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
         rows = build_rows(plan, self._row_params, program.bucket.rows, model.vocab_size)
         inputs = step_inputs(
@@ -109,17 +123,39 @@ class DeviceRunner:
             model=model,
             has_paths=self.step.has_paths,
         )
-        flat = jax.device_put(program.packing.pack(inputs), self._replicated)
-        tables = self._place(program.tables, rows.tables)
-        last = self._no_tokens if previous_handle is None else previous_handle.last_tokens
-        step = self.compiled(program, mode)
-        memory = self.memory
-        memory.pools, tokens, result = step(memory.params(mode), memory.pools, last, flat, tables)
-        result.summary.copy_to_host_async()
-        if plan.num_guesses:
-            result.guesses.copy_to_host_async()
-        counts = plan.num_rows, rows.wants_top, plan.num_guesses, len(plan.scheduled)
-        return Handle(tokens, result, *counts)
+        return Prepared(index, program.packing.pack(inputs), rows.tables, rows.wants_top)
+
+    def launch(
+        self,
+        prepared: Prepared,
+        mode: Mode,
+        last_tokens: jax.Array | None,
+        *hidden: jax.Array,
+    ) -> list[Any]:
+        """Dispatch a step, or this stage of it: `[last_tokens, StepResult]` or `[hidden]`.
+
+        `last_tokens` None: no token of the plan is on the devices alone.
+        """
+        program = self.programs[prepared.program]
+        self.compiled(program, mode)
+        return self._call(program, prepared, mode, last_tokens, *hidden)
+
+    def _call(
+        self,
+        program: Program,
+        prepared: Prepared,
+        mode: Mode,
+        last_tokens: jax.Array | None,
+        *hidden: jax.Array,
+    ) -> list[Any]:
+        flat = jax.device_put(prepared.flat, self._replicated)
+        tables = self._place(program.tables, prepared.tables)
+        last = self._no_tokens if last_tokens is None else last_tokens
+        memory, step = self.memory, program.steps[mode]
+        memory.pools, *results = step(
+            memory.params(mode), memory.pools, last, flat, tables, *hidden
+        )
+        return results
 
     def compiled(self, program: Program, mode: Mode) -> jax.stages.Compiled:
         """The step of a bucket; compiled here if the policy at the start could not ask for it."""
@@ -154,7 +190,8 @@ class DeviceRunner:
         """Rebuild the pools, whose buffers a failed step may have consumed."""
         self.memory.allocate(self.pool)
 
-    def _move_blocks(self, plan: StepPlan) -> None:
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Copy the blocks of a plan to the host and back, before it computes."""
         host = self.memory.host
         if host is None:
             return
@@ -166,9 +203,12 @@ class DeviceRunner:
 
     def program_for(self, plan: StepPlan) -> Program:
         """The smallest program that suits a plan. Raises `NoBucketError`."""
-        for program in self.programs:
+        return self.programs[self._index_for(plan)]
+
+    def _index_for(self, plan: StepPlan) -> int:
+        for index, program in enumerate(self.programs):
             if suits(program.bucket, plan, self.step.attention):
-                return program
+                return index
         size = plan.num_tokens, plan.num_rows, len(plan.scheduled)
         sizes = [(*program.bucket[:2], program.bucket.seqs) for program in self.programs]
         raise NoBucketError(f"no step of (tokens, rows, sequences) {size} among {sizes}")
@@ -183,6 +223,19 @@ class DeviceRunner:
                 for default, table in zip(neutral, tables, strict=True)
             )
         )
+
+
+def in_flight(
+    plan: StepPlan, prepared: Prepared, last_tokens: jax.Array, result: StepResult
+) -> Handle:
+    """A dispatched step, whose results are on their way to the host."""
+    summary: Any = result.summary
+    summary.copy_to_host_async()
+    if plan.num_guesses:
+        guesses: Any = result.guesses
+        guesses.copy_to_host_async()
+    counts = plan.num_rows, prepared.wants_top, plan.num_guesses, len(plan.scheduled)
+    return Handle(last_tokens, result, *counts)
 
 
 def _guesses(handle: Handle) -> list[ModelGuess]:

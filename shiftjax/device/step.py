@@ -2,7 +2,12 @@
 
     step(params, pools, last_tokens, flat, tables) -> (pools, last_tokens, StepResult)
 
-`pools` is donated. Everything small that changes every step travels as one int32 vector (`flat`),
+`pools` is donated. Of a pipeline, each stage is a step of its own. All but the first are given
+hidden states, too, and all but the last return those instead:
+
+    step(params, pools, last_tokens, flat, tables, hidden) -> (pools, hidden)
+
+Everything small that changes every step travels as one int32 vector (`flat`),
 because each separate transfer to 8 devices costs more than all their bytes; what only some
 requests need (`tables`) stays on the device until a request asks for it.
 """
@@ -14,10 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, UInt32
 
-from shiftjax.device.mesh import mesh_of, named, pool_spec, replicated_spec, rows_spec
+from shiftjax.device.mesh import (
+    hidden_spec,
+    mesh_of,
+    named,
+    pool_spec,
+    replicated_spec,
+    rows_spec,
+)
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
 from shiftjax.device.pool import as_stored, copy_blocks, in_shape
@@ -29,7 +41,7 @@ from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.models.speculator import DraftRows
 from shiftjax.parallel.grid import ALL_AXES, Mode
-from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.layout import Layout, round_up
 
 # Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/log.md).
 COMPILER_OPTIONS = {
@@ -147,30 +159,47 @@ class StepDef:
         replicated = named(self.mesh, replicated_spec())
         last_tokens = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32, sharding=replicated)
         flat = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=replicated)
+        num_tokens = packing.treedef.unflatten(packing.shapes).token_ids[0]
+        hidden = self.hidden(mode, num_tokens)
         step = jax.jit(self.function(mode, packing), donate_argnums=1)
-        lowered = step.lower(params, pools, last_tokens, flat, tables)
+        lowered = step.lower(params, pools, last_tokens, flat, tables, *hidden)
         options = COMPILER_OPTIONS[self.platform] | self.gpu_options
         return lowered.compile(compiler_options=options)
 
+    def hidden(self, mode: Mode, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The hidden states of so many tokens that a stage is given: none if it is the first."""
+        model = self.layout.model
+        if model.is_first_stage:
+            return ()
+        shape = num_tokens, round_up(model.hidden_size, self.layout.ways(mode))
+        return (jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.entry(mode)),)
+
+    def entry(self, mode: Mode) -> NamedSharding:
+        """Where the hidden states lie that a stage is given."""
+        return named(mesh_of(self.mesh, mode), hidden_spec())
+
     def function(self, mode: Mode, packing: Packing):
         """Return the step of one mode as a function of global arrays."""
-        everywhere, rows = replicated_spec(), rows_spec()
-        has_guesses = self.layout.model.speculator is not None
-        guesses = everywhere if has_guesses else None
+        everywhere, rows, model = replicated_spec(), rows_spec(), self.layout.model
+        guesses = everywhere if model.speculator is not None else None
         result = StepResult._make((everywhere, rows, rows, guesses))
+        given = () if model.is_first_stage else (hidden_spec(),)
+        given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
 
-        def step(params, pools, last_tokens, flat, tables):
+        def step(params, pools, last_tokens, flat, tables, *hidden):
             if self.platform == "gpu":
                 flat = _at_a_fixed_address(flat, last_tokens)
             inputs, pools = packing.unpack(flat), in_shape(pools, self.layout, self.block_size)
-            pools, *results = self._local_step(mode, inputs, params, pools, last_tokens, tables)
+            pools, *results = self._local_step(
+                mode, inputs, params, pools, last_tokens, tables, *hidden
+            )
             return as_stored(pools), *results
 
         return jax.shard_map(
             step,
             mesh=mesh_of(self.mesh, mode),
-            in_specs=(self.weights.specs(), pool_spec(), everywhere, everywhere, rows),
-            out_specs=(pool_spec(), everywhere, result),
+            in_specs=(self.weights.specs(), pool_spec(), everywhere, everywhere, rows, *given),
+            out_specs=(pool_spec(), *given_back),
             # Replication is by construction (the same inputs, psum, all_gather); the checker
             # knows no ragged attention and would reject its loops.
             check_vma=False,
@@ -184,8 +213,9 @@ class StepDef:
         pools: list[LayerPool],
         last_tokens: Int[Array, " max_rows"],
         tables: RowMasks,
-    ) -> tuple[list[LayerPool], Int[Array, " max_rows"], StepResult]:
-        """One device's part of the step."""
+        *given: Float[Array, "tokens_sp hidden_tp"],
+    ) -> tuple[Any, ...]:
+        """One device's part of the step; `given` by the stage before, if there is one."""
         parallel = Parallel(self.layout, mode)
         model = self.model.merge(self.weights.local(mode, params))
         ids = inputs.token_ids
@@ -194,9 +224,29 @@ class StepDef:
         context = Context(rope, inputs.attention, self.attention, parallel)
         if inputs.copies is not None:
             pools = copy_blocks(pools, inputs.copies)
-        hidden, pools = model(parallel.local_tokens(ids), pools, context)
+        if given:
+            x = parallel.from_stage_before(*given)
+        else:
+            x = model.embed_tokens(parallel.local_tokens(ids), parallel)
+        hidden, pools = model.run_layers(x, pools, context)
+        if not self.layout.model.is_last_stage:
+            return pools, parallel.to_next_stage(hidden[-1])
+        return self._sampled(model, inputs, ids, hidden[-1], pools, tables, context)
+
+    def _sampled(
+        self,
+        model: Any,
+        inputs: StepInputs,
+        ids: Int[Array, " tokens"],
+        hidden: Float[Array, "tokens_sp hidden"],
+        pools: list[LayerPool],
+        tables: RowMasks,
+        context: Context,
+    ) -> tuple[list[LayerPool], Int[Array, " max_rows"], StepResult]:
+        """What the last layer's hidden states come to: pools, sampled tokens, results."""
+        parallel = context.parallel
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
-        last, pools = model.take_rows(hidden[-1], rows, pools, context)
+        last, pools = model.take_rows(hidden, rows, pools, context)
         last = model.normed(last)
         logits = model.logits(last, parallel)
         sampled = inputs.sample_rows

@@ -11,6 +11,9 @@ with tokens split `sp` ways:
     all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device, if sp > 1
     all-reduce  2 of (n / sp) * d * b over the P / sp devices that split a weight
 
+Between pipeline stages hidden states are split over all devices, so that n * d * b bytes cross in
+all. The next stage gathers its tokens' over the P / sp devices that split a weight.
+
 SwiftKV's late layers run in SHIFT in every mode, on logit rows: one all-gather of n * d * b over
 `sp` comes before them, where tokens are split.
 """
@@ -72,6 +75,27 @@ class Parallel:
     ) -> Float[Array, "tokens hidden"]:
         """Return the hidden states of all tokens on every device: one all-gather over `sp`."""
         return jax.lax.all_gather(hidden, TOKEN_AXIS, tiled=True) if self.splits_tokens else hidden
+
+    def to_next_stage(
+        self, hidden: Float[Array, "tokens_sp hidden"]
+    ) -> Float[Array, "tokens_sp hidden_tp"]:
+        """Return what this device hands to the next stage: its columns of its tokens."""
+        ways = self.layout.ways(self.mode)
+        if ways == 1:
+            return hidden
+        padded = jnp.pad(hidden, ((0, 0), (0, -hidden.shape[1] % ways)))
+        count = padded.shape[1] // ways
+        start = jax.lax.axis_index(WEIGHT_AXES) * count
+        return jax.lax.dynamic_slice_in_dim(padded, start, count, axis=1)
+
+    def from_stage_before(
+        self, part: Float[Array, "tokens_sp hidden_tp"]
+    ) -> Float[Array, "tokens_sp hidden"]:
+        """Undo `to_next_stage`: one all-gather over the devices that split a weight."""
+        if self.layout.ways(self.mode) == 1:
+            return part
+        padded = jax.lax.all_gather(part, WEIGHT_AXES, axis=1, tiled=True)
+        return padded[:, : self.layout.model.hidden_size]
 
     def scatter_heads(
         self, q: AllHeads, k: AllKvHeads, v: AllKvHeads

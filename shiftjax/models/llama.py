@@ -192,7 +192,10 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, params: Params):
         layers, early = params["layers"], config.num_early_layers
         self.config = config
-        self.embed, self.norm, self.lm_head = (params[n] for n in ("embed", "norm", "lm_head"))
+        if config.is_first_stage:
+            self.embed = params["embed"]
+        if config.is_last_stage:
+            self.norm, self.lm_head = params["norm"], params["lm_head"]
         kinds = [Attention] * early + [LateAttention] * config.num_late_layers
         self.layers = nnx.List(
             [DecoderLayer(config, layers[str(index)], kind) for index, kind in enumerate(kinds)]
@@ -216,7 +219,13 @@ class Llama(nnx.Module):
         `token_ids` are this device's (`Parallel.local_tokens`); the pools of early layers are
         written. Unused hidden states cost nothing in a compiled step; parity tests read them.
         """
-        hidden, pools = [self.embed_tokens(token_ids, context.parallel)], list(pools)
+        return self.run_layers(self.embed_tokens(token_ids, context.parallel), pools, context)
+
+    def run_layers(
+        self, embedded: Float[Array, "tokens hidden"], pools: list[LayerPool], context: Context
+    ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
+        """The same from hidden states on: those of the embedding, or of the stage before."""
+        hidden, pools = [embedded], list(pools)
         for i, layer in enumerate(self.layers[: self.config.num_early_layers]):
             out, pools[i] = layer(hidden[-1], pools[i], context)
             hidden.append(out)
