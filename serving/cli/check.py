@@ -52,6 +52,7 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
         }
         | _device_rows(here)
         | (_fleet_rows(config, deployment) if deployment.widths else _mesh_rows(deployment))
+        | _stage_rows(deployment, here)
         | _memory_rows(deployment, memory)
     )
 
@@ -130,6 +131,22 @@ def _fleet_rows(config: EngineConfig, deployment: Deployment) -> dict[str, Any]:
     }
     paddings = ", ".join(f"{name} ({ratio - 1:+.0%})" for name, ratio in counts.items())
     return rows | {"padding": f"{paddings} beside a unit alone"}
+
+
+def _stage_rows(deployment: Deployment, here: Devices) -> dict[str, Any]:
+    """What the devices of each stage hold; none where the layers are not in stages."""
+    rows: dict[str, Any] = {}
+    if deployment.pp == 1:
+        return rows
+    for number, stage in enumerate(deployment.stages, 1):
+        model, held = stage.layout.model, stage.memory(here)
+        assert model.stage is not None
+        parts = [f"layers {model.stage.first} to {model.stage.first + model.num_layers - 1}"]
+        parts += ["embedding"] * model.is_first_stage + ["LM head"] * model.is_last_stage
+        weights = _mebibytes(held.weight_bytes + held.shift_weight_bytes)
+        block = f"{stage.block_bytes / 1024:,.1f} KiB a KV block"
+        rows[f"stage {number} of {deployment.pp}"] = f"{', '.join(parts)}: {weights}, {block}"
+    return rows
 
 
 def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:

@@ -198,3 +198,14 @@ def test_check_refuses_a_fleet_that_cannot_be(capsys, flags, fragment):
     code, _, lines = run_command(capsys, "check", "random:smollm2-135m", *flags)
     assert (code, len(lines)) == (2, 1)
     assert fragment in lines[0]
+
+
+def test_check_names_what_each_stage_holds():
+    """Of a tied head both ends have the table; blocks are as many as the fullest stage can have."""
+    options = {"max_model_len": 64, "dtype": "float32", "pp": 3, "tp": 2}
+    config = EngineConfig.from_options(model="random:smollm2-135m", **options)
+    rows = make_plan(config, open_files(config))
+    assert rows["stage 1 of 3"].startswith("layers 0 to 9, embedding: 127.")
+    assert rows["stage 2 of 3"].startswith("layers 10 to 19: 73.")
+    assert rows["stage 3 of 3"].startswith("layers 20 to 29, LM head: 127.")
+    assert all("160.0 KiB a KV block" in rows[f"stage {i} of 3"] for i in (1, 2, 3))
