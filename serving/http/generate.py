@@ -7,16 +7,17 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from serving.http.dialects import Dialect, DialectWriter
 from serving.http.guard import read_body, send_json, warning_headers
-from serving.http.waiting import tell_the_wait
 from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
 from serving.server.schema import parse_json
 from serving.server.service import Generation, Service
+from serving.server.waiting import Place, tell_the_wait
 from serving.server.write_limit import WriteLimit
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class Generate:
         try:
             async with aclosing(_merged(generation)) as news:
                 if generation.wish.fields.timeline:
-                    await tell_the_wait(generation.handles, self._service, out.comment)
+                    _, engine = self._service.generating()
+                    await tell_the_wait(generation.handles, engine.place_of, out.tell_place)
                 async for number, deltas in news:
                     await out.write(writer.chunks(number, deltas))
             await out.write(writer.last_chunks())
@@ -119,10 +121,14 @@ class _EventStream:
         await self._begin()
         await self._send_body(b"".join(map(self._dialect.event, objects)), True)
 
-    async def comment(self, text: str) -> None:
-        """Send a line that readers of events pass over. Raises as `write` does."""
+    async def tell_place(self, place: Place) -> None:
+        """Send a comment, which readers of events pass over. Raises as `write` does.
+
+        The first one sends the headers: an error that comes later is an event of the stream.
+        """
         await self._begin()
-        await self._send_body(f": {text}\n\n".encode(), True)
+        body = b": waiting " + msgspec.json.encode(place._asdict()) + b"\n\n"
+        await self._send_body(body, True)
 
     async def _begin(self) -> None:
         if not self.has_begun:

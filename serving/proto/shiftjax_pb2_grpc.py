@@ -80,7 +80,8 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Accepted first, then deltas, then one Finished per continuation, then Usage.
+        """Accepted first, then deltas, then one Finished per continuation, then Usage; where `timeline`
+        is asked for, Waiting may stand behind Accepted, and Timeline is the last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,26 +1,23 @@
-"""Between protobuf messages and the values of `serving.server.schema`. Pure functions."""
+"""Protobuf requests as the bodies that HTTP clients would send. Pure functions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.server.errors import ServeError, invalid
-from serving.server.handle import RequestHandle
-from serving.server.responses import usage
 from serving.server.schema import MAX_MESSAGES, MAX_VALUES, parse_json
-from shiftjax.control.request import TokenLogprobs
-from shiftjax.outputs import CompletionOutput
+from serving.server.tools import MAX_CALLS, MAX_TOOLS
 
 SCALARS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "max_tokens", "min_tokens", "prompt_logprobs"),
 )
 OPTIONAL = ("cache_salt", "min_width")
+MESSAGE_OPTIONS = ("name", "tool_call_id", "reasoning_content")
 EMBED_OPTIONS = ("dimensions", "truncate_prompt_tokens", "prompt_name")
 LISTS = ("allowed_token_ids", "stop", "stop_token_ids")
-REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 def bounded[T](field: str, values: Collection[T], most: int = MAX_MESSAGES) -> list[T]:
@@ -41,6 +38,20 @@ def generate_values(request: pb.GenerateRequest, *, stream: bool) -> dict[str, A
     values |= {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}
     if request.HasField("prediction"):
         values["prediction"] = {"type": "content", "content": request.prediction}
+    return values | _choice_values(request) | ({"timeline": True} if request.timeline else {})
+
+
+def _choice_values(request: pb.GenerateRequest) -> dict[str, Any]:
+    """Which tools shall be called, as far as the request says it."""
+    values: dict[str, Any] = {}
+    match request.WhichOneof("tool_choice"):
+        case "choice":
+            values["tool_choice"] = request.choice
+        case "function":
+            named = {"type": "function", "function": {"name": request.function}}
+            values["tool_choice"] = named
+    if request.HasField("parallel_tool_calls"):
+        values["parallel_tool_calls"] = request.parallel_tool_calls
     return values
 
 
@@ -67,19 +78,53 @@ def prompt_values(
 
 
 def _chat_values(chat: pb.Chat) -> dict[str, Any]:
-    messages = [
-        {"role": each.role, "content": each.content}
-        | ({"name": each.name} if each.HasField("name") else {})
-        for each in bounded("messages", chat.messages)
-    ]
-    values: dict[str, Any] = {"messages": messages}
+    messages = bounded("messages", chat.messages)
+    values: dict[str, Any] = {"messages": [_message(i, each) for i, each in enumerate(messages)]}
     if chat.template_variables_json:
-        try:
-            variables = parse_json(chat.template_variables_json.encode())
-        except ServeError:
-            raise invalid("chat.template_variables_json", "must be a JSON object") from None
-        values["chat_template_kwargs"] = variables
+        text = chat.template_variables_json
+        values["chat_template_kwargs"] = _object("chat.template_variables_json", text)
+    if chat.tools:
+        tools = bounded("tools", chat.tools, MAX_TOOLS)
+        values["tools"] = [_tool(index, tool) for index, tool in enumerate(tools)]
     return values
+
+
+def _message(index: int, message: pb.Message) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": message.role, "content": message.content}
+    given = (name for name in MESSAGE_OPTIONS if message.HasField(name))
+    values |= {name: getattr(message, name) for name in given}
+    if message.tool_calls:
+        calls = bounded(f"messages[{index}].tool_calls", message.tool_calls, MAX_CALLS)
+        values["content"] = message.content or None
+        values["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in calls
+        ]
+    return values
+
+
+def _tool(index: int, tool: pb.Tool) -> dict[str, Any]:
+    given = (name for name in ("description", "strict") if tool.HasField(name))
+    function = {"name": tool.name} | {name: getattr(tool, name) for name in given}
+    if tool.HasField("parameters_json"):
+        place = f"tools[{index}].parameters_json"
+        function["parameters"] = _object(place, tool.parameters_json)
+    return {"type": "function", "function": function}
+
+
+def _object(field: str, text: str) -> dict[str, Any]:
+    """The JSON object that a text is. Raises `ServeError`."""
+    try:
+        value = parse_json(text.encode())
+    except ServeError:
+        value = None
+    if not isinstance(value, dict):
+        raise invalid(field, "must be a JSON object")
+    return value
 
 
 def sampling_values(request: pb.GenerateRequest) -> dict[str, Any]:
@@ -125,49 +170,3 @@ def embed_values(request: pb.EmbedRequest) -> dict[str, Any]:
     values |= {"model": request.model or None, "request_id": request.request_id or None}
     given = (name for name in EMBED_OPTIONS if request.HasField(name))
     return values | {name: getattr(request, name) for name in given}
-
-
-# ---------------------------------------------------------------- results
-
-
-def logprob_messages(entries: Sequence[TokenLogprobs | None]) -> list[pb.TokenLogprob]:
-    """Log-probabilities of tokens; None is the first token of a prompt."""
-    return [pb.TokenLogprob() if entry is None else _logprob(entry) for entry in entries]
-
-
-def _logprob(entry: TokenLogprobs) -> pb.TokenLogprob:
-    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    top = [pb.TopToken(token_id=token_id, logprob=logprob) for token_id, logprob in pairs]
-    return pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, top=top)
-
-
-def finished(index: int, reason: str, stop_reason: str | int | None) -> pb.Finished:
-    """How a continuation ended."""
-    message = pb.Finished(index=index, reason=REASONS[reason])
-    if isinstance(stop_reason, str):
-        message.stop = stop_reason
-    elif stop_reason is not None:
-        message.stop_token_id = stop_reason
-    return message
-
-
-def usage_message(handle: RequestHandle) -> pb.Usage:
-    """Tokens in and out."""
-    counts = usage([handle])
-    return pb.Usage(
-        prompt_tokens=counts["prompt_tokens"],
-        completion_tokens=counts["completion_tokens"],
-        cached_tokens=counts["prompt_tokens_details"]["cached_tokens"],
-        **counts.get("completion_tokens_details", {}),
-    )
-
-
-def completion(output: CompletionOutput) -> pb.Completion:
-    """One continuation that has ended."""
-    return pb.Completion(
-        index=output.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        logprobs=logprob_messages(output.logprobs or []),
-        finished=finished(output.index, output.finish_reason or "", output.stop_reason),
-    )

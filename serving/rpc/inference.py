@@ -6,21 +6,18 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc.convert import (
     bounded,
-    completion,
     embed_values,
-    finished,
     generate_values,
     is_chat,
-    logprob_messages,
     prompt_values,
-    usage_message,
 )
 from serving.rpc.guard import method, request_id
+from serving.rpc.output import OutputWriter, prompt_logprobs
 from serving.server.embedding import embed
 from serving.server.errors import ServeError, invalid
-from serving.server.handle import Delta, RequestHandle
 from serving.server.schema import MAX_VALUES, read_chat, read_completion
 from serving.server.service import Generation, ServedModel, Service
+from serving.server.waiting import Place, tell_the_wait
 from serving.server.write_limit import WriteLimit
 
 FOREVER = 365 * 86400.0  # seconds; gRPC reports a missing deadline as one far away
@@ -44,10 +41,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 num_prompt_tokens=len(handle.request.prompt_token_ids),
             )
             await _write(context, limit, pb.GenerateEvent(accepted=accepted))
+            if generation.wish.fields.timeline:
+                await self._tell_the_wait(generation, context, limit)
+            writer = OutputWriter(generation)
             async for deltas in handle:
-                for event in (event for delta in deltas for event in _events(delta)):
+                for event in (event for delta in deltas for event in writer.events(delta)):
                     await _write(context, limit, event)
-            await _write(context, limit, pb.GenerateEvent(usage=usage_message(handle)))
+            for event in writer.last_events():
+                await _write(context, limit, event)
 
     @method
     async def GenerateOnce(
@@ -57,7 +58,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         with await self._start(request, context, stream=False) as generation:
             (handle,) = generation.handles
             await handle.result()
-            return await self._service.write(_result, generation)
+            return await self._service.write(lambda each: OutputWriter(each).result(), generation)
 
     @method
     async def Score(
@@ -145,6 +146,18 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             task=model.task,
         )
 
+    async def _tell_the_wait(
+        self, generation: Generation, context: aio.ServicerContext, limit: WriteLimit
+    ) -> None:
+        """Say now and then at which place of the queue a request waits."""
+
+        async def tell(place: Place) -> None:
+            event = pb.GenerateEvent(waiting=pb.Waiting(**place._asdict()))
+            await _write(context, limit, event)
+
+        _, engine = self._service.generating()
+        await tell_the_wait(generation.handles, engine.place_of, tell)
+
     async def _start(
         self, request: pb.GenerateRequest, context: aio.ServicerContext, *, stream: bool
     ) -> Generation:
@@ -153,22 +166,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         return await self._service.start(read, values, request_id(context), _time_left(context))
 
 
-def _result(generation: Generation) -> pb.GenerateResult:
-    """All of a finished generation."""
-    (handle,) = generation.handles
-    return pb.GenerateResult(
-        request_id=generation.id,
-        model=generation.model,
-        completions=[completion(one) for one in handle.output.outputs],
-        usage=usage_message(handle),
-        prompt_logprobs=_prompt_logprobs(handle),
-    )
-
-
 def _scores(generation: Generation) -> pb.ScoreResponse:
     """The log-probabilities of a finished generation's prompt."""
     (handle,) = generation.handles
-    return pb.ScoreResponse(request_id=generation.id, logprobs=_prompt_logprobs(handle))
+    return pb.ScoreResponse(request_id=generation.id, logprobs=prompt_logprobs(handle))
 
 
 async def _write(context: aio.ServicerContext, limit: WriteLimit, event: pb.GenerateEvent) -> None:
@@ -181,28 +182,3 @@ async def _write(context: aio.ServicerContext, limit: WriteLimit, event: pb.Gene
 def _time_left(context: aio.ServicerContext) -> float | None:
     seconds = context.time_remaining()
     return None if seconds is None or seconds > FOREVER else seconds
-
-
-def _events(delta: Delta) -> list[pb.GenerateEvent]:
-    """The messages of one continuation's news."""
-    events = []
-    if delta.text or delta.token_ids:
-        event = pb.GenerateEvent()
-        message = event.delta  # filled in place: half the time of a message that is copied in
-        message.index, message.text = delta.index, delta.text
-        message.token_ids.extend(delta.token_ids)
-        if delta.logprobs:
-            message.logprobs.extend(logprob_messages(delta.logprobs))
-        events.append(event)
-    if delta.finish_reason is not None and delta.finish_reason != "error":
-        end = finished(delta.index, delta.finish_reason, delta.stop_reason)
-        events.append(pb.GenerateEvent(finished=end))
-    return events
-
-
-def _prompt_logprobs(handle: RequestHandle) -> list[pb.TokenLogprob]:
-    """With the id of the first token, which nothing predicts."""
-    entries = logprob_messages(handle.output.prompt_logprobs or [])
-    if entries:
-        entries[0].token_id = next(iter(handle.request.prompt_token_ids))
-    return entries

@@ -151,8 +151,8 @@ class Writer:
 
     def _message(self, pieces: Sequence[Piece]) -> Json:
         """The fields of a message, whose content is null where it only reasons or calls."""
-        message: Json = {"content": _text_of(pieces, Text), "refusal": None}
-        reasoning = _text_of(pieces, Reasoning)
+        message: Json = {"content": text_of(pieces, Text), "refusal": None}
+        reasoning = text_of(pieces, Reasoning)
         calls = [
             _call(piece.id, piece.name, "") for piece in pieces if isinstance(piece, CallBegin)
         ]
@@ -182,9 +182,8 @@ class Writer:
         }
 
     def _called(self, place: int, delta: News) -> Json:
-        """The end of a choice that stopped in order to call tools; a stop string may cut a call."""
-        is_own_end = delta.finish_reason == "stop" and not isinstance(delta.stop_reason, str)
-        is_call = is_own_end and place in self._callers
+        """The end of a choice that stopped in order to call tools."""
+        is_call = place in self._callers and is_own_end(delta)
         return {"finish_reason": "tool_calls"} if is_call else {}
 
     def _completion(self, number: int, handle: RequestHandle, delta: News) -> Json:
@@ -266,7 +265,13 @@ class Writer:
         return f"token_id:{token_id}".encode() if pieces is None else pieces.piece(token_id)
 
 
-def _text_of(pieces: Sequence[Piece], kind: type[Text] | type[Reasoning]) -> str:
+def is_own_end(news: News) -> bool:
+    """Whether the model ended its output; a stop string may cut a call."""
+    return news.finish_reason == "stop" and not isinstance(news.stop_reason, str)
+
+
+def text_of(pieces: Sequence[Piece], kind: type[Text] | type[Reasoning]) -> str:
+    """What the pieces of a kind say together."""
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 

@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from serving.server.handle import RequestHandle
+
 Queue = Sequence[tuple[str, int]]  # requests in their order, with their numbers of sequences
 
 MAX_AGE = 0.25  # seconds for which an answer of the engine does for all who ask
+FIRST_SECONDS, EVERY_SECONDS = 0.5, 1.0  # at which a stream tells its place
 SHARE = 1 / 16  # of the newest request in the mean
 
 
@@ -52,3 +55,27 @@ class Waits:
         mean = self._service_seconds
         seconds = None if mean is None else round(mean * ahead / max(1, num_running), 3)
         return Place(position, len(self._places), seconds)
+
+
+async def tell_the_wait(
+    handles: Sequence[RequestHandle],
+    place_of: Callable[[RequestHandle], Awaitable[Place | None]],
+    tell: Callable[[Place], Awaitable[None]],
+) -> None:
+    """Tell the first request's place now and then, until one of them has news."""
+    news = [asyncio.create_task(handle.has_news()) for handle in handles]
+    try:
+        seconds = FIRST_SECONDS
+        while not (await _first_of(news, seconds)):
+            place = await place_of(handles[0])
+            if place is not None and not any(task.done() for task in news):
+                await tell(place)
+            seconds = EVERY_SECONDS
+    finally:
+        for task in news:
+            task.cancel()
+
+
+async def _first_of(tasks: Sequence[asyncio.Task[None]], seconds: float) -> bool:
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
