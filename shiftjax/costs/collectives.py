@@ -41,11 +41,15 @@ def layer_collectives(
     return [move for move in moves if move.num_devices > 1]
 
 
-def embedding_collectives(
+def entry_collectives(
     layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
 ) -> list[Collective]:
-    """The embedding's rows, summed over the devices that split the vocabulary."""
+    """What comes before the first layer: the embedding's rows, summed over the devices that split
+    the vocabulary; in later stages of a pipeline the columns of hidden states, gathered.
+    """
     move = _reduce(layout, mode, num_tokens, activation_bytes, 1)
+    if not layout.model.is_first_stage:
+        move = move._replace(kind="all-gather")
     return [move] if move.num_devices > 1 else []
 
 
@@ -66,8 +70,10 @@ def row_collectives(
 
     Where tokens are split the sampled rows cross SP, unless late layers have them everywhere; the
     logits change from a slice of the vocabulary to a slice of the rows; what was sampled goes
-    everywhere.
+    everywhere. Stages before the last of a pipeline have none.
     """
+    if not layout.model.is_last_stage:
+        return []
     size, row = layout.num_devices, layout.model.hidden_size * activation_bytes
     late = layer_collectives(layout, layout.shift, num_rows, activation_bytes)
     moves = [
@@ -105,7 +111,7 @@ def step_collectives(
     return [
         *_times(layers, layout.model.num_early_layers),
         *gather_collectives(layout, mode, num_tokens, activation_bytes),
-        *embedding_collectives(layout, mode, num_tokens, activation_bytes),
+        *entry_collectives(layout, mode, num_tokens, activation_bytes),
         *row_collectives(layout, mode, num_rows, activation_bytes),
     ]
 

@@ -28,7 +28,7 @@ late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all
 host: added, or hidden behind the devices where the engine overlaps the two
 a speculator's guess: products of the sequences' rows with its projection, which every device has,
     and with its share of the head; one embedding summed and five numbers a row gathered over P
-pipeline stages and replicas: `shiftjax.sim.stages`
+pipeline stages: `stages.py`, of the model of each
 """
 
 import math
@@ -41,7 +41,7 @@ from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
     LOGIT_BYTES,
     Collective,
-    embedding_collectives,
+    entry_collectives,
     gather_collectives,
     guess_collectives,
     layer_collectives,
@@ -257,7 +257,7 @@ class CostModel:
         padded = round_up(num_tokens, mode.sp)
         cost, num_kernels = self._layers_cost(mode, padded, config.num_early_layers)
         num_kernels += self.engine.kernels_per_step
-        moves = embedding_collectives(layout, mode, padded, width)
+        moves = entry_collectives(layout, mode, padded, width)
         moves += gather_collectives(layout, mode, padded, width)
         late_kv = 2 * config.num_late_layers * layout.kv_heads_per_device * config.head_dim
         cost = cost._replace(
@@ -342,7 +342,7 @@ class CostModel:
 
     def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:
         """The LM head, split over all devices, what the logits move, and late layers."""
-        if not num_rows:
+        if not num_rows or not self.model.is_last_stage:
             return StepCost()
         machine, formats, layout = self.machine, self.formats, self.layout
         rows, hidden = round_up(num_rows, layout.num_devices), self.model.hidden_size

@@ -9,8 +9,11 @@ the host's memory and behind the computation; what it cannot hide is not modelle
 
 from dataclasses import dataclass, replace
 
+from shiftjax.arch.config import stages_of
+from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.step import CostModel, Work
 from shiftjax.options import ConfigError
+from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, deploy, memory_of
 from shiftjax.sim.planning import Workload
 
@@ -99,26 +102,8 @@ def _one_stage(target: Target, stages: Stages) -> Target:
 
 
 def _interval(target: Target, stages: Stages, work: Work) -> float:
-    """Seconds between micro-batches: the slowest stage and the sending of its activations."""
-    stage = _one_stage(target, stages)
-    costs = CostModel(stage.model, 1, stages.tp, target.machine, target.engine, target.formats)
-    width = target.model.hidden_size * target.formats.activation_bytes
-    send = min(
-        way.latency_seconds + work.num_tokens * width / way.bytes_per_second
-        for way in target.machine.point_to_point
-    )
-    return pipeline_seconds(costs.seconds(costs.layout.shift, work), send, stages.pp)[1]
-
-
-def pipeline_seconds(
-    stage_seconds: float, send_seconds: float, num_stages: int
-) -> tuple[float, float]:
-    """(latency, interval) of a step through equal pipeline stages.
-
-    A micro-batch passes all stages; while it does, the others of the resident sequences fill the
-    stages behind it, so a step of 1/PP of them ends every interval (Seesaw, arXiv 2503.06433).
-    With DP replicas and TP inside a stage this is the paper's T = T_weights / TP
-    + (T_kv + T_compute) / (DP TP PP) + T_comm(TP) / (PP DP) per resident sequence.
-    """
-    interval = stage_seconds + (send_seconds if num_stages > 1 else 0.0)
-    return num_stages * interval, interval
+    """Seconds between micro-batches: those of the slowest stage."""
+    sizes = 1, stages.tp, target.machine, target.engine, target.formats
+    models = stages_of(target.model, stages.pp)
+    costs = PipelineCosts([CostModel(model, *sizes) for model in models])
+    return costs.interval_seconds(Mode(1, 1), work)

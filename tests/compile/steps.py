@@ -68,6 +68,7 @@ class Case(NamedTuple):
     late_layers: int = 0  # of them, SwiftKV's
     gpu_options: str = "auto"
     units: int = 0  # of the fleet, of which this is a group of `sp` units; 0: all devices are one
+    model: ModelConfig | None = None  # in the place of Llama-70B: a stage of it, say
 
     @property
     def bucket(self) -> Bucket:
@@ -77,7 +78,7 @@ class Case(NamedTuple):
     @property
     def layout(self) -> Layout:
         """How the model falls on the devices of the group."""
-        config = llama_70b(self.num_layers, self.size)
+        config = self.model or llama_70b(self.num_layers, self.size)
         if self.late_layers:
             early = self.num_layers - self.late_layers
             config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)

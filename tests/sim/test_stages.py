@@ -15,7 +15,6 @@ from shiftjax.sim.stages import (
     best_offline,
     decode_rate,
     offline_requests_per_second,
-    pipeline_seconds,
     prefill_rate,
 )
 
@@ -70,8 +69,3 @@ def test_every_division_of_the_machine_is_there():
     stages = all_stages(target())
     assert len(stages) == 10
     assert all(s.dp * s.tp * s.pp == 8 for s in stages)
-
-
-def test_stages_are_passed_one_after_the_other_and_left_every_interval():
-    assert pipeline_seconds(3.0, 0.5, 4) == (14.0, 3.5)
-    assert pipeline_seconds(3.0, 0.5, 1) == (3.0, 3.0)

@@ -1,0 +1,72 @@
+"""Steps through stages: against sums by hand, and what must hold of any machine."""
+
+from dataclasses import replace
+
+import pytest
+
+from shiftjax.arch.config import stages_of
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import num_parameters
+from shiftjax.costs.machine import Transfer
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.stages import PipelineCosts
+from shiftjax.costs.step import CostModel, Work
+from shiftjax.parallel.grid import Mode
+
+MODEL, SHIFT = PRESETS["llama-8b"], Mode(1, 1)
+DECODE, PREFILL = Work.decode(64, 2048), Work.prefill(4096)
+FREE = (Transfer(0.0, 1e30),)
+
+
+def costs_of(pp: int, tp: int = 1, **machine) -> PipelineCosts:
+    constants = replace(load_machine("a100x8"), **machine)
+    engine = replace(load_engine("vllm"), host_seconds=0.0, host_seconds_distributed=0.0)
+    engine = replace(engine, host_seconds_per_sequence=0.0)
+    models = stages_of(MODEL, pp)
+    return PipelineCosts([CostModel(m, 1, tp, constants, engine, Formats()) for m in models])
+
+
+@pytest.mark.parametrize("work", [DECODE, PREFILL])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_step_takes_the_sum_of_its_stages_and_one_ends_with_the_slowest(work, tp):
+    """Without links and kernels that cost time, stages take what one stage takes."""
+    free = {"point_to_point": FREE, "all_gather": FREE, "kernel_seconds": 0.0}
+    one, four = costs_of(1, tp, **free), costs_of(4, tp, **free)
+    whole = one.latency_seconds(SHIFT, work)
+    assert whole == one.interval_seconds(SHIFT, work) == one.stages[0].seconds(SHIFT, work)
+    assert four.latency_seconds(SHIFT, work) == pytest.approx(whole, rel=1e-9)
+    slowest = max(four.stage_seconds(SHIFT, work))
+    assert four.interval_seconds(SHIFT, work) == slowest > whole / 4
+
+
+def test_each_device_sends_its_part_at_every_boundary():
+    way = (Transfer(1e-3, 1e9),)
+    slow, free = (costs_of(4, 2, point_to_point=ways) for ways in (way, FREE))
+    one_way = 1e-3 + 4096 * MODEL.hidden_size * 2 / 2 / 1e9
+    assert slow.send_seconds(PREFILL) == pytest.approx(one_way)
+    late = slow.latency_seconds(SHIFT, PREFILL) - free.latency_seconds(SHIFT, PREFILL)
+    assert late == pytest.approx(3 * one_way)
+
+
+def test_only_the_last_stage_pays_for_logit_rows():
+    stages = costs_of(4).stages
+    more = DECODE._replace(num_rows=2 * DECODE.num_rows)
+    added = [one.device_seconds(SHIFT, more) - one.device_seconds(SHIFT, DECODE) for one in stages]
+    assert added[:-1] == [0.0, 0.0, 0.0] and added[-1] > 0.0
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5, 32])
+def test_stages_have_every_parameter_once_but_a_tied_head(pp):
+    for model in (MODEL, PRESETS["smollm2-135m"]):
+        stages = stages_of(model, pp if pp < 32 else model.num_layers)
+        counts = [stage.num_layers for stage in stages]
+        assert sum(counts) == model.num_layers and counts == sorted(counts, reverse=True)
+        assert counts[0] - counts[-1] <= 1
+        twice = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+        assert sum(map(num_parameters, stages)) == num_parameters(model) + twice
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="32 layers cannot be cut into 33 stages"):
+        stages_of(MODEL, 33)
