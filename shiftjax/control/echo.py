@@ -2,12 +2,13 @@
 
 Whatever the scheduling, the same sequence gets the same tokens. With `check`, the pool holds in
 each slot the token whose KV would be there, so that a step can verify that every sequence finds
-exactly its own tokens behind its block table.
+exactly its own tokens behind its block table, and that a token on the device is looked for in the
+row of the step that sampled it, the last one of the micro-batch.
 """
 
 import numpy as np
 
-from shiftjax.control.request import ScheduledSequence, StepOutput, StepPlan
+from shiftjax.control.request import ScheduledSequence, Sequence, StepOutput, StepPlan
 from shiftjax.control.results import num_accepted, num_top
 from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
@@ -53,6 +54,7 @@ class EchoRunner:
         self.modes: list[Mode] = []
         self._pool = np.full((num_blocks, block_size), NO_TOKEN)
         self._host: dict[int, np.ndarray] = {}
+        self._last: dict[int, tuple[np.ndarray, list[Sequence]]] = {}  # by micro-batch: its rows
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: StepOutput | None) -> StepOutput:
         """Compute at once; the handle is the output."""
@@ -60,6 +62,7 @@ class EchoRunner:
         previous = [] if previous_handle is None else previous_handle.token_ids.tolist()
         if self.check:
             self._audit(plan, previous)
+            self._check_rows(plan, previous_handle)
         token_ids: list[int] = []
         guesses: list[ModelGuess] = []
         for item in plan.scheduled:
@@ -71,6 +74,9 @@ class EchoRunner:
         output = StepOutput(tokens, np.ones(len(tokens), bool), logprobs)
         if plan.num_guesses:
             output = output._replace(guesses=guesses)
+        if self.check:
+            rows = [item.sequence for item in plan.scheduled for _ in range(item.num_rows)]
+            self._last[plan.micro_batch] = tokens, rows
         if max(map(num_top, plan.scheduled)) <= 0:
             return output
         top_ids, top = (
@@ -90,6 +96,7 @@ class EchoRunner:
         """Empty both tiers."""
         self._pool.fill(NO_TOKEN)
         self._host.clear()
+        self._last.clear()
 
     def _tokens(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
         """The next tokens for the rows of one sequence."""
@@ -141,6 +148,14 @@ class EchoRunner:
                 self.write(*slot, context[position])
         for item, context in zip(plan.scheduled, contexts, strict=True):
             self._compare(item, context)
+
+    def _check_rows(self, plan: StepPlan, previous: StepOutput | None) -> None:
+        """Raise `AssertionError` unless pending tokens are in the last step of the micro-batch."""
+        tokens, rows = self._last.get(plan.micro_batch, (None, []))
+        for item in plan.scheduled:
+            if item.previous_row >= 0:
+                assert previous is not None and previous.token_ids is tokens, "not the step before"
+                assert rows[item.previous_row] is item.sequence, "another sequence's token"
 
     def write(self, block: int, offset: int, token: int) -> None:
         """Keep what would be the keys and values of a token."""

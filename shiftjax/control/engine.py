@@ -76,10 +76,11 @@ class Engine:
     """One waiting queue in front of `lanes`, and the loop over them.
 
     A request goes to the least loaded lane as late as possible. Lanes step on their own: each is
-    committed when *its* step is ready, whatever the others compute. `overlap` keeps one step of a
-    lane in flight while the next is scheduled; without it the loop is the plain control. Where
-    there are several lanes, `wait` is called with those that can do nothing until a step of
-    theirs is ready; it may come back early, say because a request has come for another lane.
+    committed when *its* step is ready, whatever the others compute. A lane has a step in flight for
+    each stage of its pipeline, mostly one; `overlap` keeps them in flight while the next is
+    scheduled, and without it the loop is the plain control. Where there are several lanes, `wait`
+    is called with those that can do nothing until a step of theirs is ready; it may come back
+    early, say because a request has come for another lane.
     Tokens are stamped with `clock()`, read after the step's results are there, or with the `now`
     of the turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
     """
@@ -140,19 +141,20 @@ class Engine:
 
     def _launch(self, lane: Lane, now: float) -> bool:
         """Schedule, choose, run, if there is room in flight; nothing is waited for."""
-        if not lane.steps or len(lane.in_flight) > (self.overlap and not lane.commits_first):
+        overlap = self.overlap and not lane.commits_first
+        if not lane.steps or not lane.has_room(overlap):
             return False
-        plan, previous = None, lane.in_flight[-1] if lane.in_flight else None
-        handle = previous.handle if isinstance(previous, Flight) else None
+        plan, plans = None, [each.plan for each in lane.in_flight if each.plan is not None]
         try:
-            plan = lane.scheduler.schedule(now, len(self._queued), lane.last_mode)
+            num_queued = len(self._queued)
+            plan = lane.scheduler.schedule(now, num_queued, lane.last_mode, plans, overlap)
             if plan is None:
                 return False
             mode = self._choose(lane, plan)
-            if previous is None:
+            if not plans:
                 lane.progress_at = max(lane.progress_at, now)  # `now` may be before a commit
-            handle = lane.runner.run(plan, mode, handle)
-            lane.in_flight.append(Flight(plan, mode, handle, previous is not None))
+            handle = lane.runner.run(plan, mode, lane.last_handle(plan.micro_batch))
+            lane.in_flight.append(Flight(plan, mode, handle, bool(plans)))
         except Exception as error:
             lane.in_flight.append(Failure(plan, error))
         return True
@@ -160,9 +162,9 @@ class Engine:
     def _is_due(self, lane: Lane, has_launched: bool) -> bool:
         """Whether a lane can do nothing but wait for its oldest step."""
         in_flight = lane.in_flight
-        if not (self.overlap and has_launched):
+        if not has_launched:
             return bool(in_flight)
-        return len(in_flight) > 1 or isinstance(in_flight[0], Failure)
+        return not lane.has_room(self.overlap) or isinstance(in_flight[0], Failure)
 
     def _commit(self, lane: Lane, now: float) -> list[Event]:
         """Wait for the oldest step in flight and enter its results."""
@@ -185,7 +187,7 @@ class Engine:
     def _fail(self, lane: Lane, plan: StepPlan | None, error: Exception) -> list[Event]:
         """End the requests of a failed step and rebuild the pool.
 
-        A step launched on top of it is forgotten; what it has alone starts again from its tokens.
+        Steps launched on top of it are forgotten; what they have alone starts from its tokens.
         Where not even a plan could be made, all requests of the group end. An exception from
         `Runner.reset` is final: the engine is then of no more use.
         """

@@ -43,8 +43,8 @@ class Failure(NamedTuple):
 class Lane:
     """One group of devices at work: its sequences, its runner, its steps in flight.
 
-    `in_flight` are at most two, the older first; `modes` are those of the group, base first.
-    Where groups come and go (`control/fleet.py`), `state` is
+    `in_flight` are at most one for each stage and one more, the oldest first; `modes` are those of
+    the group, base first. Where groups come and go (`control/fleet.py`), `state` is
 
         open      it takes requests and steps
         leaving   it steps, but takes no request, and will close when it has none left
@@ -75,6 +75,19 @@ class Lane:
         if speculation is None:
             return False
         return speculation.commits_first or any(flight.has_drafts for flight in self.in_flight)
+
+    def has_room(self, overlap: bool) -> bool:
+        """Whether one more step may be in flight: one for each stage, with `overlap` one more."""
+        if self.in_flight and isinstance(self.in_flight[-1], Failure):
+            return False
+        return len(self.in_flight) < self.scheduler.config.num_stages + overlap
+
+    def last_handle(self, micro_batch: int) -> Any:
+        """The handle of the youngest step in flight of a micro-batch; None: there is none."""
+        for flight in reversed(self.in_flight):
+            if isinstance(flight, Flight) and flight.plan.micro_batch == micro_batch:
+                return flight.handle
+        return None
 
     @property
     def is_ready(self) -> bool:

@@ -21,6 +21,7 @@ class PlanBuilder:
     num_guesses: int = 0  # that a drafting model shall make after the step
     seqs_left: int = 0  # that further paths of drafts may take
     drafting_seconds: float = 0.0
+    micro_batch: int = 0
     decodes: list[ScheduledSequence] = field(default_factory=list)
     drafted: list[ScheduledSequence] = field(default_factory=list)  # in `decodes`, or paths
     chunks: list[ScheduledSequence] = field(default_factory=list)
@@ -96,4 +97,5 @@ class PlanBuilder:
             num_guesses=self.num_guesses,
             copies=self.copies,
             drafting_seconds=self.drafting_seconds,
+            micro_batch=self.micro_batch,
         )

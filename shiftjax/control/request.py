@@ -148,8 +148,9 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix hit at the first admission
     num_verified_tokens: int = 0
+    micro_batch: int = 0  # the steps that it takes part in; set by an admission
     num_pending_tokens: int = 0  # sampled in flight, not yet on the host; 2 while two steps fly
-    pending_row: int = -1  # the row of the in-flight step that samples the pending token
+    pending_row: int = -1  # the row of the in-flight step that samples the last of them
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, each once
     num_registered_blocks: int = 0
     num_preemptions: int = 0
@@ -201,7 +202,8 @@ class ScheduledSequence:
     """Tokens `[start, start + num_tokens)` of a sequence, computed in this step.
 
     `num_rows` logit rows belong to the last `num_rows` of these tokens. `previous_row` >= 0: the
-    last of these tokens is still on the device, in that row of the previous step's output.
+    last of these tokens is still on the device, in that row of the output of the step before of the
+    same micro-batch.
 
     With a `draft` these tokens are the last committed one and the draft's, and every row samples:
     row i the token after i tokens of the draft, which counts if the step samples those i tokens
@@ -238,6 +240,8 @@ class ScheduledSequence:
 class StepPlan:
     """What one step computes: `num_decodes` sequences of one token and one row, drafts, chunks.
 
+    All are of one micro-batch; a group without pipeline stages has no other.
+
     The runner first copies every `(device_block, host_block)` of `offloads` to the host, then
     those of `restores` to the device, then every `(block, new block)` of `copies` on the device,
     then computes.
@@ -254,6 +258,7 @@ class StepPlan:
     num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
     copies: list[tuple[int, int]] = field(default_factory=list)
     drafting_seconds: float = 0.0  # of the host, in making this plan
+    micro_batch: int = 0
 
 
 class StepOutput(NamedTuple):
@@ -280,7 +285,8 @@ class Runner(Protocol):
     def run(self, plan: StepPlan, mode: Mode, previous_handle: Any) -> Any:
         """Start a step and return its handle without waiting.
 
-        `previous_handle` is that of the step before, or None when no row refers to it.
+        `previous_handle` is that of the step before of the same micro-batch, or None where none is
+        in flight.
         """
         ...
 

@@ -7,19 +7,23 @@ A step is planned in three phases: decodes, oldest first, the youngest preempted
 out; then chunks of admitted prompts; then admissions, in order. Nothing starves: nobody is
 admitted past a sequence that waits for room, and the oldest running one is never preempted.
 
-`schedule` may be called while one step is in flight. A sequence whose next token that step samples
+`schedule` may be called while steps are in flight. A sequence whose next token one of them samples
 is then scheduled with the row of the token instead of the token. Ends that can be foreseen by
 counting are; after any other end the device has computed one token too many, which `commit` drops.
+
+A group of several stages has as many micro-batches (`control/micro_batches.py`), which take turns;
+chunks of a prompt follow each other without waiting for a commit.
 """
 
 import bisect
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from operator import attrgetter
 
 from shiftjax.control.block_tables import BlockTables
 from shiftjax.control.blocks import BlockAllocator
+from shiftjax.control.micro_batches import is_in_flight, num_dealt, num_sampling
 from shiftjax.control.paths import place_drafts, settle
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import (
@@ -74,6 +78,7 @@ class Scheduler:
         self.num_preemptions = {"recompute": 0, "swap": 0}
         self._eos_ids = frozenset(config.eos_token_ids)
         self._num_steps = 0
+        self._micro_batch = 0  # whose turn it is
         self._budget = config.max_num_batched_tokens  # less for a while after `lower_budget`
         self._recovers_at = 0  # number of a step
 
@@ -122,27 +127,46 @@ class Scheduler:
     # ------------------------------------------------------------------ schedule
 
     def schedule(
-        self, now: float, num_queued: int = 0, last_mode: Mode | None = None
+        self,
+        now: float,
+        num_queued: int = 0,
+        last_mode: Mode | None = None,
+        in_flight: Collection[StepPlan] = (),
+        overlap: bool = True,
     ) -> StepPlan | None:
         """Plan the next step, or None if nothing can be computed now.
 
-        At most one plan may be uncommitted, and it must have been given to the device. What a
-        policy will know, drafts know too: `num_queued` requests wait in front of all groups.
+        Every plan that is not committed must have been given to the devices and be `in_flight`,
+        the oldest first; with one stage that may be left out. A micro-batch that samples in one of
+        them, or with `overlap` in two, has to wait: the host must know of all but the last token.
+        What a policy will know, drafts know too: `num_queued` requests wait in front of all groups.
         """
-        builder = PlanBuilder(self._tokens_per_step(), self._max_num_seqs, self.config.block_size)
+        num_stages, first = self.config.num_stages, self._micro_batch
+        for turn in range(num_stages):
+            micro_batch = (first + turn) % num_stages
+            if num_sampling(in_flight, micro_batch) > overlap:
+                continue
+            tokens, rows = self._tokens_per_step(), self._rows_per_step
+            builder = PlanBuilder(tokens, rows, self.config.block_size, micro_batch=micro_batch)
+            self._fill(builder, now, in_flight)
+            if self.speculation is not None:
+                self._draft(builder, self.speculation, num_queued, last_mode)
+            plan = builder.finish(self._num_steps)
+            if plan is not None:
+                self._num_steps += 1
+                self._micro_batch = (micro_batch + 1) % num_stages
+                return plan
+            self._forget_swapped(builder.swapped)
+        return None
+
+    def _fill(self, builder: PlanBuilder, now: float, in_flight: Collection[StepPlan]) -> None:
+        """Decodes, then chunks, then admissions."""
         self._schedule_decodes(builder)
         for sequence in builder.unfinished_prompts:
             if min(builder.tokens_left, builder.rows_left) > 0:  # a handover may bring several
                 builder.add(sequence)
         if not builder.num_preempted:
-            self._admit_waiting(builder, now)
-        if self.speculation is not None:
-            self._draft(builder, self.speculation, num_queued, last_mode)
-        plan = builder.finish(self._num_steps)
-        if plan is None:
-            self._forget_swapped(builder.swapped)
-        self._num_steps += plan is not None
-        return plan
+            self._admit_waiting(builder, now, in_flight)
 
     def _forget_swapped(self, sequences: Iterable[Sequence]) -> None:
         """No step will copy what these have computed to the host: they start from their tokens."""
@@ -172,10 +196,20 @@ class Scheduler:
     def _max_num_seqs(self) -> int:
         return min(self.config.max_num_seqs, self._budget)
 
+    @property
+    def _rows_per_step(self) -> int:
+        return min(self.config.max_step_seqs, self._budget)
+
     def _schedule_decodes(self, builder: PlanBuilder) -> None:
-        """One token of every running sequence that lacks just one. The loop that must be fast."""
+        """One token of each that runs, is of this micro-batch and lacks just one.
+
+        The loop that must be fast.
+        """
         block_size, decodes = self.config.block_size, builder.decodes
+        micro_batch = builder.micro_batch
         for sequence in self.running:  # preemption shortens it from the far end
+            if sequence.micro_batch != micro_batch:
+                continue
             start = sequence.num_computed_tokens
             pending = sequence.num_pending_tokens
             length = len(sequence.token_ids) + pending
@@ -208,7 +242,7 @@ class Scheduler:
         A draft takes no block that an admission would have to leave free.
         """
         builder.blocks_left = max(0, self.tables.device.num_free_blocks - self._watermark)
-        builder.seqs_left = self._max_num_seqs - len(builder.decodes) - len(builder.chunks)
+        builder.seqs_left = self._rows_per_step - len(builder.decodes) - len(builder.chunks)
         drafts = speculation.propose(builder, num_queued + len(self.waiting), last_mode)
         builder.num_guesses = speculation.num_guesses
         place_drafts(drafts, builder, self.tables, speculation.cut)
@@ -244,11 +278,14 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_order)
         self.num_waiting_tokens += sequence.num_prompt_tokens
 
-    def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
+    def _admit_waiting(
+        self, builder: PlanBuilder, now: float, in_flight: Collection[StepPlan]
+    ) -> None:
         """Admit in order until a budget or the blocks run out."""
-        position = 0
+        position, num_left = 0, self._num_admitted(builder.micro_batch)
         while (
-            position < len(self.waiting)
+            num_left
+            and position < len(self.waiting)
             and len(self.running) < self._max_num_seqs
             and min(builder.tokens_left, builder.rows_left) > 0
         ):
@@ -256,6 +293,8 @@ class Scheduler:
             if _waits_for_prompt(sequence):
                 position += 1
                 continue
+            if sequence.num_preemptions and is_in_flight(sequence, in_flight):
+                break  # what it had computed, and sampled, is not known yet
             is_first = sequence.first_scheduled_seconds is None
             restores = self.tables.admit(sequence, self._reserve(sequence))
             if restores is None:
@@ -267,8 +306,23 @@ class Scheduler:
             self.num_waiting_tokens -= sequence.num_prompt_tokens
             bisect.insort(self.running, sequence, key=_order)
             sequence.status = Status.RUNNING
+            sequence.micro_batch = builder.micro_batch
+            num_left -= 1
             builder.restores += restores
             builder.add(sequence)
+
+    def _num_admitted(self, micro_batch: int) -> int:
+        """How many sequences may at most be admitted to a micro-batch now."""
+        num_stages = self.config.num_stages
+        if num_stages == 1 or not self.waiting:
+            return len(self.waiting)
+        sizes = [0] * num_stages
+        for sequence in self.running:
+            sizes[sequence.micro_batch] += 1
+        device = self.tables.device
+        needs = (device.blocks_for(len(sequence.token_ids)) for sequence in self.waiting)
+        room = self._max_num_seqs - len(self.running)
+        return num_dealt(micro_batch, sizes, needs, max(0, room), device.num_free_blocks)
 
     def _reserve(self, sequence: Sequence) -> int:
         """Blocks that the admission of this sequence must leave free.

@@ -1,6 +1,7 @@
 """The budgets of a scheduler, checked as one. No JAX."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from shiftjax.config import budget_holds_the_decodes, swap_has_room
@@ -12,12 +13,13 @@ class SchedulerConfig:
 
     `num_blocks` and `num_host_blocks` count a null block each. `watermark` is the share of blocks
     that an admission leaves free for running sequences to grow into. A sequence preempted
-    `max_preemptions` times is next admitted when it can run to its end undisturbed.
+    `max_preemptions` times is next admitted when it can run to its end undisturbed. With several
+    `num_stages` of a pipeline there are as many micro-batches, and a step takes one of them.
     """
 
     num_blocks: int
     block_size: int
-    max_num_seqs: int  # sequences of a step, and its logit rows but for those of drafts
+    max_num_seqs: int  # that run, of all micro-batches
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     model: str = ""
@@ -28,11 +30,17 @@ class SchedulerConfig:
     max_preemptions: int = 4
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
     max_draft_rows: int = 0  # logit rows of a step of no more tokens, where they are drafts
+    num_stages: int = 1
+
+    @cached_property
+    def max_step_seqs(self) -> int:
+        """Sequences of a step, and its logit rows but for those of drafts."""
+        return -(-self.max_num_seqs // self.num_stages)
 
     @property
     def max_rows(self) -> int:
         """Logit rows of a step, at most."""
-        return max(self.max_num_seqs, self.max_draft_rows)
+        return max(self.max_step_seqs, self.max_draft_rows)
 
     def __post_init__(self):
         problems = [
@@ -41,6 +49,8 @@ class SchedulerConfig:
         ]
         if self.max_num_seqs < 1:
             problems.append(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
+        if self.num_stages < 1:
+            problems.append(f"num_stages must be at least 1, not {self.num_stages}")
         if self.preemption not in ("recompute", "swap"):
             problems.append(f"preemption must be recompute or swap, not {self.preemption!r}")
         if not 0 <= self.watermark < 1 or self.max_preemptions < 0:

@@ -74,9 +74,10 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert 0 < plan.num_tokens <= config.max_num_batched_tokens
     assert plan.num_tokens == sum(item.num_tokens for item in plan.scheduled)
     assert plan.num_rows == sum(item.num_rows for item in plan.scheduled)
-    assert len(plan.scheduled) <= config.max_num_seqs
+    assert len(plan.scheduled) <= config.max_step_seqs
+    assert {item.sequence.micro_batch for item in plan.scheduled} == {plan.micro_batch}
     may_be_all_rows = plan.num_drafts and plan.num_tokens <= config.max_rows
-    assert plan.num_rows <= (config.max_rows if may_be_all_rows else config.max_num_seqs)
+    assert plan.num_rows <= (config.max_rows if may_be_all_rows else config.max_step_seqs)
     first = {item.sequence: item for item in plan.scheduled if item.path_table is None}
     paths = [item for item in plan.scheduled if item.path_table is not None]
     assert len(first) + len(paths) == len(plan.scheduled)

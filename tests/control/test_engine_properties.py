@@ -39,7 +39,7 @@ def prompts(draw):
 
 
 @st.composite
-def engines(draw, tightness=4, least_seqs=1):
+def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
     """`tightness`: the pool holds at most that many halves of the longest sequence."""
     block_size = draw(st.sampled_from([1, 2, 4]))
     longest = -(-MAX_MODEL_LEN // block_size)
@@ -59,6 +59,7 @@ def engines(draw, tightness=4, least_seqs=1):
         watermark=draw(st.sampled_from([0.0, 0.1])),
         max_preemptions=draw(st.integers(0, 3)),
         max_draft_rows=draw(st.sampled_from([0, 12])),  # of engines that draft
+        num_stages=draw(st.sampled_from(stages)),
     )
 
 
