@@ -103,6 +103,7 @@ def test_a_burst_is_dealt_evenly_to_the_micro_batches():
     decoding(engine, *range(10))
     run_steps(engine, 4)
     assert sorted(sizes(engine)) == [2, 2, 3, 3]
+    assert engine.lanes[0].scheduler.config.max_step_seqs == 3  # the rows of a step
     assert len(runner_of(engine).plans) == 4  # each took its share at once
 
 
@@ -143,6 +144,22 @@ def test_a_preempted_sequence_comes_back_when_the_host_knows_what_it_had():
     for number, request in enumerate(requests):
         expected, _ = reference(engine, request, number, 0)
         assert outcomes[str(number), 0].token_ids == expected
+
+
+def test_a_preempted_sequence_waits_for_its_own_steps_even_where_there_is_room_at_once():
+    engine, listener = make_engine(num_stages=2, num_blocks=7, block_size=4), Listener()
+    first, second = (make_request(str(n), [1 + n] * 8, float(n), max_tokens=12) for n in range(2))
+    for request in (first, second):
+        engine.add_request(request)
+    (lane,) = engine.lanes
+    while not lane.scheduler.num_preemptions["recompute"]:
+        engine._launch(lane, 0.0) or listener.hear(engine.step(0.0))
+    (victim,) = lane.scheduler.waiting
+    assert victim.num_pending_tokens  # a step of it is in flight
+    listener.hear(engine.abort(first.request_id))
+    run_to_end(engine, listener)
+    expected, _ = reference(engine, second, 1, 0)
+    assert listener.outcomes[second.request_id, 0].token_ids == expected
 
 
 @pytest.mark.parametrize("where", ["run", "fetch"])
