@@ -147,16 +147,18 @@ def test_a_preempted_sequence_comes_back_when_the_host_knows_what_it_had():
 
 
 def test_a_preempted_sequence_waits_for_its_own_steps_even_where_there_is_room_at_once():
-    engine, listener = make_engine(num_stages=2, num_blocks=7, block_size=4), Listener()
+    engine, listener = make_engine(num_stages=4, num_blocks=7, block_size=4), Listener()
     first, second = (make_request(str(n), [1 + n] * 8, float(n), max_tokens=12) for n in range(2))
     for request in (first, second):
         engine.add_request(request)
     (lane,) = engine.lanes
     while not lane.scheduler.num_preemptions["recompute"]:
-        engine._launch(lane, 0.0) or listener.hear(engine.step(0.0))
+        if not engine._launch(lane, 0.0):
+            listener.hear(engine.step(0.0))
     (victim,) = lane.scheduler.waiting
     assert victim.num_pending_tokens  # a step of it is in flight
     listener.hear(engine.abort(first.request_id))
+    assert not engine._launch(lane, 0.0)
     run_to_end(engine, listener)
     expected, _ = reference(engine, second, 1, 0)
     assert listener.outcomes[second.request_id, 0].token_ids == expected
