@@ -185,6 +185,7 @@ class Deployment:
             num_host_blocks=self.num_host_blocks,
             max_draft_rows=self.max_draft_rows,
             hash_size=self.hash_size,
+            num_stages=self.pp,
         )
 
     @property

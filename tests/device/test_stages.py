@@ -13,11 +13,11 @@ from shiftjax.costs.memory import weight_bytes
 from shiftjax.device import pipeline, programs
 from shiftjax.device.programs import CompileCounter
 
-OUTPUT_TOKENS = 8
+OUTPUT_TOKENS = 12
 BUCKET = 32
 # Steps of a prompt's chunk run in base, those of decodes in shift. The pool holds fewer sequences
 # than want to run.
-SIZES = {"num_blocks": 42, "token_buckets": [BUCKET], "shift_threshold": 10}
+SIZES = {"num_blocks": 28, "max_model_len": 96, "token_buckets": [BUCKET], "shift_threshold": 10}
 UNTIED = {"tie_word_embeddings": False}
 ODD = {"hidden_size": 49, "head_dim": 8}  # no two devices can split it
 SWAPS = {"preemption": "swap", "num_host_blocks": 100}
@@ -189,3 +189,28 @@ def test_stages_between_the_ends_share_one_program(monkeypatch, uncached):
     for i, prompt in enumerate(crowd(4, 6)):
         assert tokens(events[i, 0]) == numpy_llama.greedy(config, tensors, prompt, OUTPUT_TOKENS)
     assert all(lane.scheduler.tables.num_prefix_query_tokens for lane in built.engine.lanes)
+
+
+def test_as_many_steps_are_in_flight_as_there_are_stages(staged, monkeypatch):
+    """Each takes the sequences of one micro-batch, whose last step it may have to read."""
+    built, config, tensors, _ = staged
+    (lane,), pp = built.engine.lanes, built.deployment.pp
+    flying, taken = [], []
+    start, fetch = lane.runner.run, lane.runner.fetch
+
+    def started(plan, mode, previous):
+        taken.append(plan.micro_batch)
+        return start(plan, mode, previous)
+
+    def fetched(handle):
+        flying.append(1 + len(lane.in_flight))
+        return fetch(handle)
+
+    monkeypatch.setattr(lane.runner, "run", started)
+    monkeypatch.setattr(lane.runner, "fetch", fetched)
+    prompts = crowd(5, 5)
+    events = run(built.engine, prompts, [greedy()] * len(prompts))
+    for i, prompt in enumerate(prompts):
+        assert tokens(events[i, 0]) == numpy_llama.greedy(config, tensors, prompt, OUTPUT_TOKENS)
+    assert max(flying) == pp + 1  # the next is planned while so many are computed
+    assert set(taken) == set(range(pp))
