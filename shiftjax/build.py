@@ -40,6 +40,7 @@ from shiftjax.device.groups import (
     start_runners,
 )
 from shiftjax.device.pipeline import PipelineRunner
+from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import measure
@@ -82,11 +83,13 @@ def build(
         CheckpointError: the checkpoint is not what its config says.
     """
     devices, deployment = deploy(config, source.config)
+    programs_dir = cache_dir
     loads = deployment.widths or deployment.dp > 1 or deployment.pp > 2
-    if devices[0].platform != "cpu" or not loads:
-        use_compile_cache(cache_dir)
-    else:  # what a CPU reads from the cache cannot be loaded on other devices
+    if devices[0].platform == "cpu" and loads:
+        # What a CPU reads from the cache cannot be loaded on other devices.
         logger.info("several groups on a CPU: compiled at every start, without the cache")
+        programs_dir = None
+    use_compile_cache(programs_dir)
     check_complete(source)
     begin = time.perf_counter()
     how = KernelCheck(environ_beside(), cache_dir)
@@ -99,7 +102,7 @@ def build(
 
     groups = place(deployment, devices, source, progress, check)
     load_seconds = time.perf_counter() - begin
-    return assemble(config, deployment, groups, progress, load_seconds)
+    return assemble(config, deployment, groups, progress, load_seconds, programs_dir)
 
 
 def deploy(config: EngineConfig, model: ModelConfig) -> tuple[list[Device], Deployment]:
@@ -121,8 +124,12 @@ def assemble(
     groups: list[Placed],
     progress: Progress,
     load_seconds: float = 0.0,
+    cache_dir: Path | None = None,
 ) -> Built:
-    """Compile and start over weights that are in place. Raises ConfigError as `build` does."""
+    """Compile and start over weights that are in place. Raises ConfigError as `build` does.
+
+    Beside the compiled programs in `cache_dir` lies the size of their KV pool.
+    """
     begin = time.perf_counter()
     devices = jax.devices()[: config.parallel.devices]
     steps = {kind_of(placed.step): placed.step for placed in reversed(groups)}  # the first ones
@@ -136,7 +143,8 @@ def assemble(
         logger.info("fleet: %s", describe_width(deployment.of_width(width), wanted[width]))
     if deployment.widths and devices[0].platform != "cpu":
         make_communicators((placed.step for placed in groups), deployment.widths)
-    deployment, programs = compile_steps(deployment, steps, wanted, devices, progress)
+    sizes = PoolSizes(deployment, devices, cache_dir)
+    deployment, programs = compile_steps(deployment, steps, wanted, sizes, progress)
     progress("warm up", 0, 1)
     runners = start_runners(deployment, groups, programs, config.model.seed)
     blocks: Mapping[Group, BlockAllocator] = {}

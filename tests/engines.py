@@ -28,8 +28,8 @@ def checkpoint(**overrides) -> tuple[Path, dict, dict]:
     return directory, config, tensors
 
 
-def make(directory: Path, sp: int, tp: int, **options) -> Built:
-    """Build an engine in float32 with small budgets; no compilation cache."""
+def make(directory: Path, sp: int, tp: int, cache: Path | None = None, **options) -> Built:
+    """Build an engine in float32 with small budgets; no compilation cache unless one is given."""
     defaults = {
         "dtype": "float32",
         "max_model_len": 128,
@@ -42,7 +42,7 @@ def make(directory: Path, sp: int, tp: int, **options) -> Built:
     }
     config = EngineConfig.from_options(sp=sp, tp=tp, **(defaults | options))
     source = open_source(resolve_model(str(directory)), drafts=config.drafts)
-    return build(config, source, silent)
+    return build(config, source, silent, cache)
 
 
 class RandomPolicy:

@@ -241,10 +241,12 @@ class Deployment:
 
     def sized(self, memory: Memory) -> "Deployment":
         """With KV blocks: as configured, or what fits, but never more than could be used."""
-        if self.num_blocks:
-            return self
+        return self if self.num_blocks else self.with_blocks(self.blocks_for(memory), memory)
+
+    def blocks_for(self, memory: Memory) -> int:
+        """KV blocks that fit, in a rounded number, but never more than could be used."""
         fits = stable(max(0, memory.num_kv_tokens // self.block_size))
-        return self.with_blocks(min(fits, 1 + self.max_num_seqs * self.blocks_per_seq), memory)
+        return min(fits, 1 + self.max_num_seqs * self.blocks_per_seq)
 
     def with_blocks(self, num_blocks: int, memory: Memory) -> "Deployment":
         """With so many KV blocks. Raises ConfigError where that is none but the null block."""

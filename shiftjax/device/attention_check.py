@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import pallas_kernels
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
+from shiftjax.device import kept
 from shiftjax.device.attention_cases import Cases, Shape, Trial
 from shiftjax.models.gpu_software import versions
 from shiftjax.parallel.grid import Device
@@ -100,9 +101,9 @@ def find_verdict(check: KernelCheck, devices: Sequence[Device], shape: Shape) ->
     ids = tuple(device.id for device in devices)
     trial = Trial(shape, check.cases, devices[0].device_kind, ids, check.builder)
     key = key_of(trial)
-    kept = _read(check, key) if check.reads_kept else None
-    if kept is not None:
-        return kept
+    known = _read(check, key) if check.reads_kept else None
+    if known is not None:
+        return known
     logger.info("trying the attention kernels, once for this machine and these shapes")
     verdict = try_kernels(trial, check)
     if verdict.is_final:
@@ -133,37 +134,20 @@ def sources_hash() -> str:
     return total.hexdigest()
 
 
-def _file_of(directory: Path, key: Mapping[str, Any]) -> Path:
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    return directory / FOLDER / f"{name}.json"
-
-
 def _read(check: KernelCheck, key: Mapping[str, Any]) -> Verdict | None:
-    """What was kept under a key; None for nothing, and for a file that nobody can read."""
-    if check.directory is None:
-        return None
+    """What was kept under a key; None for nothing, and for what is no verdict."""
+    fields = kept.read(check.directory, FOLDER, key)
     try:
-        fields = json.loads(_file_of(check.directory, key).read_text(encoding="utf-8"))
         problem, detail, seconds = (fields[name] for name in ("problem", "detail", "seconds"))
-        is_right = fields["key"] == key and isinstance(problem, str | None)
+        is_right = isinstance(problem, str | None)
         return Verdict(problem, str(detail), float(seconds), was_kept=True) if is_right else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return None
 
 
 def _keep(check: KernelCheck, key: Mapping[str, Any], verdict: Verdict) -> None:
-    """Write a verdict; another process that writes the same one does no harm."""
-    if check.directory is None:
-        return
-    path = _file_of(check.directory, key)
     found = {"problem": verdict.problem, "detail": verdict.detail, "seconds": verdict.seconds}
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(found | {"key": key}, file, indent=1)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.warning("the check of the attention kernels is not kept: %s", error.strerror)
+    kept.keep(check.directory, FOLDER, key, found)
 
 
 # ------------------------------------------------------------------ the other process

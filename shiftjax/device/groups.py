@@ -17,9 +17,9 @@ from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.mover import DeviceMover
 from shiftjax.device.place import define, load
 from shiftjax.device.pool import DevicePools, PoolOptions
+from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, PoolSizes
 from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
-from shiftjax.device.sizing import measure
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import AttentionBackend, choose_attention
 from shiftjax.parallel.grid import Device, Group, Mode
@@ -27,7 +27,6 @@ from shiftjax.weights.source import TensorSource
 
 # Tries the attention kernels in a shape: what is wrong with them, or None.
 TryKernels = Callable[[Shape], str | None]
-LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are compiled and known
 
 
 class Placed(NamedTuple):
@@ -143,26 +142,26 @@ def compile_steps(
     deployment: Deployment,
     steps: Mapping[Kind, StepDef],
     wanted: Wanted,
-    devices: Sequence[Device],
+    sizes: PoolSizes,
     progress: Progress,
 ) -> tuple[Deployment, dict[Kind, list[Program]]]:
     """Compile the wanted steps of each kind for one of them, `steps`.
 
     Returns the deployment with its KV blocks, too. The pool is sized by a guess of the temporaries
-    first; only if the compiled steps then need more is it made smaller, and the largest bucket
-    compiled again.
+    first, or by what an earlier start needed; only if the compiled steps then need more is it made
+    smaller, and the largest bucket compiled again.
     """
     workspace = LEAST_WORKSPACE_BYTES
     wanted_of = {kind: wanted[kind.width] for kind in steps}
     progress = _Together(progress, sum(len(m) for w in wanted_of.values() for m in w.values()))
     while True:
-        sized = _sized(deployment, devices, workspace)
+        sized, room = sizes.size(workspace)
         largest = {}
         for kind, step in steps.items():
             last, pool = max(wanted_of[kind]), pool_of(sized.of_width(kind.width))
             largest[kind] = compile_programs(step, pool, {last: wanted_of[kind][last]}, progress)
         needed = max(programs[0].temporary_bytes for programs in largest.values())
-        if deployment.num_blocks or needed <= workspace:
+        if deployment.num_blocks or needed <= room:
             break
         workspace = needed
         progress.total += sum(map(len, (program.steps for p in largest.values() for program in p)))
@@ -172,6 +171,7 @@ def compile_steps(
         missing = {b: modes for b, modes in wanted_of[kind].items() if b != largest_bucket}
         pool = pool_of(sized.of_width(kind.width))
         programs[kind] = compile_programs(step, pool, missing, progress) + largest[kind]
+    sizes.keep(sized.num_blocks, max(needed, LEAST_WORKSPACE_BYTES))
     return sized, programs
 
 
@@ -186,14 +186,6 @@ class _Together:
         """`done` of `total` pieces of this call are done; the last one counts for later calls."""
         self._progress(stage, self._before + done, self.total)
         self._before += done if done == total else 0
-
-
-def _sized(deployment: Deployment, devices: Sequence[Device], workspace_bytes: int) -> Deployment:
-    """Size the pool by the memory that is free now, with the stored weights in place."""
-    now = measure(devices)
-    held = deployment.stages[0].memory(now).weight_bytes  # on the devices that are asked
-    memory = deployment.memory(now._replace(free_bytes=now.free_bytes + held), workspace_bytes)
-    return deployment.sized(memory)
 
 
 def pool_of(deployment: Deployment) -> PoolOptions:
