@@ -250,7 +250,7 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     )
     bucket, pool = step.bucket, pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
     with _uncached(), dumped_thunks() as (dump, read_thunks):
-        (definition,) = define_steps(one, _devices(_chip(target), layout.num_devices)).values()
+        (definition,) = define_steps(one, gpus(_chip(target), layout.num_devices)).values()
         definition = replace(definition, gpu_options={**definition.gpu_options, **dump})
         sizes = pool.num_blocks, pool.block_size, pool.dtype
         pools = abstract_pools(definition.mesh, layout, *sizes)
@@ -276,7 +276,7 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
 
 
 @cache
-def _devices(chip: str, count: int) -> "list[Device]":
+def gpus(chip: str, count: int) -> "list[Device]":
     """GPUs that can be compiled for."""
     from jax.experimental import topologies
 
