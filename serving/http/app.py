@@ -15,6 +15,7 @@ from serving.http.embeddings import embedding_routes
 from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
 from serving.http.info import info_routes
+from serving.http.models import model_routes
 from serving.http.openapi import document
 from serving.http.outside import reachable
 from serving.http.page import page_routes, root_route
@@ -39,8 +40,7 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
         *embedding_routes(service),
         Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
         Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
-        Route("/v1/models", endpoints.models),
-        Route("/v1/models/{id:path}", endpoints.model),
+        *model_routes(service),
         Route("/health", endpoints.ready),
         Route("/health/live", endpoints.live),
         Route("/health/ready", endpoints.ready),
@@ -130,33 +130,6 @@ class Endpoints:
         except ServeError as error:
             raise renamed(error, names) from None
         return num_tokens, wish.unknown
-
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        return _json({"object": "list", "data": self._models()})
-
-    async def model(self, request: Request) -> Response:
-        """GET /v1/models/{id}."""
-        name = request.path_params["id"]
-        self._service.model_named(name)
-        return _json(next(each for each in self._models() if each["id"] == name))
-
-    def _models(self) -> list[dict[str, Any]]:
-        model, engine = self._service.running()
-        limits = engine.request_limits
-        return [
-            {
-                "id": name,
-                "object": "model",
-                "created": model.created,
-                "owned_by": "shiftjax",
-                "root": model.name,
-                "parent": None,
-                "max_model_len": limits.max_model_len,
-                "task": model.task,
-            }
-            for name in model.names
-        ]
 
     async def live(self, request: Request) -> Response:
         """GET /health/live: the process and its event loop run."""

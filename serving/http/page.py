@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.errors import invalid
+from serving.server.handle import RequestHandle
 from serving.server.service import Service
 from serving.server.timeline import SLOT_SECONDS
 from shiftjax.control.fleet_state import FleetState, plain_change, plain_group, shown_arrangement
@@ -90,7 +91,7 @@ def _now(service: Service) -> dict[str, Any]:
         return {"state": "starting", "phases": start, "model": None, "load": None, "fleet": None}
     stats = engine.stats
     unfinished = [handle for handle in engine.handles.values() if not handle.is_ended]
-    rows = unfinished[:NUM_OPEN] if isinstance(engine, AsyncEngine) else []
+    rows = [each for each in unfinished[:NUM_OPEN] if isinstance(each, RequestHandle)]
     model_values = {
         "name": model.name,
         "task": model.task,

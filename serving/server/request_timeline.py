@@ -5,6 +5,11 @@ from typing import Any
 from serving.server.handle import RequestHandle
 
 
+def asked_timeline(handle: RequestHandle, is_asked: bool | None) -> dict[str, Any]:
+    """The field `timeline` of an answer, if it was asked for."""
+    return {"timeline": timeline_of(handle)} if is_asked else {}
+
+
 def timeline_of(handle: RequestHandle) -> dict[str, Any]:
     """The first continuation of a request that has ended, as plain values.
 

@@ -8,6 +8,7 @@ import msgspec
 from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, CompletionFields
 from serving.server.handle import Delta, RequestHandle
+from serving.server.logprobs import LogprobWriter, finite
 from serving.server.pieces import (
     CallArguments,
     CallBegin,
@@ -17,13 +18,11 @@ from serving.server.pieces import (
     Reasoning,
     Text,
 )
-from serving.server.request_timeline import timeline_of
+from serving.server.request_timeline import asked_timeline
 from serving.server.service import Generation
 from shiftjax.control.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
-
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 Json = dict[str, Any]
 News = Delta | CompletionOutput  # which is all news at once
@@ -34,6 +33,7 @@ class Writer:
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer | None):
         self._generation, self._tokenizer = generation, tokenizer
+        self._logprobs = LogprobWriter(tokenizer)
         self._fields = generation.wish.fields
         self._is_chat = isinstance(self._fields, ChatFields)
         self._offsets: dict[int, int] = {}
@@ -63,8 +63,7 @@ class Writer:
         return self._envelope(choices, "") | ends
 
     def _timeline(self) -> Json:
-        wants = self._fields.timeline
-        return {"timeline": timeline_of(self._generation.handles[0])} if wants else {}
+        return asked_timeline(self._generation.handles[0], self._fields.timeline)
 
     def _envelope(self, choices: Sequence[Json | msgspec.Raw], suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
@@ -86,7 +85,7 @@ class Writer:
             choice = self._completion(number, handle, output)
         if self._fields.prompt_logprobs is not None:
             entries = handle.output.prompt_logprobs or []
-            choice["prompt_logprobs"] = [entry and self._by_id(entry) for entry in entries]
+            choice["prompt_logprobs"] = [entry and self._logprobs.by_id(entry) for entry in entries]
         return choice
 
     # ------------------------------------------------------------------ streams
@@ -172,7 +171,7 @@ class Writer:
     def _chat_choice(self, number: int, handle: RequestHandle, delta: News, content: Json) -> Json:
         logprobs = None
         if handle.request.sampling.logprobs is not None:
-            logprobs = {"content": [self._chat_logprob(each) for each in delta.logprobs or ()]}
+            logprobs = {"content": [self._logprobs.of_chat(each) for each in delta.logprobs or ()]}
         return {
             "index": self._place(number, delta.index),
             **content,
@@ -218,7 +217,8 @@ class Writer:
         self, place: int, entries: Sequence[TokenLogprobs | None], first_id: int
     ) -> Json:
         """Four parallel lists; the first token of an echoed prompt has no log-probability."""
-        tokens = [self._text(first_id if entry is None else entry.token_id) for entry in entries]
+        ids = (first_id if entry is None else entry.token_id for entry in entries)
+        tokens = [self._logprobs.text(token_id) for token_id in ids]
         offset, offsets = self._offsets.get(place, 0), []
         for token in tokens:
             offsets.append(offset)
@@ -226,43 +226,10 @@ class Writer:
         self._offsets[place] = offset
         return {
             "tokens": tokens,
-            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
-            "top_logprobs": [entry and self._top_by_text(entry) for entry in entries],
+            "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
+            "top_logprobs": [entry and self._logprobs.top_by_text(entry) for entry in entries],
             "text_offset": offsets,
         }
-
-    def _top_by_text(self, entry: TokenLogprobs) -> dict[str, float]:
-        """By text; where tokens have the same, the most likely one counts."""
-        top: dict[str, float] = {}
-        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        for token_id, logprob in (*pairs, (entry.token_id, entry.logprob)):
-            top.setdefault(self._text(token_id), _finite(logprob))
-        return top
-
-    def _by_id(self, entry: TokenLogprobs) -> dict[str, Json]:
-        """By token id, as vLLM writes `prompt_logprobs`."""
-        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            str(token_id): {"logprob": _finite(logprob), "decoded_token": self._text(token_id)}
-            for token_id, logprob in (*pairs, (entry.token_id, entry.logprob))
-        }
-
-    def _chat_logprob(self, entry: TokenLogprobs) -> Json:
-        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        top = [self._chat_token(token_id, logprob) for token_id, logprob in pairs]
-        return self._chat_token(entry.token_id, entry.logprob) | {"top_logprobs": top}
-
-    def _chat_token(self, token_id: int, logprob: float) -> Json:
-        data = self._bytes(token_id)
-        text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
-
-    def _text(self, token_id: int) -> str:
-        return self._bytes(token_id).decode("utf-8", "replace")
-
-    def _bytes(self, token_id: int) -> bytes:
-        pieces = self._tokenizer.token_bytes if self._tokenizer is not None else None
-        return f"token_id:{token_id}".encode() if pieces is None else pieces.piece(token_id)
 
 
 def is_own_end(news: News) -> bool:
@@ -290,10 +257,6 @@ def _delta(piece: Piece) -> Json:
             return {"tool_calls": [{"index": number} | _call(id, name, "")]}
         case CallArguments(number, text):
             return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
 
 
 def usage(handles: Sequence[RequestHandle]) -> Json:

@@ -30,6 +30,7 @@ class Extras(msgspec.Struct, kw_only=True):
     min_width: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    timeline: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

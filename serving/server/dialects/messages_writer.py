@@ -12,6 +12,7 @@ from serving.server.dialects.asked import Json
 from serving.server.dialects.blocks import Block, Blocks, Turn
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
+from serving.server.request_timeline import asked_timeline
 from serving.server.service import Generation
 from shiftjax.text.tokenizer import Tokenizer
 
@@ -59,7 +60,7 @@ class MessagesWriter:
         for _ in self._blocks.add(pieces):
             pass
         self._end = output.finish_reason, output.stop_reason
-        return self._message([_content(block) for block in self._blocks.all]) | self._stop()
+        return self._message([_content(block) for block in self._blocks.all]) | self._ends()
 
     def _message(self, content: list[Json]) -> Json:
         return {
@@ -89,6 +90,7 @@ class MessagesWriter:
         events = _events(self._blocks.add(self._parser.finish()))
         events += _events(self._blocks.end())
         delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        delta |= self._timeline()
         return [*events, delta, {"type": "message_stop"}]
 
     def failure(self, error: ServeError) -> list[Json]:
@@ -108,6 +110,12 @@ class MessagesWriter:
         elif self._blocks.has_calls and not is_sequence:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop if is_sequence else None}
+
+    def _ends(self) -> Json:
+        return self._stop() | self._timeline()
+
+    def _timeline(self) -> Json:
+        return asked_timeline(self._handle, self._generation.wish.fields.timeline)
 
     def _usage(self) -> Json:
         """Anthropic does not count cached tokens as input."""

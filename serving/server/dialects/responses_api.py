@@ -11,6 +11,8 @@ import msgspec
 
 from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of, wrong
 
+LOGPROBS = "message.output_text.logprobs"
+
 
 class _Part(msgspec.Struct, tag_field="type", kw_only=True):
     """A part of a message."""
@@ -152,7 +154,10 @@ class ResponsesFields(ResponsesCountFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = (
+        None
+    )
+    top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -174,7 +179,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "previous_response_id": (),
         "prompt": (),
         "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": None}),
-        "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
 )
@@ -196,7 +200,15 @@ def read_response(values: Any) -> Asked:
     names = ("stream", "temperature", "top_p", "top_k", "metadata", "user")
     same = {name: getattr(fields, name) for name in (*names, *_CHECKED)}
     chat = _chat(fields) | same | {"max_completion_tokens": fields.max_output_tokens}
-    return wish_of(chat, fields, unknown)
+    wants_logprobs = LOGPROBS in (fields.include or ())
+    if wants_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
+    elif fields.top_logprobs:
+        raise wrong("top_logprobs", f"needs {LOGPROBS} in include")
+    wish = wish_of(chat, fields, unknown)
+    if wants_logprobs and wish.tools is not None:
+        raise wrong("include", f"of {LOGPROBS} cannot be combined with tools that may be called")
+    return wish
 
 
 _CHECKED = ("safety_identifier", "prompt_cache_key")

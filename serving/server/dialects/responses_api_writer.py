@@ -14,7 +14,10 @@ from serving.server.dialects.blocks import Block, Blocks, Turn
 from serving.server.dialects.responses_api import ResponsesFields
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
+from serving.server.logprobs import LogprobWriter
+from serving.server.request_timeline import asked_timeline
 from serving.server.service import Generation
+from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
 
 _IDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -36,6 +39,9 @@ class ResponsesWriter:
         self._parser, self._blocks = generation.parser(), Blocks()
         self._numbers, self._has_begun = itertools.count(), False
         self._finish: str | None = None
+        self._logprobs = LogprobWriter(tokenizer)
+        self._unsaid: list[Json] = []  # log-probabilities of tokens whose text is still to come
+        self._said: dict[int, list[Json]] = {}  # those of texts, by their block
 
     # ------------------------------------------------------------------ a whole response
 
@@ -43,8 +49,9 @@ class ResponsesWriter:
         """The response to a request that does not stream."""
         (output,) = self._handle.output.outputs
         pieces = [*self._parser.feed(output.text), *self._parser.finish()]
-        for _ in (*self._blocks.add(pieces), *self._blocks.end()):
-            pass
+        self._note(output)
+        for turn in (*self._blocks.add(pieces), *self._blocks.end()):
+            self._say(turn)
         self._finish = output.finish_reason
         return self._ended()
 
@@ -54,13 +61,14 @@ class ResponsesWriter:
         response = self._response("incomplete" if is_cut else "completed")
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         response["output"] = [self._item(block) for block in self._blocks.all]
-        return response | {"usage": self._usage()}
+        timeline = asked_timeline(self._handle, self._generation.wish.fields.timeline)
+        return response | {"usage": self._usage()} | timeline
 
     def _item(self, block: Block) -> Json:
         """A block that is complete, or cut at the end of the output."""
         is_last = block.index == len(self._blocks.all) - 1
         is_cut = is_last and self._finish == "length"
-        item = _shown(block, self._id(block))
+        item = _shown(block, self._id(block), self._said.get(block.index, []))
         return item | {"status": "incomplete" if is_cut else "completed"}
 
     def _id(self, block: Block) -> str:
@@ -128,6 +136,7 @@ class ResponsesWriter:
             events.append(self._event("response.created", response=response))
             events.append(self._event("response.in_progress", response=response))
         for delta in deltas:
+            self._note(delta)
             events += self._events(self._blocks.add(self._parser.feed(delta.text)))
             self._finish = delta.finish_reason
         return events
@@ -146,6 +155,7 @@ class ResponsesWriter:
         return [self._event("response.failed", response=response)]
 
     def _events(self, turns: Iterable[Turn]) -> list[Json]:
+        """Events of turns, with log-probabilities beside the text."""
         write = {"open": self._opened, "more": self._more, "close": self._closed}
         return [event for turn in turns for event in write[turn.what](turn)]
 
@@ -161,18 +171,19 @@ class ResponsesWriter:
         return [added, self._event("response.content_part.added", **place, part=part)]
 
     def _more(self, turn: Turn) -> list[Json]:
-        logprobs = {"logprobs": []} if turn.block.kind == "text" else {}
+        logprobs = {"logprobs": self._say(turn)} if turn.block.kind == "text" else {}
         name = f"{_DELTAS[turn.block.kind]}.delta"
         return [self._event(name, **self._place(turn.block), delta=turn.text, **logprobs)]
 
     def _closed(self, turn: Turn) -> list[Json]:
+        self._say(turn)
         block, item, place = turn.block, self._item(turn.block), self._place(turn.block)
         done = f"{_DELTAS[block.kind]}.done"
         if block.kind == "call":
             events = [self._event(done, **place, name=block.name, arguments=block.text)]
         else:
             (part,) = item["content"]
-            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            logprobs = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
             events = [
                 self._event(done, **place, text=block.text, **logprobs),
                 self._event("response.content_part.done", **place, part=part),
@@ -184,11 +195,24 @@ class ResponsesWriter:
         place: Json = {"item_id": self._id(block), "output_index": block.index}
         return place if block.kind == "call" else place | {"content_index": 0}
 
+    # ------------------------------------------------------------------ log-probabilities
+
+    def _note(self, news: Delta | CompletionOutput) -> None:
+        self._unsaid += [self._logprobs.of_chat(each) for each in news.logprobs or ()]
+
+    def _say(self, turn: Turn) -> list[Json]:
+        """Those that come with more of a text, or with its end."""
+        if turn.block.kind != "text" or turn.what == "open":
+            return []
+        said, self._unsaid = self._unsaid, []
+        self._said.setdefault(turn.block.index, []).extend(said)
+        return said
+
     def _event(self, kind: str, **values: Any) -> Json:
         return {"type": kind, "sequence_number": next(self._numbers), **values}
 
 
-def _shown(block: Block, item_id: str) -> Json:
+def _shown(block: Block, item_id: str, logprobs: list[Json]) -> Json:
     """The item that a block is, as far as it has come."""
     if block.kind == "call":
         call = {"id": item_id, "type": "function_call", "call_id": block.id}
@@ -196,7 +220,7 @@ def _shown(block: Block, item_id: str) -> Json:
     if block.kind == "reasoning":
         content = [{"type": "reasoning_text", "text": block.text}]
         return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
-    text = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    text = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
     return {"id": item_id, "type": "message", "role": "assistant", "content": [text]}
 
 

@@ -62,6 +62,33 @@ def test_a_stream_is_the_message(server, client):
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
+def test_the_timeline_stands_beside_the_usage(client):
+    options = OPTIONS | {"extra_body": OPTIONS["extra_body"] | {"timeline": True}}
+    whole = client.messages.create(**options)
+    assert sum(number for _, number in whole.timeline["modes"]) == 30
+    events = list(client.messages.create(**options, stream=True))
+    (delta,) = (each for each in events if each.type == "message_delta")
+    assert delta.timeline["modes"] == whole.timeline["modes"]
+    assert not hasattr(client.messages.create(**OPTIONS), "timeline")
+
+
+def test_models(client):
+    names = ["echo", "echo-alias"]
+    models = client.models.list()
+    assert [each.id for each in models.data] == names and not models.has_more
+    assert [each.id for each in client.models.list(limit=1)] == names  # page after page
+    (before,) = client.models.list(before_id=names[1], limit=1).data
+    one = client.models.retrieve(names[1])
+    assert (before.id, one.type, one.display_name) == (names[0], "model", names[1])
+    assert one.created_at == models.data[0].created_at and one.created_at.year >= 2024
+    for call in (lambda: client.models.retrieve("x"), lambda: client.models.list(after_id="x")):
+        with pytest.raises(anthropic.NotFoundError):
+            call()
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"after_id": names[0], "before_id": names[0]}):
+        with pytest.raises(anthropic.BadRequestError):
+            client.models.list(**wrong)
+
+
 def test_a_sequence_that_stops(server, client):
     text = completion(server)["choices"][0]["text"]
     stop = next(each for each in text[3:] if each.isascii() and each.isalnum())

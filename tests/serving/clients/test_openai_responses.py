@@ -4,7 +4,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from kit import COMPLETION, running_server
+from kit import CHAT, COMPLETION, running_server
 
 KEY = "sk-test-key"
 PROMPT = "user: hi\nassistant:"
@@ -63,6 +63,38 @@ def test_a_stream_is_the_response(client):
         last = event
     assert last.type == "response.incomplete"
     assert text == last.response.output_text == whole.output_text
+
+
+def test_log_probabilities_are_those_of_a_chat(server, client):
+    """With all tokens of the output, streamed and not."""
+    include = ["message.output_text.logprobs"]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30} | EXTRA
+    body |= {"logprobs": True, "top_logprobs": 2}
+    with server.client(headers={"authorization": f"Bearer {KEY}"}) as http:
+        wanted = http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+    whole = client.responses.create(**OPTIONS, include=include, top_logprobs=2)
+    (part,) = whole.output[0].content
+    assert [each.model_dump() for each in part.logprobs] == wanted
+    events = list(client.responses.create(**OPTIONS, include=include, top_logprobs=2, stream=True))
+    deltas = [each for each in events if each.type == "response.output_text.delta"]
+    (done,) = (each for each in events if each.type == "response.output_text.done")
+    last = events[-1].response.output[0].content[0].logprobs
+    streamed = [entry.token for each in deltas for entry in each.logprobs]
+    assert len(deltas) > 1 and all(each.logprobs for each in deltas)
+    assert streamed == [each["token"] for each in wanted][: len(streamed)]
+    assert [each.token for each in done.logprobs] == [each["token"] for each in wanted]
+    assert [each.model_dump() for each in last] == wanted
+    plain = client.responses.create(**OPTIONS)
+    assert plain.output[0].content[0].logprobs == []
+
+
+def test_the_timeline_stands_beside_the_usage(client):
+    options = OPTIONS | {"extra_body": EXTRA | {"timeline": True}}
+    whole = client.responses.create(**options)
+    assert sum(number for _, number in whole.timeline["modes"]) == 30
+    *_, last = client.responses.create(**options, stream=True)
+    assert last.response.timeline["modes"] == whole.timeline["modes"]
+    assert not hasattr(client.responses.create(**OPTIONS), "timeline")
 
 
 def test_the_form_of_an_answer_is_parsed(client):

@@ -5,7 +5,7 @@ from pieces_kit import CITY, SCRIPT, generation_of, said
 
 from serving.server.dialects import asked
 from serving.server.dialects.asked import renamed
-from serving.server.dialects.responses_api import NAMES, read_count, read_response
+from serving.server.dialects.responses_api import LOGPROBS, NAMES, read_count, read_response
 from serving.server.dialects.responses_api_writer import ResponsesWriter
 from serving.server.errors import ServeError, internal_error
 from serving.server.schema import Wish
@@ -144,6 +144,19 @@ def test_a_form_of_the_text(chat):
     }
 
 
+def test_log_probabilities_are_asked_for():
+    asked = {"input": "hi", "include": [LOGPROBS]}
+    assert read_response({"input": "hi"}).sampling.logprobs is None
+    assert read_response(asked).sampling.logprobs == 0
+    assert read_response(asked | {"top_logprobs": 3}).sampling.logprobs == 3
+    tool = {"type": "function", "name": "f"}
+    assert read_response(asked | {"tools": [tool], "tool_choice": "none"}).sampling.logprobs == 0
+    for more, field in (({"tools": [tool]}, "include"), ({"top_logprobs": -1}, "top_logprobs")):
+        with pytest.raises(ServeError) as caught:
+            read_response(asked | more)
+        assert renamed(caught.value, NAMES).message.startswith(field)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -163,7 +176,8 @@ def test_a_form_of_the_text(chat):
         ("text", {"format": {"type": "json_schema", "name": "x"}}),
         ("text", {"verbosity": "high"}),
         ("reasoning", {"summary": "detailed"}),
-        ("include", ["message.output_text.logprobs"]),
+        ("include", ["file_search_call.results"]),
+        ("top_logprobs", -1),
         ("store", True),
         ("store", 0),
         ("background", True),
