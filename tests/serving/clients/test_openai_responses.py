@@ -80,7 +80,7 @@ def test_log_probabilities_are_those_of_a_chat(server, client):
     (done,) = (each for each in events if each.type == "response.output_text.done")
     last = events[-1].response.output[0].content[0].logprobs
     streamed = [entry.token for each in deltas for entry in each.logprobs]
-    assert len(deltas) > 1 and all(each.logprobs for each in deltas)
+    assert deltas[0].logprobs  # tokens may come together, and a last text without one
     assert streamed == [each["token"] for each in wanted][: len(streamed)]
     assert [each.token for each in done.logprobs] == [each["token"] for each in wanted]
     assert [each.model_dump() for each in last] == wanted
