@@ -9,9 +9,10 @@ from pathlib import Path
 import jax
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
 from shiftjax.control.blocks import BlockAllocator
-from shiftjax.control.deployment import Deployment, resolve
+from shiftjax.control.deployment import Deployment, Suited, resolve
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import make_fleet
 from shiftjax.control.lane import Lane
@@ -31,6 +32,7 @@ from shiftjax.costs.step import CostModel
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.communicators import make_communicators
+from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
 from shiftjax.device.groups import (
     Placed,
     compile_steps,
@@ -82,7 +84,7 @@ def build(
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
-    devices, deployment = deploy(config, source.config)
+    devices, deployment = deploy(config, source.config, cache_dir)
     programs_dir = cache_dir
     loads = deployment.widths or deployment.dp > 1 or deployment.pp > 2
     if devices[0].platform == "cpu" and loads:
@@ -105,13 +107,22 @@ def build(
     return assemble(config, deployment, groups, progress, load_seconds, programs_dir)
 
 
-def deploy(config: EngineConfig, model: ModelConfig) -> tuple[list[Device], Deployment]:
+def deploy(
+    config: EngineConfig, model: ModelConfig, cache_dir: Path | None = None
+) -> tuple[list[Device], Deployment]:
     """The devices, and what the settings come to on them; a start begins with this, and `check`.
 
-    Raises ConfigError for what model or machine cannot take, before anything is loaded.
+    What suits a CPU is measured, once for each `cache_dir`. Raises ConfigError for what model or
+    machine cannot take, before anything is loaded.
     """
     devices = jax.devices()[: config.parallel.devices]
-    deployment = resolve(config, model, measure(devices))
+    suited = Suited()
+    if devices[0].platform == "cpu" and num_parameters(model) >= LEAST_PARAMETERS:
+        dtype, sizes = config.model.dtype, config.compile.token_buckets
+        if dtype == "auto" or not sizes:
+            flags = environ_beside().get("XLA_FLAGS", "")
+            suited = suited_to_cpu(None if dtype == "auto" else dtype, cache_dir, flags)
+    deployment = resolve(config, model, measure(devices), suited)
     choosers_of(config, deployment, devices[0])  # that the machine is known where it must be
     if devices[0].platform == "cpu":
         warn_of_crowding(deployment.grid.num_devices)

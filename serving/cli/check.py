@@ -37,7 +37,7 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
     rows = _model_rows(source) | {"tokenizer": words}
     if files.pooling is not None:
         return rows | _encoder_rows(config, source.config, files.pooling)
-    devices, deployment = deploy(config, source.config)
+    devices, deployment = deploy(config, source.config, files.cache_dir)
     chosen = (step.attention for step in define_steps(deployment, devices).values())
     attention = {each.name: each.reason for each in chosen}
     here = measure(devices)
@@ -48,6 +48,7 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
         | {
             "computed in": deployment.formats.activations,
             "attention": "; ".join(f"{name} ({reason})" for name, reason in attention.items()),
+            "sizes of steps": f"{', '.join(map(str, deployment.token_buckets))} tokens",
             "longest sequence": f"{deployment.max_model_len} tokens",
         }
         | _device_rows(here)

@@ -30,7 +30,7 @@ _EVERY = (
 FORMATS = MappingProxyType({each.name: each for each in _EVERY})
 DTYPES = MappingProxyType({each.name: each.dtype for each in _EVERY if not each.has_scales})
 """What can be loaded, computed in and written: formats that say their values by themselves."""
-AUTO = "bfloat16"  # what dtype="auto" means: the quickest on every backend (docs/log.md)
+AUTO = "bfloat16"  # what dtype="auto" means, but for CPUs that are slow at it (device/cpu_probe.py)
 
 
 @dataclass(frozen=True)

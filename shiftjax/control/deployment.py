@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import ModelConfig, stages_of
-from shiftjax.arch.formats import Formats, formats_of
+from shiftjax.arch.formats import AUTO, Formats, formats_of
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.costs.buckets import Bucket, doubling, make_buckets
+from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket, doubling, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
     Memory,
@@ -46,6 +46,13 @@ class Devices(NamedTuple):
     num_devices: int
     total_bytes: int
     free_bytes: int  # before weights are loaded
+
+
+class Suited(NamedTuple):
+    """What suits the processor, where the settings leave it open."""
+
+    dtype: str = AUTO  # what dtype = auto means
+    few_tokens: tuple[int, ...] = (SMALLEST_TOKENS,)  # sizes of small steps; they double from there
 
 
 @dataclass(frozen=True)
@@ -270,14 +277,19 @@ def stable(count: int) -> int:
     return count >> shift << shift
 
 
-def resolve(config: EngineConfig, model: ModelConfig, devices: Devices) -> Deployment:
+def resolve(
+    config: EngineConfig, model: ModelConfig, devices: Devices, suited: Suited | None = None
+) -> Deployment:
     """What the settings come to. Raises ConfigError where model or machine cannot take them."""
+    suited = suited or Suited()
     problems = check_model(config, model, devices.num_devices)
     if problems:
         raise ConfigError(problems)
     cache, scheduler = config.cache, config.scheduler
-    formats = formats_of(config.model.dtype, cache.kv_cache_dtype)
-    sizes = config.compile.token_buckets or doubling(scheduler.max_num_batched_tokens)
+    dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
+    formats = formats_of(dtype, cache.kv_cache_dtype)
+    budget = scheduler.max_num_batched_tokens
+    sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
     widths: tuple[int, ...] = ()
     if config.fleet.fleet:

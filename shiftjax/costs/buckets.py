@@ -1,12 +1,13 @@
 """The sizes that steps are padded to. No JAX."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shiftjax.parallel.layout import Layout, round_up
 
-SMALLEST_TOKENS = 8  # fewer rows are no faster: a decode step is bound by reading the weights
+SMALLEST_TOKENS = 8  # fewer rows are no faster where a step is bound by reading the weights
+LEAST_GAIN = 0.2  # of its products' time, for which a size of its own is compiled
 MANY_TOKENS = 64  # from here on a model whose late layers compute rows alone gains by few rows
 
 
@@ -28,13 +29,27 @@ class Bucket(NamedTuple):
         return self.tokens >= tokens and self.rows >= rows and self.seqs >= seqs
 
 
-def doubling(max_tokens: int) -> tuple[int, ...]:
-    """Return token counts that double from `SMALLEST_TOKENS` up to `max_tokens`."""
-    sizes, size = [], SMALLEST_TOKENS
+def doubling(max_tokens: int, few: Sequence[int] = (SMALLEST_TOKENS,)) -> tuple[int, ...]:
+    """Return token counts up to `max_tokens`: `few`, ascending, and what doubles the last one."""
+    sizes, size = [size for size in few if size < max_tokens], 2 * few[-1]
     while size < max_tokens:
         sizes.append(size)
         size *= 2
     return (*sizes, max_tokens)
+
+
+def worthwhile(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """Return the sizes of small steps, ascending, by the seconds of products of so many rows.
+
+    Those that double from `SMALLEST_TOKENS` on belong to them in any case; smaller ones, and ones
+    between two, where they take `LEAST_GAIN` less than the next larger.
+    """
+    regular = set(doubling(max(seconds)))
+    kept: list[int] = []
+    for size in sorted(seconds, reverse=True):
+        if size in regular or seconds[size] < (1 - LEAST_GAIN) * seconds[kept[0]]:
+            kept.insert(0, size)
+    return tuple(kept)
 
 
 def make_buckets(
