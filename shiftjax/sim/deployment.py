@@ -1,5 +1,6 @@
 """Deployments on a modelled machine: which are compared, what they hold, how steps are chosen."""
 
+import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -13,6 +14,7 @@ from shiftjax.control.deployment import (
     base_rule,
     draft_rows,
     resolve,
+    stage_problems,
     widths_problems,
 )
 from shiftjax.control.policy import Policy, make_policy
@@ -20,6 +22,7 @@ from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, weight_bytes
+from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.drafts.draft import NO_DRAFTS
 from shiftjax.options import ConfigError, unknown_name
@@ -102,6 +105,7 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
     return deployment.sized(memory_of(target, deployment))
 
 
+STAGES = re.compile(r"pp(?P<pp>[0-9]{1,4})(tp(?P<tp>[0-9]{1,4}))?")  # names of pipelines
 FLEET = "fleet"  # how the names of deployments begin whose groups come and go
 SWITCHES = get_args(get_type_hints(FleetOptions)["switch"])
 FLEET_MODES = ("oracle", "threshold", "shift")
@@ -155,9 +159,33 @@ def deploy_fleet(
     )
 
 
+def deploy_stages(target: Target, name: str, **settings: Any) -> Deployment:
+    """Pipelines as their name says: `pp4` or `pp4tp2`, as many of them as the machine holds.
+
+    Raises ConfigError where the devices or the model cannot be cut so.
+    """
+    degrees = STAGES.fullmatch(name)
+    assert degrees is not None
+    pp, tp = int(degrees["pp"]), int(degrees["tp"] or 1)
+    problems = stage_problems(pp, target.model)
+    dp, rest = divmod(target.machine.num_devices, pp * tp) if pp * tp else (0, 1)
+    if rest or not dp:
+        problems.append(f"{target.machine.num_devices} devices cannot be cut into pp={pp} tp={tp}")
+    if problems:
+        raise ConfigError([f"{name}: {problem}" for problem in problems])
+    return deploy(target, name, (dp, 1, tp), "base", pp=pp, **settings)
+
+
 def cost_model(target: Target, deployment: Deployment) -> CostModel:
     """The costs of one replica."""
     return deployment.costs(target.machine, target.engine)
+
+
+def pipeline_costs(target: Target, deployment: Deployment) -> PipelineCosts | None:
+    """The costs of the stages of one replica; None: it has one."""
+    if deployment.pp == 1:
+        return None
+    return PipelineCosts([cost_model(target, stage) for stage in deployment.stages])
 
 
 def memory_of(target: Target, deployment: Deployment) -> Memory:

@@ -10,7 +10,8 @@ from shiftjax.control.lane import FIRST_UNIT, Failure, Lane
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.costs.moves import MoveCosts
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.stages import PipelineCosts
+from shiftjax.costs.step import CostModel, Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.drafts import ModelledDrafting
 
@@ -63,7 +64,7 @@ class StepRecord(NamedTuple):
     """One step that ran."""
 
     done: float  # seconds
-    device_seconds: float
+    device_seconds: float  # of all stages, one after the other
     num_tokens: int
     num_decodes: int
     mode: Mode
@@ -76,6 +77,10 @@ class CostRunner:
     The devices work through what they were given in order, those of groups that share `units` too;
     `fetch` waits for them. Tokens are all 0. `step_seconds` replaces the predictions, say by
     measured ones. `drafting` has taken more of the host's time.
+
+    With `pipeline`, a step begins in a stage when it has ended in the stage before and the step
+    before has ended in this one, and with a token in flight, when the last stage has sampled it;
+    `costs` are then those of the whole model on one stage's devices.
     """
 
     def __init__(
@@ -88,12 +93,17 @@ class CostRunner:
         units: Units | None = None,
         own_host: bool = False,
         drafting: ModelledDrafting | None = None,
+        pipeline: PipelineCosts | None = None,
     ):
         self.costs, self.clock, self.drafting = costs, clock, drafting
         self.steps: list[StepRecord] = []
         self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
         self._step_seconds = step_seconds
-        self.group, self._units = group, units or Units()
+        self.group = group
+        num_stages = 1 if pipeline is None else len(pipeline.stages)
+        self._pipeline = pipeline
+        self._stages = [units or Units(), *(Units() for _ in range(num_stages - 1))]
+        self._num_devices = costs.layout.num_devices * num_stages
         self._last_mode: Mode | None = None
         self._zeros, self._finite = np.zeros(MAX_ROWS, np.int32), np.ones(MAX_ROWS, bool)
 
@@ -102,21 +112,31 @@ class CostRunner:
     ) -> tuple[float, int]:
         """Let the host's time pass and queue the step on the devices."""
         work = work_of(plan)
-        host = self.costs.host_seconds(work) + self._drafting_seconds()
+        host = self.costs.engine.host(work.num_sequences, self._num_devices)
+        host += self._drafting_seconds()
         self._prepared_at = max(self.clock.now, self._prepared_at) + host
         if not self._own_host:
             self.clock.now = self._prepared_at
-        if self._step_seconds is not None:
-            seconds = self._step_seconds(plan, mode)
-        else:
-            seconds = self.costs.device_seconds(mode, work)
+        seconds = self._device_seconds(plan, mode, work)
         if self._last_mode not in (None, mode):
-            seconds += self.costs.engine.switch_seconds
-        self._last_mode = mode
-        done = self._units.occupy(self.group, self._prepared_at, seconds)
+            seconds[0] += self.costs.engine.switch_seconds
+        self._last_mode, done, group = mode, self._prepared_at, self.group
+        if self._pipeline is not None and previous_handle and _has_pending(plan):
+            done = max(done, previous_handle[0])  # a token comes from the last stage
+        for stage, each in zip(self._stages, seconds, strict=True):
+            done = stage.occupy(group, done, each)
+            group = FIRST_UNIT  # later stages are nobody else's
         num_decodes = plan.num_decodes + plan.num_drafts
-        self.steps.append(StepRecord(done, seconds, plan.num_tokens, num_decodes, mode))
+        self.steps.append(StepRecord(done, sum(seconds), plan.num_tokens, num_decodes, mode))
         return done, plan.num_rows
+
+    def _device_seconds(self, plan: StepPlan, mode: Mode, work: Work) -> list[float]:
+        """Of each stage."""
+        if self._step_seconds is not None:
+            return [self._step_seconds(plan, mode)]
+        if self._pipeline is not None:
+            return self._pipeline.stage_seconds(mode, work)
+        return [self.costs.device_seconds(mode, work)]
 
     def _drafting_seconds(self) -> float:
         """Of the host since the step before."""
@@ -138,6 +158,11 @@ class CostRunner:
 
     def reset(self) -> None:
         """Nothing is held that could be lost."""
+
+
+def _has_pending(plan: StepPlan) -> bool:
+    """Whether it reads a token that the host does not know."""
+    return any(item.previous_row >= 0 for item in plan.scheduled)
 
 
 class CostMover:

@@ -15,9 +15,11 @@ from shiftjax.options import ConfigError, shown, unknown_name
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.deployment import (
     FLEET,
+    STAGES,
     Target,
     cost_model,
     deploy_fleet,
+    deploy_stages,
     standard_deployments,
 )
 from shiftjax.sim.drafts import AcceptanceModel
@@ -59,14 +61,19 @@ def target_from(options: Mapping[str, Any]) -> Target:
 def choose_deployments(
     target: Target, names: Sequence[str], options: FleetOptions = NO_FLEET, **budgets: Any
 ) -> list[Deployment]:
-    """Standard deployments by name, and fleets; `options` are of these. Raises ConfigError."""
+    """Standard deployments by name, pipelines and fleets; `options` are of these.
+
+    Raises ConfigError.
+    """
     known = standard_deployments(target, **budgets)
     for name in names:
         if name.split(":")[0] == FLEET:
             known[name] = deploy_fleet(target, name, options, **budgets)
+        elif STAGES.fullmatch(name):
+            known[name] = deploy_stages(target, name, **budgets)
     wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
     if wrong:
-        there = ", ".join([*known, FLEET])
+        there = ", ".join([*known, FLEET, "ppNtpM"])
         raise ConfigError([f"{problem}; there are {there}" for problem in wrong])
     return [known[name] for name in names]
 

@@ -35,6 +35,7 @@ from shiftjax.sim.deployment import (
     drafting_of,
     memory_of,
     modes_of,
+    pipeline_costs,
     policy_of,
     sizes_of,
 )
@@ -118,7 +119,13 @@ def make_engine(
     for group in groups:
         width, drafting = group.width, drafting_of(target, deployment, acceptance)
         runner = CostRunner(
-            costs[width], clock, group=group, units=units, own_host=in_step, drafting=drafting
+            costs[width],
+            clock,
+            group=group,
+            units=units,
+            own_host=in_step,
+            drafting=drafting,
+            pipeline=pipeline_costs(target, sized),
         )
         known = beliefs[width], policies[width]
         lanes.append(_lane(target, sized.of_width(width), runner, *known, blocks.get(group)))
