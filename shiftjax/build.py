@@ -15,6 +15,7 @@ from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.deployment import Deployment, Suited, resolve
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import make_fleet
+from shiftjax.control.host_chunks import HostBlocks, HostMemory
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy, wanted_modes
 from shiftjax.control.prices import prices_of
@@ -45,8 +46,9 @@ from shiftjax.device.pipeline import PipelineRunner
 from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
-from shiftjax.device.sizing import measure
+from shiftjax.device.sizing import host_memory, measure
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.settings import environ_beside, warn_of_crowding
 from shiftjax.weights.source import TensorSource, check_complete
@@ -123,6 +125,10 @@ def deploy(
             flags = environ_beside().get("XLA_FLAGS", "")
             suited = suited_to_cpu(None if dtype == "auto" else dtype, cache_dir, flags)
     deployment = resolve(config, model, measure(devices), suited)
+    available = host_memory()[1] if deployment.host_bytes else 0
+    if deployment.host_bytes > available:
+        given = f"host_memory = {config.cache.host_memory} is more than the {available / 2**30:.1f}"
+        raise ConfigError([f"{given} GiB that this host has available: use less"])
     choosers_of(config, deployment, devices[0])  # that the machine is known where it must be
     if devices[0].platform == "cpu":
         warn_of_crowding(deployment.grid.num_devices)
@@ -162,8 +168,9 @@ def assemble(
     if deployment.widths:
         sizes = {group: stages[0].pool.block_size for group, stages in runners.items()}
         blocks = share(deployment.num_blocks, sizes)
+    memory = HostMemory(deployment.host_bytes)
     lanes = [
-        _lane(config, deployment, group, stages, policies, known, blocks.get(group))
+        _lane(config, deployment, group, stages, policies, known, blocks.get(group), memory)
         for group, stages in runners.items()
     ]
     fleet = None
@@ -243,8 +250,13 @@ def _lane(
     policies: Mapping[int, Policy],
     known: Mapping[int, CostModel | None],
     blocks: BlockAllocator | None,
+    memory: HostMemory,
 ) -> Lane:
     deployment = deployment.of_width(group.width)
+    host = None
+    if memory.num_bytes:
+        sizes = deployment.block_size, deployment.host_block_bytes
+        host = HostBlocks(memory, group.width, *sizes)
     policy, costs = policies[group.width], known[group.width]
     runner = stages[0] if len(stages) == 1 else PipelineRunner(stages)
     modes, budgets, speculation = stages[0].step.weights.modes, deployment.budgets, None
@@ -259,7 +271,8 @@ def _lane(
             num_guesses=min(num_predict, drafts.max_draft_tokens),  # no draft is longer
         )
     own = policy if deployment.widths else None
-    return Lane(Scheduler(budgets, speculation, blocks), runner, modes, group=group, policy=own)
+    scheduler = Scheduler(budgets, speculation, blocks, host)
+    return Lane(scheduler, runner, modes, group=group, policy=own)
 
 
 def use_compile_cache(directory: Path | None) -> None:

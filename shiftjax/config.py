@@ -15,6 +15,7 @@ from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import (
     ConfigError,
     Setting,
+    num_bytes_of,
     option,
     problem_with,
     settings_of,
@@ -25,6 +26,7 @@ from shiftjax.options import (
 from shiftjax.parallel.fleet import FleetOptions, fleet_problems
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
+MOST_HOST_BYTES = 1 << 50
 # Of a group, on the GPU servers that are planned for and simulated: vLLM's defaults there, with
 # which published figures were taken. The engine's own defaults are below; `--config` has them.
 SERVER_BUDGETS = types.MappingProxyType({"max_num_seqs": 256, "max_num_batched_tokens": 8192})
@@ -47,6 +49,14 @@ def _xla_options(text: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def _size(text: str) -> str | None:
+    try:
+        num_bytes = num_bytes_of(text)
+    except ValueError as error:
+        return str(error)
+    return None if num_bytes <= MOST_HOST_BYTES else f"must be at most 1024TiB, got {shown(text)}"
 
 
 @dataclass(frozen=True)
@@ -137,9 +147,17 @@ class CacheOptions:
     preemption: Literal["recompute", "swap"] = option(
         "recompute", "a preempted sequence's KV blocks are computed anew, or swapped to the host"
     )
-    num_host_blocks: int = option(
-        0, "KV blocks in host memory for swap, a null block included", low=0, high=1 << 28
+    host_memory: str = option(
+        "0",
+        "host memory of all groups, like 8GiB, for KV blocks that leave the devices: prefixes that "
+        "are found again, and swap",
+        check=_size,
     )
+
+    @property
+    def host_bytes(self) -> int:
+        """`host_memory` as a number."""
+        return num_bytes_of(self.host_memory)
 
 
 @dataclass(frozen=True)
@@ -309,13 +327,15 @@ def _machine_is_used(
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 
 
-def swap_has_room(preemption: str, num_host_blocks: int) -> str | None:
-    """Refuse swap without a block besides the null block, and host blocks without swap."""
-    if preemption == "swap" and num_host_blocks < 2:
-        return f"preemption = swap needs num_host_blocks of at least 2, got {num_host_blocks}"
-    if preemption != "swap" and num_host_blocks > 0:
-        return f"num_host_blocks = {num_host_blocks} is used by preemption = swap only: drop one"
-    return None
+def _host_memory_is_used(preemption: str, host_memory: str, prefix_caching: bool) -> str | None:
+    if preemption == "swap" and not num_bytes_of(host_memory):
+        return f"preemption = swap needs host_memory, say 8GiB, got {shown(host_memory)}"
+    if preemption == "swap" or prefix_caching or not num_bytes_of(host_memory):
+        return None
+    return (
+        f"host_memory = {host_memory} has no meaning without prefix_caching and with preemption = "
+        f"{preemption}: drop it"
+    )
 
 
 def _pool_holds_a_sequence(
@@ -403,7 +423,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _fleet_has_its_own_degrees,
     _threshold_is_used,
     _machine_is_used,
-    swap_has_room,
+    _host_memory_is_used,
     _pool_holds_a_sequence,
     _buckets_reach_the_budget,
     _lookup_is_a_range,

@@ -4,6 +4,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, cast
 
 from shiftjax.build import build
@@ -154,6 +155,7 @@ class LLM:
             "num_failed_steps": stats.num_failed_steps,
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
+            "host_tier": {} if stats.host is None else asdict(stats.host),
             "drafts": {} if stats.drafts is None else stats.drafts.by_drafter,
             "fleet": {} if stats.fleet is None else plain_counters(stats.fleet),
             "mesh": self._built.deployment.mesh,

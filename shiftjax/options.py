@@ -1,10 +1,12 @@
 """Settings as dataclass fields: how one is declared, described and checked. No JAX."""
 
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from fractions import Fraction
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -168,6 +170,18 @@ def unknown_name(name: str, known: Iterable[str], what: str = "option") -> str:
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"unknown {what} {shown(name)}{hint}"
+
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?)(i?)(B?)", re.IGNORECASE)
+
+
+def num_bytes_of(text: str) -> int:
+    """The bytes that a size spells: 8GiB, 500MB, or a plain number. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if not found or (found[3] and not found[2]):
+        raise ValueError(f"must be a size like 8GiB, 500MB or 0, got {shown(text)}")
+    unit = 1024 if found[3] else 1000
+    return int(Fraction(found[1]) * unit ** " KMGT".index(found[2].upper() or " "))
 
 
 def xla_options(text: str) -> dict[str, str]:

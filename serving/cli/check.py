@@ -150,10 +150,18 @@ def _stage_rows(deployment: Deployment, here: Devices) -> dict[str, Any]:
     return rows
 
 
+def _host_rows(deployment: Deployment) -> dict[str, Any]:
+    """How much the host tier holds; none without it."""
+    if not deployment.host_bytes:
+        return {}
+    num_tokens = deployment.host_bytes // deployment.host_block_bytes * deployment.block_size
+    return {"KV on the host": f"{_mebibytes(deployment.host_bytes)}, {num_tokens:,} tokens"}
+
+
 def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:
     size, each = deployment.block_size, deployment.block_bytes
     num_blocks = deployment.num_blocks
-    return {
+    return _host_rows(deployment) | {
         "weights": _mebibytes(memory.weight_bytes + memory.shift_weight_bytes),
         "a step's temporaries": f"about {_mebibytes(memory.workspace_bytes)}",
         "a KV block": f"{size} tokens, {each / 1024:,.1f} KiB",

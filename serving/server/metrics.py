@@ -25,6 +25,7 @@ from serving.server.handle import RequestHandle
 from serving.server.phases import Phases
 from shiftjax.control.embed import EmbedStats
 from shiftjax.control.fleet_state import FleetState
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.speculation import DraftStats
 
 FIRST_TOKEN_BUCKETS = (
@@ -312,6 +313,8 @@ class Metrics(Collector):
         queries, hits = stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens
         yield self._total("prefix_cache_queries", "Prompt tokens looked up.", {(): queries})
         yield self._total("prefix_cache_hits", "Prompt tokens found.", {(): hits})
+        if stats.host is not None:
+            yield from self._host_metrics(stats.host)
         yield self._total("failed_steps", "Steps that failed.", {(): stats.num_failed_steps})
         compiles = self._num_compiles()
         yield self._total("recompiles_after_warmup", "Must be 0.", {(): compiles})
@@ -322,6 +325,17 @@ class Metrics(Collector):
         pairs = permutations(stats.steps_by_mode, 2)
         switches = {pair: stats.mode_switches.get(pair, 0) for pair in pairs}
         yield self._total("mode_switches", "Changes of mode.", switches, "from", "to")
+
+    def _host_metrics(self, host: HostStats) -> Iterator[Metric]:
+        """The host tier: tokens looked up and found there, bytes moved and held."""
+        text = "Prompt tokens looked up on the host, because the devices did not have them."
+        yield self._total("host_cache_queries", text, {(): host.num_query_tokens})
+        yield self._total("host_cache_hits", "Of them, those found.", {(): host.num_hit_tokens})
+        moved = {("out",): host.num_offloaded_bytes, ("in",): host.num_restored_bytes}
+        text = "KV copied to the host and back."
+        yield self._total("host_cache_moved_bytes", text, moved, "direction")
+        yield self._gauge("host_cache_used_bytes", "KV on the host.", host.num_used_bytes)
+        yield self._gauge("host_cache_size_bytes", "The budget of it.", host.num_bytes)
 
     def _draft_metrics(self, drafts: DraftStats) -> Iterator[Metric]:
         """vLLM's counters of speculation, then ours."""

@@ -8,14 +8,22 @@ end, by `join`.
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from shiftjax.control.blocks import BlockAllocator, block_tokens, extend_hashes, root_hash
-from shiftjax.control.request import Sequence
+from shiftjax.control.blocks import (
+    BlockAllocator,
+    CachedPrefix,
+    block_tokens,
+    extend_hashes,
+    root_hash,
+)
+from shiftjax.control.host_chunks import HostBlocks, HostMoves, Place
+from shiftjax.control.request import Sequence, StepPlan
 
 
 class BlockTables:
-    """Block tables of one group over its device pool and, with `num_host_blocks`, a host tier.
+    """Block tables of one group over its device pool and, with `host`, a host tier.
 
-    Both counts include a null block 0. `model` keeps the hashes of different weights apart.
+    What falls out of the device's prefix cache goes to the host's, and is restored from there when
+    it is asked for again. `model` keeps the hashes of different weights apart.
     Prefixes are hashed every `hash_size` tokens, of which a block holds some whole number, so that
     groups whose blocks differ in size share the hashes of a sequence; default: every block.
     """
@@ -23,19 +31,22 @@ class BlockTables:
     def __init__(
         self,
         device: BlockAllocator,
-        num_host_blocks: int = 0,
+        host: HostBlocks | None = None,
         model: str = "",
         prefix_caching: bool = True,
         hash_size: int = 0,
     ):
         self.device = device
-        self.host = BlockAllocator(num_host_blocks, device.block_size) if num_host_blocks else None
+        self.host = host
         self._hash_size = hash_size or device.block_size
         self.prefix_caching = prefix_caching
         self.num_prefix_query_tokens = 0
-        self.num_prefix_hit_tokens = 0
+        self.num_prefix_hit_tokens = 0  # in both tiers
+        self.num_host_query_tokens = 0  # that the device did not have
+        self.num_host_hit_tokens = 0
         self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
         self._model = model
+        self._evicted: list[tuple[int, CachedPrefix]] = []  # since the last plan
         self._forks: dict[Sequence, list[list[int]]] = {}  # blocks that paths in flight have alone
 
     @property
@@ -43,34 +54,35 @@ class BlockTables:
         """Tokens of a block."""
         return self.device.block_size
 
-    def admit(self, sequence: Sequence, reserve: int) -> list[tuple[int, int]] | None:
+    def admit(self, sequence: Sequence, reserve: int) -> bool:
         """Give a waiting sequence blocks for all its tokens, and leave `reserve` blocks free.
 
-        Returns the `(device_block, host_block)` pairs to restore, or None if there is no room. A
-        whole prompt gets its blocks at once, so that chunks of it never wait for each other.
+        False if there is no room. A whole prompt gets its blocks at once, so that chunks of it
+        never wait for each other.
         """
         num_tokens = len(sequence.token_ids)
         num_blocks = self.device.blocks_for(num_tokens)
         shortage = num_blocks + reserve - self.device.num_free_blocks
         prefix = self._find_prefix(sequence, shortage)
         if shortage + self.device.num_revived(prefix) > len(prefix):
-            return None
+            return False
         self.device.retain(prefix)  # before allocating, which could evict them
-        fresh = [self.device.allocate() for _ in range(num_blocks - len(prefix))]
+        fresh = [self._allocate() for _ in range(num_blocks - len(prefix))]
         sequence.block_table = prefix + fresh
         sequence.num_registered_blocks = len(prefix)
-        num_hit_tokens = len(prefix) * self.block_size
+        num_restored = self._restore(sequence, len(prefix))
+        num_hit_tokens = (len(prefix) + num_restored) * self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_hit_tokens)
         self.num_prefix_query_tokens += num_tokens
         self.num_prefix_hit_tokens += num_hit_tokens
         self.num_prefix_hits_elsewhere += not prefix and self._is_known_elsewhere(sequence)
-        return self._restore(sequence)[len(prefix) :]
+        return True
 
     def grow(self, sequence: Sequence) -> bool:
         """Append one block; False if none is free."""
         if not self.device.num_free_blocks:
             return False
-        sequence.block_table.append(self.device.allocate())
+        sequence.block_table.append(self._allocate())
         return True
 
     def fork(self, sequence: Sequence, begin: int, num_blocks: int) -> list[int]:
@@ -78,7 +90,7 @@ class BlockTables:
 
         As many blocks must be free.
         """
-        blocks = [self.device.allocate() for _ in range(begin, num_blocks)]
+        blocks = [self._allocate() for _ in range(begin, num_blocks)]
         self._forks.setdefault(sequence, []).append(blocks)
         return sequence.block_table[:begin] + blocks
 
@@ -108,27 +120,43 @@ class BlockTables:
         self.device.release(sequence.block_table)
         sequence.block_table = []
         if self.host is not None:
-            self.host.release(sequence.host_block_table)
-            sequence.host_block_table = []
+            self.host.release(sequence.host_places)
+            sequence.host_places = []
 
     def forget(self, sequence: Sequence) -> None:
         """Release a sequence that will be recomputed."""
         self.release(sequence)
         sequence.num_computed_tokens = sequence.num_verified_tokens = 0
 
-    def swap_out(self, sequence: Sequence) -> list[tuple[int, int]] | None:
-        """Move what is computed to the host tier; returns the pairs to offload, None if no room.
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Move what is computed to the host tier; False if it has no room.
 
         The runner copies before the step computes, so the device blocks are free at once.
         """
         num_blocks = self.device.blocks_for(sequence.num_computed_tokens)
-        if self.host is None or not 0 < num_blocks <= self.host.num_free_blocks:
-            return None
-        host_blocks = [self.host.allocate() for _ in range(num_blocks)]
-        pairs = list(zip(sequence.block_table[:num_blocks], host_blocks, strict=True))
+        if self.host is None or not num_blocks:
+            return False
+        blocks = sequence.block_table[:num_blocks]
+        places = self.host.swap_out(blocks, [self.device.contents_of(b) for b in blocks])
+        if places is None:
+            return False
         self.release(sequence)
-        sequence.host_block_table = host_blocks
-        return pairs
+        sequence.host_places = places
+        return True
+
+    def finish_plan(self, *, is_planned: bool) -> HostMoves:
+        """The copies between the tiers that the plan needs; without a plan there are none."""
+        evicted, self._evicted = self._evicted, []
+        if self.host is None:
+            return HostMoves([], [], [])
+        if is_planned:
+            self.host.save(evicted)
+        return self.host.finish(is_planned=is_planned)
+
+    def end_plan(self, plan: StepPlan) -> None:
+        """The step of a plan has ended: other groups may read what it copied to the host."""
+        if self.host is not None:
+            self.host.prove(plan.offloads)
 
     def register(self, sequence: Sequence) -> None:
         """Enter the full blocks that are computed and known to be finite into the prefix cache."""
@@ -141,11 +169,12 @@ class BlockTables:
         sequence.num_registered_blocks = num_full
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """The contents of both tiers are lost, and with them the prefix cache."""
+        """The device's contents are lost, what it has written to the host, and the prefix cache."""
         for sequence in sequences:
-            sequence.block_table, sequence.host_block_table = [], []
+            sequence.block_table, sequence.host_places = [], []
             sequence.num_computed_tokens = sequence.num_verified_tokens = 0
         self._forks.clear()
+        self._evicted.clear()
         self.device.reset()
         if self.host is not None:
             self.host.reset()
@@ -156,7 +185,21 @@ class BlockTables:
         forks = chain.from_iterable(self._forks.values())
         self.device.check([*(sequence.block_table for sequence in sequences), *forks])
         if self.host is not None:
-            self.host.check([sequence.host_block_table for sequence in sequences])
+            self.host.memory.check()
+
+    def clear_cache(self) -> None:
+        """Nothing is found by hash any more, on the device and on the host."""
+        self.device.clear_cache()
+        if self.host is not None:
+            self.host.memory.clear_cache()
+
+    def _allocate(self) -> int:
+        """A device block; what it evicts from the prefix cache is offloaded by the plan."""
+        if self.host is not None and (block := self.device.next_evicted) is not None:
+            contents = self.device.contents_of(block)
+            assert contents is not None, "a cached block has contents"
+            self._evicted.append((block, contents))
+        return self.device.allocate()
 
     def _find_prefix(self, sequence: Sequence, shortage: int) -> list[int]:
         """Blocks that already hold the beginning of this sequence, without a reference yet.
@@ -194,15 +237,33 @@ class BlockTables:
                 return sibling.block_table[:num_blocks]
         return []
 
-    def _restore(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Give back the host blocks of a swapped sequence; returns the pairs to copy."""
-        pairs = list(zip(sequence.block_table, sequence.host_block_table, strict=False))
-        if self.host is not None:
-            # Slots freed here take part in a later plan's offloads at the earliest: admission
-            # comes last in a plan, and a plan that preempts admits nobody.
-            self.host.release(sequence.host_block_table)
-            sequence.host_block_table = []
-        return pairs
+    def _restore(self, sequence: Sequence, num_found: int) -> int:
+        """Bring what is on the host after the first `num_found` blocks to the device.
+
+        Returns how many blocks a prefix has there; of a swapped sequence that is none, because it
+        knows what it has computed.
+        """
+        if self.host is None:
+            return 0
+        if sequence.host_places:
+            places = sequence.host_places[num_found:]
+            self.host.restore(places, sequence.block_table[num_found:][: len(places)])
+            self.host.release(sequence.host_places)
+            sequence.host_places = []
+            return 0
+        places = self._find_on_host(sequence, num_found)
+        self.host.restore(places, sequence.block_table[num_found:][: len(places)])
+        return len(places)
+
+    def _find_on_host(self, sequence: Sequence, num_found: int) -> list[Place]:
+        """Where the host has blocks that go on after those found on the device; never all."""
+        if self.host is None or not self.prefix_caching or sequence.wants_prompt_logprobs:
+            return []
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        places = self.host.match(self._hashes(sequence), sequence.token_ids, num_found, limit)
+        self.num_host_query_tokens += len(sequence.token_ids) - num_found * self.block_size
+        self.num_host_hit_tokens += len(places) * self.block_size
+        return places
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """The hash of every full block: that of what it ends with, which is chained to the rest."""

@@ -110,6 +110,16 @@ class BlockAllocator:
         self._ref_counts[block] = 1
         return block
 
+    @property
+    def next_evicted(self) -> int | None:
+        """The cached block that the next `allocate` takes; None: it takes one that is free."""
+        is_evicting = self._cached and self.num_free_blocks == len(self._cached)
+        return next(iter(self._cached)) if is_evicting else None
+
+    def contents_of(self, block: int) -> CachedPrefix | None:
+        """What a block is found by; None: by nothing."""
+        return self._contents[block]
+
     def is_indexed(self, block_hash: bytes) -> bool:
         """Whether some block is found under this hash."""
         return block_hash in self._index

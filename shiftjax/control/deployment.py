@@ -12,6 +12,7 @@ from shiftjax.arch.config import ModelConfig, stages_of
 from shiftjax.arch.formats import AUTO, Formats, formats_of
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.control.admission import RequestLimits
+from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket, doubling, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
@@ -80,7 +81,7 @@ class Deployment:
     memory_fraction: float = 0.9
     prefix_caching: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
-    num_host_blocks: int = 0
+    host_bytes: int = 0  # of host memory for KV blocks, of all groups
     drafts: DraftOptions = NO_DRAFTS
     max_draft_rows: int = 0
     widths: tuple[int, ...] = ()  # units of the groups of a fleet, ascending; (): not a fleet
@@ -177,6 +178,13 @@ class Deployment:
         return self.block_size * max(each)
 
     @property
+    def host_block_bytes(self) -> int:
+        """Bytes of a KV block on the host: of all devices of a group, in all stages."""
+        if self.pp > 1:
+            return sum(stage.host_block_bytes for stage in self.stages)
+        return self.block_bytes * self.layout.num_devices
+
+    @property
     def budgets(self) -> SchedulerConfig:
         """What the scheduler of a group may give away."""
         model = self.layout.model
@@ -189,7 +197,6 @@ class Deployment:
             model=model.name,
             prefix_caching=self.prefix_caching,
             preemption=self.preemption,
-            num_host_blocks=self.num_host_blocks,
             max_draft_rows=self.max_draft_rows,
             hash_size=self.hash_size,
             num_stages=self.pp,
@@ -241,6 +248,8 @@ class Deployment:
         if self.policy != "base":
             copy = shift_copy_bytes(layout, formats, self.weights)
         workspace = self.temporary_bytes if workspace_bytes is None else workspace_bytes
+        if self.host_bytes:
+            workspace += MOST_IN_FLIGHT * CHUNK_SIZES[0] * self.block_bytes
         used = devices.total_bytes - devices.free_bytes
         room = int(self.memory_fraction * devices.total_bytes) - used
         kv = room - weights - copy - workspace
@@ -317,7 +326,7 @@ def resolve(
         memory_fraction=cache.memory_fraction,
         prefix_caching=cache.prefix_caching,
         preemption=cache.preemption,
-        num_host_blocks=cache.num_host_blocks,
+        host_bytes=cache.host_bytes,
         drafts=config.drafts,
         max_draft_rows=draft_rows(config.drafts, scheduler.max_num_seqs),
         widths=widths,
@@ -328,6 +337,10 @@ def resolve(
         pp=config.parallel.pp,
     )
     _ = deployment.fixed  # that its groups can be formed
+    least = min(of_width.host_block_bytes for of_width in deployment.by_width.values())
+    if 0 < deployment.host_bytes < least:
+        given = f"host_memory = {cache.host_memory} is less than a KV block of {least} bytes"
+        raise ConfigError([f"{given}: use more, or leave it out"])
     return deployment
 
 

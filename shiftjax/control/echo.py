@@ -45,7 +45,7 @@ class EchoRunner:
         *,
         num_blocks: int = 0,
         block_size: int = 1,
-        num_host_blocks: int = 0,
+        host: dict[int, list[np.ndarray]] | None = None,  # chunks, of all groups
         check: bool = False,
     ):
         self.vocab_size = vocab_size
@@ -53,7 +53,7 @@ class EchoRunner:
         self.check = check
         self.modes: list[Mode] = []
         self._pool = np.full((num_blocks, block_size), NO_TOKEN)
-        self._host: dict[int, np.ndarray] = {}
+        self.host = {} if host is None else host
         self._last: dict[int, tuple[np.ndarray, list[Sequence]]] = {}  # by micro-batch: its rows
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: StepOutput | None) -> StepOutput:
@@ -93,9 +93,8 @@ class EchoRunner:
         return handle
 
     def reset(self) -> None:
-        """Empty both tiers."""
+        """Empty the pool."""
         self._pool.fill(NO_TOKEN)
-        self._host.clear()
         self._last.clear()
 
     def _tokens(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
@@ -128,10 +127,15 @@ class EchoRunner:
 
     def _audit(self, plan: StepPlan, previous: list[int]) -> None:
         """Move and write what the plan says, then look at what every sequence would attend to."""
-        for block, host_block in plan.offloads:
-            self._host[host_block] = self.block(block)
-        for block, host_block in plan.restores:
-            self.put_block(block, self._host[host_block])
+        while plan.dropped:
+            self.host.pop(plan.dropped.pop(), None)
+        for chunk, blocks in plan.offloads:
+            assert chunk not in self.host, "a chunk is written once"
+            self.host[chunk] = [self.block(block) for block in blocks]
+        for chunk, blocks in plan.restores:
+            for block, contents in zip(blocks, self.host[chunk], strict=True):
+                if block:
+                    self.put_block(block, contents)
         for block, copy in plan.copies:
             self.put_block(copy, self.block(block))
         contexts = [self._context(item, previous) for item in plan.scheduled]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shiftjax.control.admission import RequestLimits, validate_request
 from shiftjax.control.fleet import Fleet, load_of
 from shiftjax.control.fleet_state import FleetState, state_of
+from shiftjax.control.host_stats import HostStats, host_stats
 from shiftjax.control.lane import Failure, Flight, Lane, wait_for_one
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import (
@@ -49,8 +50,9 @@ class EngineStats:
     num_failed_steps: int
     num_preemptions: dict[str, int]  # recompute, swap
     num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
+    num_prefix_hit_tokens: int  # in both tiers
     num_prefix_hits_elsewhere: int  # sequences, whose prefix only groups of other widths have
+    host: HostStats | None  # None: there is no host tier
     drafts: DraftStats | None  # None: nobody drafts
     fleet: FleetState | None  # None: groups stay as they are
 
@@ -284,6 +286,7 @@ class Engine:
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
             num_prefix_hits_elsewhere=sum(e.tables.num_prefix_hits_elsewhere for e in schedulers),
+            host=host_stats([scheduler.tables for scheduler in schedulers]),
             drafts=total_stats(scheduler.speculation for scheduler in schedulers),
             fleet=None if self.fleet is None else state_of(self.fleet),
         )
@@ -301,7 +304,7 @@ class Engine:
     def flush_prefix_cache(self) -> None:
         """Make every cached block worthless; running sequences keep theirs."""
         for lane in self.lanes:
-            lane.scheduler.tables.device.clear_cache()
+            lane.scheduler.tables.clear_cache()
 
     def drain(self) -> None:
         """The end has begun: what there is goes on, and no groups are bound for it."""

@@ -26,10 +26,8 @@ class PlanBuilder:
     drafted: list[ScheduledSequence] = field(default_factory=list)  # in `decodes`, or paths
     chunks: list[ScheduledSequence] = field(default_factory=list)
     unfinished_prompts: list[Sequence] = field(default_factory=list)
-    offloads: list[tuple[int, int]] = field(default_factory=list)
-    restores: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    swapped: list[Sequence] = field(default_factory=list)  # whose blocks `offloads` copies
+    swapped: list[Sequence] = field(default_factory=list)  # by this plan's offloads
     num_preempted: int = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -90,8 +88,8 @@ class PlanBuilder:
             num_tokens,
             num_rows,
             num_decodes,
-            self.offloads,
-            self.restores,
+            [],  # the scheduler knows the copies when the plan is made
+            [],
             step_id,
             num_drafts=len(self.drafted),
             num_guesses=self.num_guesses,

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from shiftjax.control.errors import DuplicateRequestError, RequestError
+from shiftjax.control.host_chunks import Offload, Place, Restore
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
 from shiftjax.drafts.draft import Draft
 from shiftjax.drafts.drafting import ModelGuess
@@ -37,7 +38,7 @@ FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 class Status(enum.Enum):
-    """Where a sequence is. One swapped to the host waits, with a host block table."""
+    """Where a sequence is. One swapped to the host waits, with places there."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -144,7 +145,7 @@ class Sequence:
     constraint: TokenConstraint | None = None
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
-    host_block_table: list[int] = field(default_factory=list)  # not empty: swapped out
+    host_places: list[Place] = field(default_factory=list)  # not empty: swapped out
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix hit at the first admission
     num_verified_tokens: int = 0
@@ -242,23 +243,24 @@ class StepPlan:
 
     All are of one micro-batch; a group without pipeline stages has no other.
 
-    The runner first copies every `(device_block, host_block)` of `offloads` to the host, then
-    those of `restores` to the device, then every `(block, new block)` of `copies` on the device,
-    then computes.
+    The runner first forgets the chunks `dropped` on the host and empties that list, copies
+    `offloads` there and then `restores` to the device, then every `(block, new block)` of `copies`
+    on the device, then computes.
     """
 
     scheduled: list[ScheduledSequence]
     num_tokens: int
     num_rows: int
     num_decodes: int
-    offloads: list[tuple[int, int]]
-    restores: list[tuple[int, int]]
+    offloads: list[Offload]
+    restores: list[Restore]
     step_id: int
     num_drafts: int = 0  # items with drafts; they come after the decodes
     num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
     copies: list[tuple[int, int]] = field(default_factory=list)
     drafting_seconds: float = 0.0  # of the host, in making this plan
     micro_batch: int = 0
+    dropped: list[int] = field(default_factory=list)
 
 
 class StepOutput(NamedTuple):

@@ -23,6 +23,7 @@ from operator import attrgetter
 
 from shiftjax.control.block_tables import BlockTables
 from shiftjax.control.blocks import BlockAllocator
+from shiftjax.control.host_chunks import HostBlocks
 from shiftjax.control.micro_batches import is_in_flight, num_dealt, num_sampling
 from shiftjax.control.paths import place_drafts, settle
 from shiftjax.control.plan_builder import PlanBuilder
@@ -61,6 +62,7 @@ class Scheduler:
         config: SchedulerConfig,
         speculation: Speculation | None = None,
         blocks: BlockAllocator | None = None,  # of the pool; None: one of its own
+        host: HostBlocks | None = None,  # None: there is no host tier
     ):
         self.config = config
         self.speculation = speculation  # None: nothing is drafted
@@ -68,7 +70,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.tables = BlockTables(
             blocks or BlockAllocator(config.num_blocks, config.block_size),
-            config.num_host_blocks,
+            host,
             config.model,
             config.prefix_caching,
             config.hash_size,
@@ -153,10 +155,13 @@ class Scheduler:
                 self._draft(builder, self.speculation, num_queued, last_mode)
             plan = builder.finish(self._num_steps)
             if plan is not None:
+                moves = self.tables.finish_plan(is_planned=True)
+                plan.dropped, plan.offloads, plan.restores = moves
                 self._num_steps += 1
                 self._micro_batch = (micro_batch + 1) % num_stages
                 return plan
             self._forget_swapped(builder.swapped)
+            self.tables.finish_plan(is_planned=False)
         return None
 
     def _fill(self, builder: PlanBuilder, now: float, in_flight: Collection[StepPlan]) -> None:
@@ -262,13 +267,12 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
         """Back to waiting, by swap where the host tier has room and else by recompute."""
-        pairs = self.tables.swap_out(sequence) if self.config.preemption == "swap" else None
-        if pairs is None:
-            self.tables.forget(sequence)
-        else:
-            builder.offloads += pairs
+        swaps = self.config.preemption == "swap" and self.tables.swap_out(sequence)
+        if swaps:
             builder.swapped.append(sequence)
-        self.num_preemptions["recompute" if pairs is None else "swap"] += 1
+        else:
+            self.tables.forget(sequence)
+        self.num_preemptions["swap" if swaps else "recompute"] += 1
         builder.num_preempted += 1
         sequence.num_preemptions += 1
         self._wait(sequence)
@@ -296,8 +300,7 @@ class Scheduler:
             if sequence.num_preemptions and is_in_flight(sequence, in_flight):
                 break  # what it had computed, and sampled, is not known yet
             is_first = sequence.first_scheduled_seconds is None
-            restores = self.tables.admit(sequence, self._reserve(sequence))
-            if restores is None:
+            if not self.tables.admit(sequence, self._reserve(sequence)):
                 break
             if is_first:
                 sequence.first_scheduled_seconds = now
@@ -308,7 +311,6 @@ class Scheduler:
             sequence.status = Status.RUNNING
             sequence.micro_batch = builder.micro_batch
             num_left -= 1
-            builder.restores += restores
             builder.add(sequence)
 
     def _num_admitted(self, micro_batch: int) -> int:
@@ -352,6 +354,7 @@ class Scheduler:
         of a path that agrees less than another.
         """
         check_output(plan, output)
+        self.tables.end_plan(plan)
         label, caches = mode.label, self.config.prefix_caching
         block_size = self.config.block_size
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()

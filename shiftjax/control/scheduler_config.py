@@ -4,17 +4,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from shiftjax.config import budget_holds_the_decodes, swap_has_room
+from shiftjax.config import budget_holds_the_decodes
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Budgets of one group.
 
-    `num_blocks` and `num_host_blocks` count a null block each. `watermark` is the share of blocks
-    that an admission leaves free for running sequences to grow into. A sequence preempted
-    `max_preemptions` times is next admitted when it can run to its end undisturbed. With several
-    `num_stages` of a pipeline there are as many micro-batches, and a step takes one of them.
+    `num_blocks` counts the null block. `watermark` is the share of blocks that an admission leaves
+    free for running sequences to grow into. A sequence preempted `max_preemptions` times is next
+    admitted when it can run to its end undisturbed. With several `num_stages` of a pipeline there
+    are as many micro-batches, and a step takes one of them.
     """
 
     num_blocks: int
@@ -25,7 +25,6 @@ class SchedulerConfig:
     model: str = ""
     prefix_caching: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
-    num_host_blocks: int = 0
     watermark: float = 0.01
     max_preemptions: int = 4
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
@@ -45,7 +44,6 @@ class SchedulerConfig:
     def __post_init__(self):
         problems = [
             budget_holds_the_decodes(self.max_num_batched_tokens, self.max_num_seqs),
-            swap_has_room(self.preemption, self.num_host_blocks),
         ]
         if self.max_num_seqs < 1:
             problems.append(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shiftjax.device.host_tier import HostTier
+from shiftjax.device.host_tier import Chunks, HostTier
 from shiftjax.device.mesh import named, replicated_spec
 from shiftjax.device.mode_weights import ModeWeights, Weights
 from shiftjax.device.pool import DevicePools, FlatPools, PoolOptions
@@ -29,7 +29,7 @@ def on_group(array: jax.Array | None, mesh: Mesh) -> jax.Array | None:
 
 
 class GroupMemory:
-    """The weights, KV pools and host blocks on the devices of one group.
+    """The weights and KV pools on the devices of one group, and its way to the host tier.
 
     `pools` are donated to every step and replaced by what it returns. Weights are never donated:
     those of other modes are views of the stored ones, made when a mode is first used.
@@ -70,15 +70,13 @@ class GroupMemory:
             self._by_mode[mode] = self._weights.of(mode, self._stored)
         return self._by_mode[mode]
 
-    def prepare(self, sizes: PoolOptions, *, swaps: bool) -> None:
-        """Make pools where the devices have none yet, and with `swaps` a host tier."""
+    def prepare(self, sizes: PoolOptions, chunks: Chunks | None) -> None:
+        """Make pools where the devices have none yet, and a host tier over `chunks`, if any."""
         if not self._device_pools.has(self.mesh):
             self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
-        if swaps:
-            self.host = HostTier(self.mesh, self.pools)
+        if chunks is not None:
+            self.host = HostTier(self.mesh, self.pools, chunks)
 
     def allocate(self, sizes: PoolOptions) -> None:
-        """Make empty pools, and empty the host tier. What was in them is lost."""
+        """Make empty pools. What was in them is lost."""
         self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
-        if self.host is not None:
-            self.host.clear()

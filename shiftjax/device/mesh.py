@@ -103,9 +103,9 @@ def pool_spec() -> P:
     return P(None, ALL_AXES)
 
 
-def payload_spec() -> P:
-    """Return the spec of a block of all layers, `[2 * layers, devices * elements of a block]`."""
-    return P(None, ALL_AXES)
+def chunk_spec() -> P:
+    """Return the spec of blocks of all layers, `[2 * layers, blocks, devices * elements]`."""
+    return P(None, None, ALL_AXES)
 
 
 def rows_spec() -> P:

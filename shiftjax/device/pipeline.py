@@ -36,6 +36,7 @@ class PipelineRunner:
         """Dispatch one step to all stages; nothing is awaited."""
         for stage in self.stages:
             stage.move_blocks(plan)
+        plan.dropped.clear()
         prepared = self._last.prepare(plan)
         pending = {} if previous_handle is None else _tokens_by_stage(self.stages, previous_handle)
         results: list[Any] = []

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from shiftjax.control.request import StepOutput, StepPlan
+from shiftjax.device.host_tier import Chunks
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, replicated_spec, rows_spec
 from shiftjax.device.pack import step_inputs, suits
@@ -64,7 +65,7 @@ class DeviceRunner:
         pool: PoolOptions,
         programs: Iterable[Program],
         *,
-        swaps: bool = False,
+        chunks: Chunks | None = None,  # None: there is no host tier
         seed: int = 0,
     ):
         self.step, self.memory, self.pool = step, memory, pool
@@ -74,7 +75,7 @@ class DeviceRunner:
         self._rows = named(step.mesh, rows_spec())
         self._no_tokens = jax.device_put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
-        memory.prepare(pool, swaps=swaps)
+        memory.prepare(pool, chunks)
 
     def load_programs(self, other: "DeviceRunner") -> None:
         """Take over the programs of the runner of another group, which has the same layout."""
@@ -103,6 +104,7 @@ class DeviceRunner:
     def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
         """Dispatch one step; nothing is awaited."""
         self.move_blocks(plan)
+        plan.dropped.clear()
         prepared = self.prepare(plan)
         last = None if previous_handle is None else previous_handle.last_tokens
         return in_flight(plan, prepared, *self.launch(prepared, mode, last))
@@ -195,11 +197,11 @@ class DeviceRunner:
         host = self.memory.host
         if host is None:
             return
-        for device_block, host_block in plan.offloads:
-            host.offload(self.memory.pools, device_block, host_block)
-        for device_block, host_block in plan.restores:
-            pools = self.memory.pools
-            self.memory.pools = host.restore(pools, device_block, host_block)
+        host.drop(plan.dropped)
+        for chunk, blocks in plan.offloads:
+            host.offload(self.memory.pools, chunk, blocks)
+        for chunk, blocks in plan.restores:
+            self.memory.pools = host.restore(self.memory.pools, chunk, blocks)
 
     def program_for(self, plan: StepPlan) -> Program:
         """The smallest program that suits a plan. Raises `NoBucketError`."""

@@ -38,7 +38,7 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
 SIMULATED = MappingProxyType(
-    {"weights": "alias", "preemption": "recompute", "deterministic": False}
+    {"weights": "alias", "preemption": "recompute", "host_memory": "0", "deterministic": False}
 )
 """Settings of which the replay knows one value."""
 

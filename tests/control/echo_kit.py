@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner, echo_token
 from shiftjax.control.engine import Engine
+from shiftjax.control.host_chunks import CHUNK_SIZES, HostBlocks, HostMemory
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.control.request import Event, Request, SamplingParams, StepPlan, derive_seed
@@ -17,6 +18,7 @@ from shiftjax.parallel.grid import Group, Mode
 VOCAB_SIZE = 13  # small, so that stop ids are hit often
 MAX_MODEL_LEN = 48
 ENGINE_SEED = 5
+HOST_BLOCK_BYTES = 24
 
 
 class StepFault(Exception):
@@ -26,15 +28,15 @@ class StepFault(Exception):
 class AuditedRunner(EchoRunner):
     """Checks every plan against the budgets and the KV; fails or poisons where told."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, host: dict | None = None, num_host_blocks=1 << 30):
         super().__init__(
             VOCAB_SIZE,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
-            num_host_blocks=config.num_host_blocks,
+            host=host,
             check=True,
         )
-        self.config = config
+        self.config, self.num_host_blocks = config, num_host_blocks
         self.faults: dict[int, str] = {}  # number of the run -> "run" or "fetch"
         self.poisoned: set[str] = set()  # requests whose rows are not finite
         self.poisoned_index: int | None = None  # only this continuation of them; None: all
@@ -51,6 +53,7 @@ class AuditedRunner(EchoRunner):
         if fault == "run":
             raise StepFault("run")
         output = super().run(plan, mode, previous_handle)
+        assert sum(map(len, self.host.values())) <= self.num_host_blocks
         row = 0
         for item in plan.scheduled:
             is_hit = self.poisoned_index in (None, item.sequence.index)
@@ -91,7 +94,10 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
             assert item.num_tokens == item.num_rows == 1
         else:
             assert item.previous_row == -1
-    assert not (plan.offloads and plan.restores)
+    targets = [block for _, blocks in plan.restores for block in blocks if block]
+    assert len(targets) == len(set(targets))
+    assert all(len(blocks) in CHUNK_SIZES for _, blocks in plan.offloads + plan.restores)
+    assert all(block for _, blocks in plan.offloads for block in blocks)
 
 
 def make_engine(
@@ -104,14 +110,16 @@ def make_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     clock: Callable[[], float] | None = None,
-    **scheduler: object,
+    num_host_blocks: int = 0,
+    **options: object,
 ) -> Engine:
+    """Groups share the host tier; a block there counts as `HOST_BLOCK_BYTES`."""
     config = SchedulerConfig(
         num_blocks,
         block_size,
         max_num_seqs,
         max_num_batched_tokens,
-        **scheduler,  # pyright: ignore[reportArgumentType]
+        **options,  # pyright: ignore[reportArgumentType]
     )
     limits = RequestLimits(
         VOCAB_SIZE,
@@ -120,7 +128,12 @@ def make_engine(
         eos_token_ids=config.eos_token_ids,
     )
     modes = Group(0, 2).modes
-    lanes = [Lane(Scheduler(config), AuditedRunner(config), modes) for _ in range(dp)]
+    memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
+    lanes = []
+    for _ in range(dp):
+        host = HostBlocks(memory, modes, block_size, HOST_BLOCK_BYTES) if num_host_blocks else None
+        scheduler = Scheduler(config, host=host)
+        lanes.append(Lane(scheduler, AuditedRunner(config, chunks, num_host_blocks), modes))
     policy = policy or make_policy("threshold", 8)
     return Engine(lanes, policy, limits, overlap=overlap, seed=ENGINE_SEED, clock=clock)
 
@@ -215,7 +228,13 @@ def assert_quiescent(engine: Engine) -> None:
     for group in engine.lanes:
         assert not group.in_flight and not group.scheduler.requests
         host = group.scheduler.tables.host
-        assert host is None or host.num_free_blocks == host.num_usable_blocks
+        if host is not None:
+            assert host.memory.num_used_bytes == host.memory.num_idle_bytes
+            written, dropped = (
+                set(runner_of(engine).host),
+                {*host.memory.given, *host.memory.dropped},
+            )
+            assert {chunk.number for chunk in host.memory.chunks} == written - dropped
 
 
 def make_request(name: str, prompt: list[int], arrival: float = 0.0, **sampling) -> Request:

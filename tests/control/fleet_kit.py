@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from echo_kit import ENGINE_SEED, MAX_MODEL_LEN, VOCAB_SIZE, AuditedRunner
+from echo_kit import ENGINE_SEED, HOST_BLOCK_BYTES, MAX_MODEL_LEN, VOCAB_SIZE, AuditedRunner
 from echo_pools import EchoMover, EchoPools, Told
 
 from shiftjax.arch.presets import PRESETS
@@ -13,6 +13,7 @@ from shiftjax.control.admission import RequestLimits
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import FleetPolicy
+from shiftjax.control.host_chunks import HostBlocks, HostMemory
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import make_policy
 from shiftjax.control.scheduler import Scheduler
@@ -26,8 +27,8 @@ from shiftjax.parallel.layout import Layout
 class FleetRunner(AuditedRunner):
     """An audited runner of one group, whose blocks are in the pools of all."""
 
-    def __init__(self, config: SchedulerConfig, group: Group, pools: EchoPools):
-        super().__init__(config)
+    def __init__(self, config: SchedulerConfig, group: Group, pools: EchoPools, host: dict):
+        super().__init__(config, host)
         self.group, self.pools = group, pools
 
     def write(self, block: int, offset: int, token: int) -> None:
@@ -61,6 +62,7 @@ def make_fleet(
     fleet: Mapping[str, Any] | None = None,
     clock: Any = None,
     max_model_len: int = MAX_MODEL_LEN,
+    num_host_blocks: int = 0,
     **scheduler: Any,
 ) -> Engine:
     """An engine whose units form the groups that `policy` says, at first one for each unit."""
@@ -71,6 +73,7 @@ def make_fleet(
     groups = all_groups(units, widths)
     sizes = {group: pools.block_tokens(group.width) for group in groups}
     blocks = share(num_blocks, sizes)
+    memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
     lanes = []
     for group in groups:
         config = SchedulerConfig(
@@ -81,8 +84,10 @@ def make_fleet(
             hash_size=block_size,
             **scheduler,
         )
-        runner = FleetRunner(config, group, pools)
-        lanes.append(Lane(Scheduler(config, None, blocks[group]), runner, group.modes, group=group))
+        runner = FleetRunner(config, group, pools, chunks)
+        host = HostBlocks(memory, group.width, sizes[group], HOST_BLOCK_BYTES * group.width)
+        own = Scheduler(config, None, blocks[group], host if num_host_blocks else None)
+        lanes.append(Lane(own, runner, group.modes, group=group))
     limits = RequestLimits(
         VOCAB_SIZE,
         max_model_len,

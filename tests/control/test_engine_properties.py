@@ -55,7 +55,7 @@ def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
         eos_token_ids=draw(st.sampled_from([(), (0,)])),
         prefix_caching=draw(st.booleans()),
         preemption=preemption,
-        num_host_blocks=draw(st.integers(2, longest)) if preemption == "swap" else 0,
+        num_host_blocks=draw(st.sampled_from([0, 1, longest // 4, longest, 3 * longest])),
         watermark=draw(st.sampled_from([0.0, 0.1])),
         max_preemptions=draw(st.integers(0, 3)),
         max_draft_rows=draw(st.sampled_from([0, 12])),  # of engines that draft
@@ -190,6 +190,7 @@ def test_any_schedule_gives_the_reference_tokens(engine, clients):
     stats = engine.stats()
     event(f"preempted: {any(stats.num_preemptions.values())}")
     event(f"prefix hits: {stats.num_prefix_hit_tokens > 0}")
+    event(f"on the host: {stats.host is not None and stats.host.num_hit_tokens > 0}")
     steps = sum(len(runner_of(engine, group).plans) for group in range(len(engine.lanes)))
     assert sum(stats.steps_by_mode.values()) == steps
     assert stats.num_failed_steps == 0

@@ -132,7 +132,7 @@ def test_nobody_notices_any_kind_of_switching(seed, preemption, aborts):
         num_blocks=40,
         fleet={"switch": "soft", "max_pause_seconds": 6.0},
         preemption=preemption,
-        num_host_blocks=30 if preemption == "swap" else 0,
+        num_host_blocks=rng.choice([2, 10, 60]),
     )
     requests = random_requests(rng, 14)
     kinds = ("move", "soft", "hard", "sequential")
@@ -160,7 +160,7 @@ def test_nobody_notices_what_is_tight(seed, preemption, quality, switch, fault):
         max_draft_rows=12,
         watermark=0.0,
         preemption=preemption,
-        num_host_blocks=30 if preemption == "swap" else 0,
+        num_host_blocks=rng.choice([2, 10, 60]),
         policy=Told(NeedPolicy(WIDTHS)),
         fleet={"switch": switch, "max_pause_seconds": 3.0},
     )

@@ -116,11 +116,8 @@ def play(
     for lane in engine.lanes:
         lane.policy = AnyCompiled(lane.runner, rng)
         lane.runner.is_ready = lambda handle: rng.random() < READY
-        lane.scheduler.tables.device.clear_cache()
-        num_host_blocks = lane.scheduler.tables.host.num_blocks if preemption == "swap" else 0
-        lane.scheduler.config = replace(
-            lane.scheduler.config, preemption=preemption, num_host_blocks=num_host_blocks
-        )
+        lane.scheduler.tables.clear_cache()
+        lane.scheduler.config = replace(lane.scheduler.config, preemption=preemption)
     todo, turn = list(requests), 0
     found: Named = {}
     while todo or engine.has_work():

@@ -67,7 +67,7 @@ def built(shape) -> Built:
         fleet_policy="context",
         num_blocks=30,
         preemption="swap",
-        num_host_blocks=30,
+        host_memory="8MB",
         shift_threshold=16,  # so the larger bucket is compiled in both modes
         **(drafts if shape == DRAFTING else {}),
     )

@@ -129,7 +129,7 @@ def test_all_modes_write_the_same_cache(sp, tp):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_swapped_sequences_come_back_as_they_were(overlap):
     directory, config, tensors = checkpoint()
-    options = {"preemption": "swap", "num_host_blocks": 100, "overlap": overlap}
+    options = {"preemption": "swap", "host_memory": "8MB", "overlap": overlap}
     built = make(directory, 2, 2, num_blocks=CROWDED, prefix_caching=False, **options)
     built.engine.policy = RandomPolicy(5)
     prompts = prompts_with_shared_prefixes(4, 8)

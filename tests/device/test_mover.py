@@ -57,7 +57,7 @@ def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) 
         weights = ModeWeights(models[group.width], layouts[group.width], "alias")
         mesh = group_mesh(devices, grid, group)
         memories[group] = GroupMemory(weights, stored, mesh, device_pools)
-        memories[group].prepare(sizes[group.width], swaps=False)
+        memories[group].prepare(sizes[group.width], None)
     return Moved(grid, layouts, memories, DeviceMover(memories, sizes))
 
 

@@ -20,7 +20,7 @@ BUCKET = 32
 SIZES = {"num_blocks": 28, "max_model_len": 96, "token_buckets": [BUCKET], "shift_threshold": 10}
 UNTIED = {"tie_word_embeddings": False}
 ODD = {"hidden_size": 49, "head_dim": 8}  # no two devices can split it
-SWAPS = {"preemption": "swap", "num_host_blocks": 100}
+SWAPS = {"preemption": "swap", "host_memory": "8MB"}
 
 # Degrees, layers (that do not divide, where there is a third number), the model, what else.
 CASES = {

@@ -58,7 +58,8 @@ def test_a_server_is_assumed_where_no_settings_are_given():
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
-        ({"preemption": "swap", "num_host_blocks": 8}, "preemption = swap is not simulated"),
+        ({"preemption": "swap", "host_memory": "1GB"}, "preemption = swap is not simulated"),
+        ({"host_memory": "1GB"}, "host_memory = 1GB is not simulated"),
         ({"weights": "replicate"}, "weights = replicate is not simulated"),
         ({"policy": "cost", "machine": "cpu"}, "machine = cpu is not simulated on h200x8"),
         ({"devices": 16}, "16 devices are asked for, but this machine has 8"),

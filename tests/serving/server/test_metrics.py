@@ -2,7 +2,15 @@
 
 import grpc
 import pytest
-from kit import make_drafting_engine, metric_total, metric_values, running_server
+from kit import (
+    make_drafting_engine,
+    make_engine,
+    metric_total,
+    metric_values,
+    running_server,
+)
+
+from shiftjax.control.host_chunks import HostBlocks, HostMemory
 
 
 @pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
@@ -70,6 +78,29 @@ def test_drafts_are_counted_by_vllms_names_and_ours():
         assert 0 < num_steps == total("draft_steps_total", mode="shift")
         assert num_steps <= total("spec_decode_num_drafts_total")
         assert total("draft_seconds_count") >= num_steps and total("draft_seconds_sum") > 0
+
+
+def test_the_host_tier_is_counted():
+    engine = make_engine(num_blocks=17)  # 64 tokens
+    engine.lanes[0].scheduler.tables.host = HostBlocks(HostMemory(4000), 1, 4, 100)
+    with running_server(engine) as server, server.client() as client:
+        for letter in "abab":
+            body = {"prompt": letter * 50, "max_tokens": 4, "seed": 1, "ignore_eos": True}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+        values = {key.removeprefix("shiftjax:"): v for key, v in totals(client).items()}
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 48
+        assert 0 < values["host_cache_hits_total"] <= values["host_cache_queries_total"]
+        assert values["prefix_cache_hits_total"] == 96 >= values["host_cache_hits_total"]
+        assert values["host_cache_moved_bytes_total"] % 100 == 0
+        assert 0 < values["host_cache_used_bytes"] <= values["host_cache_size_bytes"] == 4000
+    with running_server() as server, server.client() as client:
+        assert not [name for name in totals(client) if "host_cache" in name]
+
+
+def totals(client) -> dict[str, float]:
+    """Every metric over all of its labels."""
+    values = metric_values(client)
+    return {name: metric_total(values, name) for name, _ in values}
 
 
 def test_nothing_is_said_of_drafts_where_there_are_none():

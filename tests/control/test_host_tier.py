@@ -1,0 +1,192 @@
+"""Prefixes that the device gives up are found on the host, within a budget, and never half-written.
+
+The runner keeps in every block the tokens whose KV would be there, on the host too, and looks at
+what each step attends to: a stale, lost or unwritten chunk fails at the step that would read it.
+"""
+
+import pytest
+from echo_kit import (
+    HOST_BLOCK_BYTES,
+    Listener,
+    generate,
+    make_engine,
+    make_request,
+    reference,
+    run_to_end,
+    runner_of,
+)
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from test_engine_properties import FAST, Client, check_tokens, play
+
+from shiftjax.control.blocks import CachedPrefix
+from shiftjax.control.host_chunks import HostBlocks, HostMemory, chunk_sizes
+
+STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens
+
+
+@st.composite
+def repeated(draw):
+    """Requests that come again and again with the same few beginnings, one after the other."""
+    clients = []
+    for number in range(draw(st.integers(6, 14))):
+        prompt = draw(st.sampled_from(STEMS))[: draw(st.sampled_from([24, 24, 13]))]
+        prompt = prompt + draw(st.lists(st.integers(0, 12), max_size=3))
+        request = make_request(f"r{number}", prompt, float(2 * number), max_tokens=6, seed=number)
+        clients.append(Client(request, 2 * number, None))
+    return clients
+
+
+@st.composite
+def tight_engines(draw):
+    """Both tiers are too small for all stems; on the device two sequences or three fit."""
+    return make_engine(
+        dp=draw(st.integers(1, 2)),
+        overlap=draw(st.booleans()),
+        block_size=2,
+        num_blocks=draw(st.integers(19, 36)),
+        num_host_blocks=draw(st.sampled_from([3, 20, 40, 90])),
+        preemption=draw(st.sampled_from(["swap", "recompute"])),
+        max_num_batched_tokens=draw(st.sampled_from([8, 40])),
+        watermark=0.0,
+    )
+
+
+@settings(FAST, max_examples=150)
+@given(
+    tight_engines(),
+    repeated(),
+    st.dictionaries(st.integers(0, 40), st.sampled_from(["run", "fetch"]), max_size=2),
+)
+def test_eviction_on_both_levels_changes_no_token(engine, clients, faults):
+    runners = [runner_of(engine, group) for group in range(len(engine.lanes))]
+    for runner in runners:
+        runner.faults = dict(faults)
+    accepted, listener = play(engine, clients, extra_steps=2000)
+    failed = set().union(*(runner.failed_requests for runner in runners))
+    check_tokens(engine, accepted, listener, errors=failed)
+    host = engine.stats().host
+    memory = engine.lanes[0].scheduler.tables.host.memory
+    event(f"hits: {host.num_hit_tokens > 0}")
+    event(f"evicted there: {host.num_offloaded_bytes > memory.num_used_bytes}")
+    event(f"swapped: {engine.stats().num_preemptions['swap'] > 0}")
+    assert host.num_hit_tokens <= host.num_query_tokens
+    assert host.num_used_bytes <= host.num_bytes
+
+
+def ask(engine, stem: int, name: str) -> int:
+    """Serve a prompt alone; returns how many of its tokens were cached."""
+    request = make_request(name, STEMS[stem], max_tokens=2, seed=1)
+    outcome = generate(engine, request)[name, 0]
+    assert outcome.token_ids == reference(engine, request, 0, 0)[0]
+    return outcome.last.metrics.num_cached_tokens
+
+
+def tiers(num_host_blocks: int, **options):
+    """On the device fits one stem, 6 blocks of 4 tokens, and what it generates."""
+    return make_engine(num_blocks=9, num_host_blocks=num_host_blocks, **options)
+
+
+def test_a_prefix_that_fell_out_of_the_device_is_restored():
+    engine = tiers(40)
+    assert [ask(engine, stem, f"a{stem}") for stem in range(4)] == [0] * 4
+    assert [ask(engine, stem, f"b{stem}") for stem in range(4)] == [20] * 4  # never the last token
+    stats = engine.stats()
+    assert stats.num_prefix_hit_tokens == 80
+    assert 0 < stats.host.num_hit_tokens <= 80
+    assert stats.host.num_restored_bytes == stats.host.num_hit_tokens // 4 * HOST_BLOCK_BYTES
+    assert ask(tiers(0), 0, "a") == 0
+
+
+def test_a_full_host_gives_up_what_was_used_longest_ago():
+    for order, num_cached in (((0, 1, 2, 3, 4), 0), ((0, 1, 2, 0, 3), 20)):
+        engine = tiers(13)  # two stems and a block
+        for number, stem in enumerate(order):
+            ask(engine, stem, f"a{number}")
+        assert ask(engine, 0, "again") == num_cached
+
+
+def test_a_flush_empties_both_tiers():
+    engine = tiers(40)
+    for stem in range(4):
+        ask(engine, stem, f"a{stem}")
+    engine.flush_prefix_cache()
+    assert engine.stats().host.num_used_bytes == 0
+    assert ask(engine, 0, "b") == 0
+
+
+def test_groups_find_what_others_wrote_until_their_step_fails():
+    engine = tiers(60, dp=2, overlap=False)
+    first, second = engine.lanes
+
+    def ask_of(lane, stem, name):
+        """All other lanes are idle, so the fullest is chosen by hand."""
+        engine.lanes = [lane]
+        try:
+            return ask(engine, stem, name)
+        finally:
+            engine.lanes = [first, second]
+
+    for stem in range(3):
+        ask_of(first, stem, f"a{stem}")
+    assert ask_of(second, 0, "b") == 20
+    engine.lanes = [first]
+    listener = Listener()
+    engine.add_request(make_request("fails", [9] * 9, max_tokens=1))
+    runner_of(engine).faults = {len(runner_of(engine).plans): "fetch"}
+    run_to_end(engine, listener)
+    assert listener.outcomes["fails", 0].last.finish_reason == "error"
+    engine.lanes = [first, second]
+    assert ask_of(second, 1, "c") == 0
+
+
+def blocks_of(num_blocks: int) -> HostBlocks:
+    return HostBlocks(HostMemory(num_blocks * 10), 1, 4, 10)
+
+
+def prefix(number: int) -> CachedPrefix:
+    return CachedPrefix(number.to_bytes(16), [number] * 4)
+
+
+def test_chunks_are_few_and_full():
+    assert list(chunk_sizes(188)) == [32] * 5 + [8] * 3 + [1] * 4
+    assert list(chunk_sizes(0)) == []
+
+
+def test_where_not_all_fit_the_beginnings_of_prefixes_are_kept():
+    host = blocks_of(3)
+    host.save([(number, prefix(number)) for number in range(1, 6)])  # tails first
+    assert [prefix(n).block_hash in {key[1] for key in host.memory.index} for n in range(6)] == [
+        *[False] * 3,
+        *[True] * 3,
+    ]
+    host.memory.check()
+
+
+def test_a_swapped_sequence_keeps_its_bytes_whatever_else_needs_them():
+    host = blocks_of(4)
+    places = host.swap_out([1, 2, 3], [None, prefix(2), None])
+    assert host.swap_out([4, 5], [None, None]) is None
+    host.save([(6, prefix(6)), (7, prefix(7))])
+    assert {place.chunk for place in places} <= host.memory.chunks
+    host.release(places)
+    host.memory.check()
+    assert host.memory.num_used_bytes == 20  # what a hash finds: the second block, and one saved
+    with pytest.raises(RuntimeError, match="more often"):
+        host.memory.unpin(host.memory.index[1, prefix(2).block_hash].chunk)
+
+
+def test_what_no_step_copies_is_not_there():
+    host = blocks_of(8)
+    host.swap_out([1], [prefix(1)])
+    assert host.finish(is_planned=False) == ([], [], [])
+    assert not host.memory.index and host.memory.num_used_bytes == 0
+
+
+def test_equal_hashes_of_other_tokens_are_a_miss():
+    host = blocks_of(8)
+    host.save([(1, prefix(1))])
+    assert len(host.match([prefix(1).block_hash], [1] * 8, 0, 1)) == 1
+    assert host.match([prefix(1).block_hash], [2] * 8, 0, 1) == []
+    other = HostBlocks(host.memory, 2, 4, 10)
+    assert other.match([prefix(1).block_hash], [1] * 8, 0, 1) == []

@@ -1,0 +1,108 @@
+"""The host tier through real devices: what comes back is what went, to the bit and to the byte."""
+
+import jax
+import numpy as np
+import pytest
+from engines import checkpoint, make, run, tokens
+from oracle import numpy_llama
+
+from shiftjax.build import Built
+from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.control.request import SamplingParams
+from shiftjax.device.host_tier import HostTier
+from shiftjax.device.mesh import make_mesh, named, pool_spec
+from shiftjax.device.programs import CompileCounter
+
+PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("size", CHUNK_SIZES)
+def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
+    mesh, rng, num_blocks = make_mesh(jax.devices()[:4], 2, 2), np.random.default_rng(0), 40
+    given = rng.normal(size=(3, 2, num_blocks, 48)).astype(np.float32)  # layers, K and V
+
+    def pools():
+        place = named(mesh, pool_spec())
+        return [tuple(jax.device_put(each, place) for each in layer) for layer in given]
+
+    chunks = {}
+    tier = HostTier(mesh, pools(), chunks)
+    blocks = rng.permutation(np.arange(1, num_blocks))[:size].tolist()
+    targets = rng.permutation(np.arange(1, num_blocks))[:size].tolist()
+    tier.offload(pools(), 7, blocks)
+    assert chunks[7].sharding.memory_kind == "pinned_host"
+    assert chunks[7].nbytes == size * 3 * 2 * 48 * 4
+    got = np.array(tier.restore(pools(), 7, targets))
+    expected = given.copy()
+    expected[:, :, targets] = given[:, :, blocks]
+    np.testing.assert_array_equal(got, expected)
+    tier.drop([7, 8])
+    assert not chunks
+    with pytest.raises(KeyError):
+        tier.restore(pools(), 7, targets)
+
+
+def test_few_copies_hold_memory_at_a_time():
+    mesh = make_mesh(jax.devices()[:1], 1, 1)
+    place = named(mesh, pool_spec())
+    pools = [tuple(jax.device_put(np.ones((9, 4), np.float32), place) for _ in "kv")]
+    tier = HostTier(mesh, pools, {})
+    for number in range(3 * MOST_IN_FLIGHT):
+        tier.offload(pools, number, [1])
+        pools = tier.restore(pools, number, [2])
+        assert len(tier._in_flight) <= MOST_IN_FLIGHT
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    """Two groups whose pools hold two prompts each; the host has room for two and a bit."""
+    directory, *_ = checkpoint()
+    return make(
+        directory, 2, 1, dp=2, max_model_len=100, num_blocks=31, max_num_seqs=2, host_memory="220kB"
+    )
+
+
+def serve(built: Built, *pairs: tuple[int, int]) -> list[int]:
+    """Serve pairs of prompts, one in each group, and compare with the oracle: cached tokens."""
+    _, config, tensors = checkpoint()
+    cached = []
+    for pair in pairs:
+        events = run(built.engine, [PROMPTS[stem] for stem in pair], [GREEDY] * 2)
+        for place, stem in enumerate(pair):
+            assert tokens(events[place, 0]) == numpy_llama.greedy(config, tensors, PROMPTS[stem], 4)
+            cached.append(events[place, 0][-1].metrics.num_cached_tokens)
+    return cached
+
+
+def chunks_of(built: Built) -> dict[int, jax.Array]:
+    (chunks,) = {id(r.memory.host._chunks): r.memory.host._chunks for r in built.runners}.values()
+    return chunks
+
+
+def test_tokens_of_restored_prefixes_are_those_of_computed_ones(built):
+    counter = CompileCounter()
+    counter.start()
+    assert serve(built, (0, 1), (2, 3), (4, 5)) == [0] * 6
+    assert serve(built, (1, 0)) == [56, 56]  # each from what the other group has written
+    assert sum(serve(built, (3, 2), (5, 4), (0, 1), (4, 2), (1, 3))) > 0
+    counter.stop()
+    stats, memory = built.engine.stats(), built.engine.lanes[0].scheduler.tables.host.memory
+    assert (counter.count, stats.num_failed_steps) == (0, 0)
+    assert stats.host.num_hit_tokens >= 112
+    alive = {chunk.number for chunk in memory.chunks}
+    held = {number: array.nbytes for number, array in chunks_of(built).items()}
+    assert sum(held[number] for number in alive) == memory.num_used_bytes
+    assert sum(held.values()) <= memory.num_bytes == 220_000
+    assert stats.host.num_offloaded_bytes > memory.num_bytes  # so that chunks have gone there, too
+
+
+def test_a_copy_that_is_lost_ends_the_requests_and_nothing_else(built):
+    built.engine.flush_prefix_cache()
+    serve(built, (0, 1), (2, 3), (4, 5))
+    for array in chunks_of(built).values():
+        array.delete()
+    events = run(built.engine, [PROMPTS[1], PROMPTS[0]], [GREEDY] * 2)
+    assert [each[-1].error_code for each in events.values()] == ["step_failed"] * 2
+    assert built.engine.stats().host.num_used_bytes == 0
+    assert serve(built, (0, 1), (2, 3), (4, 5), (1, 0))[-2:] == [56, 56]
