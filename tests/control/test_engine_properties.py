@@ -55,7 +55,7 @@ def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
         eos_token_ids=draw(st.sampled_from([(), (0,)])),
         prefix_caching=draw(st.booleans()),
         preemption=preemption,
-        num_host_blocks=draw(st.sampled_from([0, 1, longest // 4, longest, 3 * longest])),
+        num_host_blocks=draw(st.integers(2, longest)) if preemption == "swap" else 0,
         watermark=draw(st.sampled_from([0.0, 0.1])),
         max_preemptions=draw(st.integers(0, 3)),
         max_draft_rows=draw(st.sampled_from([0, 12])),  # of engines that draft
