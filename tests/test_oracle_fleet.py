@@ -1,0 +1,50 @@
+"""SmolLM2-135M's greedy tokens equal transformers' whatever groups a fleet forms meanwhile."""
+
+import random
+from typing import ClassVar
+
+from oracle.smollm2 import ALL, NEEDS_WEIGHTS, OPTIONS, compare
+
+from shiftjax import LLM
+from shiftjax.control.fleet_policy import FleetView, Wish
+from shiftjax.control.request import Request
+from shiftjax.parallel.fleet import all_groups, bound, equal_groups
+
+pytestmark = NEEDS_WEIGHTS
+UNITS, WIDTHS = 8, (1, 8)  # small models have others side by side (device/test_fleet_steps.py)
+
+
+class AnyArrangement:
+    """Groups come and go at random; policies of a group's modes are what they were."""
+
+    widens: ClassVar[bool] = True
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def width_for(self, request: Request) -> int:
+        return 1
+
+    def arrange(self, view: FleetView) -> Wish | None:
+        if self.random.random() < 0.9:
+            return None
+        found = equal_groups(UNITS, WIDTHS[0])
+        for group in self.random.sample(all_groups(UNITS, WIDTHS), 3):
+            if all(other.width <= group.width for other in found if other.overlaps(group)):
+                found = bound(found, group)
+        return Wish(found, "told", self.random.choice(("move", "move", "hard")))
+
+
+def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
+    options = OPTIONS | {"fleet": True, "devices": UNITS, "fleet_widths": WIDTHS}
+    llm = LLM("smollm2-135m", dtype="float32", fleet_policy="context", **options)
+    fleet = llm.engine.fleet
+    assert fleet is not None
+    fleet.policy, fleet.arrange_seconds = AnyArrangement(1), 0.0
+    compare(llm.engine, "fleet", llm.engine.policy, ALL, 32)
+    stats = fleet.stats
+    assert stats.num_moved_sequences > 20 and stats.failed_changes.total() == 0
+    assert stats.binds.total() > 3 and llm.stats()["compiles_after_warmup"] == 0
+    steps = llm.engine.stats().steps
+    assert min(steps["base", UNITS], steps["shift", UNITS], steps["shift", 1]) > 0, steps
+    llm.close()
