@@ -100,7 +100,8 @@ class Deployment:
         if self.pp == 1:
             return (self,)
         models = stages_of(self.layout.model, self.pp)
-        return tuple(replace(self, pp=1, layout=replace(self.layout, model=m)) for m in models)
+        own = replace(self, pp=1, max_num_seqs=self.budgets.max_step_seqs)  # those of its steps
+        return tuple(replace(own, layout=replace(self.layout, model=each)) for each in models)
 
     @property
     def by_width(self) -> dict[int, "Deployment"]:
@@ -164,7 +165,8 @@ class Deployment:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The sizes of steps, smallest first."""
-        return make_buckets(self.token_buckets, self.max_num_seqs, self.layout, self.max_draft_rows)
+        most = self.budgets.max_step_seqs
+        return make_buckets(self.token_buckets, most, self.layout, self.max_draft_rows)
 
     @property
     def blocks_per_seq(self) -> int:
