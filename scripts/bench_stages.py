@@ -168,7 +168,7 @@ def summary(rows: list[dict], all_tokens: list[Tokens]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few tokens, one round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the rows, one line of JSON each")
