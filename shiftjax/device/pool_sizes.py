@@ -4,7 +4,8 @@ The number of blocks is in the shapes of every program, and so in the program's 
 compilation cache. Free memory is never twice the same. It is rounded (`stable`), but where it lies
 at a border the next start would come out on the other side, and compile everything again. So a
 start takes the largest size that an earlier one has compiled, if it fits into what is free and is
-at least `LEAST_SHARE` of what would be taken without it.
+at least `LEAST_SHARE` of what would be taken without it. What a CPU gives to a pool is a share by
+choice (`sizing.CPU_SHARE`), so there it may be `MOST_SHARE_ON_CPU` of what fits.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from shiftjax.parallel.grid import Device
 
 FOLDER = "pool_sizes"
 LEAST_SHARE = 0.75  # a step of rounding is an eighth at most
+MOST_SHARE_ON_CPU = 1.25
 LEAST_WORKSPACE_BYTES = 64 << 20  # kept for a step's temporaries until they are compiled and known
 MOST_SIZES = 8  # remembered: of servers that share a machine each finds another
 
@@ -52,10 +54,11 @@ class PoolSizes:
         now = measure(self._devices)
         held = self._deployment.stages[0].memory(now).weight_bytes  # on the devices that are asked
         before = now._replace(free_bytes=now.free_bytes + held)  # as if they were not there yet
+        share = MOST_SHARE_ON_CPU if self._devices[0].platform == "cpu" else 1
         for known in sorted(self._known, reverse=True):
             workspace = max(workspace_bytes, known.workspace_bytes)
             memory = self._deployment.memory(before, workspace)
-            most = memory.num_kv_tokens // self._deployment.block_size
+            most = share * (memory.num_kv_tokens // self._deployment.block_size)
             taken = self._deployment.blocks_for(memory)
             if LEAST_SHARE * taken <= known.num_blocks <= most:
                 return self._deployment.with_blocks(known.num_blocks, memory), workspace

@@ -38,7 +38,11 @@ def deployment(**options) -> Deployment:
 
 @pytest.fixture
 def free(monkeypatch):
-    """Sets the memory that is free beside the weights: for so many blocks, and some bytes."""
+    """Sets the memory that is free beside the weights: for so many blocks, and some bytes.
+
+    It is a limit, as on devices with memory of their own.
+    """
+    monkeypatch.setattr(pool_sizes, "MOST_SHARE_ON_CPU", 1)
 
     def set_free(num_blocks: int, more_bytes: int = 0) -> None:
         free = num_blocks * deployment().block_bytes + LEAST + more_bytes
@@ -100,6 +104,15 @@ def test_a_size_is_taken_where_it_fits_and_is_not_too_small(free, tmp_path):
     sizes_in(tmp_path).keep(BORDER, LEAST)
     for num_blocks, taken in ((1365, 1024), (1366, 1024), (1407, 1024), (1408, 1408), (1023, 960)):
         free(num_blocks)
+        assert size(tmp_path)[0] == taken
+
+
+def test_a_cpu_takes_a_size_that_is_a_quarter_more_than_its_share(free, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(pool_sizes, "measure", lambda _: Devices(1, TOTAL, free_bytes))
+    sizes_in(tmp_path).keep(BORDER, LEAST)
+    for num_blocks, taken in ((1023, 1024), (820, 1024), (819, 768)):
+        free_bytes = num_blocks * deployment().block_bytes + LEAST
         assert size(tmp_path)[0] == taken
 
 
