@@ -7,6 +7,8 @@ keys and values follow from what the early layers give: `take_rows`.
 pass is written for one device's shard, inside `shard_map`; `Parallel` talks to the others.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.attention import LayerPool
+from shiftjax.models.attention import AttentionMetadata, LayerPool
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import (
     Context,
@@ -186,6 +188,39 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.parallel), pool
 
 
+RunLayer = Callable[
+    [DecoderLayer, Float[Array, "tokens hidden"], LayerPool],
+    tuple[Float[Array, "tokens hidden"], LayerPool],
+]
+
+
+def _traced_once(context: Context) -> RunLayer:
+    """Return what runs a layer in this context: traced for the first, the others are calls of it.
+
+    XLA puts the calls in place, so the program is the same. Python would otherwise spend most of
+    a start that finds its programs compiled on tracing 30 equal layers.
+    """
+    rope, metadata, backend, parallel = context
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def call(
+        graphdef: nnx.GraphDef[DecoderLayer],
+        params: Any,  # nnx.State, whose hints beartype warns of
+        x: Float[Array, "tokens hidden"],
+        pool: LayerPool,
+        rope: Rope,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+        return nnx.merge(graphdef, params)(x, pool, Context(rope, metadata, backend, parallel))
+
+    def run(
+        layer: DecoderLayer, x: Float[Array, "tokens hidden"], pool: LayerPool
+    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+        return call(*nnx.split(layer), x, pool, rope, metadata)
+
+    return run
+
+
 class Llama(nnx.Module):
     """A decoder-only language model; `nnx.split` it once and merge it inside the step."""
 
@@ -225,9 +260,9 @@ class Llama(nnx.Module):
         self, embedded: Float[Array, "tokens hidden"], pools: list[LayerPool], context: Context
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
         """The same from hidden states on: those of the embedding, or of the stage before."""
-        hidden, pools = [embedded], list(pools)
+        hidden, pools, run = [embedded], list(pools), _traced_once(context)
         for i, layer in enumerate(self.layers[: self.config.num_early_layers]):
-            out, pools[i] = layer(hidden[-1], pools[i], context)
+            out, pools[i] = run(layer, hidden[-1], pools[i])
             hidden.append(out)
         return hidden, pools
 
@@ -254,8 +289,9 @@ class Llama(nnx.Module):
         of_rows = Context(rope, metadata, context.backend, context.parallel.in_shift)
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
+            run = _traced_once(of_rows)
             for layer, pool in zip(self.layers[early:], late, strict=True):
-                x, _ = layer(x, pool, of_rows)
+                x, _ = run(layer, x, pool)
             return x
 
         # Every device takes the same branch, so there may be collectives in it.
