@@ -110,7 +110,10 @@ def play(engine: Engine, clients: list[Client], extra_steps: int = 0):
     """Serve the traffic, checking conservation after every step; returns accepted and events."""
     listener, accepted = Listener(), []
     work = sum(_work(engine, client) for client in clients)
-    last_step = 21 + 26 + work + extra_steps  # every step with work does some: nothing starves
+    # Every step with work does some: nothing starves. One of a pipeline that is not full launches
+    # and commits nothing yet, so a lone sequence takes two for a token.
+    turns = 2 if engine.lanes[0].scheduler.config.num_stages > 1 else 1
+    last_step = 21 + 26 + turns * work + extra_steps
     for step in range(last_step + 1):
         for client in clients:
             if client.arrival_step == step and _fits(engine, client.request):
