@@ -22,7 +22,7 @@ import msgspec
 
 from serving.cli.batch_formats import CHATS, FORMATS, ID_PREFIX, Format, Line, Record, read_lines
 from serving.run.flags import given_sampling
-from serving.run.progress import print_table, progress_bars, throughput
+from serving.run.progress import print_table, shown_progress, throughput
 from serving.run.serve import served_model
 from serving.run.start import open_llm
 from serving.server.async_engine import AsyncEngine
@@ -85,7 +85,7 @@ async def _run(
     service.open(served_model(llm, service.options), engine)
     num_at_once = 2 * llm.config.scheduler.max_num_seqs
     try:
-        with arguments.output.open("ab", buffering=0) as file, progress_bars() as progress:
+        with arguments.output.open("ab", buffering=0) as file, shown_progress() as progress:
             async with aclosing(run_lines(service, lines, num_at_once, form)) as records:
                 async for record in records:
                     _append(file, msgspec.json.encode(record) + b"\n")
@@ -93,8 +93,7 @@ async def _run(
                     counts["errors"] += record.get("error") is not None
                     counts["ignoring"] += "ignored_fields" in record
                     counts["tokens"] += (form.usage(record) or {}).get("completion_tokens", 0)
-                    if progress:
-                        progress("generating", counts["lines"], len(lines))
+                    progress("generating", counts["lines"], len(lines))
     finally:
         await service.close()
 

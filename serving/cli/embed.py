@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serving.run.progress import print_table, progress_bars
+from serving.run.progress import print_table, shown_progress
 from serving.run.start import open_embedder
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
@@ -44,7 +44,7 @@ def _write(
     embedder: "Embedder", texts: list[str], path: Path, arguments: argparse.Namespace
 ) -> None:
     shape = (len(texts), embedder.model.hidden_size)
-    with progress_bars() as progress, path.open("wb") as file:
+    with shown_progress() as progress, path.open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, len(texts), CHUNK):
@@ -52,7 +52,7 @@ def _write(
                 texts[start : start + CHUNK],
                 prompt_name=arguments.prompt_name,
                 truncate=arguments.truncate,
-                progress=progress and _shifted(progress, start, len(texts)),
+                progress=_shifted(progress, start, len(texts)),
                 first=start,
             )
             file.write(found.astype("<f4", copy=False).tobytes())

@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,31 @@ def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback |
             bars.update(tasks[stage], completed=done, total=total)
 
         yield show
+
+
+@contextmanager
+def shown_progress() -> Iterator[ProgressCallback]:
+    """Show how far something has come: bars at a terminal, elsewhere lines on stderr."""
+    with progress_bars() as bars:
+        yield bars or progress_lines()
+
+
+def progress_lines() -> ProgressCallback:
+    """A callback that prints a line for a stage every `LOG_SECONDS`, with what may be left."""
+    begun: dict[str, float] = {}
+    said_at = time.monotonic()
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal said_at
+        now = time.monotonic()
+        passed = now - begun.setdefault(stage, said_at)
+        if now - said_at < LOG_SECONDS or not done:
+            return
+        said_at, left = now, passed * (total - done) / done
+        words = f"{stage}: {done:,} of {total:,}, {passed:.0f} s so far, about {left:.0f} s left"
+        print(words, file=sys.stderr, flush=True)
+
+    return show
 
 
 @contextmanager

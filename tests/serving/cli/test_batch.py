@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import generate as script
@@ -151,7 +152,8 @@ def test_a_bug_is_one_lines_alone(monkeypatch):
     assert [record["response"]["status_code"] for record in records] == [200, 500, 200]
 
 
-def test_the_command(tmp_path: Path, capsys):
+def test_the_command(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr("serving.run.progress.LOG_SECONDS", 0.0)  # a line for every record
     directory, _, _ = checkpoint()
     body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -162,6 +164,9 @@ def test_the_command(tmp_path: Path, capsys):
     assert main(["batch", str(source), *flags]) == 0
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["error"] is None for record in records] == [True, False, True]
+    said = [line for line in capsys.readouterr().err.splitlines() if "generating" in line]
+    assert re.fullmatch(r"generating: 1 of 3, \d+ s so far, about \d+ s left", said[0])
+    assert re.fullmatch(r"generating: 3 of 3, \d+ s so far, about 0 s left", said[-1])
     texts = [record["response"]["body"]["usage"] for record in (records[0], records[2])]
     assert texts[0]["completion_tokens"] == texts[1]["completion_tokens"] == 4
     first = output.read_bytes()
