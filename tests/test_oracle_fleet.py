@@ -3,7 +3,7 @@
 import random
 from typing import ClassVar
 
-from oracle.smollm2 import ALL, NEEDS_WEIGHTS, OPTIONS, compare
+from oracle.smollm2 import ALL, NEEDS_WEIGHTS, OPTIONS, SHORT, compare
 
 from shiftjax import LLM
 from shiftjax.control.fleet_policy import FleetView, Wish
@@ -35,6 +35,13 @@ class AnyArrangement:
         return Wish(found, "told", self.random.choice(("move", "move", "hard")))
 
 
+class OneGroup(AnyArrangement):
+    """All units stay in one group."""
+
+    def arrange(self, view: FleetView) -> Wish | None:
+        return Wish(equal_groups(UNITS, UNITS), "told", "move")
+
+
 def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
     options = OPTIONS | {"fleet": True, "devices": UNITS, "fleet_widths": WIDTHS}
     llm = LLM("smollm2-135m", dtype="float32", fleet_policy="context", **options)
@@ -45,6 +52,8 @@ def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
     stats = fleet.stats
     assert stats.num_moved_sequences > 20 and stats.failed_changes.total() == 0
     assert stats.binds.total() > 3 and llm.stats()["compiles_after_warmup"] == 0
+    fleet.policy = OneGroup(1)
+    compare(llm.engine, "one group", llm.engine.policy, SHORT, 5)
     steps = llm.engine.stats().steps
     assert min(steps["base", UNITS], steps["shift", UNITS], steps["shift", 1]) > 0, steps
     llm.close()
