@@ -71,7 +71,7 @@ def start(pp: int, tp: int) -> Built:
         tp=tp,
         sp=1,
         dtype="float32",
-        max_num_seqs=NUM_SEQS,
+        max_num_seqs=pp * NUM_SEQS,  # so that all resident ones have rows in one step, too
         max_num_batched_tokens=CHUNK_TOKENS,
         token_buckets=(NUM_SEQS // NUM_DEVICES, NUM_SEQS, CHUNK_TOKENS),
         max_model_len=512,
@@ -86,7 +86,8 @@ def start(pp: int, tp: int) -> Built:
 def use_micro_batches(built: Built, count: int) -> None:
     """Have each step take 1 / count of the resident sequences; the engine must have no work."""
     (lane,) = built.engine.lanes
-    lane.scheduler = Scheduler(replace(built.deployment.budgets, num_stages=count))
+    budgets = replace(built.deployment.budgets, max_num_seqs=NUM_SEQS, num_stages=count)
+    lane.scheduler = Scheduler(budgets)
 
 
 def serve(engine: Engine, requests: list[Request]) -> tuple[Tokens, float, int]:
