@@ -50,7 +50,7 @@ from shiftjax.device.sizing import host_memory, measure
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device, Group, Mode
-from shiftjax.settings import environ_beside, warn_of_crowding
+from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
 from shiftjax.weights.source import TensorSource, check_complete
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ def deploy(
         dtype, sizes = config.model.dtype, config.compile.token_buckets
         if dtype == "auto" or not sizes:
             flags = environ_beside().get("XLA_FLAGS", "")
-            suited = suited_to_cpu(None if dtype == "auto" else dtype, cache_dir, flags)
+            wanted = None if dtype == "auto" else dtype
+            suited = suited_to_cpu(wanted, cache_dir, flags, num_cores())
     deployment = resolve(config, model, measure(devices), suited)
     available = host_memory()[1] if deployment.host_bytes else 0
     if deployment.host_bytes > available:

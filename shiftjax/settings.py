@@ -294,10 +294,15 @@ def crowding(num_devices: int, num_cores: int, load: float) -> str | None:
     )
 
 
+def num_cores() -> int:
+    """The processor's cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1
+
+
 def warn_of_crowding(num_devices: int) -> None:
     """Log what `crowding` says of this machine now."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    words = crowding(num_devices, cores or 1, os.getloadavg()[0])
+    words = crowding(num_devices, num_cores(), os.getloadavg()[0])
     if words is not None:
         logger.warning(words)
 

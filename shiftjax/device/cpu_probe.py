@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,15 +37,17 @@ Seconds = Mapping[str, Mapping[int, float]]  # of the products, by format and ro
 
 
 @functools.cache
-def suited_to_cpu(dtype: str | None, directory: Path | None, xla_flags: str = "") -> Suited:
+def suited_to_cpu(
+    dtype: str | None, directory: Path | None, xla_flags: str = "", num_cores: int = 1
+) -> Suited:
     """What suits this CPU, measured or recalled; `dtype` None: the format, too.
 
     `directory` is that of the compilation cache, where it is kept; None: it is not kept.
-    `xla_flags` is what this process has as XLA_FLAGS.
+    `xla_flags` is what this process has as XLA_FLAGS, `num_cores` how many cores it may use.
     """
     tried = FORMATS_TRIED if dtype is None else (dtype,)
     key = {
-        "cpu": _cpu(),
+        "cpu": [*_cpu(), num_cores],
         "jaxlib": importlib.metadata.version("jaxlib"),
         "flags": _flags(xla_flags),
         "tried": list(tried),
@@ -130,8 +131,8 @@ def _read(found: Mapping[str, Any], formats: Sequence[str]) -> Seconds | None:
         return None
 
 
-def _cpu() -> list[str | int]:
-    """The processor, what it can do, and how much of it we have."""
+def _cpu() -> list[str]:
+    """The processor, and what it can do."""
     fields: dict[str, str] = {}
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
@@ -141,8 +142,7 @@ def _cpu() -> list[str | int]:
     except OSError:
         pass
     names = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [*(fields.get(name, "") for name in names), num_cores or 1]
+    return [fields.get(name, "") for name in names]
 
 
 def _flags(text: str) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.step import CostModel, Work
+from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, cost_model, deploy, least_tp, memory_of, modes_of
 
 
@@ -49,7 +50,13 @@ class Estimate:
 
 
 def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:
-    """What a deployment can hold and how quick it is."""
+    """What a deployment can hold and how quick it is.
+
+    Raises ConfigError for pipeline stages, whose steps the closed form does not know.
+    """
+    if deployment.pp > 1:
+        words = f"pp = {deployment.pp} is not planned for: ask shiftjax mesh simulate, or drop it"
+        raise ConfigError([f"{deployment.name}: {words}"])
     memory, costs = memory_of(target, deployment), cost_model(target, deployment)
     prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
     fits = memory.num_kv_tokens >= prompt + output

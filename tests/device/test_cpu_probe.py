@@ -14,6 +14,7 @@ from shiftjax.control.request import SamplingParams
 from shiftjax.costs.buckets import doubling, worthwhile
 from shiftjax.device import cpu_probe
 from shiftjax.device.cpu_probe import choose, suited_to_cpu
+from shiftjax.settings import num_cores
 
 ROWS = (*cpu_probe.FEW_ROWS, cpu_probe.MANY_ROWS)
 
@@ -121,12 +122,8 @@ def test_only_a_model_that_caches_cannot_hold_is_worth_a_trial(little, tmp_path,
     assert not (tmp_path / "cpu").exists()
     monkeypatch.setattr("shiftjax.build.LEAST_PARAMETERS", 1)
     _, deployment = deploy(EngineConfig.from_options(dtype="float32"), config, tmp_path)
-    assert (
-        deployment.token_buckets[:-1]
-        == doubling(2048, suited_to_cpu("float32", tmp_path).few_tokens)[
-            : len(deployment.token_buckets) - 1
-        ]
-    )
+    few = suited_to_cpu("float32", tmp_path, num_cores=num_cores()).few_tokens
+    assert deployment.token_buckets == doubling(deployment.max_num_batched_tokens, few)
     assert len(list((tmp_path / "cpu").iterdir())) == 1
     given = EngineConfig.from_options(dtype="bfloat16", token_buckets=[2048])
     deploy(given, config, tmp_path)  # nothing is left open

@@ -10,6 +10,7 @@ from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import deploy, deploy_config, memory_of
 from shiftjax.sim.experiments import target_from
+from shiftjax.sim.planning import Workload, estimate
 from shiftjax.sim.replay import Clock, make_engine
 from shiftjax.weights.resolve import open_source, resolve_model
 
@@ -53,6 +54,14 @@ def test_a_server_is_assumed_where_no_settings_are_given():
     assert SERVER_BUDGETS == {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
     server = deploy(GPUS, "sp", (1, 8, 1), "base")
     assert (server.max_num_seqs, server.max_num_batched_tokens) == (256, 8192)
+
+
+def test_stages_are_simulated_and_no_closed_form_is_given_for_them():
+    deployment = deploy_config(GPUS, EngineConfig.from_options(pp=4, tp=2, max_model_len=4096))
+    _, (runner,) = make_engine(GPUS, deployment, Clock())
+    assert runner.costs.layout.num_devices == 2 and deployment.grid.num_devices == 8
+    with pytest.raises(ConfigError, match="pp = 4 is not planned for: ask shiftjax mesh simulate"):
+        estimate(GPUS, deployment, Workload(1000, 100))
 
 
 @pytest.mark.parametrize(
