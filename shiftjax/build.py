@@ -256,8 +256,7 @@ def _lane(
     deployment = deployment.of_width(group.width)
     host = None
     if memory.num_bytes:
-        sizes = deployment.block_size, deployment.host_block_bytes
-        host = HostBlocks(memory, group.width, *sizes)
+        host = HostBlocks(memory, deployment.block_size, deployment.host_block_bytes)
     policy, costs = policies[group.width], known[group.width]
     runner = stages[0] if len(stages) == 1 else PipelineRunner(stages)
     modes, budgets, speculation = stages[0].step.weights.modes, deployment.budgets, None

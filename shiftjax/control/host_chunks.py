@@ -5,14 +5,15 @@ Blocks travel, and are kept and given up, as chunks: the blocks of one copy. A c
     pinned   sequences that were swapped out need it, or the plan that is being made restores it
     idle     found by hash only; the least recently used one goes first when bytes are needed
 
-so used bytes are those of all chunks. A block is found by the layout that it was written in and the
-chained hash of its tokens. Whoever writes a chunk owns it: with the writer's pools its chunks are
-lost, because a copy of a failed step may never have been made. Other groups find a chunk when the
-step that came with its copy has ended well.
+so used bytes are those of all chunks. A block is found by how many tokens it has and their chained
+hash, whatever the layout of its writer: any group whose blocks have as many reads it. Whoever
+writes a chunk owns it: with the writer's pools its chunks are lost, because a copy of a failed step
+may never have been made. Other groups find a chunk when the step that came with its copy has ended
+well.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import NamedTuple
@@ -82,7 +83,7 @@ class HostMemory:
     dropped: list[int] = field(default_factory=list)  # since the last plan
     given: list[int] = field(default_factory=list)  # what plans shall drop and have not yet
     chunks: set[Chunk] = field(default_factory=set)
-    index: dict[tuple[Hashable, bytes], Place] = field(default_factory=dict)
+    index: dict[tuple[int, bytes], Place] = field(default_factory=dict)
     _idle: OrderedDict[Chunk, None] = field(default_factory=OrderedDict)  # oldest use first
     _numbers: Iterator[int] = field(default_factory=count)
 
@@ -181,20 +182,19 @@ class HostMemory:
                 chunk.contents[row] = None
 
 
-def _key(writer: "HostBlocks", content: CachedPrefix) -> tuple[Hashable, bytes]:
-    return writer.layout, content.block_hash
+def _key(writer: "HostBlocks", content: CachedPrefix) -> tuple[int, bytes]:
+    return writer.block_size, content.block_hash
 
 
 class HostBlocks:
-    """What one group has of the host tier. Groups of equal `layout` find each other's blocks.
+    """What one group has of the host tier. Groups of equal `block_size` find each other's blocks.
 
     `block_bytes` are those of a block on all devices of the group. Copies are collected while a
     plan is made; `finish` hands them over.
     """
 
-    def __init__(self, memory: HostMemory, layout: Hashable, block_size: int, block_bytes: int):
-        self.memory = memory
-        self.layout, self.block_size, self.block_bytes = layout, block_size, block_bytes
+    def __init__(self, memory: HostMemory, block_size: int, block_bytes: int):
+        self.memory, self.block_size, self.block_bytes = memory, block_size, block_bytes
         self.num_offloaded_blocks = self.num_restored_blocks = 0
         self._offloads: list[tuple[Chunk, list[int]]] = []
         self._restores: list[tuple[Chunk, list[int]]] = []
@@ -209,7 +209,7 @@ class HostBlocks:
         """
         places: list[Place] = []
         for number in range(start, min(limit, len(hashes))):
-            place = self.memory.index.get((self.layout, hashes[number]))
+            place = self.memory.index.get((self.block_size, hashes[number]))
             if place is None:
                 break
             chunk, row = place
@@ -241,7 +241,7 @@ class HostBlocks:
         """
         index, new = self.memory.index, []
         for block, content in evicted:
-            place = index.get((self.layout, content.block_hash))
+            place = index.get((self.block_size, content.block_hash))
             if place is None:
                 new.append((block, content))
             else:

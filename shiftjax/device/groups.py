@@ -11,7 +11,7 @@ from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.gpu_options import gpu_options
-from shiftjax.device.host_tier import Chunks
+from shiftjax.device.host_store import Chunks
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import grid_mesh, group_mesh
 from shiftjax.device.mode_weights import ModeWeights
@@ -212,14 +212,12 @@ def start_runners(
     Raises:
         ConfigError: the weights of a mode cannot be viewed in place; not at its first step.
     """
-    # Of the layers of a stage, on the host: those of all groups.
-    chunks: list[Chunks] = [{} for _ in range(deployment.pp if deployment.host_bytes else 0)]
+    chunks: Chunks | None = {} if deployment.host_bytes else None  # of all groups and stages
     stages: dict[Group, list[DeviceRunner]] = {}
     firsts: dict[Kind, DeviceRunner] = {}
-    for group, step, memory, stage in sorted(groups, key=lambda placed: -placed.group.width):
+    for group, step, memory, _ in sorted(groups, key=lambda placed: -placed.group.width):
         pool, kind = pool_of(deployment.of_width(group.width)), kind_of(step)
-        on_host = chunks[stage] if chunks else None
-        runner = DeviceRunner(step, memory, pool, (), chunks=on_host, seed=seed)
+        runner = DeviceRunner(step, memory, pool, (), chunks=chunks, seed=seed)
         if kind in firsts:
             runner.load_programs(firsts[kind])
         else:

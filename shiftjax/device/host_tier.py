@@ -1,13 +1,16 @@
 """KV blocks in host memory: what left the device's prefix cache, or was swapped out.
 
-Blocks travel as chunks, `[2 * layers, blocks, elements]`, sharded by heads like the pool: one
-gather, one transfer of all layers, one scatter, in few static sizes. Copies are dispatched, never
-awaited but for `MOST_IN_FLIGHT`: the device's own order puts an offload before the step that reuses
-its blocks, and a restore before the step that reads them.
+Blocks travel as chunks, sharded by heads like the pool and head-major (`device/host_store.py`): one
+gather, one transfer of all layers, one scatter, in few static sizes. A group of another layout puts
+together what each of its devices needs, on the host, and scatters that. Copies are dispatched,
+never awaited but for `MOST_IN_FLIGHT`: the device's own order puts an offload before the step that
+reuses its blocks, and a restore before the step that reads them.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,35 +18,28 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.device.host_store import Chunks, Part, piece, shards_of
 from shiftjax.device.mesh import chunk_spec, named, pool_spec, replicated_spec
-from shiftjax.device.pool import FlatPools
-
-Chunks = dict[int, jax.Array]  # in `pinned_host` memory, by number; of all groups
+from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools, in_shape
+from shiftjax.parallel.layout import Layout
 
 
 class HostTier:
-    """The copies of one group; the scheduler says which, and when a chunk goes."""
+    """The copies of one group, or of a stage of it; the scheduler says which, and when one goes."""
 
-    def __init__(self, mesh: Mesh, pools: FlatPools, chunks: Chunks):
+    def __init__(self, mesh: Mesh, layout: Layout, pool: PoolOptions, chunks: Chunks):
         self._chunks = chunks
         self._in_flight: deque[jax.Array] = deque()
+        self._devices = list(mesh.devices.flat)
         self._device = named(mesh, chunk_spec())
         self._host = self._device.with_memory_kind("pinned_host")
-        stored = named(mesh, pool_spec())
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=stored), pools
-        )
-        self._gathers, self._scatters = {}, {}
-        for size in CHUNK_SIZES:
-            blocks = jax.ShapeDtypeStruct(
-                (size,), jnp.int32, sharding=named(mesh, replicated_spec())
-            )
-            gather = jax.jit(_gather_blocks, out_shardings=self._device)
-            self._gathers[size] = gather.lower(like, blocks).compile()
-            chunk = self._gathers[size].out_info
-            chunk = jax.ShapeDtypeStruct(chunk.shape, chunk.dtype, sharding=self._device)
-            scatter = jax.jit(_scatter_blocks, donate_argnums=0)
-            self._scatters[size] = scatter.lower(like, chunk, blocks).compile()
+        stage, model = layout.model.stage, layout.model
+        first = stage.first if stage else 0
+        self._layers = range(first, first + model.num_layers)
+        self._num_kv_heads = model.num_kv_heads
+        self._by_device = [tuple(layout.kv_heads_of(j)) for j in range(layout.num_devices)]
+        self._heads = sum(self._by_device, ())
+        self._gathers, self._scatters = _compile(mesh, layout, pool)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget chunks, also such as have never come here."""
@@ -51,23 +47,37 @@ class HostTier:
             self._chunks.pop(number, None)
 
     def offload(self, pools: FlatPools, number: int, blocks: Sequence[int]) -> None:
-        """Copy device blocks to the host, as a chunk."""
+        """Copy device blocks to the host, as this stage's part of a chunk."""
         self._make_room()
         chunk = self._gathers[len(blocks)](pools, np.array(blocks, np.int32))
-        self._chunks[number] = jax.device_put(chunk, self._host)
-        self._in_flight.append(self._chunks[number])
+        part = Part(jax.device_put(chunk, self._host), self._layers.start, self._heads)
+        self._chunks.setdefault(number, []).append(part)
+        self._in_flight.append(part.array)
 
     def restore(self, pools: FlatPools, number: int, blocks: Sequence[int]) -> FlatPools:
         """Copy a chunk to device blocks of the (donated) pools and return them.
 
-        Raises KeyError for a chunk that was never offloaded; a copy to the host that failed makes
-        the step fail that reads it.
+        Raises KeyError for a chunk that was never offloaded, or not whole; a copy to the host that
+        failed makes the step fail that reads it.
         """
         self._make_room()
-        chunk = jax.device_put(self._chunks[number], self._device)
+        chunk = self._fetch(self._chunks[number])
         pools, done = self._scatters[len(blocks)](pools, chunk, np.array(blocks, np.int32))
         self._in_flight.append(done)
         return pools
+
+    def _fetch(self, parts: Sequence[Part]) -> jax.Array:
+        """Start to copy a chunk to the devices of this stage: its layers and heads."""
+        for part in parts:
+            if part.array.sharding == self._host and part.layers == self._layers:
+                return jax.device_put(part.array, self._device)
+        shards = shards_of(parts)
+        pieces = [piece(shards, self._layers, h, self._num_kv_heads) for h in self._by_device]
+        _, _, *size = pieces[0].shape
+        shape = 2 * len(self._layers), len(self._heads), *size
+        make: Any = jax.make_array_from_single_device_arrays
+        on_devices = jax.device_put(pieces, self._devices)
+        return make(shape, self._device, on_devices)
 
     def _make_room(self) -> None:
         while self._in_flight and _is_over(self._in_flight[0]):
@@ -80,17 +90,54 @@ def _is_over(array: jax.Array) -> bool:
     return array.is_deleted() or array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _gather_blocks(pools: FlatPools, blocks: jax.Array) -> jax.Array:
-    return jnp.stack([pool[blocks] for layer in pools for pool in layer])
+Programs = dict[int, jax.stages.Compiled]  # by blocks of a chunk
+
+
+def _compile(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Programs, Programs]:
+    """The gather and the scatter of each size of chunks."""
+    everywhere, of_pools, of_chunks = replicated_spec(), pool_spec(), chunk_spec()
+    of_mesh = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    gather = of_mesh(
+        partial(_gather_blocks, layout, pool.block_size),
+        in_specs=(of_pools, everywhere),
+        out_specs=of_chunks,
+    )
+    scatter = of_mesh(
+        _scatter_blocks,
+        in_specs=(of_pools, of_chunks, everywhere),
+        out_specs=(of_pools, everywhere),
+    )
+    pools = abstract_pools(mesh, layout, pool.num_blocks, pool.block_size, pool.dtype)
+    gathers, scatters = {}, {}
+    for size in CHUNK_SIZES:
+        blocks = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=named(mesh, everywhere))
+        gathers[size] = jax.jit(gather).lower(pools, blocks).compile()
+        chunk = gathers[size].out_info
+        chunk = jax.ShapeDtypeStruct(chunk.shape, chunk.dtype, sharding=named(mesh, of_chunks))
+        scatters[size] = jax.jit(scatter, donate_argnums=0).lower(pools, chunk, blocks).compile()
+    return gathers, scatters
+
+
+def _gather_blocks(
+    layout: Layout, block_size: int, pools: FlatPools, blocks: jax.Array
+) -> jax.Array:
+    """On one device: blocks of all layers, `[2 * layers, heads, tokens, head_dim]`."""
+    arrays = [array for layer in in_shape(pools, layout, block_size) for array in layer]
+    chunk = jnp.stack([array[blocks] for array in arrays]).swapaxes(1, 2)
+    num, heads, *_, head_dim = chunk.shape
+    return chunk.reshape(num, heads, -1, head_dim)
 
 
 def _scatter_blocks(
     pools: FlatPools, chunk: jax.Array, blocks: jax.Array
 ) -> tuple[FlatPools, jax.Array]:
-    """The pools with a chunk in these blocks, and a number that is there when they are."""
+    """On one device: the pools with a chunk in these blocks, and a number that is there then."""
+    num, heads, _, head_dim = chunk.shape
+    chunk = chunk.reshape(num, heads, len(blocks), -1, head_dim).swapaxes(1, 2)
+    rows = chunk.reshape(num, len(blocks), -1)
 
     def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
         return pool.at[blocks].set(rows, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    pools = [(write(k, chunk[2 * i]), write(v, chunk[2 * i + 1])) for i, (k, v) in enumerate(pools)]
+    pools = [(write(k, rows[2 * i]), write(v, rows[2 * i + 1])) for i, (k, v) in enumerate(pools)]
     return pools, blocks[0]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shiftjax.device.host_tier import Chunks, HostTier
+from shiftjax.device.host_store import Chunks
+from shiftjax.device.host_tier import HostTier
 from shiftjax.device.mesh import named, replicated_spec
 from shiftjax.device.mode_weights import ModeWeights, Weights
 from shiftjax.device.pool import DevicePools, FlatPools, PoolOptions
@@ -75,7 +76,7 @@ class GroupMemory:
         if not self._device_pools.has(self.mesh):
             self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
         if chunks is not None:
-            self.host = HostTier(self.mesh, self.pools, chunks)
+            self.host = HostTier(self.mesh, self.layout, sizes, chunks)
 
     def allocate(self, sizes: PoolOptions) -> None:
         """Make empty pools. What was in them is lost."""

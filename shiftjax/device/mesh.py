@@ -104,8 +104,8 @@ def pool_spec() -> P:
 
 
 def chunk_spec() -> P:
-    """Return the spec of blocks of all layers, `[2 * layers, blocks, devices * elements]`."""
-    return P(None, None, ALL_AXES)
+    """Return the spec of blocks on the host, `[2 * layers, heads, tokens, head_dim]`."""
+    return P(None, ALL_AXES)
 
 
 def rows_spec() -> P:

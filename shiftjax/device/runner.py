@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shiftjax.control.request import StepOutput, StepPlan
-from shiftjax.device.host_tier import Chunks
+from shiftjax.device.host_store import Chunks
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, replicated_spec, rows_spec
 from shiftjax.device.pack import step_inputs, suits

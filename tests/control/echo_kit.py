@@ -131,7 +131,7 @@ def make_engine(
     memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
     lanes = []
     for _ in range(dp):
-        host = HostBlocks(memory, modes, block_size, HOST_BLOCK_BYTES) if num_host_blocks else None
+        host = HostBlocks(memory, block_size, HOST_BLOCK_BYTES) if num_host_blocks else None
         scheduler = Scheduler(config, host=host)
         lanes.append(Lane(scheduler, AuditedRunner(config, chunks, num_host_blocks), modes))
     policy = policy or make_policy("threshold", 8)

@@ -141,7 +141,7 @@ def test_groups_find_what_others_wrote_until_their_step_fails():
 
 
 def blocks_of(num_blocks: int) -> HostBlocks:
-    return HostBlocks(HostMemory(num_blocks * 10), 1, 4, 10)
+    return HostBlocks(HostMemory(num_blocks * 10), 4, 10)
 
 
 def prefix(number: int) -> CachedPrefix:
@@ -173,7 +173,7 @@ def test_a_swapped_sequence_keeps_its_bytes_whatever_else_needs_them():
     host.memory.check()
     assert host.memory.num_used_bytes == 20  # what a hash finds: the second block, and one saved
     with pytest.raises(RuntimeError, match="more often"):
-        host.memory.unpin(host.memory.index[1, prefix(2).block_hash].chunk)
+        host.memory.unpin(host.memory.index[4, prefix(2).block_hash].chunk)
 
 
 def test_what_no_step_copies_is_not_there():
@@ -188,5 +188,5 @@ def test_equal_hashes_of_other_tokens_are_a_miss():
     host.save([(1, prefix(1))])
     assert len(host.match([prefix(1).block_hash], [1] * 8, 0, 1)) == 1
     assert host.match([prefix(1).block_hash], [2] * 8, 0, 1) == []
-    other = HostBlocks(host.memory, 2, 4, 10)
+    other = HostBlocks(host.memory, 8, 10)
     assert other.match([prefix(1).block_hash], [1] * 8, 0, 1) == []

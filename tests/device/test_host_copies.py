@@ -1,17 +1,23 @@
 """The host tier through real devices: what comes back is what went, to the bit and to the byte."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
+from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.control.request import SamplingParams
+from shiftjax.device.host_store import Chunks
 from shiftjax.device.host_tier import HostTier
 from shiftjax.device.mesh import make_mesh, named, pool_spec
+from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import CompileCounter
+from shiftjax.parallel.layout import Layout
 
 PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -27,12 +33,15 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
         return [tuple(jax.device_put(each, place) for each in layer) for layer in given]
 
     chunks = {}
-    tier = HostTier(mesh, pools(), chunks)
+    model = replace(PRESETS["tiny"], num_layers=3, num_heads=4, num_kv_heads=4, head_dim=3)
+    sizes = PoolOptions(num_blocks, 4, 4, np.dtype(np.float32))
+    tier = HostTier(mesh, Layout(model, 2, 2), sizes, chunks)
     blocks = rng.permutation(np.arange(1, num_blocks))[:size].tolist()
     targets = rng.permutation(np.arange(1, num_blocks))[:size].tolist()
     tier.offload(pools(), 7, blocks)
-    assert chunks[7].sharding.memory_kind == "pinned_host"
-    assert chunks[7].nbytes == size * 3 * 2 * 48 * 4
+    (part,) = chunks[7]
+    assert part.array.sharding.memory_kind == "pinned_host"
+    assert part.array.nbytes == size * 3 * 2 * 48 * 4
     got = np.array(tier.restore(pools(), 7, targets))
     expected = given.copy()
     expected[:, :, targets] = given[:, :, blocks]
@@ -47,7 +56,8 @@ def test_few_copies_hold_memory_at_a_time():
     mesh = make_mesh(jax.devices()[:1], 1, 1)
     place = named(mesh, pool_spec())
     pools = [tuple(jax.device_put(np.ones((9, 4), np.float32), place) for _ in "kv")]
-    tier = HostTier(mesh, pools, {})
+    model = replace(PRESETS["tiny"], num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
+    tier = HostTier(mesh, Layout(model, 1, 1), PoolOptions(9, 2, 4, np.dtype(np.float32)), {})
     for number in range(3 * MOST_IN_FLIGHT):
         tier.offload(pools, number, [1])
         pools = tier.restore(pools, number, [2])
@@ -75,7 +85,7 @@ def serve(built: Built, *pairs: tuple[int, int]) -> list[int]:
     return cached
 
 
-def chunks_of(built: Built) -> dict[int, jax.Array]:
+def chunks_of(built: Built) -> Chunks:
     (chunks,) = {id(r.memory.host._chunks): r.memory.host._chunks for r in built.runners}.values()
     return chunks
 
@@ -91,7 +101,7 @@ def test_tokens_of_restored_prefixes_are_those_of_computed_ones(built):
     assert (counter.count, stats.num_failed_steps) == (0, 0)
     assert stats.host.num_hit_tokens >= 112
     alive = {chunk.number for chunk in memory.chunks}
-    held = {number: array.nbytes for number, array in chunks_of(built).items()}
+    held = {n: sum(part.array.nbytes for part in parts) for n, parts in chunks_of(built).items()}
     assert sum(held[number] for number in alive) == memory.num_used_bytes
     assert sum(held.values()) <= memory.num_bytes == 220_000
     assert stats.host.num_offloaded_bytes > memory.num_bytes  # so that chunks have gone there, too
@@ -100,8 +110,8 @@ def test_tokens_of_restored_prefixes_are_those_of_computed_ones(built):
 def test_a_copy_that_is_lost_ends_the_requests_and_nothing_else(built):
     built.engine.flush_prefix_cache()
     serve(built, (0, 1), (2, 3), (4, 5))
-    for array in chunks_of(built).values():
-        array.delete()
+    for (part,) in chunks_of(built).values():
+        part.array.delete()
     events = run(built.engine, [PROMPTS[1], PROMPTS[0]], [GREEDY] * 2)
     assert [each[-1].error_code for each in events.values()] == ["step_failed"] * 2
     assert built.engine.stats().host.num_used_bytes == 0

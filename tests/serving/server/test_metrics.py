@@ -82,7 +82,7 @@ def test_drafts_are_counted_by_vllms_names_and_ours():
 
 def test_the_host_tier_is_counted():
     engine = make_engine(num_blocks=17)  # 64 tokens
-    engine.lanes[0].scheduler.tables.host = HostBlocks(HostMemory(4000), 1, 4, 100)
+    engine.lanes[0].scheduler.tables.host = HostBlocks(HostMemory(4000), 4, 100)
     with running_server(engine) as server, server.client() as client:
         for letter in "abab":
             body = {"prompt": letter * 50, "max_tokens": 4, "seed": 1, "ignore_eos": True}

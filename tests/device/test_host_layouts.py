@@ -1,0 +1,140 @@
+"""What one layout has written to the host, any other reads: other heads, layers, devices."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from shiftjax.arch.config import stages_of
+from shiftjax.arch.presets import PRESETS
+from shiftjax.device import host_tier
+from shiftjax.device.host_store import Chunks
+from shiftjax.device.host_tier import HostTier
+from shiftjax.device.mesh import make_mesh, named, pool_spec
+from shiftjax.device.pool import FlatPools, PoolOptions
+from shiftjax.parallel.layout import Layout
+
+NUM_LAYERS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, SIZE = 7, 2, 2, 12, 4
+POOL = PoolOptions(NUM_BLOCKS, BLOCK_SIZE, 4, np.dtype(np.float32))
+# pp, sp, tp: stages of uneven layers, heads that are padded (3) or replicated (3 and 4 on 8).
+DEGREES = [(1, 1, 1), (1, 2, 2), (1, 2, 4), (2, 1, 2), (3, 1, 1), (4, 2, 1)]
+UNTOUCHED = -1.0
+
+
+class Stage(NamedTuple):
+    """One stage of a group, and its way to the host."""
+
+    mesh: Mesh
+    layout: Layout
+    tier: HostTier
+
+    @property
+    def layers(self) -> range:
+        stage = self.layout.model.stage
+        first = stage.first if stage else 0
+        return range(first, first + self.layout.model.num_layers)
+
+    def shards(self, whole: np.ndarray) -> np.ndarray:
+        """Of `[layers, 2, blocks, heads, tokens, head_dim]` what each device has, devices third."""
+        layout = self.layout
+        padding = layout.num_kv_heads - whole.shape[3]
+        whole = np.pad(whole, [(0, 0)] * 3 + [(0, padding)] + [(0, 0)] * 2)
+        heads = [layout.kv_heads_of(j) for j in range(layout.num_devices)]
+        return np.stack([whole[self.layers][:, :, :, held] for held in heads], axis=2)
+
+    def pools(self, shards: np.ndarray) -> FlatPools:
+        """Shards as the devices have them."""
+        flat = shards.reshape(*shards.shape[:4], -1).swapaxes(2, 3)
+        flat = flat.reshape(*flat.shape[:3], -1)
+        place = named(self.mesh, pool_spec())
+        return [(jax.device_put(k, place), jax.device_put(v, place)) for k, v in flat]
+
+    def seen(self, pools: FlatPools, shape: tuple[int, ...]) -> np.ndarray:
+        """Undo `pools`."""
+        flat = np.array([[np.asarray(array) for array in layer] for layer in pools])
+        flat = flat.reshape(*flat.shape[:3], self.layout.num_devices, -1)
+        return flat.swapaxes(2, 3).reshape(shape)
+
+
+@cache
+def groups_of(num_kv_heads: int) -> tuple[Chunks, dict[tuple[int, int, int], list[Stage]]]:
+    """A store and groups of all degrees, which begin at other devices."""
+    model = replace(
+        PRESETS["tiny"],
+        num_layers=NUM_LAYERS,
+        head_dim=HEAD_DIM,
+        num_heads=3 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+    )
+    chunks: Chunks = {}
+    groups: dict[tuple[int, int, int], list[Stage]] = {}
+    for number, (pp, sp, tp) in enumerate(DEGREES):
+        stages, devices = [], [*jax.devices()[number % 8 :], *jax.devices()[: number % 8]]
+        for nth, of_stage in enumerate(stages_of(model, pp)):
+            layout, mesh = Layout(of_stage, sp, tp), make_mesh(devices[nth * sp * tp :], sp, tp)
+            stages.append(Stage(mesh, layout, HostTier(mesh, layout, POOL, chunks)))
+        groups[pp, sp, tp] = stages
+    return chunks, groups
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Chunks of one size are enough here."""
+    monkeypatch.setattr(host_tier, "CHUNK_SIZES", (SIZE,))
+
+
+@pytest.mark.parametrize("num_kv_heads", [3, 4, 8])
+def test_any_layout_reads_what_another_has_written(num_kv_heads):
+    """Against NumPy, all pairs; one block of the chunk is not wanted."""
+    chunks, groups = groups_of(num_kv_heads)
+    rng = random.Random(num_kv_heads)
+    shape = NUM_LAYERS, 2, NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, HEAD_DIM
+    for number, writer in enumerate(groups):
+        given = np.random.default_rng(number).normal(size=shape).astype(np.float32)
+        blocks = rng.sample(range(1, NUM_BLOCKS), SIZE)
+        for stage in groups[writer]:
+            stage.tier.offload(stage.pools(stage.shards(given)), number, blocks)
+        for reader in groups:
+            targets = rng.sample(range(1, NUM_BLOCKS), SIZE)
+            targets[rng.randrange(SIZE)] = 0
+            expected = np.full(shape, UNTOUCHED, np.float32)
+            for block, target in zip(blocks, targets, strict=True):
+                expected[:, :, target] = given[:, :, block]
+            others = [block for block in range(NUM_BLOCKS) if block not in targets]
+            for stage in groups[reader]:
+                want = stage.shards(expected)
+                empty = np.full_like(want, UNTOUCHED)
+                want[:, :, :, others] = UNTOUCHED  # padded heads, too
+                pools = stage.tier.restore(stage.pools(empty), number, targets)
+                got = stage.seen(pools, want.shape)
+                np.testing.assert_array_equal(got, want, f"{writer} to {reader}")
+    chunks.clear()
+
+
+def test_a_chunk_that_is_not_whole_is_not_read():
+    """One stage of the writer is missing, or its copy has failed; no reader gets anything else."""
+    chunks, groups = groups_of(4)
+    shape = NUM_LAYERS, 2, NUM_BLOCKS, 4, BLOCK_SIZE, HEAD_DIM
+    first, second = groups[2, 1, 2]
+    blocks = list(range(1, SIZE + 1))
+    for number, stage in ((0, first), (1, first), (1, second)):
+        stage.tier.offload(stage.pools(stage.shards(np.ones(shape, np.float32))), number, blocks)
+    chunks[1][1].array.delete()
+    (whole,), parts = groups[1, 2, 2], groups[3, 1, 1]
+    empty = [s.pools(s.shards(np.zeros(shape, np.float32))) for s in (whole, *parts)]
+    with pytest.raises(KeyError, match="not all of a chunk"):
+        whole.tier.restore(empty[0], 0, blocks)
+    parts[0].tier.restore(empty[1], 0, blocks)  # its layers are there
+    with pytest.raises(KeyError, match="not all of a chunk"):
+        parts[2].tier.restore(empty[3], 0, blocks)
+    for stage, pools in zip((whole, *parts[1:]), (empty[0], *empty[2:]), strict=True):
+        with pytest.raises(RuntimeError, match="deleted"):
+            stage.tier.restore(pools, 1, blocks)
+    with pytest.raises(KeyError):
+        whole.tier.restore(empty[0], 2, blocks)
+    chunks.clear()
