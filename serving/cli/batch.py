@@ -7,20 +7,18 @@ broken run leaves is a beginning of the whole.
 import argparse
 import asyncio
 import logging
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from io import FileIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from serving.cli.batch_formats import CHATS, FORMATS, ID_PREFIX, Format, Line, Record, read_lines
+from serving.cli.batch_output import append, open_output
 from serving.run.flags import given_sampling
 from serving.run.progress import print_table, shown_progress, throughput
 from serving.run.serve import served_model
@@ -30,8 +28,8 @@ from serving.server.errors import ServeError, internal_error
 from serving.server.schema import Wish, read_chat, read_completion
 from serving.server.service import Service
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import SamplingParams
-from shiftjax.options import ConfigError, shown
+from shiftjax.control.request import SamplingParams, derive_seed
+from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
@@ -83,12 +81,12 @@ async def _run(
     limits = replace(service.options, max_num_queued_reqs=QUEUE, max_num_queued_tokens=1 << 40)
     engine = AsyncEngine(llm.engine, llm.tokenizer, service.observers, limits)
     service.open(served_model(llm, service.options), engine)
-    num_at_once = 2 * llm.config.scheduler.max_num_seqs
+    num_at_once, seed = 2 * llm.config.scheduler.max_num_seqs, llm.config.model.seed
     try:
         with arguments.output.open("ab", buffering=0) as file, shown_progress() as progress:
-            async with aclosing(run_lines(service, lines, num_at_once, form)) as records:
+            async with aclosing(run_lines(service, lines, num_at_once, form, seed)) as records:
                 async for record in records:
-                    _append(file, msgspec.json.encode(record) + b"\n")
+                    append(file, msgspec.json.encode(record) + b"\n")
                     counts["lines"] += 1
                     counts["errors"] += record.get("error") is not None
                     counts["ignoring"] += "ignored_fields" in record
@@ -98,31 +96,23 @@ async def _run(
         await service.close()
 
 
-def _append(file: FileIO, record: bytes) -> None:
-    """Write all of a record, or nothing where the disk is full. Raises OSError."""
-    end, rest = os.fstat(file.fileno()).st_size, record
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        with suppress(OSError):  # a device or a pipe keeps what it has
-            file.truncate(end)
-        raise
-
-
 # ---------------------------------------------------------------- running
 
 
 async def run_lines(
-    service: Service, lines: Sequence[Line], num_at_once: int, form: Format
+    service: Service, lines: Sequence[Line], num_at_once: int, form: Format, seed: int = 0
 ) -> AsyncGenerator[Record]:
-    """Records in the order of the lines; never more than so many requests in the engine."""
+    """Records in the order of the lines; never more than so many requests in the engine.
+
+    What a line without a seed draws depends on `seed`, the engine's, and the line's number alone,
+    so a run that is resumed goes on with the same draws.
+    """
     waiting: asyncio.Queue[asyncio.Task[Record]] = asyncio.Queue(4 * num_at_once)
     room = asyncio.Semaphore(num_at_once)
 
     async def one(line: Line) -> Record:
         async with room:
-            return await _run_line(service, line, form)
+            return await _run_line(service, line, form, derive_seed(seed, line.number))
 
     async def start() -> None:
         for line in lines:
@@ -138,7 +128,7 @@ async def run_lines(
             waiting.get_nowait().cancel()
 
 
-async def _run_line(service: Service, line: Line, form: Format) -> Record:
+async def _run_line(service: Service, line: Line, form: Format, seed: int) -> Record:
     if line.problem is not None:
         return form.failure(line, ServeError("invalid", line.problem))
     try:
@@ -146,7 +136,7 @@ async def _run_line(service: Service, line: Line, form: Format) -> Record:
         name = f"{ID_PREFIX}{line.number}"
         reader = read_chat if line.url == CHATS else read_completion
         read = (lambda wish: wish) if isinstance(line.body, Wish) else reader
-        with await service.start(read, line.body, name) as generation:
+        with await service.start(read, line.body, name, seed=seed) as generation:
             for handle in generation.handles:
                 with suppress(ServeError):  # the format says what becomes of it
                     await handle.result()
@@ -163,60 +153,3 @@ def _check_fields(line: Line, strict: bool) -> None:
         raise ServeError("invalid", f"{line.unknown[0]} is not a field of a line.")
     if isinstance(line.body, dict) and line.body.get("stream"):
         raise ServeError("invalid", "stream has no meaning in a batch.", param="stream")
-
-
-# ---------------------------------------------------------------- resuming
-
-
-def open_output(path: Path, lines: Sequence[Line], resume: bool, form: Format) -> list[Line]:
-    """The lines that `path` lacks; a record that was cut off is removed from it.
-
-    Raises ConfigError for a file that is not of this batch, or that exists without `resume`.
-    """
-    try:
-        if path.is_dir():
-            raise ConfigError([f"{path} is a directory"])
-        if not path.exists() or path.stat().st_size == 0:
-            path.touch()
-            return list(lines)
-        if not resume:
-            raise ConfigError([f"{path} exists; --resume continues it, or remove it"])
-        done = repair(path, form)
-    except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
-    names = {line.number: line.name for line in lines}
-    for number, name in done.items():
-        if names.get(number) != name:
-            raise ConfigError([f"{path} is of another input: it has {shown(name)} at {number}"])
-    return [line for line in lines if line.number not in done]
-
-
-def repair(path: Path, form: Format) -> dict[int, str]:
-    """The id of every line with a record, by number; cuts off a last record that is not whole.
-
-    Raises ConfigError for a file that does not begin with records: it is not ours to continue.
-    """
-    done: dict[int, str] = {}
-    end = 0
-    data = path.read_bytes().splitlines(keepends=True)
-    for number, text in enumerate(data, start=1):
-        key = _record_key(text, form)
-        if key is None:
-            is_begun = text.startswith(form.start[: len(text)]) and not text.endswith(b"\n")
-            if number < len(data) or not (done or is_begun):
-                raise ConfigError([f"{path}, line {number}: no record of a batch; not resumed"])
-            break
-        done[key[0]] = key[1]
-        end += len(text)
-    with path.open("r+b") as file:
-        file.truncate(end)
-    return done
-
-
-def _record_key(text: bytes, form: Format) -> tuple[int, str] | None:
-    try:
-        number, name = form.key(msgspec.json.decode(text))
-    except Exception:  # JSON of any other kind, or none
-        return None
-    is_whole = text.endswith(b"\n") and isinstance(number, int) and isinstance(name, str)
-    return (number, name) if is_whole else None

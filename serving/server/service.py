@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serving.server.async_embedder import AsyncEmbedder
@@ -23,7 +23,7 @@ from serving.server.schema import Wish, prompts_of, read
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
 from serving.server.tools import checked_functions, read_calls
-from shiftjax.control.request import Request
+from shiftjax.control.request import Request, SamplingParams, derive_seed
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.embedding_inputs import InputReader
 from shiftjax.text.tokenizer import Tokenizer
@@ -206,12 +206,17 @@ class Service:
         values: Any,
         request_id: str | None = None,
         timeout: float | None = None,
+        seed: int | None = None,
     ) -> Generation:
-        """Start what `read_completion` or `read_chat` finds in a body. The caller closes it."""
+        """Start what `read_completion` or `read_chat` finds in a body. The caller closes it.
+
+        With `seed`, draws of a body without a seed depend on it and on the place of the prompt;
+        else on how many requests the engine has had before.
+        """
         try:
             _, engine = self.generating()
             wish = read_fields(values)
-            return await self._submit(engine, wish, request_id, timeout)
+            return await self._submit(engine, wish, request_id, timeout, seed)
         except ServeError as error:
             self.refuse(error)
             raise
@@ -224,7 +229,12 @@ class Service:
             self.engine.refuse(error)
 
     async def _submit(
-        self, engine: AsyncEngine, wish: Wish, request_id: str | None, timeout: float | None
+        self,
+        engine: AsyncEngine,
+        wish: Wish,
+        request_id: str | None,
+        timeout: float | None,
+        seed: int | None,
     ) -> Generation:
         arrival, fields = time.monotonic(), wish.fields
         model = self.model_named(fields.model)
@@ -243,7 +253,7 @@ class Service:
             Request(
                 name if num_prompts == 1 else f"{name}-{index}",
                 ids,
-                wish.sampling,
+                _seeded(wish.sampling, seed, index),
                 arrival_seconds=arrival,
                 priority=wish.priority,
                 min_width=wish.min_width,
@@ -366,6 +376,13 @@ class Service:
         fields, unknown = read(kind, values)
         _check_known(unknown, self.options)
         return fields
+
+
+def _seeded(sampling: SamplingParams, seed: int | None, index: int) -> SamplingParams:
+    """With a seed of its own for a prompt, where the client has given none."""
+    if seed is None or sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=derive_seed(seed, index))
 
 
 def _check_server_limits(wish: Wish, options: ServerOptions) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import generate as script
 import msgspec
 import pytest
+from batch_kit import encoded, run_through
 from engines import checkpoint
 from kit import CHAT as CHATS
 from kit import COMPLETION, running_server
 
-from serving.cli.batch import open_output, repair, run_lines
-from serving.cli.batch_formats import OPENAI, PLAIN, Format, Line, plain_record, read_lines
+from serving.cli.batch_formats import OPENAI, PLAIN, Line, plain_record, read_lines
+from serving.cli.batch_output import open_output, repair
 from serving.cli.commands import in_order
 from serving.cli.main import main
 from serving.server.errors import ServeError
@@ -37,27 +38,14 @@ LINES = [
 ]
 
 
-def encoded(*lines: object) -> list[bytes]:
-    return [
-        line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines
-    ]
-
-
 def parse_plain(*lines: object, **defaults: object) -> list[Line]:
     return read_lines(encoded(*lines), PLAIN, defaults)
-
-
-def run(server, lines: list[Line], form: Format = OPENAI) -> list[dict]:
-    async def collect() -> list[dict]:
-        return [record async for record in run_lines(server.service, lines, 2, form)]
-
-    return server.on_loop(collect())
 
 
 def test_records_keep_the_order_and_bad_lines_their_place():
     with running_server() as server:
         lines = read_lines([*encoded(*LINES), b"\n", b"{", b'{"prompt": "\xff"}\n'], OPENAI)
-        records = run(server, lines)
+        records = run_through(server, lines)
         server.assert_quiescent()
     assert [record["custom_id"] for record in records] == [
         *("a", "line-2", "c", "a", "e", "f", "g", "line-8", "line-10", "line-11")
@@ -76,7 +64,7 @@ def test_records_keep_the_order_and_bad_lines_their_place():
 
 def test_results_are_those_of_the_server():
     with running_server() as server, server.client() as client:
-        (record,) = run(server, read_lines(encoded(LINES[1]), OPENAI))
+        (record,) = run_through(server, read_lines(encoded(LINES[1]), OPENAI))
         answer = client.post("/v1/completions", json=LINES[1]).json()
         assert record["response"]["body"]["choices"] == answer["choices"]
 
@@ -128,9 +116,9 @@ def test_nothing_of_a_line_is_dropped_in_silence():
     bodiless = openai | {"custom_id": "b", "url": "/v1/chat/completions", "prompt": "x"}
     lines = read_lines(encoded(openai | {"body": body, "priority": 3}, bodiless), OPENAI)
     with running_server() as server:
-        known, unknown = run(server, lines)
+        known, unknown = run_through(server, lines)
     with running_server(strict=True) as server:
-        (refused, _) = run(server, lines)
+        (refused, _) = run_through(server, lines)
     assert known["ignored_fields"] == ("priority", "max_tokns")
     assert unknown["error"]["message"] == "body is missing"
     assert "priority" in refused["error"]["message"]
@@ -147,7 +135,7 @@ def test_a_bug_is_one_lines_alone(monkeypatch):
     monkeypatch.setattr(Writer, "response", response)
     with running_server() as server:
         lines = read_lines(encoded(*({"prompt": "x", "max_tokens": 1} for _ in range(3))), OPENAI)
-        records = run(server, lines)
+        records = run_through(server, lines)
         server.assert_quiescent()
     assert [record["response"]["status_code"] for record in records] == [200, 500, 200]
 
@@ -300,7 +288,7 @@ def test_plain_records_of_an_engine():
     )
     with running_server() as server:
         server.runner.poisoned.add(server.service.model.tokenizer.encode("\x07")[0])
-        good, empty, failed, chat = run(server, lines, PLAIN)
+        good, empty, failed, chat = run_through(server, lines, PLAIN)
         server.assert_quiescent()
     assert [len(one["token_ids"]) for one in good["outputs"]] == [3, 3]
     assert len(good["prompt_logprobs"]) == good["usage"]["prompt_tokens"] == 5
