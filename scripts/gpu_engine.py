@@ -111,8 +111,8 @@ def make_engine(
     devices = jax.devices()[: sp * tp]
     deployment = resolve(config, model, measure(devices))
     ((group, step),) = define_steps(deployment, devices).items()
-    memory = GroupMemory(step.weights, hashed_weights(step), step.mesh, DevicePools())
-    placed = Placed(group, step, memory)
+    placed = Placed(group, step, GroupMemory(step.weights, step.mesh, DevicePools()))
+    placed.memory.fill(hashed_weights(step))
     return assemble(config, deployment, [placed], lambda *_: None)
 
 

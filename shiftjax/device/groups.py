@@ -13,10 +13,10 @@ from shiftjax.device.attention_check import shape_of
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.memory import GroupMemory
-from shiftjax.device.mesh import grid_mesh, group_mesh
+from shiftjax.device.mesh import group_mesh, joined_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.mover import DeviceMover
-from shiftjax.device.place import define, load
+from shiftjax.device.place import Rows, define, load_rows, read_rows
 from shiftjax.device.pool import DevicePools, PoolOptions
 from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, PoolSizes
 from shiftjax.device.programs import Program, Progress, compile_programs
@@ -102,38 +102,53 @@ def place(
     progress: Progress,
     check: TryKernels | None = None,
 ) -> list[Placed]:
-    """Load the weights onto every unit; groups view them, and share the pools of their devices.
+    """The groups of a deployment with their weights, which are read from `source`."""
+    groups = define_groups(deployment, devices, check)
+    load_weights(groups, partial(read_rows, source), progress)
+    return groups
 
-    Of a pipeline, each stage has as many devices, and the units of its own layers.
+
+def define_groups(
+    deployment: Deployment, devices: Sequence[Device], check: TryKernels | None = None
+) -> list[Placed]:
+    """The groups of a deployment, and of a pipeline their stages. Nothing is allocated.
+
+    Groups share the pools of their devices. Each stage has as many devices, and the units of its
+    own layers.
     """
     each = deployment.grid.num_devices // deployment.pp
     check = cache(check) if check is not None else None
-    return [
-        placed._replace(stage=number)
-        for number, stage in enumerate(deployment.stages)
-        for placed in _place_stage(
-            stage, devices[number * each : (number + 1) * each], source, progress, check
+    groups = []
+    for number, stage in enumerate(deployment.stages):
+        steps = define_steps(stage, devices[number * each : (number + 1) * each], check)
+        pools = DevicePools()
+        for group, step in steps.items():
+            memory = GroupMemory(step.weights, step.mesh, pools)
+            groups.append(Placed(group, step, memory, number))
+    return groups
+
+
+def load_weights(groups: Sequence[Placed], rows: Rows, progress: Progress) -> int:
+    """Load the weights of every stage onto all its units, where groups view them.
+
+    Returns the bytes that went to devices.
+    """
+    num_bytes = 0
+    for number in sorted({placed.stage for placed in groups}):
+        of_stage = [placed for placed in groups if placed.stage == number]
+        narrowest = min(placed.group.width for placed in of_stage)
+        units = [placed.step for placed in of_stage if placed.group.width == narrowest]
+        mesh, first = joined_mesh([step.mesh for step in units]), units[0]
+        stored = load_rows(first.weights.model, first.layout, mesh, rows, progress)
+        num_bytes += sum(
+            shard.data.nbytes
+            for array in stored
+            if array is not None
+            for shard in array.addressable_shards
         )
-    ]
-
-
-def _place_stage(
-    deployment: Deployment,
-    devices: Sequence[Device],
-    source: TensorSource,
-    progress: Progress,
-    check: TryKernels | None,
-) -> list[Placed]:
-    steps = define_steps(deployment, devices, check)
-    grid, layout = deployment.grid, deployment.layout
-    narrowest = grid.groups(layout.sp)
-    mesh = grid_mesh(devices, grid, narrowest)
-    stored = load(steps[narrowest[0]].weights.model, layout, mesh, source, progress)
-    pools = DevicePools()
-    return [
-        Placed(group, step, GroupMemory(step.weights, stored, step.mesh, pools))
-        for group, step in steps.items()
-    ]
+        for placed in of_stage:
+            placed.memory.fill(stored)
+    return num_bytes
 
 
 Wanted = Mapping[int, Mapping[Bucket, list[Mode]]]  # modes of each bucket, by width
@@ -223,8 +238,7 @@ def start_runners(
         else:
             runner.programs = programs[kind]
         firsts.setdefault(kind, runner)
-        for mode in {mode for program in runner.programs for mode in program.steps}:
-            memory.params(mode)  # made here, so that no step waits for them
+        runner.view_weights()
         if step.platform != "cpu":  # where there is nothing to record, and steps take seconds
             runner.warm_up()
         stages.setdefault(group, []).append(runner)

@@ -79,6 +79,12 @@ class HostTier:
         on_devices = jax.device_put(pieces, self._devices)
         return make(shape, self._device, on_devices)
 
+    def settle(self) -> None:
+        """Wait for the copies that are on their way. Raises what made one of them fail."""
+        arrays = [array for array in self._in_flight if not array.is_deleted()]
+        self._in_flight.clear()
+        jax.block_until_ready(arrays)
+
     def _make_room(self) -> None:
         while self._in_flight and _is_over(self._in_flight[0]):
             self._in_flight.popleft()

@@ -2,9 +2,11 @@
 
 Weights are loaded once, onto all devices of a grid; a group's arrays are assembled from the
 buffers that its devices have, in any mode, without a copy. A runner borrows what its group holds.
+Where other groups take turns on the same devices, a group lets go of all of it and is filled again.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -32,23 +34,20 @@ def on_group(array: jax.Array | None, mesh: Mesh) -> jax.Array | None:
 class GroupMemory:
     """The weights and KV pools on the devices of one group, and its way to the host tier.
 
-    `pools` are donated to every step and replaced by what it returns. Weights are never donated:
-    those of other modes are views of the stored ones, made when a mode is first used.
+    It is empty until `fill`. `pools` are donated to every step and replaced by what it returns.
+    Weights are never donated: those of other modes are views of the stored ones, made when a mode
+    is first used.
     """
 
-    def __init__(
-        self,
-        weights: ModeWeights,
-        stored: Sequence[jax.Array | None],
-        mesh: Mesh,
-        device_pools: DevicePools,
-    ):
+    def __init__(self, weights: ModeWeights, mesh: Mesh, device_pools: DevicePools):
         self.mesh = mesh
         self.everywhere = named(mesh, replicated_spec())  # small inputs of what runs on it
         self._device_pools = device_pools
         self._weights = weights
-        self._stored = weights.with_head([on_group(array, mesh) for array in stored])
+        self._stored: Weights = ()
         self._by_mode: dict[Mode, Weights] = {}
+        self._modes: set[Mode] = set()  # that steps have been run in
+        self._sizes: PoolOptions | None = None
         self.host: HostTier | None = None
 
     @property
@@ -68,11 +67,41 @@ class GroupMemory:
     def params(self, mode: Mode) -> Weights:
         """Return the weights that a step of a mode is called with."""
         if mode not in self._by_mode:
+            self._modes.add(mode)
             self._by_mode[mode] = self._weights.of(mode, self._stored)
         return self._by_mode[mode]
 
+    def fill(self, stored: Sequence[jax.Array | None]) -> None:
+        """Take weights as `device.place` has put them on this group's devices, and others'.
+
+        After `drop` with empty pools, and with the weights of all modes, so that no step waits.
+        """
+        self._stored = self._weights.with_head([on_group(array, self.mesh) for array in stored])
+        if self._sizes is not None:
+            self.allocate(self._sizes)
+        for mode in self._modes:
+            self.params(mode)
+
+    def wait(self) -> None:
+        """Wait until all of it is on the devices. Raises what made a transfer fail."""
+        pools = [] if self._sizes is None else self.pools
+        jax.block_until_ready((self._stored, pools))
+
+    def drop(self) -> None:
+        """Let go of weights and pools, when no step is in flight. Chunks on the host stay.
+
+        Of one whose copy has failed whoever reads it will hear.
+        """
+        if self.host is not None:
+            with suppress(Exception):
+                self.host.settle()
+        self._stored = ()
+        self._by_mode.clear()
+        self._device_pools.drop(self.mesh)
+
     def prepare(self, sizes: PoolOptions, chunks: Chunks | None) -> None:
         """Make pools where the devices have none yet, and a host tier over `chunks`, if any."""
+        self._sizes = sizes
         if not self._device_pools.has(self.mesh):
             self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
         if chunks is not None:

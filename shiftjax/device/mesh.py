@@ -42,16 +42,15 @@ def group_mesh(devices: Sequence[Device], grid: Grid, group: Group) -> Mesh:
     return _mesh([devices[i] for i in grid.devices_of(group)], grid.tp, 1, group.width)
 
 
-def grid_mesh(devices: Sequence[Device], grid: Grid, groups: Sequence[Group]) -> Mesh:
-    """Return the mesh of equal groups together, in base mode, along an axis `dp`."""
-    places = [devices[i] for group in groups for i in grid.devices_of(group)]
-    return _mesh(places, len(groups), grid.tp, 1, groups[0].width)
+def joined_mesh(meshes: Sequence[Mesh]) -> Mesh:
+    """Return the mesh of equal groups together along an axis `dp`, in base mode as they are."""
+    places = [device for mesh in meshes for device in mesh.devices.flat]
+    return _mesh(places, len(meshes), *meshes[0].devices.shape)
 
 
 def rows_mesh(devices: Sequence[Device]) -> Mesh:
     """Return the mesh of devices that each hold a whole model: as many groups of one."""
-    grid = Grid(1, len(devices))
-    return grid_mesh(devices, grid, grid.groups(1))
+    return joined_mesh([make_mesh([device], 1, 1) for device in devices])
 
 
 def mesh_of(mesh: Mesh, mode: Mode) -> Mesh:

@@ -1,11 +1,13 @@
 """Checkpoint tensors become sharded device arrays, one tensor at a time.
 
 Peak host memory is the part of one tensor that this process stores, once as read and once as
-converted, besides the arrays themselves where the device is the host.
+converted, besides the arrays themselves where the device is the host. What is to be loaded again
+and again is read once (`HostWeights`) and then costs the host no copy.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.weights.source import TensorSource, check_finite
 
 Progress = Callable[[str, int, int], None]
+Rows = Callable[[Weight, int, int], np.ndarray]  # rows of a weight as a checkpoint has them
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,53 @@ def load(
     Raises:
         CheckpointError: a tensor holds values that are not finite.
     """
+    return load_rows(model, layout, mesh, partial(read_rows, source), progress)
+
+
+def load_rows(
+    model: ModelDef, layout: Layout, mesh: Mesh, rows: Rows, progress: Progress
+) -> tuple[jax.Array | None, ...]:
+    """The same of weights whose rows come from elsewhere."""
     arrays: list[jax.Array | None] = []
     for done, weight in enumerate(model.declared):
         progress("weights", done, len(model.declared))
         is_tied = weight.tied_to is not None
-        arrays.append(None if is_tied else _load_one(weight, model.dtype, layout, mesh, source))
+        arrays.append(None if is_tied else _load_one(weight, model.dtype, layout, mesh, rows))
     progress("weights", len(model.declared), len(model.declared))
     return tuple(arrays)
 
 
-def _load_one(
-    weight: Weight, dtype: np.dtype, layout: Layout, mesh: Mesh, source: TensorSource
-) -> jax.Array:
+class HostWeights:
+    """The weights of a model in host memory, as devices store them: one copy for every layout.
+
+    A tensor is read, checked, converted and turned when it is first asked for. From then on a
+    shard is a range of its rows, and is put on a device from where it lies (Seesaw reshards its
+    weights out of such a copy, arXiv 2503.06433, section 4.1).
+    """
+
+    def __init__(self, source: TensorSource, dtype: DTypeLike):
+        self._source, self._dtype = source, np.dtype(dtype)
+        self._held: dict[str, np.ndarray] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What is held so far."""
+        return sum(array.nbytes for array in self._held.values())
+
+    def __call__(self, weight: Weight, first: int, last: int) -> np.ndarray:
+        """Rows [first, last) of a weight that has one part. Raises CheckpointError like `load`."""
+        if weight.source not in self._held:
+            self._held[weight.source] = self._read(weight)
+        return self._held[weight.source][first:last]
+
+    def _read(self, weight: Weight) -> np.ndarray:
+        rows = read_rows(self._source, weight, 0, _num_rows(self._source, weight))
+        held = aligned_zeros(rows.shape, self._dtype)
+        held[:] = rows
+        return held
+
+
+def _load_one(weight: Weight, dtype: np.dtype, layout: Layout, mesh: Mesh, rows: Rows) -> jax.Array:
     """Read what this process stores of one weight and put each device's shard on it."""
     sharding = named(mesh, stored_spec(weight, layout))
     places = sharding.addressable_devices_indices_map(weight.shape)
@@ -83,54 +121,81 @@ def _load_one(
         device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])
         for device, index in places.items()
     }
-    shards = _read_shards(weight, dtype, layout, source, sorted(set(ranges.values())))
+    shards = _make_shards(weight, dtype, layout, rows, sorted(set(ranges.values())))
     # Where the device is the host, devices that hold the same shard share its memory.
-    arrays = [jax.device_put(shards[rows], device) for device, rows in ranges.items()]
+    arrays = [jax.device_put(shards[span], device) for device, span in ranges.items()]
     return jax.make_array_from_single_device_arrays(weight.shape, sharding, arrays)
 
 
-def _read_shards(
-    weight: Weight,
-    dtype: np.dtype,
-    layout: Layout,
-    source: TensorSource,
-    ranges: list[tuple[int, int]],
+def _make_shards(
+    weight: Weight, dtype: np.dtype, layout: Layout, rows: Rows, ranges: list[tuple[int, int]]
 ) -> dict[tuple[int, int], np.ndarray]:
     """Return the rows `[start, stop)` of a stored weight for each range, padding as zeros."""
     axis = weight.axes[0]
     mode = layout.stored_in(weight)
-    rows = np.arange(weight.shape[0]) if axis is None else layout.source_rows(axis, mode)
+    wanted = np.arange(weight.shape[0]) if axis is None else layout.source_rows(axis, mode)
+    first, last = _bounds(np.concatenate([wanted[start:stop] for start, stop in ranges]))
+    spans = [(each, wanted[slice(*each)]) for each in ranges]
+    spans = [(each, np.where(mine < 0, -1, mine - first)) for each, mine in spans]
+    if not weight.stacked:
+        block = rows(weight, first, last)
+        return {each: _shard_of(block, mine, dtype) for each, mine in spans}
     tail = weight.shape[1:]
-    shards = {each: aligned_zeros((each[1] - each[0], *tail), dtype) for each in ranges}
+    shards = {each: aligned_zeros((len(mine), *tail), dtype) for each, mine in spans}
     for nth, part in enumerate(weight.parts):
-        place = (slice(None), nth) if weight.stacked else ()
-        _fill_shards({each: shard[place] for each, shard in shards.items()}, part, rows, source)
+        block = rows(part, first, last)
+        for each, mine in spans:
+            _copy_rows(block, mine, shards[each][:, nth])
     return shards
 
 
-def _fill_shards(
-    shards: dict[tuple[int, int], np.ndarray],
-    weight: Weight,
-    rows: np.ndarray,
-    source: TensorSource,
-) -> None:
-    """Read one tensor and copy it into the shards of each range; `rows`: the checkpoint's rows."""
-    first, last = _bounds(np.concatenate([rows[start:stop] for start, stop in shards]))
-    tail = weight.shape[1:]
-    # One stored row is a whole head.
-    per_row = tail[0] if weight.axes[0] in ("heads", "kv_heads") else 1
-    span = slice(first * per_row, last * per_row)
+def _shard_of(block: np.ndarray, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Rows of a block, -1 for one of zeros: a part of it where that is what devices want."""
+    if block.dtype == dtype and _is_range(rows):
+        shard = block[rows[0] : rows[-1] + 1]
+        if shard.ctypes.data % ALIGNMENT_BYTES == 0 and shard.flags.c_contiguous:
+            return shard
+    shard = aligned_zeros((len(rows), *block.shape[1:]), dtype)
+    _copy_rows(block, rows, shard)
+    return shard
+
+
+def _copy_rows(block: np.ndarray, rows: np.ndarray, shard: np.ndarray) -> None:
+    """Copy rows of a block; -1 is padding, which stays as it is."""
+    if _is_range(rows):
+        shard[:] = block[rows[0] : rows[-1] + 1]
+    else:
+        shard[rows >= 0] = block[rows[rows >= 0]]
+
+
+def _is_range(rows: np.ndarray) -> bool:
+    return rows.size > 0 and bool(rows[0] >= 0 and (np.diff(rows) == 1).all())
+
+
+def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np.ndarray:
+    """Read rows [first, last) of a weight that has one part, in the shape that it is stored in.
+
+    Rows of attention's projections are whole heads. Raises CheckpointError for values that are
+    not finite.
+    """
+    tail, per_row = weight.shape[1:], _rows_of_tensor(weight)
     info = source.tensors[weight.source]
-    index = (span,) + (slice(None),) * (len(info.shape) - 1)
+    index = (slice(first * per_row, last * per_row),)
+    index += (slice(None),) * (len(info.shape) - 1)
     block = source.read(weight.source, index[::-1] if weight.transposed else index)
     check_finite(weight.source, block, info.file)
-    block = (block.T if weight.transposed else block).reshape(last - first, *tail)
-    for (start, stop), shard in shards.items():
-        real = rows[start:stop] >= 0
-        if real.all() and (np.diff(rows[start:stop]) == 1).all():
-            shard[:] = block[rows[start] - first : rows[stop - 1] + 1 - first]
-        else:
-            shard[real] = block[rows[start:stop][real] - first]
+    return (block.T if weight.transposed else block).reshape(last - first, *tail)
+
+
+def _rows_of_tensor(weight: Weight) -> int:
+    """How many rows of a checkpoint's tensor are one of the weight: a whole head's, or one."""
+    return weight.shape[1] if weight.axes[0] in ("heads", "kv_heads") else 1
+
+
+def _num_rows(source: TensorSource, weight: Weight) -> int:
+    """The rows that a checkpoint has of a weight of one part."""
+    shape = source.tensors[weight.source].shape
+    return shape[-1 if weight.transposed else 0] // _rows_of_tensor(weight)
 
 
 def _bounds(rows: np.ndarray) -> tuple[int, int]:

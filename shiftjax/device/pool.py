@@ -6,7 +6,7 @@ of any width find their blocks in one memory (`DevicePools`), if their blocks ha
 (`Layout.block_tokens`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,18 @@ def make_pools(
     mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> FlatPools:
     """Allocate zeroed pools; block 0 is the null block that padding reads and writes."""
+    return pools_maker(mesh, layout, num_blocks, block_size, dtype)()
+
+
+def pools_maker(
+    mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
+) -> Callable[[], FlatPools]:
+    """Return what makes such pools: a program, compiled at its first call."""
     abstract = abstract_pools(mesh, layout, num_blocks, block_size, dtype)
-    zeros = jax.jit(
+    return jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract),
         out_shardings=named(mesh, pool_spec()),
     )
-    return zeros()
 
 
 def abstract_pools(
@@ -84,6 +90,7 @@ class DevicePools:
     def __init__(self):
         self._held: dict[tuple[Device, ...], FlatPools] = {}
         self._loose: dict[Device, list[jax.Array]] = {}  # K and V of each layer in turn
+        self._makers: dict[tuple[Mesh, PoolOptions], Callable[[], FlatPools]] = {}
 
     def has(self, mesh: Mesh) -> bool:
         """Whether the devices of a mesh have pools."""
@@ -104,13 +111,19 @@ class DevicePools:
 
     def allocate(self, mesh: Mesh, layout: Layout, sizes: PoolOptions) -> None:
         """Make empty pools for the devices of a mesh; what was in them is lost."""
+        self.drop(mesh)
+        if (mesh, sizes) not in self._makers:
+            blocks = sizes.num_blocks, sizes.block_size
+            self._makers[mesh, sizes] = pools_maker(mesh, layout, *blocks, sizes.dtype)
+        self._held[tuple(mesh.devices.flat)] = self._makers[mesh, sizes]()
+
+    def drop(self, mesh: Mesh) -> None:
+        """Let go of the pools of the devices of a mesh."""
         devices = tuple(mesh.devices.flat)
         self._held.pop(devices, None)
         self._take_apart(devices)
         for device in devices:
             self._loose.pop(device, None)
-        blocks = sizes.num_blocks, sizes.block_size
-        self._held[devices] = make_pools(mesh, layout, *blocks, sizes.dtype)
 
     def _take_apart(self, devices: Sequence[Device]) -> None:
         """Let go of what groups hold that have any of these devices.

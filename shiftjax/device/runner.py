@@ -83,6 +83,11 @@ class DeviceRunner:
             loaded = load_program(program, other.step, self.step, self.pool, self._try_out)
             self.programs.append(loaded)
 
+    def view_weights(self) -> None:
+        """Make the weights of every mode that there is a program for, so that no step waits."""
+        for mode in {mode for program in self.programs for mode in program.steps}:
+            self.memory.params(mode)
+
     def warm_up(self) -> None:
         """Run every program once: a GPU records graphs, and loads code, when a step first runs."""
         for program in self.programs:

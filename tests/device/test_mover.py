@@ -14,7 +14,7 @@ from harness import silent
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.handover import Copy, Crossing
 from shiftjax.device.memory import GroupMemory
-from shiftjax.device.mesh import grid_mesh, group_mesh
+from shiftjax.device.mesh import group_mesh, joined_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.mover import DeviceMover
 from shiftjax.device.place import define, load
@@ -46,7 +46,7 @@ def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) 
     grid, devices = Grid(tp, units), jax.devices()
     layouts = {width: Layout(config, width, tp, units) for width in widths}
     models = {width: define(config, layout, "float32") for width, layout in layouts.items()}
-    mesh = grid_mesh(devices, grid, grid.groups(1))
+    mesh = joined_mesh([group_mesh(devices, grid, unit) for unit in grid.groups(1)])
     stored = load(models[1], layouts[1], mesh, RandomSource(config, 0), silent)
     device_pools, memories = DevicePools(), {}
     sizes = {
@@ -56,7 +56,8 @@ def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) 
     for group in all_groups(units, widths):
         weights = ModeWeights(models[group.width], layouts[group.width], "alias")
         mesh = group_mesh(devices, grid, group)
-        memories[group] = GroupMemory(weights, stored, mesh, device_pools)
+        memories[group] = GroupMemory(weights, mesh, device_pools)
+        memories[group].fill(stored)
         memories[group].prepare(sizes[group.width], None)
     return Moved(grid, layouts, memories, DeviceMover(memories, sizes))
 

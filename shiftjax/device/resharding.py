@@ -1,0 +1,49 @@
+"""The devices of two configurations, which have them in turn: one phase prefills, one decodes.
+
+Programs of both are compiled at the start, out of shapes alone, and stay. Weights and KV pools are
+those of one phase: at a switch those of the other are let go before anything new is put in their
+place, so devices never hold more than one configuration. Weights come out of one copy in host
+memory (Seesaw, arXiv 2503.06433, section 4.1); KV lies in the host tier, which any layout reads.
+
+No step is tried at a switch: a step's first run after one has its CUDA graph recorded with other
+addresses, which takes less than the step does (docs/stages.md).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from shiftjax.device.groups import Placed, load_weights
+from shiftjax.device.place import Progress, Rows
+
+Phase = Literal["prefill", "decode"]
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Show nothing: a switch is no start."""
+
+
+class DeviceExchange:
+    """Gives the devices to one phase or the other; see `control.resharding.Exchange`."""
+
+    def __init__(self, groups: Mapping[Phase, Sequence[Placed]], rows: Rows):
+        self._groups, self._rows = groups, rows
+        self.num_moved_bytes = 0  # of weights, to devices
+
+    def load(self, phase: Phase, progress: Progress = silent) -> None:
+        """Let go of what the other phase holds, and load this one; waits until all is there.
+
+        Raises what makes it fail; nothing is held then, and no phase can step.
+        """
+        self._drop()
+        try:
+            self.num_moved_bytes += load_weights(self._groups[phase], self._rows, progress)
+            for placed in self._groups[phase]:
+                placed.memory.wait()
+        except Exception:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        for groups in self._groups.values():
+            for placed in groups:
+                placed.memory.drop()
