@@ -137,6 +137,13 @@ def median_seconds(action: Callable[[], Any], repeats: int) -> float:
 Compiled = tuple[Mode, Any]  # a mode and a step compiled for it
 
 
+def last_tokens_of(runner: DeviceRunner, plan: StepPlan, mode: Mode) -> jax.Array:
+    """Run a step; what it samples."""
+    handle = runner.run(plan, mode, None)
+    assert handle is not None, "it computes something"
+    return handle.last_tokens
+
+
 def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Compiled]], Any]:
     """Return a function that runs the plan once by each step, the host doing nothing between."""
     program, memory = runner.program_for(plan), runner.memory
@@ -147,7 +154,7 @@ def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Compiled]
     inputs = step_inputs(
         plan, program.bucket, runner.pool, step.attention, scalars, key, model=model
     )
-    last_tokens = runner.run(plan, runner.step.layout.shift, None).last_tokens
+    last_tokens = last_tokens_of(runner, plan, runner.step.layout.shift)
     flat = jax.device_put(program.packing.pack(inputs), last_tokens.sharding)
 
     def chain(steps: list[Compiled]) -> Any:
@@ -301,7 +308,7 @@ def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
         for name, order in orders.items()
     }
     alone = (seconds["base_seconds"] + seconds["shift_seconds"]) / 2
-    tokens = [np.asarray(runner.run(plan, mode, None).last_tokens)[:batch] for mode in ends]
+    tokens = [np.asarray(last_tokens_of(runner, plan, mode))[:batch] for mode in ends]
     what = {"row": "switch", "devices": layout.num_devices, "sp": layout.sp, "tp": layout.tp}
     cost = {"switch_seconds": seconds["alternating_seconds"] - alone}
     same = {"same_tokens": int((tokens[0] == tokens[1]).sum()), "batch": batch}

@@ -23,6 +23,7 @@ from shiftjax.options import (
     unknown_name,
     xla_options,
 )
+from shiftjax.parallel.degrees import AUTO_STAGES, Degrees, parse_stages
 from shiftjax.parallel.fleet import FleetOptions, fleet_problems
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
@@ -57,6 +58,14 @@ def _size(text: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None if num_bytes <= MOST_HOST_BYTES else f"must be at most 1024TiB, got {shown(text)}"
+
+
+def _stages(text: str) -> str | None:
+    try:
+        _ = text == AUTO_STAGES or parse_stages(text)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,12 @@ class ParallelOptions:
         low=1,
         high=1024,
     )
+    stages: str | None = option(
+        None,
+        "offline: prompts and decodes each in degrees of their own, in turns, as in pp8:tp8; auto: "
+        "what is predicted to be quickest for a file of requests",
+        check=_stages,
+    )
     devices: int | None = option(
         None, "devices to use; on CPU that many virtual ones are made", low=1, high=1024
     )
@@ -125,6 +140,19 @@ class ParallelOptions:
         "alias",
         "shift weights: a view of the base weights, a slice taken in the step, or a second copy",
     )
+
+    @property
+    def phases(self) -> tuple[Degrees, Degrees] | None:
+        """The degrees of prefill and of decode that `stages` names; None: it names none."""
+        is_pair = self.stages not in (None, AUTO_STAGES)
+        return parse_stages(self.stages) if is_pair and self.stages else None
+
+    @property
+    def least_devices(self) -> int:
+        """Devices that the degrees need, where those left open are 1."""
+        if self.phases is not None:
+            return self.phases[0].num_devices
+        return Degrees(self.dp, self.pp, self.sp or 1, self.tp or 1).num_devices
 
 
 @dataclass(frozen=True)
@@ -306,6 +334,15 @@ def _mesh_fills_the_devices(
     )
 
 
+def _stages_fill_the_devices(stages: str | None, devices: int | None) -> str | None:
+    if stages in (None, AUTO_STAGES) or devices is None:
+        return None
+    used = parse_stages(stages)[0].num_devices
+    if used == devices:
+        return None
+    return f"stages = {stages} takes {used} devices, but devices = {devices}: make them equal"
+
+
 def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
     if policy == "threshold" or shift_threshold is None:
         return None
@@ -327,10 +364,13 @@ def _machine_is_used(
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 
 
-def _host_memory_is_used(preemption: str, host_memory: str, prefix_caching: bool) -> str | None:
+def _host_memory_is_used(
+    preemption: str, host_memory: str, prefix_caching: bool, stages: str | None
+) -> str | None:
     if preemption == "swap" and not num_bytes_of(host_memory):
         return f"preemption = swap needs host_memory, say 8GiB, got {shown(host_memory)}"
-    if preemption == "swap" or prefix_caching or not num_bytes_of(host_memory):
+    is_read = preemption == "swap" or prefix_caching or stages is not None
+    if is_read or not num_bytes_of(host_memory):
         return None
     return (
         f"host_memory = {host_memory} has no meaning without prefix_caching and with preemption = "
@@ -393,6 +433,26 @@ def _refused_with_stages(options: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_NOT_IN_PHASES = {  # settings that `stages` is refused with: the value that agrees, and why
+    "dp": (1, "it says the degrees of both phases"),
+    "pp": (1, "it says the degrees of both phases"),
+    "sp": (None, "it says the degrees of both phases"),
+    "tp": (None, "it says the degrees of both phases"),
+    "fleet": (False, "groups of a fleet prefill and decode side by side"),
+    "speculation": ("none", "it is for throughput, and drafts are for latency"),
+}
+
+
+def _refused_in_phases(options: Mapping[str, Any]) -> list[str]:
+    """What prompts and decodes in a configuration each cannot have beside them."""
+    stages = options["stages"]
+    return [
+        f"stages = {stages} cannot be had with {name} = {options[name]}: {why}; drop one"
+        for name, (agrees, why) in _NOT_IN_PHASES.items()
+        if stages is not None and options[name] != agrees
+    ]
+
+
 _READ_WITH = {  # beginnings of names of draft settings: the setting and the values that read them
     "suffix_": ("speculation", ("suffix", "hybrid")),
     "prompt_lookup_": ("speculation", ("ngram",)),
@@ -420,6 +480,7 @@ def _unused_draft_settings(options: Mapping[str, Any]) -> list[str]:
 RULES: tuple[Callable[..., str | None], ...] = (
     budget_holds_the_decodes,
     _mesh_fills_the_devices,
+    _stages_fill_the_devices,
     _fleet_has_its_own_degrees,
     _threshold_is_used,
     _machine_is_used,
@@ -440,4 +501,5 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
             problems.append(rule(**{name: options[name] for name in names}))
     problems += [] if broken else _unused_draft_settings(options)
     problems += [] if broken else fleet_problems(options) + _refused_with_stages(options)
+    problems += [] if broken else _refused_in_phases(options)
     return [problem for problem in problems if problem]

@@ -270,8 +270,7 @@ def make_virtual_devices(
     """
     environ = os.environ if environ is None else environ
     parallel, option = config.parallel, "--xla_force_host_platform_device_count="
-    degrees = parallel.dp * parallel.pp * (parallel.sp or 1) * (parallel.tp or 1)
-    needed = parallel.devices or degrees
+    needed = parallel.devices or parallel.least_devices
     present = environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in present if not flag.startswith(option)]
     is_open = parallel.devices is not None or others == present

@@ -162,6 +162,7 @@ BROKEN_RULES = [
     ({"devices": 8, "sp": 4, "tp": 2, "dp": 2}, "dp 2 * sp 4 * tp 2 = 16 devices"),
     ({"devices": 8, "sp": 3}, "devices = 8 is no multiple of dp 1 * sp 3 = 3"),
     ({"devices": 8, "dp": 3}, "devices = 8 is no multiple of dp 3 = 3"),
+    ({"devices": 8, "stages": "pp4:tp4"}, "pp4:tp4 takes 4 devices, but devices = 8"),
     ({"policy": "base", "shift_threshold": 64}, "shift_threshold = 64 has no meaning"),
     ({"machine": "h200x8"}, "machine = h200x8 has no meaning"),
     ({"preemption": "swap"}, "preemption = swap needs host_memory, say 8GiB, got '0'"),

@@ -29,6 +29,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.errors import RequestError
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import DraftStats
+from shiftjax.options import ConfigError
 from shiftjax.settings import fault_of, make_virtual_devices
 from shiftjax.weights.resolve import find_model
 
@@ -56,6 +57,9 @@ def run_server(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keys = read_keys(options)
+    if config.parallel.stages is not None:
+        given = f"stages = {config.parallel.stages}"
+        raise ConfigError([f"{given} is of batch and LLM: requests that wait for a phase are late"])
     find_model(config.model.model)
     text = fault_of()
     fault = parse_fault(text) if text else None

@@ -60,6 +60,8 @@ class BlockTables:
         False if there is no room. A whole prompt gets its blocks at once, so that chunks of it
         never wait for each other.
         """
+        if sequence.host_places and not self.is_swapped_out(sequence):
+            self.forget(sequence)  # given up since
         num_tokens = len(sequence.token_ids)
         num_blocks = self.device.blocks_for(num_tokens)
         shortage = num_blocks + reserve - self.device.num_free_blocks
@@ -77,6 +79,20 @@ class BlockTables:
         self.num_prefix_hit_tokens += num_hit_tokens
         self.num_prefix_hits_elsewhere += not prefix and self._is_known_elsewhere(sequence)
         return True
+
+    def reserve(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Keep room on the host for blocks of a sequence until it is swapped out, if there is."""
+        host = self.host
+        return host is None or host.memory.reserve(sequence, num_blocks * host.block_bytes)
+
+    def cancel_reservation(self, sequence: Sequence) -> None:
+        """Keep no room on the host for a sequence."""
+        if self.host is not None:
+            self.host.memory.cancel(sequence)
+
+    def could_reserve(self, num_blocks: int) -> bool:
+        """Whether the host would have room for as many blocks if it were empty."""
+        return self.host is None or num_blocks * self.host.block_bytes <= self.host.memory.num_bytes
 
     def grow(self, sequence: Sequence) -> bool:
         """Append one block; False if none is free."""
@@ -119,6 +135,7 @@ class BlockTables:
         self.join(sequence, sequence.block_table)
         self.device.release(sequence.block_table)
         sequence.block_table = []
+        self.cancel_reservation(sequence)
         if self.host is not None:
             self.host.release(sequence.host_places)
             sequence.host_places = []
@@ -136,6 +153,7 @@ class BlockTables:
         num_blocks = self.device.blocks_for(sequence.num_computed_tokens)
         if self.host is None or not num_blocks:
             return False
+        self.host.memory.cancel(sequence)  # this is what it was for
         blocks = sequence.block_table[:num_blocks]
         places = self.host.swap_out(blocks, [self.device.contents_of(b) for b in blocks])
         if places is None:
@@ -168,16 +186,26 @@ class BlockTables:
             self.device.register(block, block_hash, block_tokens(tokens, number, size))
         sequence.num_registered_blocks = num_full
 
-    def reset(self, sequences: Iterable[Sequence]) -> None:
-        """The device's contents are lost, what it has written to the host, and the prefix cache."""
-        for sequence in sequences:
-            sequence.block_table, sequence.host_places = [], []
-            sequence.num_computed_tokens = sequence.num_verified_tokens = 0
+    def reset(self, sequences: Iterable[Sequence], plan: StepPlan | None = None) -> None:
+        """The device's contents are lost, and what it was about to write to the host.
+
+        What `plan`, whose step has failed, has read there is given up, too. Sequences keep what
+        they have swapped out where all of it was written.
+        """
+        if self.host is not None:
+            self.host.reset([chunk for chunk, _ in plan.restores] if plan else [])
         self._forks.clear()
         self._evicted.clear()
+        for sequence in sequences:
+            sequence.block_table = []
+            if not self.is_swapped_out(sequence):
+                self.forget(sequence)
         self.device.reset()
-        if self.host is not None:
-            self.host.reset()
+
+    def is_swapped_out(self, sequence: Sequence) -> bool:
+        """Whether all that a sequence has computed is on the host."""
+        places = sequence.host_places
+        return bool(places) and self.host is not None and self.host.holds(places)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Conservation in both tiers, see `BlockAllocator.check`."""

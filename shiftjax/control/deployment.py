@@ -90,6 +90,7 @@ class Deployment:
     deterministic: bool = False  # attention of a sequence does not depend on the others
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices
+    parks: bool = False  # computes prompts alone (`control/resharding.py`)
 
     @cached_property
     def stages(self) -> "tuple[Deployment, ...]":
@@ -202,6 +203,7 @@ class Deployment:
             max_draft_rows=self.max_draft_rows,
             hash_size=self.hash_size,
             num_stages=self.pp,
+            parks=self.parks,
         )
 
     @property

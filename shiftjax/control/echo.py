@@ -77,7 +77,7 @@ class EchoRunner:
         if self.check:
             rows = [item.sequence for item in plan.scheduled for _ in range(item.num_rows)]
             self._last[plan.micro_batch] = tokens, rows
-        if max(map(num_top, plan.scheduled)) <= 0:
+        if max(map(num_top, plan.scheduled), default=0) <= 0:
             return output
         top_ids, top = (
             np.repeat(values[:, None], NUM_TOP, axis=1) for values in (tokens, logprobs)

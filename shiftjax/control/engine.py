@@ -9,10 +9,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from shiftjax.control.admission import RequestLimits, validate_request
-from shiftjax.control.fleet import Fleet, load_of
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_state import FleetState, state_of
 from shiftjax.control.host_stats import HostStats, host_stats
-from shiftjax.control.lane import Failure, Flight, Lane, wait_for_one
+from shiftjax.control.lane import Failure, Flight, Lane, load_of, wait_for_one
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import (
     DuplicateRequestError,
@@ -24,6 +24,7 @@ from shiftjax.control.request import (
     StepPlan,
     derive_seed,
 )
+from shiftjax.control.resharding import Resharding, ReshardingState
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.speculation import DraftStats, total_stats
 from shiftjax.parallel.grid import Mode
@@ -55,6 +56,7 @@ class EngineStats:
     host: HostStats | None  # None: there is no host tier
     drafts: DraftStats | None  # None: nobody drafts
     fleet: FleetState | None  # None: groups stay as they are
+    resharding: ReshardingState | None  # None: prompts and decodes share a configuration
 
     @property
     def steps_by_mode(self) -> dict[str, int]:
@@ -98,6 +100,7 @@ class Engine:
         clock: Callable[[], float] | None = None,
         wait: Callable[[Sequence[Lane]], None] = wait_for_one,
         fleet: Fleet | None = None,  # that opens and closes the lanes; None: all are open
+        resharding: Resharding | None = None,  # likewise, in phases
     ):
         if not lanes:
             raise ValueError("An engine needs at least one group of devices.")
@@ -107,6 +110,7 @@ class Engine:
         self.overlap = overlap
         self.wait = wait
         self.fleet = fleet
+        self.resharding = resharding
         self._seed = seed
         self._clock = clock
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
@@ -127,6 +131,8 @@ class Engine:
         self.ended_steps = []
         due = [lane for lane in self.lanes if self._is_due(lane, self._launch(lane, now))]
         busy = sum(bool(lane.in_flight) for lane in self.lanes)
+        if self.resharding is not None and not busy:
+            self.resharding.turn(len(self._queue))
         if sum(lane.steps for lane in self.lanes) > 1 or busy > 1:  # a single one waits in `fetch`
             if len(due) == busy > 0:
                 self.wait(due)
@@ -152,7 +158,7 @@ class Engine:
             plan = lane.scheduler.schedule(now, num_queued, lane.last_mode, plans, overlap)
             if plan is None:
                 return False
-            mode = self._choose(lane, plan)
+            mode = self._choose(lane, plan) if plan.scheduled else lane.last_mode or lane.modes[0]
             if not plans:
                 lane.progress_at = max(lane.progress_at, now)  # `now` may be before a commit
             handle = lane.runner.run(plan, mode, lane.last_handle(plan.micro_batch))
@@ -176,7 +182,9 @@ class Engine:
                 raise flight.error
             output = lane.runner.fetch(flight.handle)
             done_at = self._clock() if self._clock else now
-            self.ended_steps.append(_ended(flight, lane.end_step(flight, done_at)))
+            seconds = lane.end_step(flight, done_at)
+            if flight.plan.scheduled:
+                self.ended_steps.append(_ended(flight, seconds))
             events = lane.scheduler.commit(flight.plan, flight.mode, output, done_at)
             if self.fleet is not None:
                 self.fleet.has_stepped(lane)
@@ -275,7 +283,8 @@ class Engine:
         queued = [(r.sampling.n, len(r.prompt_token_ids)) for r in self._queued.values()]
         return EngineStats(
             num_running=sum(len(scheduler.running) for scheduler in schedulers),
-            num_waiting=sum(n for n, _ in queued) + sum(len(s.waiting) for s in schedulers),
+            num_waiting=sum(n for n, _ in queued)
+            + sum(len(s.waiting) + len(s.parked) for s in schedulers),
             num_waiting_tokens=sum(n * num_tokens for n, num_tokens in queued)
             + sum(scheduler.num_waiting_tokens for scheduler in schedulers),
             kv_usage=used / usable,
@@ -289,6 +298,7 @@ class Engine:
             host=host_stats([scheduler.tables for scheduler in schedulers]),
             drafts=total_stats(scheduler.speculation for scheduler in schedulers),
             fleet=None if self.fleet is None else state_of(self.fleet),
+            resharding=None if self.resharding is None else self.resharding.state(),
         )
 
     def mend(self, error: Exception) -> list[Event]:
@@ -323,6 +333,8 @@ class Engine:
             lane.scheduler.check()
         if self.fleet is not None:
             self.fleet.check()
+        if self.resharding is not None:
+            self.resharding.check()
 
     def _lane_of(self, request_id: str) -> Lane | None:
         for lane in self.lanes:
@@ -335,7 +347,7 @@ class Engine:
         entries = [(entry[:3], entry[3]) for entry in self._queue]
         for lane in self.lanes:
             for first, *_ in lane.scheduler.requests.values():
-                if first.first_scheduled_seconds is None and first.status is Status.WAITING:
+                if first.first_scheduled_seconds is None and first.status is not Status.FINISHED:
                     entries.append((first.order[:3], first.request))
         entries.sort(key=itemgetter(0))
         return [(request.request_id, request.sampling.n) for _, request in entries]
@@ -355,7 +367,7 @@ class Engine:
         while self._queue and len(passed) < MOST_PASSED:
             priority, arrival, number, request = self._queue[0]
             order = (priority, arrival, number, 0)
-            lane = self.fleet.lane_for(request) if self.fleet else min(self.lanes, key=load_of)
+            lane = self._lane_for(request)
             if lane is None:
                 passed.append(heapq.heappop(self._queue))
                 continue
@@ -367,6 +379,13 @@ class Engine:
             self._start(request, number, scheduler)
         for entry in passed:
             heapq.heappush(self._queue, entry)
+
+    def _lane_for(self, request: Request) -> Lane | None:
+        if self.fleet is not None:
+            return self.fleet.lane_for(request)
+        if self.resharding is not None:
+            return self.resharding.lane_for()
+        return min(self.lanes, key=load_of)
 
     def _start(self, request: Request, number: int, scheduler: Scheduler) -> None:
         sampling = request.sampling

@@ -33,7 +33,7 @@ from shiftjax.control.fleet_needs import Needs
 from shiftjax.control.fleet_policy import FleetPolicy, Wish
 from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.handover import Handover, Mover, hand_over, make_room, start_anew
-from shiftjax.control.lane import Lane
+from shiftjax.control.lane import Lane, load_of
 from shiftjax.control.request import Request, Sequence, StepPlan
 from shiftjax.parallel.fleet import Arrangement, Change, changes, check_arrangement
 from shiftjax.parallel.grid import Group
@@ -383,10 +383,3 @@ class Fleet:
                 raise RuntimeError(f"{group} is idle, but has requests.")
             if (lane.state == "open") and group not in self.arrangement:
                 raise RuntimeError(f"{group} is open, but not in the arrangement.")
-
-
-def load_of(lane: Lane) -> tuple[bool, int]:
-    """Sorts groups: those with room first, then by the tokens that a unit holds and will hold."""
-    scheduler = lane.scheduler
-    held = scheduler.num_used_blocks * scheduler.config.block_size
-    return scheduler.is_full, (held + scheduler.num_waiting_tokens) // lane.group.width

@@ -5,15 +5,15 @@ Blocks travel, and are kept and given up, as chunks: the blocks of one copy. A c
     pinned   sequences that were swapped out need it, or the plan that is being made restores it
     idle     found by hash only; the least recently used one goes first when bytes are needed
 
-so used bytes are those of all chunks. A block is found by how many tokens it has and their chained
-hash, whatever the layout of its writer: any group whose blocks have as many reads it. Whoever
-writes a chunk owns it: with the writer's pools its chunks are lost, because a copy of a failed step
-may never have been made. Other groups find a chunk when the step that came with its copy has ended
-well.
+so used bytes are those of all chunks; bytes are reserved for what will be swapped out. A block is
+found by how many tokens it has and their chained hash, whatever the layout of its writer: any group
+whose blocks have as many reads it. When the step that came with its copy has ended well a chunk is
+proven, and found by other groups. Others are lost with the pools of their writer, because a copy of
+a failed step may never have been made.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import NamedTuple
@@ -83,6 +83,8 @@ class HostMemory:
     dropped: list[int] = field(default_factory=list)  # since the last plan
     given: list[int] = field(default_factory=list)  # what plans shall drop and have not yet
     chunks: set[Chunk] = field(default_factory=set)
+    num_reserved_bytes: int = 0
+    reservations: dict[Hashable, int] = field(default_factory=dict)  # bytes, by who will need them
     index: dict[tuple[int, bytes], Place] = field(default_factory=dict)
     _idle: OrderedDict[Chunk, None] = field(default_factory=OrderedDict)  # oldest use first
     _numbers: Iterator[int] = field(default_factory=count)
@@ -90,7 +92,24 @@ class HostMemory:
     @property
     def num_available_bytes(self) -> int:
         """What new chunks could take, at the expense of all idle ones."""
-        return self.num_bytes - self.num_used_bytes + self.num_idle_bytes
+        return self.num_bytes - self.num_held_bytes
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of chunks that are needed, and those reserved."""
+        return self.num_used_bytes - self.num_idle_bytes + self.num_reserved_bytes
+
+    def reserve(self, owner: Hashable, num_bytes: int) -> bool:
+        """Keep bytes free for one that has none reserved, until `cancel`; False if they are not."""
+        if num_bytes > self.num_available_bytes:
+            return False
+        self.reservations[owner] = num_bytes
+        self.num_reserved_bytes += num_bytes
+        return True
+
+    def cancel(self, owner: Hashable) -> None:
+        """Keep nothing free for one any more; it need not have a reservation."""
+        self.num_reserved_bytes -= self.reservations.pop(owner, 0)
 
     def add(self, writer: "HostBlocks", contents: Sequence[CachedPrefix | None]) -> Chunk:
         """A new pinned chunk; idle ones go until it fits. Check `num_available_bytes` first.
@@ -164,6 +183,9 @@ class HostMemory:
         if counted != (self.num_used_bytes, self.num_idle_bytes) or used_bytes > self.num_bytes:
             known = f"{self.num_used_bytes} and {self.num_idle_bytes} of {self.num_bytes}"
             raise RuntimeError(f"The host tier uses and could drop {counted} bytes, not {known}.")
+        reserved = sum(self.reservations.values())
+        if reserved != self.num_reserved_bytes or self.num_available_bytes < 0:
+            raise RuntimeError(f"The host tier cannot keep {reserved} bytes free.")
         if idle != self._idle.keys():
             raise RuntimeError("The host tier's idle chunks are not those that nobody pins.")
         found = {
@@ -293,12 +315,21 @@ class HostBlocks:
         for number, _ in offloads:
             self._unproven.pop(number).is_proven = True
 
-    def reset(self) -> None:
-        """The group's pools are lost, and its chunks with them: who knows which were written."""
+    def holds(self, places: Iterable[Place]) -> bool:
+        """Whether all of this is there still."""
+        return all(place.chunk in self.memory.chunks for place in places)
+
+    def reset(self, suspects: Collection[int] = ()) -> None:
+        """The group's pools are lost, and chunks of its that are not proven: were they written?
+
+        So are `suspects`, the numbers of those that a failed step has read.
+        """
         for chunk, _ in self._restores:
             self.memory.unpin(chunk)
-        for chunk in [each for each in self.memory.chunks if each.writer is self]:
-            self.memory.drop(chunk)
+        for chunk in list(self.memory.chunks):
+            is_written = chunk.is_proven or chunk.writer is not self
+            if not is_written or chunk.number in suspects:
+                self.memory.drop(chunk)
         self._offloads, self._restores = [], []
         self._unproven.clear()
 

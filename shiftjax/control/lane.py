@@ -50,7 +50,8 @@ class Lane:
         leaving   it steps, but takes no request, and will close when it has none left
         closing   it plans no step, and will give way when none is in flight
         paused    another group has its devices; its sequences wait with their blocks
-        idle      other groups have its units, and it has no sequences
+        idle      other groups have its units, and it has no sequences; or it is the other phase
+                  (`control/resharding.py`), and some may wait in it
     """
 
     scheduler: Scheduler
@@ -101,6 +102,13 @@ class Lane:
         if (speculation := self.scheduler.speculation) is not None:
             speculation.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
         return seconds
+
+
+def load_of(lane: Lane) -> tuple[bool, int]:
+    """Sorts groups: those with room first, then by the tokens that a unit holds and will hold."""
+    scheduler = lane.scheduler
+    held = scheduler.num_used_blocks * scheduler.config.block_size
+    return scheduler.is_full, (held + scheduler.num_waiting_tokens) // lane.group.width
 
 
 def poll(is_over: Callable[[], bool]) -> None:

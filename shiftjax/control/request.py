@@ -38,10 +38,11 @@ FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 class Status(enum.Enum):
-    """Where a sequence is. One swapped to the host waits, with places there."""
+    """Where a sequence is. One swapped to the host waits, with places there, or is parked."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    PARKED = "parked"  # until the other phase (`control/resharding.py`)
     FINISHED = "finished"
 
 
@@ -241,7 +242,8 @@ class ScheduledSequence:
 class StepPlan:
     """What one step computes: `num_decodes` sequences of one token and one row, drafts, chunks.
 
-    All are of one micro-batch; a group without pipeline stages has no other.
+    All are of one micro-batch; a group without pipeline stages has no other. A plan that schedules
+    nothing has offloads: no program is run, and its step ends when they are made.
 
     The runner first forgets the chunks `dropped` on the host and empties that list, copies
     `offloads` there and then `restores` to the device, then every `(block, new block)` of `copies`

@@ -1,7 +1,8 @@
 """Which tokens of which sequences go into a step, and what its results mean for them. No JAX.
 
-    waiting --admit--> running --commit--> finished        both lists are kept in `order`
-       ^------preempt-----'                                 (priority, arrival, number, index)
+    waiting --admit--> running --commit--> finished        all lists are kept in `order`
+       ^------preempt-----'|                                (priority, arrival, number, index)
+                           '--park--> parked               in a phase of prompts alone
 
 A step is planned in three phases: decodes, oldest first, the youngest preempted where blocks run
 out; then chunks of admitted prompts; then admissions, in order. Nothing starves: nobody is
@@ -13,6 +14,11 @@ counting are; after any other end the device has computed one token too many, wh
 
 A group of several stages has as many micro-batches (`control/micro_batches.py`), which take turns;
 chunks of a prompt follow each other without waiting for a commit.
+
+A scheduler that `parks` decodes nothing. A sequence whose first token is committed is swapped out,
+by the next plan, and waits as parked for a group of the other phase; so do the continuations that
+share its prompt, which have computed nothing. A prompt is admitted if the host keeps room for it;
+one that not even an empty host could hold is parked uncomputed.
 """
 
 import bisect
@@ -68,6 +74,12 @@ class Scheduler:
         self.speculation = speculation  # None: nothing is drafted
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        self._queues = {
+            Status.WAITING: self.waiting,
+            Status.RUNNING: self.running,
+            Status.PARKED: self.parked,
+        }
         self.tables = BlockTables(
             blocks or BlockAllocator(config.num_blocks, config.block_size),
             host,
@@ -144,6 +156,8 @@ class Scheduler:
         What a policy will know, drafts know too: `num_queued` requests wait in front of all groups.
         """
         num_stages, first = self.config.num_stages, self._micro_batch
+        num_parked = self._park_computed() if self.config.parks else 0
+        swapped: list[Sequence] = []
         for turn in range(num_stages):
             micro_batch = (first + turn) % num_stages
             if num_sampling(in_flight, micro_batch) > overlap:
@@ -155,18 +169,28 @@ class Scheduler:
                 self._draft(builder, self.speculation, num_queued, last_mode)
             plan = builder.finish(self._num_steps)
             if plan is not None:
-                moves = self.tables.finish_plan(is_planned=True)
-                plan.dropped, plan.offloads, plan.restores = moves
-                self._num_steps += 1
                 self._micro_batch = (micro_batch + 1) % num_stages
-                return plan
-            self._forget_swapped(builder.swapped)
-            self.tables.finish_plan(is_planned=False)
+                return self._planned(plan)
+            swapped += builder.swapped
+        if num_parked:
+            return self._planned(StepPlan([], 0, 0, 0, [], [], self._num_steps))
+        self._forget_swapped(swapped)
+        self.tables.finish_plan(is_planned=False)
         return None
+
+    def _planned(self, plan: StepPlan) -> StepPlan:
+        """With the moves between the tiers that have been collected."""
+        plan.dropped, plan.offloads, plan.restores = self.tables.finish_plan(is_planned=True)
+        self._num_steps += 1
+        return plan
 
     def _fill(self, builder: PlanBuilder, now: float, in_flight: Collection[StepPlan]) -> None:
         """Decodes, then chunks, then admissions."""
-        self._schedule_decodes(builder)
+        if self.config.parks:
+            mine = (s for s in self.running if s.micro_batch == builder.micro_batch)
+            builder.unfinished_prompts += (s for s in mine if not s.num_pending_tokens)
+        else:
+            self._schedule_decodes(builder)
         for sequence in builder.unfinished_prompts:
             if min(builder.tokens_left, builder.rows_left) > 0:  # a handover may bring several
                 builder.add(sequence)
@@ -277,6 +301,26 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._wait(sequence)
 
+    def _park_computed(self) -> int:
+        """Swap out whose first token is known; returns how many.
+
+        What the host has no room for will be computed again.
+        """
+        computed = [each for each in self.running if _has_begun(each)]
+        for sequence in computed:
+            if not self.tables.swap_out(sequence):
+                self.tables.forget(sequence)
+            self._park(sequence)
+        return sum(bool(sequence.host_places) for sequence in computed)
+
+    def _park(self, sequence: Sequence) -> None:
+        """It has no blocks; with it go the continuations that wait for its prompt."""
+        for each in sequence.siblings:
+            if each is sequence or each.status is Status.WAITING:
+                self._leave_queue(each)
+                each.status = Status.PARKED
+                bisect.insort(self.parked, each, key=_order)
+
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         bisect.insort(self.waiting, sequence, key=_order)
@@ -294,13 +338,16 @@ class Scheduler:
             and min(builder.tokens_left, builder.rows_left) > 0
         ):
             sequence = self.waiting[position]
-            if _waits_for_prompt(sequence):
+            if _waits_for_prompt(sequence) or (self.config.parks and _is_led(sequence)):
                 position += 1
+                continue
+            if self.config.parks and not self.tables.could_reserve(self._parking_blocks(sequence)):
+                self._park(sequence)
                 continue
             if sequence.num_preemptions and is_in_flight(sequence, in_flight):
                 break  # what it had computed, and sampled, is not known yet
             is_first = sequence.first_scheduled_seconds is None
-            if not self.tables.admit(sequence, self._reserve(sequence)):
+            if not self._admit(sequence):
                 break
             if is_first:
                 sequence.first_scheduled_seconds = now
@@ -312,6 +359,22 @@ class Scheduler:
             sequence.micro_batch = builder.micro_batch
             num_left -= 1
             builder.add(sequence)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give it blocks, and keep room for them on the host where it will be parked."""
+        parks = self.config.parks
+        if parks and not self.tables.reserve(sequence, self._parking_blocks(sequence)):
+            return False
+        is_admitted = self.tables.admit(sequence, self._reserve(sequence))
+        if parks and not is_admitted:
+            self.tables.cancel_reservation(sequence)
+        return is_admitted
+
+    def _parking_blocks(self, sequence: Sequence) -> int:
+        """Blocks that it will have computed when it is parked; none if it ends with its token."""
+        num_tokens = len(sequence.token_ids)
+        ends = num_tokens + 1 >= sequence.max_length
+        return 0 if ends else self.tables.device.blocks_for(num_tokens)
 
     def _num_admitted(self, micro_batch: int) -> int:
         """How many sequences may at most be admitted to a micro-batch now."""
@@ -423,17 +486,21 @@ class Scheduler:
         return self._end_request(siblings[index : index + 1], reason)
 
     def fail(self, plan: StepPlan | None, error: str, code: str = "step_failed") -> list[Event]:
-        """End the requests of a failed plan (None: all of them), and forget all KV.
+        """End the requests of a failed plan (None: all of them), and forget all KV on the device.
 
-        The others start again from their tokens, with an empty prefix cache.
+        The others start again from their tokens, with an empty prefix cache; those that have been
+        swapped out by a step that has ended, from there.
         """
         everybody = list(self.requests.values())
         alive = [s for group in everybody for s in group if s.status is not Status.FINISHED]
-        self.tables.reset(alive)
-        self.waiting, self.running, self.num_waiting_tokens = [], [], 0
+        self.tables.reset(alive, plan)
+        self._clear_queues()
         for sequence in alive:
             sequence.num_pending_tokens = 0
             self._wait(sequence)
+        for sequence in alive:
+            if self.config.parks and sequence.host_places:
+                self._park(sequence)
         failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
         return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
 
@@ -458,7 +525,7 @@ class Scheduler:
         for sequence in siblings:
             if sequence.status is Status.RUNNING:
                 bisect.insort(self.running, sequence, key=_order)
-            elif sequence.status is Status.WAITING:
+            elif sequence.status is not Status.FINISHED:
                 self._wait(sequence)
         if self.speculation is not None:
             self.speculation.join(siblings)
@@ -470,7 +537,12 @@ class Scheduler:
         """
         self.tables.reset([])
         self.requests.clear()
-        self.waiting, self.running, self.num_waiting_tokens = [], [], 0
+        self._clear_queues()
+
+    def _clear_queues(self) -> None:
+        for queue in self._queues.values():
+            queue.clear()
+        self.num_waiting_tokens = 0
 
     def forget(self, sequence: Sequence) -> None:
         """A detached sequence loses its blocks, here and on the host: it will be recomputed."""
@@ -512,14 +584,14 @@ class Scheduler:
         return event
 
     def _leave_queue(self, sequence: Sequence) -> None:
-        is_waiting = sequence.status is Status.WAITING
-        queue = self.waiting if is_waiting else self.running
-        self.num_waiting_tokens -= sequence.num_prompt_tokens * is_waiting
+        queue = self._queues[sequence.status]
+        if queue is self.waiting:
+            self.num_waiting_tokens -= sequence.num_prompt_tokens
         del queue[bisect.bisect_left(queue, sequence.order, key=_order)]
 
     def check(self) -> None:
         """Conservation of blocks and queues. Raises `RuntimeError` at the first breach."""
-        for queue, status in ((self.waiting, Status.WAITING), (self.running, Status.RUNNING)):
+        for status, queue in self._queues.items():
             orders = [sequence.order for sequence in queue]
             if orders != sorted(set(orders)) or any(s.status is not status for s in queue):
                 raise RuntimeError(f"The {status.value} queue is out of order.")
@@ -529,11 +601,24 @@ class Scheduler:
             for sequence in siblings
             if sequence.status is not Status.FINISHED
         }
-        if unfinished != {id(sequence) for sequence in self.waiting + self.running}:
+        everybody = [sequence for queue in self._queues.values() for sequence in queue]
+        if unfinished != {id(sequence) for sequence in everybody}:
             raise RuntimeError("The queues do not hold exactly the unfinished sequences.")
         if self.num_waiting_tokens != sum(s.num_prompt_tokens for s in self.waiting):
             raise RuntimeError("The count of waiting tokens is wrong.")
-        self.tables.check(self.waiting + self.running)
+        self.tables.check(everybody)
+
+
+def _has_begun(sequence: Sequence) -> bool:
+    """Whether it has output, and only its last token has not been computed."""
+    num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+    return num_left == 1 and not sequence.num_pending_tokens and sequence.num_output_tokens > 0
+
+
+def _is_led(sequence: Sequence) -> bool:
+    """Whether a continuation before it computes the prompt, or tries to."""
+    earlier = sequence.siblings[: sequence.index]
+    return any(other.status is not Status.FINISHED for other in earlier)
 
 
 def _waits_for_prompt(sequence: Sequence) -> bool:

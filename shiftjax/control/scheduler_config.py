@@ -14,7 +14,8 @@ class SchedulerConfig:
     `num_blocks` counts the null block. `watermark` is the share of blocks that an admission leaves
     free for running sequences to grow into. A sequence preempted `max_preemptions` times is next
     admitted when it can run to its end undisturbed. With several `num_stages` of a pipeline there
-    are as many micro-batches, and a step takes one of them.
+    are as many micro-batches, and a step takes one of them. One that `parks` computes no more than
+    prompts: with its first token a sequence goes to the host, where room has been kept for it.
     """
 
     num_blocks: int
@@ -30,6 +31,7 @@ class SchedulerConfig:
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
     max_draft_rows: int = 0  # logit rows of a step of no more tokens, where they are drafts
     num_stages: int = 1
+    parks: bool = False
 
     @cached_property
     def max_step_seqs(self) -> int:

@@ -107,6 +107,11 @@ class GroupMemory:
         if chunks is not None:
             self.host = HostTier(self.mesh, self.layout, sizes, chunks)
 
+    def settle(self) -> None:
+        """Until all copies to and from the host are made."""
+        if self.host is not None:
+            self.host.settle()
+
     def allocate(self, sizes: PoolOptions) -> None:
         """Make empty pools. What was in them is lost."""
         self._device_pools.allocate(self.mesh, self._weights.layout, sizes)

@@ -32,11 +32,13 @@ class PipelineRunner:
         self.stages = list(stages)
         self._first, self._last = self.stages[0], self.stages[-1]
 
-    def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
-        """Dispatch one step to all stages; nothing is awaited."""
+    def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle | None:
+        """Dispatch one step to all stages; nothing is awaited. None: it moves blocks alone."""
         for stage in self.stages:
             stage.move_blocks(plan)
         plan.dropped.clear()
+        if not plan.scheduled:
+            return None
         prepared = self._last.prepare(plan)
         pending = {} if previous_handle is None else _tokens_by_stage(self.stages, previous_handle)
         results: list[Any] = []
@@ -47,12 +49,15 @@ class PipelineRunner:
         first_tokens = jax.device_put(tokens, self._first.memory.everywhere)
         return in_flight(plan, prepared, tokens, result)._replace(first_tokens=first_tokens)
 
-    def is_ready(self, handle: Handle) -> bool:
+    def is_ready(self, handle: Handle | None) -> bool:
         """Whether `fetch` would not wait for the devices."""
         return self._last.is_ready(handle)
 
-    def fetch(self, handle: Handle) -> StepOutput:
+    def fetch(self, handle: Handle | None) -> StepOutput:
         """Wait for a step and bring what was asked for to the host."""
+        if handle is None:
+            for stage in self.stages[:-1]:
+                stage.fetch(handle)
         return self._last.fetch(handle)
 
     def reset(self) -> None:

@@ -51,6 +51,9 @@ class Handle(NamedTuple):
     first_tokens: jax.Array | None = None  # `last_tokens` on the first stage, of a pipeline
 
 
+NO_ROWS = StepOutput(np.zeros(0, np.int32), np.zeros(0, bool))  # of a step that moves blocks alone
+
+
 class DeviceRunner:
     """Runs steps on one group of devices; see `control.request.Runner`.
 
@@ -106,10 +109,12 @@ class DeviceRunner:
             self.reset()
             raise
 
-    def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
-        """Dispatch one step; nothing is awaited."""
+    def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle | None:
+        """Dispatch one step; nothing is awaited. None: it moves blocks alone."""
         self.move_blocks(plan)
         plan.dropped.clear()
+        if not plan.scheduled:
+            return None
         prepared = self.prepare(plan)
         last = None if previous_handle is None else previous_handle.last_tokens
         return in_flight(plan, prepared, *self.launch(prepared, mode, last))
@@ -171,8 +176,11 @@ class DeviceRunner:
             add_mode(self.step, self.pool, program, mode)
         return program.steps[mode]
 
-    def fetch(self, handle: Handle) -> StepOutput:
+    def fetch(self, handle: Handle | None) -> StepOutput:
         """Wait for a step and bring what was asked for to the host."""
+        if handle is None:
+            self.memory.settle()
+            return NO_ROWS
         n = handle.num_rows
         summary = np.asarray(handle.result.summary)[:n]
         output = StepOutput(
@@ -188,8 +196,10 @@ class DeviceRunner:
             top_logprobs=np.asarray(handle.result.top_logprobs)[:n],
         )
 
-    def is_ready(self, handle: Handle) -> bool:
+    def is_ready(self, handle: Handle | None) -> bool:
         """Whether `fetch` would not wait for the devices."""
+        if handle is None:
+            return True
         summary: Any = handle.result.summary  # the stubs of jax.Array do not know is_ready
         return summary.is_ready()
 

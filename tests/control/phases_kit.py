@@ -1,0 +1,100 @@
+"""Engines in phases over audited echo runners, for the tests of the control plane."""
+
+from collections.abc import Callable
+
+from echo_kit import (
+    ENGINE_SEED,
+    HOST_BLOCK_BYTES,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    AuditedRunner,
+    runner_of,
+)
+
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.engine import Engine
+from shiftjax.control.host_chunks import HostBlocks, HostMemory
+from shiftjax.control.lane import Lane
+from shiftjax.control.policy import make_policy
+from shiftjax.control.resharding import PHASES, Phase, Resharding
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.parallel.grid import Group
+
+
+class EchoExchange:
+    """Empties all pools, as loading other weights does, and remembers; fails where told."""
+
+    def __init__(self, lanes: dict[Phase, list[Lane]]):
+        self.lanes = lanes
+        self.loads: list[Phase] = []
+        self.fails_at: int | None = None
+
+    def load(self, phase: Phase) -> None:
+        if len(self.loads) == self.fails_at:
+            raise MemoryError("no room for the weights")
+        for lane in (*self.lanes["prefill"], *self.lanes["decode"]):
+            assert not lane.in_flight
+            lane.runner.reset()
+        self.loads.append(phase)
+
+
+def make_phases(
+    *,
+    dp: tuple[int, int] = (1, 1),
+    pp: tuple[int, int] = (2, 1),
+    num_blocks: tuple[int, int] = (64, 64),
+    num_host_blocks: int = 100,
+    overlap: bool = True,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    clock: Callable[[], float] | None = None,
+    **options: object,
+) -> Engine:
+    """An engine with (prefill, decode) lanes, which share a host tier of so many blocks."""
+    memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
+    modes, lanes = Group(0, 2).modes, {}
+    for phase, groups, stages, blocks in zip(PHASES, dp, pp, num_blocks, strict=True):
+        config = SchedulerConfig(
+            blocks,
+            block_size,
+            max_num_seqs,
+            max_num_batched_tokens,
+            num_stages=stages,
+            preemption="swap",
+            parks=phase == "prefill",
+            **options,  # pyright: ignore[reportArgumentType]
+        )
+        lanes[phase] = []
+        for _ in range(groups):
+            host = HostBlocks(memory, block_size, HOST_BLOCK_BYTES)
+            runner = AuditedRunner(config, chunks, num_host_blocks)
+            lanes[phase].append(Lane(Scheduler(config, host=host), runner, modes))
+    limits = RequestLimits(
+        VOCAB_SIZE,
+        MAX_MODEL_LEN,
+        (min(num_blocks) - 1) * block_size,
+        eos_token_ids=lanes["prefill"][0].scheduler.config.eos_token_ids,
+    )
+    resharding = Resharding(lanes, EchoExchange(lanes), memory, clock or (lambda: 0.0))
+    return Engine(
+        [*lanes["prefill"], *lanes["decode"]],
+        make_policy("threshold", 8),
+        limits,
+        overlap=overlap,
+        seed=ENGINE_SEED,
+        clock=clock,
+        resharding=resharding,
+    )
+
+
+def exchange_of(engine: Engine) -> EchoExchange:
+    assert engine.resharding is not None
+    exchange = engine.resharding.exchange
+    assert isinstance(exchange, EchoExchange)
+    return exchange
+
+
+def runners_of(engine: Engine) -> list[AuditedRunner]:
+    return [runner_of(engine, number) for number in range(len(engine.lanes))]

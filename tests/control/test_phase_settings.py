@@ -1,0 +1,88 @@
+"""`stages` as a setting: what a pair comes to, and what it cannot be had with."""
+
+import pytest
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.config import EngineConfig
+from shiftjax.control.deployment import Devices
+from shiftjax.control.phases import limits_of, merge_phases, resolve_phases
+from shiftjax.options import ConfigError
+
+GIB = 1 << 30
+MODEL = ModelConfig("tiny", "llama", 1000, 512, 1536, 32, 8, 4, 64, 4096)
+DEVICES = Devices(8, 8 * GIB, 8 * GIB)
+
+
+def phases_of(stages: str, **options):
+    config = EngineConfig.from_options(stages=stages, **options)
+    return resolve_phases(config, MODEL, DEVICES, host_bytes=4 * GIB)
+
+
+def test_each_phase_is_a_deployment_of_its_own():
+    found = phases_of("dp2pp4:tp8", num_blocks=100, max_num_seqs=32)
+    prefill, decode = found["prefill"], found["decode"]
+    assert (prefill.name, prefill.dp, prefill.pp, prefill.sp, prefill.tp) == ("dp2pp4", 2, 4, 1, 1)
+    assert (decode.name, decode.dp, decode.pp, decode.sp, decode.tp) == ("tp8", 1, 1, 1, 8)
+    assert [prefill.budgets.parks, decode.budgets.parks] == [True, False]
+    for each in found.values():
+        assert (each.preemption, each.host_bytes, each.block_size) == ("swap", 2 * GIB, 16)
+        assert each.grid.num_devices == 8
+    assert limits_of(found.values()).num_kv_tokens == 99 * 16
+
+
+def test_the_host_memory_that_is_given_holds():
+    assert phases_of("pp8:tp8", host_memory="1GiB")["decode"].host_bytes == GIB
+    config = EngineConfig.from_options(stages="pp8:tp8")
+    with pytest.raises(ConfigError, match="needs host_memory"):
+        resolve_phases(config, MODEL, DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("stages", "degrees"),
+    [
+        ("sp8:tp8", (1, 1, 8, 1)),
+        ("dp2sp2tp2:dp2tp4", (2, 1, 2, 2)),
+        ("pp4tp2:pp4tp2", (1, 4, 1, 2)),
+    ],
+)
+def test_modes_of_one_deployment_need_no_phases(stages, degrees):
+    parallel = merge_phases(EngineConfig.from_options(stages=stages, max_num_seqs=8)).parallel
+    assert (parallel.dp, parallel.pp, parallel.sp, parallel.tp) == degrees
+    assert parallel.stages is None
+
+
+@pytest.mark.parametrize("stages", ["pp8:tp8", "tp8:sp8", "dp2sp4:tp8", "pp2sp4:pp2tp4", "auto"])
+def test_all_others_do(stages):
+    config = EngineConfig.from_options(stages=stages)
+    assert merge_phases(config) is config
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stages": "pp8"}, "is no pair"),
+        ({"stages": "pp8:tp4"}, "pp8 takes 8 devices and tp4 takes 4"),
+        ({"stages": "pp8:tp8", "devices": 4}, "takes 8 devices, but devices = 4"),
+        ({"stages": "pp8:tp8", "tp": 2}, "cannot be had with tp = 2: it says the degrees"),
+        ({"stages": "auto", "pp": 2}, "cannot be had with pp = 2: it says the degrees"),
+        ({"stages": "pp8:tp8", "speculation": "suffix"}, "cannot be had with speculation"),
+        ({"stages": "pp8:tp8", "fleet": True}, "cannot be had with fleet"),
+    ],
+)
+def test_what_stages_cannot_be_had_with(options, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        EngineConfig.from_options(**options)
+    assert len(caught.value.problems) == 1
+
+
+def test_host_memory_has_a_meaning_with_stages_alone():
+    EngineConfig.from_options(stages="pp8:tp8", host_memory="1GiB", prefix_caching=False)
+
+
+def test_what_model_and_machine_refuse_is_said_of_the_phase():
+    with pytest.raises(ConfigError, match=r"stages, decode in tp16: sp . tp = 16 is more"):
+        phases_of("pp16:tp16")
+    with pytest.raises(ConfigError, match="stages, prefill in pp16: 16 devices are asked for"):
+        phases_of("pp16:tp16")
+    with pytest.raises(ConfigError, match="auto is of batch"):
+        phases_of("auto")
