@@ -8,7 +8,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
-from shiftjax.build import deploy, describe_width, wanted_by_width
+from shiftjax.build import deploy
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices
 from shiftjax.control.embed_settings import (
@@ -22,6 +22,7 @@ from shiftjax.control.fleet_state import shown_arrangement
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.device.groups import define_steps
 from shiftjax.device.sizing import measure
+from shiftjax.lanes import describe_width, wanted_by_width
 from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.source import TensorSource

@@ -216,10 +216,12 @@ def start_runners(
     groups: Sequence[Placed],
     programs: Mapping[Kind, list[Program]],
     seed: int,
+    chunks: Chunks,
 ) -> dict[Group, list[DeviceRunner]]:
     """Allocate the pools, and load the programs of the first step of a kind for the others.
 
-    Returns the runners of every group's stages; of one that is no pipeline there is one.
+    `chunks` are the KV blocks on the host, of all groups and stages. Returns the runners of every
+    group's stages; of one that is no pipeline there is one.
 
     The widest groups come first: what devices need to talk to each other is made when they first
     do, and is then there for narrower groups, too.
@@ -227,12 +229,12 @@ def start_runners(
     Raises:
         ConfigError: the weights of a mode cannot be viewed in place; not at its first step.
     """
-    chunks: Chunks | None = {} if deployment.host_bytes else None  # of all groups and stages
+    on_host = chunks if deployment.host_bytes else None
     stages: dict[Group, list[DeviceRunner]] = {}
     firsts: dict[Kind, DeviceRunner] = {}
     for group, step, memory, _ in sorted(groups, key=lambda placed: -placed.group.width):
         pool, kind = pool_of(deployment.of_width(group.width)), kind_of(step)
-        runner = DeviceRunner(step, memory, pool, (), chunks=chunks, seed=seed)
+        runner = DeviceRunner(step, memory, pool, (), chunks=on_host, seed=seed)
         if kind in firsts:
             runner.load_programs(firsts[kind])
         else:

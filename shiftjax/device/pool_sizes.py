@@ -9,6 +9,7 @@ choice (`sizing.CPU_SHARE`), so there it may be `MOST_SHARE_ON_CPU` of what fits
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,10 +38,18 @@ class PoolSizes:
     """The sizes that a deployment was compiled with on such devices; written by every start.
 
     Without a directory, or with `num_blocks` in the settings, nothing is read or kept.
+    `is_loaded`: the stored weights are in place when free memory is measured.
     """
 
-    def __init__(self, deployment: Deployment, devices: Sequence[Device], directory: Path | None):
-        self._deployment, self._devices = deployment, devices
+    def __init__(
+        self,
+        deployment: Deployment,
+        devices: Sequence[Device],
+        directory: Path | None,
+        *,
+        is_loaded: bool = True,
+    ):
+        self._deployment, self._devices, self._is_loaded = deployment, devices, is_loaded
         self._directory = None if deployment.num_blocks else directory
         self._key = key_of(deployment, devices[0])
         self._known = _sizes_in(kept.read(self._directory, FOLDER, self._key))
@@ -48,11 +57,13 @@ class PoolSizes:
     def size(self, workspace_bytes: int) -> tuple[Deployment, int]:
         """The deployment with its blocks, and the bytes that it leaves for temporaries.
 
-        By the memory that is free now, with the stored weights in place; steps need at least
-        `workspace_bytes`. Raises ConfigError where there is no room for blocks.
+        By the memory that is free now; steps need at least `workspace_bytes`. Raises ConfigError
+        where there is no room for blocks.
         """
         now = measure(self._devices)
-        held = self._deployment.stages[0].memory(now).weight_bytes  # on the devices that are asked
+        held = 0
+        if self._is_loaded:  # on the devices that are asked
+            held = self._deployment.stages[0].memory(now).weight_bytes
         before = now._replace(free_bytes=now.free_bytes + held)  # as if they were not there yet
         share = MOST_SHARE_ON_CPU if self._devices[0].platform == "cpu" else 1
         for known in sorted(self._known, reverse=True):
@@ -76,7 +87,11 @@ class PoolSizes:
 
 
 def key_of(deployment: Deployment, device: Device) -> dict[str, Any]:
-    """All that makes other programs, but for the size that is looked for, and what it follows."""
+    """All that makes other programs, but for the size that is looked for, and what it follows.
+
+    How much the host may hold makes none.
+    """
+    deployment = replace(deployment, host_bytes=min(1, deployment.host_bytes))
     return {
         "jax": jax.__version__,
         "device": f"{device.platform} {device.device_kind}",

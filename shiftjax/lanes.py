@@ -1,0 +1,161 @@
+"""One configuration of the devices: its steps compiled, its policies, a lane for each group.
+
+A deployment is one configuration.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shiftjax.config import EngineConfig
+from shiftjax.control.blocks import BlockAllocator
+from shiftjax.control.deployment import Deployment
+from shiftjax.control.host_chunks import HostBlocks, HostMemory
+from shiftjax.control.lane import Lane
+from shiftjax.control.policy import Policy, make_policy, wanted_modes
+from shiftjax.control.prices import prices_of
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.shared_blocks import share
+from shiftjax.control.speculation import Speculation
+from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
+from shiftjax.costs.step import CostModel
+from shiftjax.device.communicators import make_communicators
+from shiftjax.device.groups import Kind, Placed, compile_steps, kind_of
+from shiftjax.device.pipeline import PipelineRunner
+from shiftjax.device.pool_sizes import PoolSizes
+from shiftjax.device.programs import Program, Progress
+from shiftjax.device.runner import DeviceRunner
+from shiftjax.drafts.drafting import Drafting
+from shiftjax.parallel.grid import Device, Group, Mode
+
+logger = logging.getLogger(__name__)
+Wanted = Mapping[Bucket, list[Mode]]  # the modes that each size of steps is compiled in
+
+
+class Compiled(NamedTuple):
+    """A configuration whose steps are compiled; costs and policies by units of a group."""
+
+    deployment: Deployment  # with its KV blocks
+    programs: dict[Kind, list[Program]]
+    known: Mapping[int, CostModel | None]
+    policies: Mapping[int, Policy]
+
+
+def compile_groups(
+    config: EngineConfig,
+    deployment: Deployment,
+    groups: Sequence[Placed],
+    sizes: PoolSizes,
+    progress: Progress,
+) -> Compiled:
+    """Compile what the policies may ask for, and size the KV pools. No weights are needed."""
+    device = groups[0].step.mesh.devices.flat[0]
+    steps = {kind_of(placed.step): placed.step for placed in reversed(groups)}  # the first ones
+    modes = {kind.width: step.weights.modes for kind, step in steps.items()}
+    known, policies = choosers_of(config, deployment, device)
+    wanted = {
+        width: wanted_modes(policies[width], of_width.buckets, modes[width])
+        for width, of_width in deployment.by_width.items()
+    }
+    for width in deployment.widths:
+        logger.info("fleet: %s", describe_width(deployment.of_width(width), wanted[width]))
+    if deployment.widths and device.platform != "cpu":
+        make_communicators((placed.step for placed in groups), deployment.widths)
+    deployment, programs = compile_steps(deployment, steps, wanted, sizes, progress)
+    return Compiled(deployment, programs, known, policies)
+
+
+def make_lanes(
+    config: EngineConfig,
+    compiled: Compiled,
+    runners: Mapping[Group, Sequence[DeviceRunner]],
+    memory: HostMemory,
+) -> list[Lane]:
+    """A lane for every group; those of a fleet share their blocks, all of them host memory."""
+    deployment, blocks = compiled.deployment, {}
+    if deployment.widths:
+        sizes = {group: stages[0].pool.block_size for group, stages in runners.items()}
+        blocks = share(deployment.num_blocks, sizes)
+    return [
+        _lane(config, compiled, group, stages, blocks.get(group), memory)
+        for group, stages in runners.items()
+    ]
+
+
+def _lane(
+    config: EngineConfig,
+    compiled: Compiled,
+    group: Group,
+    stages: Sequence[DeviceRunner],
+    blocks: BlockAllocator | None,
+    memory: HostMemory,
+) -> Lane:
+    deployment = compiled.deployment.of_width(group.width)
+    host = None
+    if memory.num_bytes:
+        host = HostBlocks(memory, deployment.block_size, deployment.host_block_bytes)
+    policy, costs = compiled.policies[group.width], compiled.known[group.width]
+    runner = stages[0] if len(stages) == 1 else PipelineRunner(stages)
+    modes, budgets, speculation = stages[0].step.weights.modes, deployment.budgets, None
+    speculator, drafts = deployment.layout.model.speculator, deployment.drafts
+    num_predict = speculator.num_predict if speculator else 0
+    if drafts.speculation != "none":
+        speculation = Speculation(
+            Drafting(drafts),
+            prices_of(policy, deployment.buckets, modes, costs),
+            max_rows=budgets.max_rows,
+            overlap=config.scheduler.overlap,
+            num_guesses=min(num_predict, drafts.max_draft_tokens),  # no draft is longer
+        )
+    own = policy if deployment.widths else None  # None: the engine's
+    scheduler = Scheduler(budgets, speculation, blocks, host)
+    return Lane(scheduler, runner, modes, group=group, policy=own)
+
+
+def choosers_of(
+    config: EngineConfig, deployment: Deployment, device: Device
+) -> tuple[dict[int, CostModel | None], dict[int, Policy]]:
+    """What is known of the costs of steps, and who chooses their modes, by units of a group."""
+    known = {
+        width: known_costs(of_width, config.scheduler.machine, device)
+        for width, of_width in deployment.by_width.items()
+    }
+    name, threshold = deployment.policy, deployment.threshold
+    return known, {width: make_policy(name, threshold, costs) for width, costs in known.items()}
+
+
+def wanted_by_width(
+    config: EngineConfig, deployment: Deployment, device: Device
+) -> dict[int, Wanted]:
+    """Which steps will be compiled, by units of a group; weights as `alias` has them."""
+    _, policies = choosers_of(config, deployment, device)
+    return {
+        width: wanted_modes(policies[width], of_width.buckets, of_width.layout.modes)
+        for width, of_width in deployment.by_width.items()
+    }
+
+
+def describe_width(deployment: Deployment, wanted: Wanted) -> str:
+    """For people: the groups of one width of a fleet, and what is compiled for them."""
+    layout, modes = deployment.layout, [mode for modes in wanted.values() for mode in modes]
+    labels = [f"sp {m.sp}, tp {layout.ways(m)}" for m in layout.modes if m in modes]
+    return (
+        f"{deployment.dp} x {deployment.sp} units ({'; '.join(labels)}): {len(modes)} programs "
+        f"for {len(wanted)} sizes of steps, KV blocks of {deployment.block_size} tokens"
+    )
+
+
+def known_costs(deployment: Deployment, machine: str | None, device: Device) -> CostModel | None:
+    """The cost model of this machine, if something asks for it.
+
+    Raises ConfigError for an unknown machine that something needs; drafts can do without.
+    """
+    choice, drafts = deployment.drafts.draft_choice, deployment.drafts.speculation != "none"
+    is_needed = deployment.policy == "cost" or (drafts and choice == "cost")
+    is_needed |= bool(deployment.widths) and deployment.fleet.fleet_policy == "cost"
+    is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
+    if not (is_needed or (drafts and choice == "auto" and is_known)):
+        return None
+    constants = load_machine(machine or machine_of(device.device_kind))
+    return deployment.costs(constants, load_engine("shiftjax"))
