@@ -34,9 +34,8 @@ from shiftjax.sim.deployment import (
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import saturation_rate, target_from
 from shiftjax.sim.metrics import makespan, peak_throughput, summary
-from shiftjax.sim.planning import Workload
 from shiftjax.sim.replay import replay
-from shiftjax.sim.stages import best_offline
+from shiftjax.sim.stage_choice import choose_stages
 from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
 
 PROMPT, OUTPUT = 4096, 250
@@ -172,14 +171,11 @@ def suffix() -> Iterator[Figure]:
 
 def seesaw() -> Iterator[Figure]:
     """Stages of their own for prompts and decodes, over the best static ones."""
-    qwen = target("qwen-32b", "a10x8", dtype="bfloat16")
-    sizes = {"num_layers": 48, "hidden_size": 8192, "intermediate_size": 22_016}
-    config = replace(qwen.model, name="codellama-34b", vocab_size=32_000, **sizes)
-    llama = replace(qwen, model=config)
+    llama = target("codellama-34b", "a10x8", dtype="bfloat16")
     gains = []
     for lengths in ((3000, 200), (250, 320)):  # summaries of articles; ShareGPT
-        best = [best_offline(llama, Workload(*lengths), resharding=r) for r in (True, False)]
-        gains.append(best[0] / best[1])
+        choice = choose_stages(llama, [lengths] * 2000, int(llama.machine.host_memory_bytes / 2))
+        gains.append(choice.static.seconds / choice.chosen.seconds)
     yield "Seesaw over the best static stages", 1.45, statistics.geometric_mean(gains)
 
 

@@ -19,7 +19,7 @@ from shiftjax.control.shared_blocks import share
 from shiftjax.control.speculation import Speculation
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.stages import GroupCosts
 from shiftjax.device.communicators import make_communicators
 from shiftjax.device.groups import Kind, Placed, compile_steps, kind_of
 from shiftjax.device.pipeline import PipelineRunner
@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 
     deployment: Deployment  # with its KV blocks
     programs: dict[Kind, list[Program]]
-    known: Mapping[int, CostModel | None]
+    known: Mapping[int, GroupCosts | None]
     policies: Mapping[int, Policy]
 
 
@@ -115,7 +115,7 @@ def _lane(
 
 def choosers_of(
     config: EngineConfig, deployment: Deployment, device: Device
-) -> tuple[dict[int, CostModel | None], dict[int, Policy]]:
+) -> tuple[dict[int, GroupCosts | None], dict[int, Policy]]:
     """What is known of the costs of steps, and who chooses their modes, by units of a group."""
     known = {
         width: known_costs(of_width, config.scheduler.machine, device)
@@ -146,7 +146,7 @@ def describe_width(deployment: Deployment, wanted: Wanted) -> str:
     )
 
 
-def known_costs(deployment: Deployment, machine: str | None, device: Device) -> CostModel | None:
+def known_costs(deployment: Deployment, machine: str | None, device: Device) -> GroupCosts | None:
     """The cost model of this machine, if something asks for it.
 
     Raises ConfigError for an unknown machine that something needs; drafts can do without.

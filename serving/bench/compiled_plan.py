@@ -269,7 +269,7 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
         sum(num_bytes * count for (_, num_bytes), count in collectives(text).items()),
         sum(move.num_bytes * move.num_times for move in moves),
         len(thunks),
-        kernels_of(text, Prices.of(costs, step.mode, step.work)),
+        kernels_of(text, Prices.of(costs.stages[0], step.mode, step.work)),
         all_reduce_kinds(text),
         any(kind in HOST_DECIDES for kind in thunks),
     )

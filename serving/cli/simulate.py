@@ -214,7 +214,7 @@ def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
     report.plot("memory", memory_bars(estimates))
     rows = breakdown_by_context(target, deployment, CONTEXTS)
     report.plot("a prompt's time by context", breakdown_bars(rows))
-    report.plot("roofline", roofline(cost_model(target, deployment)))
+    report.plot("roofline", roofline(cost_model(target, deployment).stages[0]))
     return report
 
 

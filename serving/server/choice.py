@@ -57,7 +57,7 @@ def _predicted(policy: Policy, modes: Sequence[Mode]) -> list[tuple[int, dict[st
     if not isinstance(policy, CostPolicy):
         return []
     rows: dict[int, dict[str, float]] = {}
-    for bucket in policy.costs.buckets:
+    for bucket in policy.costs.stages[0].buckets:
         size = bucket.tokens, bucket.rows
         seconds = {mode.label: policy.costs.mode_seconds(mode, size) for mode in modes}
         rows.setdefault(bucket.tokens, seconds)

@@ -9,7 +9,8 @@ from shiftjax.control.fleet_policy import FleetView, NeedPolicy, Wish, bind_for_
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import Request
 from shiftjax.costs.moves import MoveCosts
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.step import Work
 from shiftjax.parallel.fleet import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group, Mode
 
@@ -79,7 +80,7 @@ class CostArrangement:
     """
 
     widths: tuple[int, ...]
-    costs: Mapping[int, CostModel]  # by width
+    costs: Mapping[int, GroupCosts]  # by width
     modes: Mapping[int, Sequence[Mode]]
     mode_policies: Mapping[int, Policy]  # by width
     moves: MoveCosts

@@ -20,7 +20,7 @@ from shiftjax.control.request import Request
 from shiftjax.control.switching import Steps
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.moves import MoveCosts
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.stages import GroupCosts
 from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
 
 
@@ -28,7 +28,7 @@ def make_fleet(
     deployment: Deployment,
     lanes: Sequence[Lane],
     policies: Mapping[int, Policy],
-    costs: Mapping[int, CostModel | None],
+    costs: Mapping[int, GroupCosts | None],
     mover: Mover,
     clock: Callable[[], float] | None = None,
 ) -> Fleet:
@@ -81,7 +81,7 @@ def first_arrangement(deployment: Deployment) -> Arrangement:
 def make_fleet_policy(
     deployment: Deployment,
     policies: Mapping[int, Policy],
-    costs: Mapping[int, CostModel | None],
+    costs: Mapping[int, GroupCosts | None],
     modes: Mapping[int, Sequence],
 ) -> FleetPolicy:
     """The policy that the settings name."""

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from shiftjax.control.request import ScheduledSequence, StepPlan
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.step import Work
 from shiftjax.parallel.grid import Mode
 
 COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch is worth trusting
@@ -118,7 +119,7 @@ class CostPolicy:
     splits tokens needs no margin and one to SHIFT, which would soon be undone, pays both ways.
     """
 
-    costs: CostModel
+    costs: GroupCosts
     margin: float = COST_MARGIN
 
     def choose(
@@ -153,7 +154,7 @@ class CostPolicy:
         return best if seconds[last] - seconds[best] > doubt else last
 
 
-POLICIES: dict[str, Callable[[int, CostModel | None], Policy]] = {
+POLICIES: dict[str, Callable[[int, GroupCosts | None], Policy]] = {
     "threshold": lambda threshold, costs: ThresholdPolicy(threshold),
     "cost": lambda threshold, costs: CostPolicy(_known(costs)),
     "oracle": lambda threshold, costs: CostPolicy(_known(costs), margin=0.0),  # of simulations
@@ -162,7 +163,7 @@ POLICIES: dict[str, Callable[[int, CostModel | None], Policy]] = {
 }
 
 
-def make_policy(name: str, threshold: int, costs: CostModel | None = None) -> Policy:
+def make_policy(name: str, threshold: int, costs: GroupCosts | None = None) -> Policy:
     """The policy of this name; `cost` needs `costs`. Raises `ValueError` with what is wrong."""
     if name not in POLICIES:
         raise ValueError(f"There is no policy {name!r}; choose one of {', '.join(POLICIES)}.")
@@ -182,7 +183,7 @@ def wanted_modes(
     return wanted
 
 
-def _known(costs: CostModel | None) -> CostModel:
+def _known(costs: GroupCosts | None) -> GroupCosts:
     if costs is None:
         raise ValueError("The cost policy needs a cost model of the machine.")
     return costs

@@ -8,7 +8,8 @@ from shiftjax.control.policy import Policy, ThresholdPolicy, work_of, work_of_it
 from shiftjax.control.request import StepPlan
 from shiftjax.control.step_times import StepKind, StepTimes
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.step import Work
 from shiftjax.parallel.grid import Mode
 
 
@@ -19,7 +20,7 @@ class Prices:
     buckets: tuple[int, ...]  # the tokens that steps are padded to, ascending
     policy: Policy | None = None  # that chooses the mode when the plan is made
     modes: tuple[Mode, ...] = ()
-    costs: CostModel | None = None  # None: nobody knows what a step of this machine takes
+    costs: GroupCosts | None = None  # None: nobody knows what a step of this machine takes
     times: StepTimes = field(default_factory=StepTimes)  # of this group alone
 
     @property
@@ -77,18 +78,18 @@ class Prices:
 
 
 def prices_of(
-    policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...], costs: CostModel | None
+    policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...], costs: GroupCosts | None
 ) -> Prices:
     """What a group's steps cost, as far as is known."""
     return Prices(tuple(bucket.tokens for bucket in buckets), policy, modes, costs)
 
 
 def _predicted(
-    costs: CostModel, mode: Mode, last_mode: Mode | None, work: Work, is_hidden: bool
+    costs: GroupCosts, mode: Mode, last_mode: Mode | None, work: Work, is_hidden: bool
 ) -> float:
     seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, work)
     return seconds + (last_mode not in (None, mode)) * costs.engine.switch_seconds
 
 
-def _kind(costs: CostModel, mode: Mode, work: Work, is_hidden: bool) -> StepKind:
+def _kind(costs: GroupCosts, mode: Mode, work: Work, is_hidden: bool) -> StepKind:
     return StepKind(mode, *costs.size_of(work), is_hidden)

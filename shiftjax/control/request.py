@@ -247,8 +247,7 @@ class StepPlan:
 
     The runner first forgets the chunks `dropped` on the host and empties that list, copies
     `offloads` there and then `restores` to the device, then every `(block, new block)` of `copies`
-    on the device, then computes. Beside that the chunks `prefetches`, and no others, travel to the
-    devices, for restores of plans to come.
+    on the device, then computes.
     """
 
     scheduled: list[ScheduledSequence]
@@ -264,7 +263,6 @@ class StepPlan:
     drafting_seconds: float = 0.0  # of the host, in making this plan
     micro_batch: int = 0
     dropped: list[int] = field(default_factory=list)
-    prefetches: list[int] = field(default_factory=list)
 
 
 class StepOutput(NamedTuple):

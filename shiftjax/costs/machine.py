@@ -53,6 +53,9 @@ class Machine:
     all_to_all: tuple[Transfer, ...]
     all_gather: tuple[Transfer, ...]
     point_to_point: tuple[Transfer, ...]
+    to_host: tuple[Transfer, ...] = ()  # of each device, while all use theirs; (): not known
+    from_host: tuple[Transfer, ...] = ()
+    host_memory_bytes: float = 0.0  # of the whole machine; 0: not known
     shared_cores: int = 0  # not 0: virtual devices of one processor, see `CostModel`
     memory_overlap: float = 1.0  # share of the shorter of reading and computing that is hidden
     attention_round_seconds: float = 0.0  # fixed time of a round, where attention advances so:

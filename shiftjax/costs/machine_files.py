@@ -44,6 +44,7 @@ MACHINE_OF_DEVICE = MappingProxyType(
     }
 )
 """Machines by JAX's `device_kind`."""
+LINKS = ("all_reduce", "all_to_all", "all_gather", "point_to_point", "to_host", "from_host")
 _HERE = Path(__file__).parent
 
 
@@ -60,9 +61,9 @@ def engine_names() -> list[str]:
 def load_machine(name: str) -> Machine:
     """The machine of this name, or of a file in the same format. Raises ConfigError."""
     values = _read(name, "machines", "machine")
-    collectives = ("all_reduce", "all_to_all", "all_gather", "point_to_point")
-    for kind in collectives:
-        values[kind] = tuple(_build(Transfer, way, f"{name}: {kind}") for way in values[kind])
+    for kind in LINKS:
+        ways = values.get(kind, ())
+        values[kind] = tuple(_build(Transfer, way, f"{name}: {kind}") for way in ways)
     values["tile_rows"] = tuple(values["tile_rows"])
     return _build(Machine, values, name)
 

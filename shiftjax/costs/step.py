@@ -105,6 +105,11 @@ def matmul_seconds(
     )
 
 
+def send_seconds(ways: tuple[Transfer, ...], num_bytes: float) -> float:
+    """Seconds until so many bytes have crossed a link, by the quickest way."""
+    return min(way.latency_seconds + num_bytes / way.bytes_per_second for way in ways)
+
+
 def transfer_seconds(ways: tuple[Transfer, ...], move: Collective) -> float:
     """Seconds of one collective by the quickest of the machine's algorithms."""
     devices = move.num_devices
@@ -163,6 +168,11 @@ class CostModel:
         sizes = layout.model, layout.sp, layout.tp
         return cls(*sizes, machine, engine, formats, buckets, layout.widest)
 
+    @property
+    def stages(self) -> list["CostModel"]:
+        """The group's only one; see `costs/stages.py`."""
+        return [self]
+
     def seconds(self, mode: Mode, work: Work) -> float:
         """Seconds of a step in a stream of steps, host work included where it does not hide."""
         device, host = self.device_seconds(mode, work), self.host_seconds(work)
@@ -179,6 +189,10 @@ class CostModel:
     def device_seconds(self, mode: Mode, work: Work) -> float:
         """Seconds that the devices need."""
         return sum(cost.device for cost in self._terms(mode, work))
+
+    def stage_seconds(self, mode: Mode, work: Work) -> list[float]:
+        """Those of the devices: a single stage is given nothing."""
+        return [self.device_seconds(mode, work)]
 
     def breakdown(self, mode: Mode, work: Work) -> StepCost:
         """The same seconds by what they are spent on; the LM head counts as a product."""

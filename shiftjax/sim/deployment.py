@@ -1,6 +1,5 @@
 """Deployments on a modelled machine: which are compared, what they hold, how steps are chosen."""
 
-import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -22,10 +21,10 @@ from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, weight_bytes
-from shiftjax.costs.stages import PipelineCosts
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.stages import GroupCosts
 from shiftjax.drafts.draft import NO_DRAFTS
 from shiftjax.options import ConfigError, unknown_name
+from shiftjax.parallel.degrees import Degrees
 from shiftjax.parallel.fleet import (
     FIXED,
     FLEET_POLICIES,
@@ -105,7 +104,6 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
     return deployment.sized(memory_of(target, deployment))
 
 
-STAGES = re.compile(r"pp(?P<pp>[0-9]{1,4})(tp(?P<tp>[0-9]{1,4}))?")  # names of pipelines
 FLEET = "fleet"  # how the names of deployments begin whose groups come and go
 SWITCHES = get_args(get_type_hints(FleetOptions)["switch"])
 FLEET_MODES = ("oracle", "threshold", "shift")
@@ -159,33 +157,29 @@ def deploy_fleet(
     )
 
 
-def deploy_stages(target: Target, name: str, **settings: Any) -> Deployment:
-    """Pipelines as their name says: `pp4` or `pp4tp2`, as many of them as the machine holds.
+def deploy_degrees(target: Target, degrees: Degrees, **settings: Any) -> Deployment:
+    """Groups of these degrees; as many as the machine holds, where `dp` is 1. With SP they shift.
 
     Raises ConfigError where the devices or the model cannot be cut so.
     """
-    degrees = STAGES.fullmatch(name)
-    assert degrees is not None
-    pp, tp = int(degrees["pp"]), int(degrees["tp"] or 1)
+    dp, pp, sp, tp = degrees
     problems = stage_problems(pp, target.model)
-    dp, rest = divmod(target.machine.num_devices, pp * tp) if pp * tp else (0, 1)
-    if rest or not dp:
-        problems.append(f"{target.machine.num_devices} devices cannot be cut into pp={pp} tp={tp}")
+    num_devices = target.machine.num_devices
+    groups, rest = divmod(num_devices, pp * sp * tp)
+    if rest or not groups or groups % dp:
+        problems.append(f"{num_devices} devices cannot be cut into {degrees.name}")
+    if sp * tp > target.model.num_heads:
+        problems.append(f"sp * tp = {sp * tp} is more than {target.model.num_heads} query heads")
     if problems:
-        raise ConfigError([f"{name}: {problem}" for problem in problems])
-    return deploy(target, name, (dp, 1, tp), "base", pp=pp, **settings)
+        raise ConfigError([f"{degrees.name}: {problem}" for problem in problems])
+    dp = groups if dp == 1 else dp
+    policy = "threshold" if sp > 1 else "base"
+    return deploy(target, degrees.name, (dp, sp, tp), policy, pp=pp, **settings)
 
 
-def cost_model(target: Target, deployment: Deployment) -> CostModel:
+def cost_model(target: Target, deployment: Deployment) -> GroupCosts:
     """The costs of one replica."""
     return deployment.costs(target.machine, target.engine)
-
-
-def pipeline_costs(target: Target, deployment: Deployment) -> PipelineCosts | None:
-    """The costs of the stages of one replica; None: it has one."""
-    if deployment.pp == 1:
-        return None
-    return PipelineCosts([cost_model(target, stage) for stage in deployment.stages])
 
 
 def memory_of(target: Target, deployment: Deployment) -> Memory:
@@ -237,7 +231,7 @@ def least_tp(target: Target) -> int:
     return tp
 
 
-def modes_of(costs: CostModel, deployment: Deployment) -> tuple[Mode, ...]:
+def modes_of(costs: GroupCosts, deployment: Deployment) -> tuple[Mode, ...]:
     """The modes that a deployment may use, base first and shift last.
 
     A threshold knows these two only; an engine that copies weights has copies for SHIFT alone.
@@ -248,7 +242,7 @@ def modes_of(costs: CostModel, deployment: Deployment) -> tuple[Mode, ...]:
     return fixed.get(deployment.policy, ends if costs.engine.copies_shift_weights else modes)
 
 
-def policy_of(deployment: Deployment, costs: CostModel, belief: CostModel) -> Policy:
+def policy_of(deployment: Deployment, costs: GroupCosts, belief: GroupCosts) -> Policy:
     """The policy of a deployment. It decides by `belief`; an oracle knows the true `costs`."""
     believed = costs if deployment.policy == "oracle" else belief
     return make_policy(deployment.policy, deployment.threshold, believed)

@@ -10,8 +10,8 @@ from shiftjax.control.lane import FIRST_UNIT, Failure, Lane
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.costs.moves import MoveCosts
-from shiftjax.costs.stages import PipelineCosts
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.step import Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.drafts import ModelledDrafting
 
@@ -78,14 +78,13 @@ class CostRunner:
     `fetch` waits for them. Tokens are all 0. `step_seconds` replaces the predictions, say by
     measured ones. `drafting` has taken more of the host's time.
 
-    With `pipeline`, a step begins in a stage when it has ended in the stage before and the step
-    before has ended in this one, and with a token in flight, when the last stage has sampled it;
-    `costs` are then those of the whole model on one stage's devices.
+    A step begins in a stage when it has ended in the stage before and the step before has ended in
+    this one, and with a token in flight, when the last stage has sampled it.
     """
 
     def __init__(
         self,
-        costs: CostModel,
+        costs: GroupCosts,
         clock: Clock,
         step_seconds: Callable[[StepPlan, Mode], float] | None = None,
         *,
@@ -93,17 +92,13 @@ class CostRunner:
         units: Units | None = None,
         own_host: bool = False,
         drafting: ModelledDrafting | None = None,
-        pipeline: PipelineCosts | None = None,
     ):
         self.costs, self.clock, self.drafting = costs, clock, drafting
         self.steps: list[StepRecord] = []
         self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
         self._step_seconds = step_seconds
         self.group = group
-        num_stages = 1 if pipeline is None else len(pipeline.stages)
-        self._pipeline = pipeline
-        self._stages = [units or Units(), *(Units() for _ in range(num_stages - 1))]
-        self._num_devices = costs.layout.num_devices * num_stages
+        self._stages = [units or Units(), *(Units() for _ in costs.stages[1:])]
         self._last_mode: Mode | None = None
         self._zeros, self._finite = np.zeros(MAX_ROWS, np.int32), np.ones(MAX_ROWS, bool)
 
@@ -112,8 +107,7 @@ class CostRunner:
     ) -> tuple[float, int]:
         """Let the host's time pass and queue the step on the devices."""
         work = work_of(plan)
-        host = self.costs.engine.host(work.num_sequences, self._num_devices)
-        host += self._drafting_seconds()
+        host = self.costs.host_seconds(work) + self._drafting_seconds()
         self._prepared_at = max(self.clock.now, self._prepared_at) + host
         if not self._own_host:
             self.clock.now = self._prepared_at
@@ -121,7 +115,7 @@ class CostRunner:
         if self._last_mode not in (None, mode):
             seconds[0] += self.costs.engine.switch_seconds
         self._last_mode, done, group = mode, self._prepared_at, self.group
-        if self._pipeline is not None and previous_handle and _has_pending(plan):
+        if len(self._stages) > 1 and previous_handle and _has_pending(plan):
             done = max(done, previous_handle[0])  # a token comes from the last stage
         for stage, each in zip(self._stages, seconds, strict=True):
             done = stage.occupy(group, done, each)
@@ -134,9 +128,7 @@ class CostRunner:
         """Of each stage."""
         if self._step_seconds is not None:
             return [self._step_seconds(plan, mode)]
-        if self._pipeline is not None:
-            return self._pipeline.stage_seconds(mode, work)
-        return [self.costs.device_seconds(mode, work)]
+        return self.costs.stage_seconds(mode, work)
 
     def _drafting_seconds(self) -> float:
         """Of the host since the step before."""

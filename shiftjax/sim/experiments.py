@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from shiftjax.control.deployment import Deployment
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
+from shiftjax.parallel.degrees import Degrees, parse_degrees
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.deployment import (
     FLEET,
-    STAGES,
     Target,
     cost_model,
+    deploy_degrees,
     deploy_fleet,
-    deploy_stages,
     standard_deployments,
 )
 from shiftjax.sim.drafts import AcceptanceModel
@@ -69,13 +70,20 @@ def choose_deployments(
     for name in names:
         if name.split(":")[0] == FLEET:
             known[name] = deploy_fleet(target, name, options, **budgets)
-        elif STAGES.fullmatch(name):
-            known[name] = deploy_stages(target, name, **budgets)
+        elif name not in known and (degrees := _degrees(name)):
+            known[name] = deploy_degrees(target, degrees, **budgets)
     wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
     if wrong:
-        there = ", ".join([*known, FLEET, "ppNtpM"])
+        there = ", ".join([*known, FLEET, "degrees as pp4tp2"])
         raise ConfigError([f"{problem}; there are {there}" for problem in wrong])
     return [known[name] for name in names]
+
+
+def _degrees(name: str) -> Degrees | None:
+    """What a name spells; None: no degrees."""
+    with suppress(ValueError):
+        return parse_degrees(name)
+    return None
 
 
 @dataclass(frozen=True)

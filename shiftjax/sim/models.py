@@ -1,4 +1,4 @@
-"""Models by name for planning: the engine's presets, and mixtures of experts. No JAX."""
+"""Models by name for planning: the engine's presets, and some that it does not load. No JAX."""
 
 from types import MappingProxyType
 
@@ -7,7 +7,17 @@ from shiftjax.arch.presets import PRESETS, preset
 from shiftjax.options import ConfigError, unknown_name
 
 _LONG = {"max_position_embeddings": 131_072}
-_EXPERTS = (
+_PLANNED = (
+    preset(  # Code Llama 34B's config.json
+        "codellama-34b",
+        {
+            "architecture": "llama",
+            "vocab_size": 32_000,
+            "max_position_embeddings": 16_384,
+            "rope_theta": 1_000_000.0,
+        },
+        *(8192, 22_016, 48, 64, 8, 128),
+    ),
     preset(  # Llama 4 Scout's config.json, text part: every layer has experts
         "llama-17b-16e",
         {"architecture": "llama", "vocab_size": 202_048} | _LONG,
@@ -22,7 +32,7 @@ _EXPERTS = (
     ),
 )
 
-MODELS = MappingProxyType(dict(PRESETS) | {each.name: each for each in _EXPERTS})
+MODELS = MappingProxyType(dict(PRESETS) | {each.name: each for each in _PLANNED})
 """Models by name; the engine loads those of `PRESETS` only."""
 
 

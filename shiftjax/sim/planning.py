@@ -5,7 +5,8 @@ from typing import Any
 
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.memory import Memory
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, cost_model, deploy, least_tp, memory_of, modes_of
 
@@ -74,7 +75,7 @@ def estimate(target: Target, deployment: Deployment, workload: Workload) -> Esti
     )
 
 
-def _prefill_seconds(costs: CostModel, deployment: Deployment, num_tokens: int) -> float:
+def _prefill_seconds(costs: GroupCosts, deployment: Deployment, num_tokens: int) -> float:
     """A prompt alone, in chunks of the step's budget."""
     total, start = 0.0, 0
     while start < num_tokens:
@@ -86,7 +87,7 @@ def _prefill_seconds(costs: CostModel, deployment: Deployment, num_tokens: int) 
 
 
 def saturated_tokens_per_second(
-    costs: CostModel, deployment: Deployment, memory: Memory, workload: Workload
+    costs: GroupCosts, deployment: Deployment, memory: Memory, workload: Workload
 ) -> float:
     """Throughput of a stream that never ends, of all replicas.
 
@@ -134,7 +135,7 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     ]
 
 
-def shift_threshold(costs: CostModel, most: int = 1 << 16) -> int:
+def shift_threshold(costs: GroupCosts, most: int = 1 << 16) -> int:
     """The largest step, in tokens, that is quicker in SHIFT, if all larger ones are in BASE.
 
     For prompt tokens; a step of decodes moves the crossing little, because attention costs the

@@ -26,7 +26,7 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.shared_blocks import share
 from shiftjax.control.speculation import Speculation
 from shiftjax.costs.machine import Transfer
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.stages import GroupCosts
 from shiftjax.parallel.fleet import Arrangement
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.deployment import (
@@ -35,7 +35,6 @@ from shiftjax.sim.deployment import (
     drafting_of,
     memory_of,
     modes_of,
-    pipeline_costs,
     policy_of,
     sizes_of,
 )
@@ -94,7 +93,7 @@ def make_engine(
     target: Target,
     deployment: Deployment,
     clock: Clock,
-    belief: CostModel | None = None,
+    belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
 ) -> tuple[Engine, list[CostRunner]]:
     """An engine on virtual devices, and these.
@@ -125,7 +124,6 @@ def make_engine(
             units=units,
             own_host=in_step,
             drafting=drafting,
-            pipeline=pipeline_costs(target, sized),
         )
         known = beliefs[width], policies[width]
         lanes.append(_lane(target, sized.of_width(width), runner, *known, blocks.get(group)))
@@ -147,7 +145,7 @@ def _lane(
     target: Target,
     deployment: Deployment,
     runner: CostRunner,
-    belief: CostModel,
+    belief: GroupCosts,
     policy: Policy,
     blocks: BlockAllocator | None,
 ) -> Lane:
@@ -170,7 +168,7 @@ def _fleet(
     deployment: Deployment,
     lanes: Sequence[Lane],
     policies: Mapping[int, Policy],
-    beliefs: Mapping[int, CostModel],
+    beliefs: Mapping[int, GroupCosts],
     clock: Clock,
     units: Units,
 ) -> Fleet:
@@ -194,7 +192,7 @@ def replay(
     requests: Sequence[TraceRequest],
     target: Target,
     deployment: Deployment,
-    belief: CostModel | None = None,
+    belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
 ) -> Replay:
     """Serve a trace, sorted by arrival, to its end.

@@ -18,7 +18,7 @@ from shiftjax.costs.machine_files import (
 from shiftjax.options import ConfigError
 
 MACHINES = Path(shiftjax.costs.machine_files.__file__).parent / "machines"
-WAYS = ("all_reduce", "all_to_all", "all_gather", "point_to_point")
+WAYS = ("all_reduce", "all_to_all", "all_gather", "point_to_point", "to_host", "from_host")
 GPUS = {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8"}
 
 
@@ -35,10 +35,14 @@ def test_every_machine_and_engine_loads():
 
 
 def test_every_constant_has_a_unit_that_fits_its_name():
-    ends = {"_bytes": {"GB", "B"}, "bytes_per_second": {"GB/s", "B/s"}, "_seconds": {"us", "s"}}
+    ends = {
+        "_bytes": {"GB", "GiB", "B"},
+        "bytes_per_second": {"GB/s", "B/s"},
+        "_seconds": {"us", "s"},
+    }
     for name in GPUS | {"cpu"}:
         data = yaml.safe_load((MACHINES / f"{name}.yaml").read_text())
-        ways = [way for kind in WAYS for way in data[kind]]
+        ways = [way for kind in WAYS for way in data.get(kind, ())]
         for key, node in [*data.items(), *(pair for way in ways for pair in way.items())]:
             for end, units in ends.items():
                 assert not key.endswith(end) or node["unit"] in units, (name, key)

@@ -33,11 +33,11 @@ def test_a_step_takes_the_sum_of_its_stages_and_one_ends_with_the_slowest(work, 
     """Without links and kernels that cost time, stages take what one stage takes."""
     free = {"point_to_point": FREE, "all_gather": FREE, "kernel_seconds": 0.0}
     one, four = costs_of(1, tp, **free), costs_of(4, tp, **free)
-    whole = one.latency_seconds(SHIFT, work)
-    assert whole == one.interval_seconds(SHIFT, work) == one.stages[0].seconds(SHIFT, work)
-    assert four.latency_seconds(SHIFT, work) == pytest.approx(whole, rel=1e-9)
+    whole = one.serial_seconds(SHIFT, work)
+    assert whole == one.seconds(SHIFT, work) == one.stages[0].seconds(SHIFT, work)
+    assert four.serial_seconds(SHIFT, work) == pytest.approx(whole, rel=1e-9)
     slowest = max(four.stage_seconds(SHIFT, work))
-    assert four.interval_seconds(SHIFT, work) == slowest > whole / 4
+    assert four.seconds(SHIFT, work) == slowest > whole / 4
 
 
 def test_each_device_sends_its_part_at_every_boundary():
@@ -45,7 +45,7 @@ def test_each_device_sends_its_part_at_every_boundary():
     slow, free = (costs_of(4, 2, point_to_point=ways) for ways in (way, FREE))
     one_way = 1e-3 + 4096 * MODEL.hidden_size * 2 / 2 / 1e9
     assert slow.send_seconds(PREFILL) == pytest.approx(one_way)
-    late = slow.latency_seconds(SHIFT, PREFILL) - free.latency_seconds(SHIFT, PREFILL)
+    late = slow.serial_seconds(SHIFT, PREFILL) - free.serial_seconds(SHIFT, PREFILL)
     assert late == pytest.approx(3 * one_way)
 
 

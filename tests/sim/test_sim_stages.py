@@ -8,8 +8,9 @@ from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
+from shiftjax.parallel.degrees import Degrees, parse_degrees
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, deploy_stages, pipeline_costs
+from shiftjax.sim.deployment import Target, cost_model, deploy_degrees
 from shiftjax.sim.devices import Clock, CostRunner
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.replay import replay
@@ -36,11 +37,19 @@ def test_a_name_says_the_stages_and_the_rest_are_replicas():
     ]
     assert four.mesh == "dp=2 pp=2 sp=1 tp=2"
     assert four.budgets.num_stages == 2
+    (shifting,) = choose_deployments(target(), ["sp4tp2"])
+    assert (shifting.mesh, shifting.policy) == ("dp=1 sp=4 tp=2", "threshold")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("pp3", "8 devices cannot be cut"), ("pp0", "cannot be cut"), ("pp64", "32 layers")],
+    [
+        ("pp3", "8 devices cannot be cut into pp3"),
+        ("dp3pp2", "8 devices cannot be cut into dp3pp2"),
+        ("pp64", "32 layers"),
+        ("sp16tp4", "more than 32 query heads"),
+        ("pp0", "unknown deployment 'pp0'"),
+    ],
 )
 def test_names_that_cannot_be_deployed(name, words):
     with pytest.raises(ConfigError, match=words):
@@ -48,13 +57,11 @@ def test_names_that_cannot_be_deployed(name, words):
 
 
 def test_a_step_begins_in_a_stage_when_both_before_it_have_ended():
-    deployment = deploy_stages(target(), "pp4tp2", **SMALL)
-    costs = pipeline_costs(target(), deployment)
-    assert costs is not None
+    deployment = deploy_degrees(target(), Degrees(pp=4, tp=2), **SMALL)
+    costs = cost_model(target(), deployment)
     free = {"host_seconds_distributed": 0.0, "host_seconds_per_sequence": 0.0}
     engine = replace(target().engine, host_seconds=0.0, **free)
-    whole = deployment.costs(target().machine, engine)
-    runner = CostRunner(whole, Clock(), pipeline=costs)
+    runner = CostRunner(deployment.costs(target().machine, engine), Clock())
     chunks = [ScheduledSequence(SOMEBODY, 0, n, 0, -1) for n in (512, 8, 512, 8)]
     plans = [StepPlan([chunk], chunk.num_tokens, 0, 0, [], [], 0) for chunk in chunks]
     done = [runner.run(plan, SHIFT, None)[0] for plan in plans]
@@ -69,33 +76,31 @@ def test_a_step_begins_in_a_stage_when_both_before_it_have_ended():
 @pytest.mark.parametrize("name", ["pp8", "pp4tp2"])
 def test_decodes_in_steady_state_take_the_interval_of_the_closed_form(name):
     of = target()
-    deployment, prompt, output = deploy_stages(of, name, **SMALL), 64, 200
+    deployment, prompt, output = deploy_degrees(of, parse_degrees(name), **SMALL), 64, 200
     result = replay(batch(64, prompt, output), of, deployment)
-    costs = pipeline_costs(of, deployment)
-    assert costs is not None
+    costs = cost_model(of, deployment)
     decodes = [step for step in result.steps if step.num_tokens == 64 // deployment.pp]
     middle = decodes[len(decodes) // 4 : -len(decodes) // 4]
     interval = (middle[-1].done - middle[0].done) / (len(middle) - 1)
     work = Work.decode(64 // deployment.pp, prompt + output // 2)
-    assert interval == pytest.approx(costs.interval_seconds(SHIFT, work), rel=0.1)
+    assert interval == pytest.approx(costs.seconds(SHIFT, work), rel=0.1)
 
 
 def test_prompts_in_steady_state_take_the_interval_of_the_closed_form():
     of = target()
-    deployment = deploy_stages(of, "pp8", **SMALL)
+    deployment = deploy_degrees(of, Degrees(pp=8), **SMALL)
     result = replay(batch(64, 512, 1), of, deployment)
-    costs = pipeline_costs(of, deployment)
-    assert costs is not None
+    costs = cost_model(of, deployment)
     interval = (result.steps[-1].done - result.steps[8].done) / (len(result.steps) - 9)
     work = Work.prefill(512)
-    assert interval == pytest.approx(costs.interval_seconds(SHIFT, work), rel=0.1)
+    assert interval == pytest.approx(costs.seconds(SHIFT, work), rel=0.1)
 
 
 def test_one_request_waits_for_all_stages():
     of = target()
-    deployment = deploy_stages(of, "pp8", **SMALL)
+    deployment = deploy_degrees(of, Degrees(pp=8), **SMALL)
     (one,) = replay(batch(1, 100, 50), of, deployment).requests
-    costs = pipeline_costs(of, deployment)
-    assert costs is not None and one.tpot is not None
+    costs = cost_model(of, deployment)
+    assert one.tpot is not None
     seconds = sum(costs.stage_seconds(SHIFT, Work.decode(1, 125)))
     assert one.tpot == pytest.approx(seconds, rel=0.05)
