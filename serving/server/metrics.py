@@ -334,6 +334,10 @@ class Metrics(Collector):
         moved = {("out",): host.num_offloaded_bytes, ("in",): host.num_restored_bytes}
         text = "KV copied to the host and back."
         yield self._total("host_cache_moved_bytes", text, moved, "direction")
+        text = "Chunks of KV brought to devices ahead of the admission that needs them."
+        yield self._total("host_cache_prefetches", text, {(): host.num_prefetches})
+        text = "Of them, those that an admission then used."
+        yield self._total("host_cache_prefetch_hits", text, {(): host.num_prefetch_hits})
         yield self._gauge("host_cache_used_bytes", "KV on the host.", host.num_used_bytes)
         yield self._gauge("host_cache_size_bytes", "The budget of it.", host.num_bytes)
 

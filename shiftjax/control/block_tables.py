@@ -6,7 +6,7 @@ end, by `join`.
 """
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import chain, dropwhile, islice
 
 from shiftjax.control.blocks import (
     BlockAllocator,
@@ -15,7 +15,7 @@ from shiftjax.control.blocks import (
     extend_hashes,
     root_hash,
 )
-from shiftjax.control.host_chunks import HostBlocks, HostMoves, Place
+from shiftjax.control.host_chunks import MOST_AHEAD, Chunk, HostBlocks, HostMoves, Place
 from shiftjax.control.request import Sequence, StepPlan
 
 
@@ -162,14 +162,29 @@ class BlockTables:
         sequence.host_places = places
         return True
 
-    def finish_plan(self, *, is_planned: bool) -> HostMoves:
-        """The copies between the tiers that the plan needs; without a plan there are none."""
+    def finish_plan(self, *, is_planned: bool, waiting: Iterable[Sequence] = ()) -> HostMoves:
+        """The copies between the tiers that the plan needs; without a plan there are none.
+
+        Those of `waiting` that come next have what they will be given from the host prefetched.
+        """
         evicted, self._evicted = self._evicted, []
         if self.host is None:
-            return HostMoves([], [], [])
-        if is_planned:
-            self.host.save(evicted)
-        return self.host.finish(is_planned=is_planned)
+            return HostMoves([], [], [], [])
+        if not is_planned:
+            return self.host.finish(is_planned=False)
+        self.host.save(evicted)
+        wanted = chain.from_iterable(map(self._chunks_of, islice(waiting, MOST_AHEAD)))
+        return self.host.finish(is_planned=True, wanted=islice(wanted, MOST_AHEAD))
+
+    def _chunks_of(self, sequence: Sequence) -> Iterable[Chunk]:
+        """What an admission would restore now: of a swapped sequence, or of a prefix."""
+        if sequence.host_places:
+            return dict.fromkeys(place.chunk for place in sequence.host_places)
+        if self.host is None or not self.host.memory.index or not self._may_have_prefix(sequence):
+            return ()
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        hashes = self._hashes(sequence)[:limit]
+        return self.host.chunks_of(dropwhile(self.device.is_indexed, hashes))
 
     def end_plan(self, plan: StepPlan) -> None:
         """The step of a plan has ended: other groups may read what it copied to the host."""
@@ -285,13 +300,16 @@ class BlockTables:
 
     def _find_on_host(self, sequence: Sequence, num_found: int) -> list[Place]:
         """Where the host has blocks that go on after those found on the device; never all."""
-        if self.host is None or not self.prefix_caching or sequence.wants_prompt_logprobs:
+        if self.host is None or not self._may_have_prefix(sequence):
             return []
         limit = (len(sequence.token_ids) - 1) // self.block_size
         places = self.host.match(self._hashes(sequence), sequence.token_ids, num_found, limit)
         self.num_host_query_tokens += len(sequence.token_ids) - num_found * self.block_size
         self.num_host_hit_tokens += len(places) * self.block_size
         return places
+
+    def _may_have_prefix(self, sequence: Sequence) -> bool:
+        return self.prefix_caching and not sequence.wants_prompt_logprobs
 
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """The hash of every full block: that of what it ends with, which is chained to the rest."""

@@ -12,7 +12,7 @@ from shiftjax.arch.config import ModelConfig, stages_of
 from shiftjax.arch.formats import AUTO, Formats, formats_of
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.control.admission import RequestLimits
-from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket, doubling, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
@@ -258,7 +258,7 @@ class Deployment:
             copy = shift_copy_bytes(layout, formats, self.weights)
         workspace = self.temporary_bytes if workspace_bytes is None else workspace_bytes
         if self.host_bytes:
-            workspace += MOST_IN_FLIGHT * CHUNK_SIZES[0] * self.block_bytes
+            workspace += (MOST_IN_FLIGHT + MOST_AHEAD) * CHUNK_SIZES[0] * self.block_bytes
         used = devices.total_bytes - devices.free_bytes
         room = int(self.memory_fraction * devices.total_bytes) - used
         kv = room - weights - copy - workspace

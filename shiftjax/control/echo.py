@@ -54,6 +54,7 @@ class EchoRunner:
         self.modes: list[Mode] = []
         self._pool = np.full((num_blocks, block_size), NO_TOKEN)
         self.host = {} if host is None else host
+        self.ahead: dict[int, list[np.ndarray]] = {}  # chunks that have been prefetched
         self._last: dict[int, tuple[np.ndarray, list[Sequence]]] = {}  # by micro-batch: its rows
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: StepOutput | None) -> StepOutput:
@@ -96,6 +97,7 @@ class EchoRunner:
         """Empty the pool."""
         self._pool.fill(NO_TOKEN)
         self._last.clear()
+        self.ahead.clear()
 
     def _tokens(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
         """The next tokens for the rows of one sequence."""
@@ -133,9 +135,11 @@ class EchoRunner:
             assert chunk not in self.host, "a chunk is written once"
             self.host[chunk] = [self.block(block) for block in blocks]
         for chunk, blocks in plan.restores:
-            for block, contents in zip(blocks, self.host[chunk], strict=True):
+            found = self.ahead.pop(chunk, None) or self.host[chunk]
+            for block, contents in zip(blocks, found, strict=True):
                 if block:
                     self.put_block(block, contents)
+        self.ahead = {chunk: self.host[chunk] for chunk in plan.prefetches}
         for block, copy in plan.copies:
             self.put_block(copy, self.block(block))
         contexts = [self._context(item, previous) for item in plan.scheduled]

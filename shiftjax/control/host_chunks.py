@@ -22,6 +22,7 @@ from shiftjax.control.blocks import CachedPrefix, block_tokens
 
 CHUNK_SIZES = (32, 8, 1)  # blocks of a copy; one of a size is one program, one transfer
 MOST_IN_FLIGHT = 8  # copies on their way; each holds device memory for a chunk until it is there
+MOST_AHEAD = 8  # chunks on the devices before their restore; as much memory again
 NULL_BLOCK = 0
 
 
@@ -65,12 +66,14 @@ class Restore(NamedTuple):
 class HostMoves(NamedTuple):
     """What a plan does with the host: chunks that go first, then copies out, then copies in.
 
-    The runner empties `dropped`; what it has left there comes again with the next plan.
+    The runner empties `dropped`; what it has left there comes again with the next plan. Then it has
+    `prefetches`, and no other chunks, on their way to the devices for restores of later plans.
     """
 
     dropped: list[int]
     offloads: list[Offload]
     restores: list[Restore]
+    prefetches: list[int]
 
 
 @dataclass
@@ -221,6 +224,8 @@ class HostBlocks:
         self._offloads: list[tuple[Chunk, list[int]]] = []
         self._restores: list[tuple[Chunk, list[int]]] = []
         self._unproven: dict[int, Chunk] = {}
+        self.num_prefetches = self.num_prefetch_hits = 0  # chunks
+        self._ahead: set[int] = set()  # chunks that the last plan has prefetched
 
     def match(
         self, hashes: Sequence[bytes], token_ids: list[int], start: int, limit: int
@@ -243,6 +248,18 @@ class HostBlocks:
                 break
             places.append(place)
         return places
+
+    def chunks_of(self, hashes: Iterable[bytes]) -> list[Chunk]:
+        """The chunks of the blocks that come first, until one is missing; may be too hopeful."""
+        chunks: dict[Chunk, None] = {}
+        for block_hash in hashes:
+            place = self.memory.index.get((self.block_size, block_hash))
+            if place is None or not (place.chunk.is_proven or place.chunk.writer is self):
+                break
+            chunks[place.chunk] = None
+            if len(chunks) == MOST_AHEAD:
+                break
+        return list(chunks)
 
     def swap_out(
         self, blocks: Sequence[int], contents: Sequence[CachedPrefix | None]
@@ -289,8 +306,11 @@ class HostBlocks:
         for chunk in {place.chunk: None for place in places}:
             self.memory.unpin(chunk)
 
-    def finish(self, *, is_planned: bool) -> HostMoves:
-        """The copies of the plan. If there is none, no copy will be made: new chunks are gone."""
+    def finish(self, *, is_planned: bool, wanted: Iterable[Chunk] = ()) -> HostMoves:
+        """The copies of the plan. If there is none, no copy will be made: new chunks are gone.
+
+        The chunks `wanted` by sequences that come next are prefetched, the first `MOST_AHEAD`.
+        """
         memory = self.memory
         if is_planned:  # what this plan restores goes with a later one at the earliest
             memory.given, memory.dropped = memory.given + memory.dropped, []
@@ -301,14 +321,23 @@ class HostBlocks:
         if not is_planned:
             for chunk, _ in offloads:
                 memory.drop(chunk)
-            return HostMoves([], [], [])
+            return HostMoves([], [], [], [])
         self._unproven |= {chunk.number: chunk for chunk, _ in offloads}
         self.num_offloaded_blocks += sum(len(blocks) for _, blocks in offloads)
+        self.num_prefetch_hits += len({chunk.number for chunk, _ in restores} & self._ahead)
         return HostMoves(
             memory.given,
             [Offload(chunk.number, blocks) for chunk, blocks in offloads],
             [Restore(chunk.number, blocks) for chunk, blocks in restores],
+            self._prefetch(wanted),
         )
+
+    def _prefetch(self, wanted: Iterable[Chunk]) -> list[int]:
+        here = dict.fromkeys(each.number for each in wanted if each in self.memory.chunks)
+        prefetches = list(here)[:MOST_AHEAD]
+        self.num_prefetches += len(set(prefetches) - self._ahead)
+        self._ahead = set(prefetches)
+        return prefetches
 
     def prove(self, offloads: Iterable[Offload]) -> None:
         """The step of a plan with these copies has ended."""
@@ -332,6 +361,7 @@ class HostBlocks:
                 self.memory.drop(chunk)
         self._offloads, self._restores = [], []
         self._unproven.clear()
+        self._ahead.clear()
 
     def _offload(
         self, blocks: Sequence[int], contents: Sequence[CachedPrefix | None]

@@ -16,6 +16,8 @@ class HostStats:
     num_restored_bytes: int
     num_used_bytes: int
     num_bytes: int  # the budget
+    num_prefetches: int = 0  # chunks brought to devices before a sequence was admitted
+    num_prefetch_hits: int = 0  # of them, those that its admission then used
 
 
 def host_stats(tables: Sequence[BlockTables]) -> HostStats | None:
@@ -31,4 +33,6 @@ def host_stats(tables: Sequence[BlockTables]) -> HostStats | None:
         num_restored_bytes=sum(each.num_restored_blocks * each.block_bytes for each in hosts),
         num_used_bytes=memory.num_used_bytes,
         num_bytes=memory.num_bytes,
+        num_prefetches=sum(each.num_prefetches for each in hosts),
+        num_prefetch_hits=sum(each.num_prefetch_hits for each in hosts),
     )

@@ -247,7 +247,8 @@ class StepPlan:
 
     The runner first forgets the chunks `dropped` on the host and empties that list, copies
     `offloads` there and then `restores` to the device, then every `(block, new block)` of `copies`
-    on the device, then computes.
+    on the device, then computes. Beside that the chunks `prefetches`, and no others, travel to the
+    devices, for restores of plans to come.
     """
 
     scheduled: list[ScheduledSequence]
@@ -263,6 +264,7 @@ class StepPlan:
     drafting_seconds: float = 0.0  # of the host, in making this plan
     micro_batch: int = 0
     dropped: list[int] = field(default_factory=list)
+    prefetches: list[int] = field(default_factory=list)
 
 
 class StepOutput(NamedTuple):

@@ -180,7 +180,8 @@ class Scheduler:
 
     def _planned(self, plan: StepPlan) -> StepPlan:
         """With the moves between the tiers that have been collected."""
-        plan.dropped, plan.offloads, plan.restores = self.tables.finish_plan(is_planned=True)
+        moves = self.tables.finish_plan(is_planned=True, waiting=self.waiting)
+        plan.dropped, plan.offloads, plan.restores, plan.prefetches = moves
         self._num_steps += 1
         return plan
 

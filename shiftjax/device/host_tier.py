@@ -9,6 +9,7 @@ reuses its blocks, and a restore before the step that reads them.
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ class HostTier:
     def __init__(self, mesh: Mesh, layout: Layout, pool: PoolOptions, chunks: Chunks):
         self._chunks = chunks
         self._in_flight: deque[jax.Array] = deque()
+        self._ahead: dict[int, jax.Array] = {}  # on the devices, or on their way, by number
         self._devices = list(mesh.devices.flat)
         self._device = named(mesh, chunk_spec())
         self._host = self._device.with_memory_kind("pinned_host")
@@ -61,10 +63,23 @@ class HostTier:
         failed makes the step fail that reads it.
         """
         self._make_room()
-        chunk = self._fetch(self._chunks[number])
+        chunk = self._ahead.pop(number, None)
+        if chunk is None:
+            chunk = self._fetch(self._chunks[number])
         pools, done = self._scatters[len(blocks)](pools, chunk, np.array(blocks, np.int32))
         self._in_flight.append(done)
         return pools
+
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Have these chunks, and no others, on the devices or on their way; nothing is awaited.
+
+        One that cannot be had is left to its restore, so that the step fails that reads it.
+        """
+        self._ahead = {n: array for n, array in self._ahead.items() if n in numbers}
+        for number in numbers:
+            if number not in self._ahead:
+                with suppress(KeyError, RuntimeError):
+                    self._ahead[number] = self._fetch(self._chunks[number])
 
     def _fetch(self, parts: Sequence[Part]) -> jax.Array:
         """Start to copy a chunk to the devices of this stage: its layers and heads."""
@@ -80,7 +95,11 @@ class HostTier:
         return make(shape, self._device, on_devices)
 
     def settle(self) -> None:
-        """Wait for the copies that are on their way. Raises what made one of them fail."""
+        """Wait for the copies that are on their way. Raises what made one of them fail.
+
+        What has been prefetched is forgotten, as its memory may be needed.
+        """
+        self._ahead.clear()
         arrays = [array for array in self._in_flight if not array.is_deleted()]
         self._in_flight.clear()
         jax.block_until_ready(arrays)

@@ -206,6 +206,8 @@ class DeviceRunner:
     def reset(self) -> None:
         """Rebuild the pools, whose buffers a failed step may have consumed."""
         self.memory.allocate(self.pool)
+        if self.memory.host is not None:
+            self.memory.host.prefetch(())
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Copy the blocks of a plan to the host and back, before it computes."""
@@ -217,6 +219,7 @@ class DeviceRunner:
             host.offload(self.memory.pools, chunk, blocks)
         for chunk, blocks in plan.restores:
             self.memory.pools = host.restore(self.memory.pools, chunk, blocks)
+        host.prefetch(plan.prefetches)
 
     def program_for(self, plan: StepPlan) -> Program:
         """The smallest program that suits a plan. Raises `NoBucketError`."""

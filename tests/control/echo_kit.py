@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner, echo_token
 from shiftjax.control.engine import Engine
-from shiftjax.control.host_chunks import CHUNK_SIZES, HostBlocks, HostMemory
+from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_AHEAD, HostBlocks, HostMemory
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.control.request import Event, Request, SamplingParams, StepPlan, derive_seed
@@ -98,6 +98,7 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert len(targets) == len(set(targets))
     assert all(len(blocks) in CHUNK_SIZES for _, blocks in plan.offloads + plan.restores)
     assert all(block for _, blocks in plan.offloads for block in blocks)
+    assert len(plan.prefetches) == len(set(plan.prefetches)) <= MOST_AHEAD
 
 
 def make_engine(

@@ -69,9 +69,11 @@ def test_eviction_on_both_levels_changes_no_token(engine, clients, faults):
     memory = engine.lanes[0].scheduler.tables.host.memory
     event(f"hits: {host.num_hit_tokens > 0}")
     event(f"evicted there: {host.num_offloaded_bytes > memory.num_used_bytes}")
+    event(f"prefetched: {host.num_prefetch_hits > 0}")
     event(f"swapped: {engine.stats().num_preemptions['swap'] > 0}")
     assert host.num_hit_tokens <= host.num_query_tokens
     assert host.num_used_bytes <= host.num_bytes
+    assert host.num_prefetch_hits <= host.num_prefetches
 
 
 def ask(engine, stem: int, name: str) -> int:
@@ -179,7 +181,7 @@ def test_a_swapped_sequence_keeps_its_bytes_whatever_else_needs_them():
 def test_what_no_step_copies_is_not_there():
     host = blocks_of(8)
     host.swap_out([1], [prefix(1)])
-    assert host.finish(is_planned=False) == ([], [], [])
+    assert host.finish(is_planned=False) == ([], [], [], [])
     assert not host.memory.index and host.memory.num_used_bytes == 0
 
 

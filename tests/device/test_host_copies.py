@@ -1,8 +1,10 @@
 """The host tier through real devices: what comes back is what went, to the bit and to the byte."""
 
+import threading
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import checkpoint, make, run, tokens
@@ -15,7 +17,7 @@ from shiftjax.control.request import SamplingParams
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.host_tier import HostTier
 from shiftjax.device.mesh import make_mesh, named, pool_spec
-from shiftjax.device.pool import PoolOptions
+from shiftjax.device.pool import FlatPools, PoolOptions
 from shiftjax.device.programs import CompileCounter
 from shiftjax.parallel.layout import Layout
 
@@ -52,16 +54,77 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
         tier.restore(pools(), 7, targets)
 
 
-def test_few_copies_hold_memory_at_a_time():
+def small_tier() -> tuple[HostTier, FlatPools]:
+    """One layer on one device: 9 blocks, which hold their numbers."""
     mesh = make_mesh(jax.devices()[:1], 1, 1)
-    place = named(mesh, pool_spec())
-    pools = [tuple(jax.device_put(np.ones((9, 4), np.float32), place) for _ in "kv")]
+    given = np.repeat(np.arange(9, dtype=np.float32)[:, None], 4, axis=1)
+    pools = [tuple(jax.device_put(given, named(mesh, pool_spec())) for _ in "kv")]
     model = replace(PRESETS["tiny"], num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
-    tier = HostTier(mesh, Layout(model, 1, 1), PoolOptions(9, 2, 4, np.dtype(np.float32)), {})
+    sizes = PoolOptions(9, 2, 4, np.dtype(np.float32))
+    return HostTier(mesh, Layout(model, 1, 1), sizes, {}), pools
+
+
+def test_few_copies_hold_memory_at_a_time():
+    tier, pools = small_tier()
     for number in range(3 * MOST_IN_FLIGHT):
         tier.offload(pools, number, [1])
         pools = tier.restore(pools, number, [2])
         assert len(tier._in_flight) <= MOST_IN_FLIGHT
+
+
+def test_what_is_prefetched_travels_once_and_goes_when_nobody_wants_it(monkeypatch):
+    tier, pools = small_tier()
+    fetched, fetch = [], HostTier._fetch
+    monkeypatch.setattr(HostTier, "_fetch", lambda *given: fetched.append(1) or fetch(*given))
+    for number in (1, 2, 3):
+        tier.offload(pools, number, [number])
+    tier.prefetch([1, 2])
+    tier.prefetch([2, 3])
+    assert (len(fetched), [*tier._ahead]) == (3, [2, 3])
+    pools = tier.restore(pools, 3, [5])
+    pools = tier.restore(pools, 1, [6])
+    assert (len(fetched), [*tier._ahead]) == (4, [2])
+    assert np.asarray(pools[0][0])[:, 0].tolist() == [0, 1, 2, 3, 4, 3, 1, 7, 8]
+    tier._chunks[1][0].array.delete()
+    tier.prefetch([1, 4])  # neither can be had: that is for a restore to say
+    assert not tier._ahead
+    with pytest.raises(RuntimeError, match="deleted"):
+        tier.restore(pools, 1, [6])
+
+
+def test_a_step_is_dispatched_while_copies_to_the_host_are_on_their_way():
+    """Nothing between an offload and the steps after it waits for the copy."""
+    tier, pools = small_tier()
+    gate = threading.Event()
+
+    def wait(pool):
+        assert gate.wait(60)
+        return pool
+
+    @jax.jit
+    def work(pool):  # what has inputs that are there, and ends, is not dispatched but run
+        square = jnp.tile(pool, (64, 64))
+        square = jax.lax.fori_loop(0, 500, lambda _, x: x @ (x.T @ x) * 1e-9, square)
+        return pool + 0 * square[0, 0]
+
+    @jax.jit
+    def pause(pool):
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(pool.shape, pool.dtype), pool)
+
+    step = jax.jit(lambda pools: jax.tree.map(lambda pool: pool + 10, pools))
+    (k, v), *_ = pools
+    gate.set()
+    jax.block_until_ready(step([(pause(work(k)), v)]))  # all is compiled
+    gate.clear()
+    later = step([(pause(work(k)), v)])  # the step before, which has not ended
+    tier.offload(later, 1, [1])
+    copy, later = tier._chunks[1][0].array, step(later)
+    tier.prefetch([1])
+    later = step(tier.restore(later, 1, [2]))
+    is_under_way = not copy.is_ready() and not later[0][0].is_ready()
+    gate.set()
+    assert is_under_way
+    assert np.asarray(later[0][0])[:4, 0].tolist() == [30, 31, 21, 33]
 
 
 @pytest.fixture(scope="module")
