@@ -19,11 +19,16 @@ LOG_SECONDS = 10.0  # between lines of the log about one phase
 ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
 
 
+def is_watched(console: Console) -> bool:
+    """Whether somebody looks at it: a terminal, and nothing but it is written to."""
+    return console.is_terminal and sys.stdout.isatty()
+
+
 @contextmanager
 def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback | None]:
     """A callback that draws a bar for every stage on stderr; None where nobody looks at it."""
     console = console or Console(stderr=True)
-    if not console.is_terminal or not sys.stdout.isatty():
+    if not is_watched(console):
         yield None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()

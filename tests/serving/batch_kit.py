@@ -2,8 +2,9 @@
 
 import json
 
-from serving.cli.batch import run_lines
 from serving.cli.batch_formats import OPENAI, Format, Line
+from serving.cli.batch_lines import run_lines
+from serving.cli.batch_tally import Tally
 
 
 def encoded(*lines: object) -> list[bytes]:
@@ -16,6 +17,7 @@ def run_through(server, lines: list[Line], form: Format = OPENAI) -> list[dict]:
     """The records of lines, two of them at once in a server's engine."""
 
     async def collect() -> list[dict]:
-        return [record async for record in run_lines(server.service, lines, 2, form)]
+        tally = Tally(len(lines), 2)
+        return [record async for record in run_lines(server.service, lines, tally, form)]
 
     return server.on_loop(collect())

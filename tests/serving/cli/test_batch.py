@@ -153,8 +153,8 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch):
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["error"] is None for record in records] == [True, False, True]
     said = [line for line in capsys.readouterr().err.splitlines() if "generating" in line]
-    assert re.fullmatch(r"generating: 1 of 3, \d+ s so far, about \d+ s left", said[0])
-    assert re.fullmatch(r"generating: 3 of 3, \d+ s so far, about 0 s left", said[-1])
+    tokens = r"6 of 6 prompt tokens, 8 of 8 output tokens, \d+ s so far, about 0 s left"
+    assert re.fullmatch(rf"generating: 3 of 3 lines, {tokens}", said[-1])
     texts = [record["response"]["body"]["usage"] for record in (records[0], records[2])]
     assert texts[0]["completion_tokens"] == texts[1]["completion_tokens"] == 4
     first = output.read_bytes()
