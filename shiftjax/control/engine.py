@@ -211,7 +211,7 @@ class Engine:
         reason = f"The step that computed this request failed ({type(error).__name__})."
         code = "device_oom" if is_out_of_memory(error) else "step_failed"
         events = lane.scheduler.fail(plan, reason, code)
-        if code == "device_oom" and plan is not None:
+        if code == "device_oom" and plan is not None and plan.scheduled:
             lane.scheduler.lower_budget(plan.num_tokens)
         if self.fleet is not None:
             self.fleet.lost(lane)

@@ -22,21 +22,50 @@ from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
 
 
-class EchoExchange:
-    """Empties all pools, as loading other weights does, and remembers; fails where told."""
+class LoadFault(Exception):
+    """Raised by an exchange that was told to."""
 
-    def __init__(self, lanes: dict[Phase, list[Lane]]):
-        self.lanes = lanes
+
+class EchoExchange:
+    """Empties all pools, as loading other weights does, and remembers; fails where told.
+
+    Holds a switch to the rule: a phase ends when it cannot go on.
+    """
+
+    def __init__(self, lanes: dict[Phase, list[Lane]], memory: HostMemory):
+        self.lanes, self.memory = lanes, memory
         self.loads: list[Phase] = []
         self.fails_at: int | None = None
+        self.num_queued: Callable[[], int] = int  # of the engine, when there is one
 
     def load(self, phase: Phase) -> None:
         if len(self.loads) == self.fails_at:
-            raise MemoryError("no room for the weights")
+            raise LoadFault
+        if phase == "prefill":
+            assert not any(lane.scheduler.requests for lane in self.lanes["decode"])
+            assert self.num_queued() or any(e.scheduler.requests for e in self.lanes["prefill"])
+        else:
+            self._check_end_of_prefill()
         for lane in (*self.lanes["prefill"], *self.lanes["decode"]):
             assert not lane.in_flight
-            lane.runner.reset()
+            assert isinstance(lane.runner, AuditedRunner)
+            super(AuditedRunner, lane.runner).reset()
         self.loads.append(phase)
+
+    def _check_end_of_prefill(self) -> None:
+        schedulers = [lane.scheduler for lane in self.lanes["prefill"]]
+        assert any(scheduler.parked for scheduler in schedulers)
+        pinned = sum(chunk.num_bytes for chunk in self.memory.chunks if chunk.num_pins)
+        for scheduler in schedulers:
+            assert not scheduler.running
+            assert not self.num_queued() or scheduler.is_full
+            if not scheduler.waiting:
+                continue
+            first = scheduler.waiting[0]
+            assert len(first.token_ids) + 1 < first.max_length, "it needs no room on the host"
+            num_blocks = -(-len(first.token_ids) // scheduler.config.block_size)
+            assert pinned + num_blocks * HOST_BLOCK_BYTES > self.memory.num_bytes
+            assert num_blocks * HOST_BLOCK_BYTES <= self.memory.num_bytes
 
 
 def make_phases(
@@ -77,16 +106,18 @@ def make_phases(
         (min(num_blocks) - 1) * block_size,
         eos_token_ids=lanes["prefill"][0].scheduler.config.eos_token_ids,
     )
-    resharding = Resharding(lanes, EchoExchange(lanes), memory, clock or (lambda: 0.0))
-    return Engine(
+    exchange = EchoExchange(lanes, memory)
+    engine = Engine(
         [*lanes["prefill"], *lanes["decode"]],
         make_policy("threshold", 8),
         limits,
         overlap=overlap,
         seed=ENGINE_SEED,
         clock=clock,
-        resharding=resharding,
+        resharding=Resharding(lanes, exchange, memory, clock or (lambda: 0.0)),
     )
+    exchange.num_queued = lambda: len(engine._queue)
+    return engine
 
 
 def exchange_of(engine: Engine) -> EchoExchange:

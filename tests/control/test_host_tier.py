@@ -117,9 +117,9 @@ def test_a_flush_empties_both_tiers():
     assert ask(engine, 0, "b") == 0
 
 
-def test_groups_find_what_others_wrote_until_their_step_fails():
-    engine = tiers(60, dp=2, overlap=False)
-    first, second = engine.lanes
+def test_groups_find_what_others_wrote_and_lose_what_no_step_has_proven():
+    engine = tiers(60, dp=3, overlap=False)
+    first, second, third = lanes = engine.lanes
 
     def ask_of(lane, stem, name):
         """All other lanes are idle, so the fullest is chosen by hand."""
@@ -127,19 +127,23 @@ def test_groups_find_what_others_wrote_until_their_step_fails():
         try:
             return ask(engine, stem, name)
         finally:
-            engine.lanes = [first, second]
+            engine.lanes = lanes
 
     for stem in range(3):
         ask_of(first, stem, f"a{stem}")
     assert ask_of(second, 0, "b") == 20
+    memory = first.scheduler.tables.host.memory
+    proven = {chunk.number for chunk in memory.chunks}
     engine.lanes = [first]
     listener = Listener()
-    engine.add_request(make_request("fails", [9] * 9, max_tokens=1))
+    engine.add_request(make_request("fails", [9] * 29, max_tokens=1))
     runner_of(engine).faults = {len(runner_of(engine).plans): "fetch"}
     run_to_end(engine, listener)
     assert listener.outcomes["fails", 0].last.finish_reason == "error"
-    engine.lanes = [first, second]
-    assert ask_of(second, 1, "c") == 0
+    assert runner_of(engine).plans[-1].offloads  # of the last stem
+    assert {chunk.number for chunk in memory.chunks} == proven
+    engine.lanes = lanes
+    assert ask_of(third, 0, "c") == 20
 
 
 def blocks_of(num_blocks: int) -> HostBlocks:
