@@ -158,6 +158,7 @@ class LLM:
             "host_tier": {} if stats.host is None else asdict(stats.host),
             "drafts": {} if stats.drafts is None else stats.drafts.by_drafter,
             "fleet": {} if stats.fleet is None else plain_counters(stats.fleet),
+            "phases": {} if stats.resharding is None else asdict(stats.resharding),
             "mesh": self._built.deployment.mesh,
             "attention": self._built.attention,
             "load_seconds": round(self._built.load_seconds, 3),

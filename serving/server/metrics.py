@@ -26,6 +26,7 @@ from serving.server.phases import Phases
 from shiftjax.control.embed import EmbedStats
 from shiftjax.control.fleet_state import FleetState
 from shiftjax.control.host_stats import HostStats
+from shiftjax.control.resharding import PHASES, ReshardingState
 from shiftjax.control.speculation import DraftStats
 
 FIRST_TOKEN_BUCKETS = (
@@ -266,6 +267,8 @@ class Metrics(Collector):
             text = "Sequences whose prefix only groups of other widths have."
             missed = stats.num_prefix_hits_elsewhere
             yield self._total("prefix_hits_elsewhere", text, {(): missed})
+        if stats.resharding is not None:
+            yield from self._resharding_metrics(stats.resharding)
         info = InfoMetricFamily(f"{self.prefix}:config", "The deployment.", labels=[*self._labels])
         info.add_metric([*self._labels.values()], dict(self._info))
         yield info
@@ -380,6 +383,22 @@ class Metrics(Collector):
         yield self._total("paused_seconds", text, {(): stats.paused_seconds})
         paused = fleet.num_paused_sequences
         yield self._gauge("sequences_paused", "Sequences of groups that pause.", paused)
+
+    def _resharding_metrics(self, state: ReshardingState) -> Iterator[Metric]:
+        """Which phase is on, what changing it has taken, and what waits on the host."""
+        phases = GaugeMetricFamily(
+            f"{self.prefix}:phase", "1 for the phase that is on.", labels=[*self._labels, "phase"]
+        )
+        for phase in PHASES:
+            phases.add_metric([*self._labels.values(), phase], float(phase == state.phase))
+        yield phases
+        yield self._total("phase_switches", "Changes of phase.", {(): state.num_switches})
+        text = "Seconds of the host that they took."
+        yield self._total("phase_switch_seconds", text, {(): state.switch_seconds})
+        text = "Sequences whose prompts are computed, and that wait to be decoded."
+        yield self._gauge("sequences_parked", text, state.num_parked)
+        text = "Bytes of the host that sequences need or have reserved."
+        yield self._gauge("host_cache_held_bytes", text, state.num_held_bytes)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=[*self._labels])

@@ -1,5 +1,7 @@
 """Metrics under vLLM's names; gauges are back at zero; the counters add up."""
 
+from dataclasses import replace
+
 import grpc
 import pytest
 from kit import (
@@ -10,7 +12,10 @@ from kit import (
     running_server,
 )
 
+from shiftjax.control.engine import Engine
 from shiftjax.control.host_chunks import HostBlocks, HostMemory
+from shiftjax.control.resharding import Resharding
+from shiftjax.control.scheduler import Scheduler
 
 
 @pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
@@ -95,6 +100,41 @@ def test_the_host_tier_is_counted():
         assert 0 < values["host_cache_used_bytes"] <= values["host_cache_size_bytes"] == 4000
     with running_server() as server, server.client() as client:
         assert not [name for name in totals(client) if "host_cache" in name]
+
+
+class NothingToLoad:
+    def load(self, phase: str) -> None:
+        """Pools are audited: what is in them from the phase before is overwritten."""
+
+
+def phased_engine() -> Engine:
+    """A lane for prompts and one for decodes, of 4,000 bytes of host memory."""
+    memory, lanes, engine = HostMemory(4000), {}, make_engine()
+    for phase in ("prefill", "decode"):
+        lanes[phase] = (lane,) = make_engine().lanes
+        config = replace(lane.scheduler.config, parks=phase == "prefill", preemption="swap")
+        lane.scheduler = Scheduler(config, host=HostBlocks(memory, 4, 100))
+    lanes["decode"][0].runner.host = lanes["prefill"][0].runner.host
+    resharding = Resharding(lanes, NothingToLoad(), memory)
+    every = [*lanes["prefill"], *lanes["decode"]]
+    return Engine(every, engine.policy, engine.limits, seed=5, resharding=resharding)
+
+
+def test_phases_are_counted():
+    with running_server(phased_engine()) as server, server.client() as client:
+        for letter in "ab":
+            body = {"prompt": letter * 50, "max_tokens": 4, "seed": 1, "ignore_eos": True}
+            client.post("/v1/completions", json=body)
+        server.assert_quiescent()
+        values = metric_values(client)
+        assert metric_total(values, "shiftjax:phase", phase="decode") == 1
+        assert metric_total(values, "shiftjax:phase", phase="prefill") == 0
+        assert metric_total(values, "shiftjax:phase_switches_total") == 3
+        assert metric_total(values, "shiftjax:phase_switch_seconds_total") > 0
+        for gauge in ("sequences_parked", "host_cache_held_bytes"):
+            assert metric_total(values, f"shiftjax:{gauge}") == 0
+    with running_server() as server, server.client() as client:
+        assert not [name for name in totals(client) if "phase" in name or "parked" in name]
 
 
 def totals(client) -> dict[str, float]:
