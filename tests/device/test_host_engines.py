@@ -1,0 +1,102 @@
+"""Engines of different layouts over one host tier: each goes on with what others computed."""
+
+import numpy as np
+import pytest
+from engines import checkpoint, make, run, tokens
+from oracle import numpy_llama
+
+from shiftjax.build import Built
+from shiftjax.control.host_chunks import HostBlocks
+from shiftjax.control.request import SamplingParams
+from shiftjax.device.programs import CompileCounter
+
+PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
+NUM_CACHED = 56  # never the last token, and whole blocks
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+SIZES = {"max_model_len": 100, "num_blocks": 36, "max_num_seqs": 4, "token_buckets": [32]}
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[Built, Built]:
+    """Stages of uneven layers, and 4 devices that share a head; on the devices fit two prompts."""
+    directory, *_ = checkpoint(num_hidden_layers=3)
+    staged = make(directory, 1, 1, pp=2, host_memory="4MB", **SIZES)
+    split = make(directory, 2, 2, host_memory="4MB", policy="base", **SIZES)
+    memory = staged.engine.lanes[0].scheduler.tables.host.memory
+    sizes = split.deployment.block_size, split.deployment.host_block_bytes
+    split.engine.lanes[0].scheduler.tables.host = HostBlocks(memory, *sizes)
+    split.runners[0].memory.host._chunks = staged.runners[0].memory.host._chunks
+    return staged, split
+
+
+def serve(built: Built, *stems: int) -> list[int]:
+    """Serve prompts together, and compare with the oracle: their cached tokens."""
+    _, config, tensors = checkpoint(num_hidden_layers=3)
+    events = run(built.engine, [PROMPTS[stem] for stem in stems], [GREEDY] * len(stems))
+    for place, stem in enumerate(stems):
+        expected = numpy_llama.greedy(config, tensors, PROMPTS[stem], 4)
+        assert tokens(events[place, 0]) == expected
+    return [events[place, 0][-1].metrics.num_cached_tokens for place in range(len(stems))]
+
+
+def forget(built: Built) -> None:
+    """Empty the prefix cache of the devices alone."""
+    for lane in built.engine.lanes:
+        lane.scheduler.tables.device.clear_cache()
+
+
+def cached_blocks(built: Built) -> dict[bytes, np.ndarray]:
+    """What the devices have of blocks that are found by their hash, in all layers."""
+    found = built.engine.lanes[0].scheduler.tables.device._index
+    pools = [array for runner in built.runners for pair in runner.memory.pools for array in pair]
+    values = [np.asarray(array) for array in pools]
+    return {key: np.concatenate([v[block] for v in values]) for key, block in found.items()}
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_one_goes_on_with_what_another_layout_has_computed(engines, writer):
+    """The same tokens as the oracle's; blocks are those that it would compute, but for rounding."""
+    one, other = engines[writer], engines[1 - writer]
+    counter = CompileCounter()
+    counter.start()
+    one.engine.flush_prefix_cache()
+    forget(other)
+    assert [serve(one, stem) for stem in (0, 1, 2, 3)] == [[0]] * 4  # 0 and 1 go to the host
+    assert serve(other, 0) == [NUM_CACHED]
+    restored = cached_blocks(other)
+    other.engine.flush_prefix_cache()
+    assert serve(other, 0) == [0]
+    computed = cached_blocks(other)
+    assert counter.stop() is None and counter.count == 0
+    assert len(restored) == len(computed) >= NUM_CACHED // 4
+    for key, values in computed.items():
+        np.testing.assert_allclose(restored[key], values, rtol=0, atol=2e-5)
+        assert np.abs(values).max() > 0.1
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_what_another_layout_has_written_is_prefetched_for_those_who_wait(engines, writer):
+    one, other = engines[writer], engines[1 - writer]
+    one.engine.flush_prefix_cache()
+    forget(other)
+    for stem in (0, 1, 2, 3, 4, 5):
+        serve(one, stem)
+    before = other.engine.stats().host
+    assert serve(other, 0, 1, 2) == [NUM_CACHED] * 3
+    after = other.engine.stats().host
+    assert after.num_prefetch_hits > before.num_prefetch_hits
+    assert other.engine.stats().num_failed_steps == 0
+
+
+def test_a_copy_of_another_layout_that_is_lost_ends_who_reads_it(engines):
+    one, other = engines
+    one.engine.flush_prefix_cache()
+    forget(other)
+    for stem in (0, 1, 2, 3):
+        serve(one, stem)
+    for parts in one.runners[0].memory.host._chunks.values():
+        parts[-1].array.delete()
+    events = run(other.engine, [PROMPTS[0]], [GREEDY])
+    assert events[0, 0][-1].error_code == "step_failed"
+    one.engine.flush_prefix_cache()
+    assert serve(other, 0) + serve(other, 0) == [0, NUM_CACHED]
