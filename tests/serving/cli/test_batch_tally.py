@@ -149,7 +149,7 @@ def test_what_is_said_at_a_terminal_and_elsewhere(monkeypatch, capsys):
     assert "decode, host memory 25% full" in bar
     assert "1/3 lines" in bar
     *_, said = capsys.readouterr().err.splitlines()
-    assert said.startswith("decode, host memory 25% full: 2 of 3 lines, 0 of 30 prompt tokens")
+    assert said.startswith("decode, host memory 25% full: 2 of 3 lines, 0 of 60 prompt tokens")
 
 
 def test_a_tally_agrees_with_what_a_server_did():
