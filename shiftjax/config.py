@@ -199,8 +199,8 @@ class SchedulerOptions:
     )
     machine: str | None = option(
         None,
-        "what the cost policy and drafts take the machine for: a name or a .yaml file; default: "
-        "by device",
+        "what the cost policy, drafts and stages = auto take the machine for: a name or a .yaml "
+        "file; default: by device",
     )
     shift_threshold: int | None = option(
         None,
@@ -356,10 +356,12 @@ def _machine_is_used(
     draft_choice: str,
     fleet: bool,
     fleet_policy: str,
+    stages: str | None,
 ) -> str | None:
     drafts_by_cost = speculation != "none" and draft_choice in ("auto", "cost")
     fleet_by_cost = fleet and fleet_policy == "cost"
-    if machine is None or policy == "cost" or drafts_by_cost or fleet_by_cost:
+    chosen_by_cost = policy == "cost" or drafts_by_cost or fleet_by_cost or stages == AUTO_STAGES
+    if machine is None or chosen_by_cost:
         return None
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 

@@ -50,9 +50,7 @@ async def _run_line(service: Service, line: Line, tally: Tally, form: Format, se
             raise ServeError("invalid", line.problem)
         _check_fields(line, service.options.strict)
         name = f"{ID_PREFIX}{line.number}"
-        reader = read_chat if line.url == CHATS else read_completion
-        read = (lambda wish: wish) if isinstance(line.body, Wish) else reader
-        with await service.start(read, line.body, name, seed=seed) as generation:
+        with await service.start(read_wish, line, name, seed=seed) as generation:
             handles = generation.handles
             tally.tokenized(handles)
             for handle in handles:
@@ -68,6 +66,13 @@ async def _run_line(service: Service, line: Line, tally: Tally, form: Format, se
         if handles is None:
             tally.tokenized([])
         tally.line_ended(handles or [])
+
+
+def read_wish(line: Line) -> Wish:
+    """What a line without a problem asks for. Raises `ServeError`."""
+    if isinstance(line.body, Wish):
+        return line.body
+    return (read_chat if line.url == CHATS else read_completion)(line.body)
 
 
 def _check_fields(line: Line, strict: bool) -> None:

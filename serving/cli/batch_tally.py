@@ -48,13 +48,11 @@ class Tally:
         self.num_begun += 1
 
     def _has_room(self) -> bool:
-        num_inside, num_starting = (
-            self.num_begun - self.num_ended,
-            self.num_begun - self.num_tokenized,
-        )
-        few_tokens = self.num_prompt_tokens - self.num_left_tokens < self.most_tokens
-        few = num_inside < self.most_lines or (few_tokens and num_starting < MAX_STARTING)
-        return few and self.num_ended - self.num_written <= 3 * self.most_lines
+        has_few = self.num_begun - self.num_ended < self.most_lines
+        has_few_tokens = self.num_prompt_tokens - self.num_left_tokens < self.most_tokens
+        takes_more = has_few_tokens and self.num_begun - self.num_tokenized < MAX_STARTING
+        is_written = self.num_ended - self.num_written <= 3 * self.most_lines
+        return (has_few or takes_more) and is_written
 
     def tokenized(self, handles: Sequence[RequestHandle]) -> None:
         """The requests of a line are known; none if it cannot be run."""

@@ -12,13 +12,14 @@ from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.dialogue import Dialogue
 from serving.server.errors import ServeError, invalid
-from serving.server.fields import ChatFields, DetokenizeFields, Function, TokenizeFields
+from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
 from serving.server.phases import Phases
 from serving.server.pieces import Parser, PlainParser
+from serving.server.prompts import Prompts
 from serving.server.schema import Wish, prompts_of, read
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
@@ -94,8 +95,7 @@ class Service:
         self.engine: AsyncEngine | AsyncEmbedder | None = None
         self.listeners: list[Callable[[bool], None]] = []
         self.grammars: Grammars | None = None
-        self._texts: Texts | None = None
-        self._dialogue: Dialogue | None = None
+        self._prompts: Prompts | None = None
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     def open(self, model: ServedModel, engine: AsyncEngine | AsyncEmbedder) -> None:
@@ -103,8 +103,8 @@ class Service:
         self.model, self.engine = model, engine
         self.phases.end()
         longest = engine.request_limits.max_model_len
-        self._texts = Texts(model.tokenizer, model.template, longest, self._threads)
-        self._dialogue = Dialogue(model.tokenizer, model.template, self.options)
+        texts = Texts(model.tokenizer, model.template, longest, self._threads)
+        self._prompts = Prompts(texts, Dialogue(model.tokenizer, model.template, self.options))
         if model.tokenizer is not None and model.task == "generate":
             vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
             self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
@@ -177,18 +177,21 @@ class Service:
         return model, engine
 
     @property
-    def texts(self) -> Texts:
-        """What makes token ids. Raises `ServeError` while there is no model."""
+    def prompts(self) -> Prompts:
+        """What makes token ids of bodies. Raises `ServeError` while there is no model."""
         self.running()
-        assert self._texts is not None
-        return self._texts
+        assert self._prompts is not None
+        return self._prompts
+
+    @property
+    def texts(self) -> Texts:
+        """What makes token ids of texts. Raises `ServeError` while there is no model."""
+        return self.prompts.texts
 
     @property
     def dialogue(self) -> Dialogue:
         """How the model is told of tools. Raises `ServeError` while there is no model."""
-        self.running()
-        assert self._dialogue is not None
-        return self._dialogue
+        return self.prompts.dialogue
 
     def model_named(self, name: str | None) -> ServedModel:
         """The model of this name; None is the only one there is."""
@@ -245,7 +248,7 @@ class Service:
         is_chat = isinstance(fields, ChatFields)
         num_prompts = 1 if is_chat else len(prompts_of(fields))
         engine.check_room(num_prompts * wish.sampling.n)
-        prompts = await self._encode(wish)
+        prompts = await self.prompts.of(wish)
         states = await self._constrain(wish, prompts)
         prediction = await self._predict(wish)
         name = fields.request_id or request_id or uuid.uuid4().hex
@@ -290,34 +293,6 @@ class Service:
 
     # ------------------------------------------------------------------ text and tokens
 
-    async def _encode(self, wish: Wish) -> list[tuple[str | None, list[int]]]:
-        """(text, token ids) of every prompt; the text is None where ids came."""
-        fields = wish.fields
-        if isinstance(fields, ChatFields):
-            variables = dict(fields.chat_template_kwargs or {})
-            if fields.add_generation_prompt is not None:
-                variables["add_generation_prompt"] = fields.add_generation_prompt
-            functions = wish.tools.functions if wish.tools else ()
-            return [(None, await self._encode_chat(fields.messages, functions, variables))]
-        prompts, special = prompts_of(fields), fields.add_special_tokens is not False
-        return [
-            (prompt, await self.texts.encode(prompt, special=special))
-            if isinstance(prompt, str)
-            else (None, list(prompt))
-            for prompt in prompts
-        ]
-
-    async def _encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        functions: Sequence[Function],
-        variables: dict[str, Any],
-    ) -> list[int]:
-        if functions and "tools" in variables:
-            raise invalid("chat_template_kwargs.tools", "cannot be combined with tools")
-        plain, tools = self.dialogue.conversation(messages, functions)
-        return await self.texts.encode_chat(plain, {**variables, **tools})
-
     async def write[T](self, function: Callable[[Generation], T], generation: Generation) -> T:
         """What a function makes of a generation; other requests go on if that takes long."""
         if sum(handle.num_logprobs for handle in generation.handles) <= INLINE_LOGPROBS:
@@ -341,7 +316,7 @@ class Service:
             given = fields.chat_template_kwargs or {}
             variables = {"add_generation_prompt": fields.add_generation_prompt is not False} | given
             messages, functions = read_calls(fields.messages), checked_functions(fields.tools or [])
-            return model, fields, await self._encode_chat(messages, functions, variables)
+            return model, fields, await self.prompts.of_chat(messages, functions, variables)
         for name in ("chat_template_kwargs", "add_generation_prompt", "tools"):
             if getattr(fields, name) not in (None, True):
                 raise invalid(name, "needs messages")
@@ -355,7 +330,7 @@ class Service:
         wish = read_fields(values)
         self.model_named(wish.fields.model)
         _check_known(wish.unknown, self.options)
-        return wish, sum(len(ids) for _, ids in await self._encode(wish))
+        return wish, sum(len(ids) for _, ids in await self.prompts.of(wish))
 
     async def detokenize(self, values: Any) -> str:
         """The text of token ids, special tokens included."""
