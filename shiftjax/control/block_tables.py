@@ -174,7 +174,7 @@ class BlockTables:
             return self.host.finish(is_planned=False)
         self.host.save(evicted)
         wanted = chain.from_iterable(map(self._chunks_of, islice(waiting, MOST_AHEAD)))
-        return self.host.finish(is_planned=True, wanted=islice(wanted, MOST_AHEAD))
+        return self.host.finish(is_planned=True, wanted=wanted)
 
     def _chunks_of(self, sequence: Sequence) -> Iterable[Chunk]:
         """What an admission would restore now: of a swapped sequence, or of a prefix."""

@@ -114,7 +114,10 @@ def make_engine(
     num_host_blocks: int = 0,
     **options: object,
 ) -> Engine:
-    """Groups share the host tier; a block there counts as `HOST_BLOCK_BYTES`."""
+    """Groups share the host tier, where a block of the first one counts as `HOST_BLOCK_BYTES`.
+
+    Every second group has a layout that keeps all heads twice.
+    """
     config = SchedulerConfig(
         num_blocks,
         block_size,
@@ -131,8 +134,9 @@ def make_engine(
     modes = Group(0, 2).modes
     memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
     lanes = []
-    for _ in range(dp):
-        host = HostBlocks(memory, block_size, HOST_BLOCK_BYTES) if num_host_blocks else None
+    for number in range(dp):
+        block_bytes = HOST_BLOCK_BYTES * (1 + number % 2)
+        host = HostBlocks(memory, block_size, block_bytes) if num_host_blocks else None
         scheduler = Scheduler(config, host=host)
         lanes.append(Lane(scheduler, AuditedRunner(config, chunks, num_host_blocks), modes))
     policy = policy or make_policy("threshold", 8)
