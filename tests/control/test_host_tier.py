@@ -189,6 +189,30 @@ def test_what_no_step_copies_is_not_there():
     assert not host.memory.index and host.memory.num_used_bytes == 0
 
 
+def test_others_find_a_chunk_when_the_step_that_came_with_its_copy_has_ended():
+    """Whatever their layouts; who wrote it, and reads it in order, finds it at once."""
+    writer = blocks_of(8)
+    reader, hashes = HostBlocks(writer.memory, 4, 30), [prefix(1).block_hash]
+    writer.save([(1, prefix(1))])
+    moves = writer.finish(is_planned=True)
+    for is_proven in (False, True):
+        for host in (writer, reader):
+            is_found = is_proven or host is writer
+            assert len(host.match(hashes, [1] * 8, 0, 1)) == is_found
+            assert len(host.chunks_of(hashes)) == is_found
+        if not is_proven:
+            writer.prove(moves.offloads)
+
+
+def test_what_is_gone_is_not_prefetched():
+    host = blocks_of(8)
+    places = host.swap_out([1], [None])
+    assert host.swap_out([2], [None]) is not None
+    host.memory.drop(places[0].chunk)
+    chunks = sorted(host.memory.chunks | {places[0].chunk}, key=lambda chunk: chunk.number)
+    assert host.finish(is_planned=True, wanted=chunks).prefetches == [1]
+
+
 def test_equal_hashes_of_other_tokens_are_a_miss():
     host = blocks_of(8)
     host.save([(1, prefix(1))])

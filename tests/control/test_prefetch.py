@@ -106,3 +106,17 @@ def test_a_failed_step_leaves_nothing_on_the_devices_and_changes_no_token():
     assert listener.outcomes["r0", 0].last.finish_reason == "error"
     assert listener.outcomes["r1", 0].token_ids == reference(engine, second, number, 0)[0]
     assert engine.stats().host.num_prefetches > engine.stats().host.num_prefetch_hits == 0
+
+
+def test_only_what_the_devices_lack_travels():
+    """A prefix is evicted from its end, so its beginning is still there."""
+    engine = make_engine(num_blocks=9, num_host_blocks=60)
+    generate(engine, make_request("a", STEMS[0], max_tokens=1, seed=1))
+    generate(engine, make_request("b", STEMS[1][:12], max_tokens=1))
+    for name, prompt, most in (("c", STEMS[1][:13], 3), ("d", STEMS[0], 1)):
+        engine.add_request(make_request(name, prompt, max_tokens=most, ignore_eos=True))
+    run_to_end(engine, listener := Listener())
+    assert listener.outcomes["d", 0].last.metrics.num_cached_tokens == 20
+    host = engine.stats().host
+    assert host.num_prefetches == host.num_prefetch_hits > 0
+    assert host.num_hit_tokens < 20
