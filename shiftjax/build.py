@@ -3,33 +3,40 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import FORMATS, Formats, formats_of
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Suited, resolve
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import make_fleet
 from shiftjax.control.host_chunks import HostMemory
+from shiftjax.control.lane import Lane
+from shiftjax.control.phases import limits_of, merge_phases, resolve_phases
+from shiftjax.control.resharding import PHASES, Phase, Resharding
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
 from shiftjax.device.groups import (
     Placed,
     TryKernels,
+    define_groups,
     make_mover,
     place,
     start_runners,
 )
+from shiftjax.device.place import HostWeights
 from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Progress
+from shiftjax.device.resharding import DeviceExchange
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import host_memory, measure
-from shiftjax.lanes import choosers_of, compile_groups, make_lanes
+from shiftjax.lanes import Compiled, choosers_of, compile_groups, make_lanes
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
@@ -42,17 +49,24 @@ logger = logging.getLogger(__name__)
 class Built:
     """A running engine and what is worth knowing about how it came to be."""
 
-    deployment: Deployment
+    deployment: Deployment  # of phases that of prefill
     engine: Engine
     runners: list[DeviceRunner]  # of the groups that the engine begins with, and their stages
     load_seconds: float
     compile_seconds: float
+    phases: dict[Phase, Deployment] = field(default_factory=dict)  # empty: prompts have none
 
     @property
     def attention(self) -> dict[str, str]:
         """The implementations of attention that steps use, and why; one, but for a fleet's."""
         backends = (runner.step.attention for runner in self.runners)
         return {backend.name: backend.reason for backend in backends}
+
+    @property
+    def mesh(self) -> str:
+        """For people."""
+        each = (f"{phase} {deployment.mesh}" for phase, deployment in self.phases.items())
+        return "; ".join(each) or self.deployment.mesh
 
 
 def build(
@@ -67,6 +81,9 @@ def build(
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
     """
+    config = merge_phases(config)
+    if config.parallel.stages is not None:
+        return _build_phases(config, source, progress, cache_dir)
     devices, deployment = deploy(config, source.config, cache_dir)
     programs_dir = _use_cache_for([deployment], devices[0], cache_dir)
     check_complete(source)
@@ -75,6 +92,53 @@ def build(
     groups = place(deployment, devices, source, progress, check)
     load_seconds = time.perf_counter() - begin
     return assemble(config, deployment, groups, progress, load_seconds, programs_dir)
+
+
+def _build_phases(
+    config: EngineConfig, source: TensorSource, progress: Progress, cache_dir: Path | None
+) -> Built:
+    """The same of two configurations that take turns on the devices.
+
+    Steps of both are compiled before there are weights, for their pools are sized by empty devices.
+    Then each is loaded and tried out; prefill, which comes first, at last.
+    """
+    devices, deployments = deploy_phases(config, source.config, cache_dir)
+    programs_dir = _use_cache_for(list(deployments.values()), devices[0], cache_dir)
+    check_complete(source)
+    begin, load_seconds = time.perf_counter(), 0.0
+    check = _kernel_check(devices, progress, cache_dir)
+    groups: dict[Phase, list[Placed]] = {}
+    compiled: dict[Phase, Compiled] = {}
+    for phase, deployment in deployments.items():
+        groups[phase] = define_groups(deployment, devices, check)
+        sizes = PoolSizes(deployment, devices, programs_dir, is_loaded=False)
+        compiled[phase] = compile_groups(config, deployment, groups[phase], sizes, progress)
+    sized: dict[Phase, Deployment] = {phase: each.deployment for phase, each in compiled.items()}
+    first, dtype = sized["prefill"], FORMATS[sized["prefill"].formats.weights].dtype
+    exchange = DeviceExchange(groups, HostWeights(source, dtype))
+    memory, chunks = HostMemory(first.host_bytes), {}
+    lanes: dict[Phase, list[Lane]] = {}
+    runners: list[DeviceRunner] = []
+    for phase in reversed(PHASES):
+        begin_load = time.perf_counter()
+        exchange.load(phase, progress)
+        load_seconds += time.perf_counter() - begin_load
+        progress("warm up", 0, 1)
+        programs, seed = compiled[phase].programs, config.model.seed
+        started = start_runners(sized[phase], groups[phase], programs, seed, chunks)
+        lanes[phase] = make_lanes(config, compiled[phase], started, memory)
+        runners = [runner for stages in started.values() for runner in stages] + runners
+    engine = Engine(
+        [lane for phase in PHASES for lane in lanes[phase]],
+        compiled["prefill"].policies[first.sp],
+        limits_of(sized.values()),
+        overlap=config.scheduler.overlap,
+        seed=config.model.seed,
+        clock=time.monotonic,
+        resharding=Resharding(lanes, exchange, memory),
+    )
+    compile_seconds = time.perf_counter() - begin - load_seconds
+    return _told(Built(first, engine, runners, load_seconds, compile_seconds, sized))
 
 
 def deploy(
@@ -89,6 +153,28 @@ def deploy(
     deployment = resolve(config, model, measure(devices), suited)
     _check_host(config, [deployment], devices[0], host_memory()[1])
     return devices, deployment
+
+
+def deploy_phases(
+    config: EngineConfig, model: ModelConfig, cache_dir: Path | None = None
+) -> tuple[list[Device], dict[Phase, Deployment]]:
+    """The same of settings that give each phase a configuration: `stages`.
+
+    The host holds a copy of the weights, too.
+    """
+    devices, suited = _machine(config, model, cache_dir)
+    dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
+    formats = formats_of(dtype, config.cache.kv_cache_dtype)
+    available = host_memory()[1] - host_copy_bytes(model, formats)
+    free = max(0, available)
+    deployments = resolve_phases(config, model, measure(devices), suited, host_bytes=free)
+    _check_host(config, list(deployments.values()), devices[0], available)
+    return devices, deployments
+
+
+def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
+    """Bytes of the weights in host memory, out of which each phase is loaded."""
+    return int(num_parameters(model) * formats.weight_bytes)
 
 
 def _machine(
@@ -113,7 +199,8 @@ def _check_host(
     for deployment in deployments:
         if deployment.host_bytes > available and deployment.host_bytes:
             given = f"host_memory = {config.cache.host_memory} is more than the"
-            given = f"{given} {available / 2**30:.1f} GiB that this host has available"
+            beside = ", beside the weights," if deployment.parks else ""
+            given = f"{given} {available / 2**30:.1f} GiB that this host{beside} has available"
             raise ConfigError([f"{given}: use less"])
         choosers_of(config, deployment, device)
     if device.platform == "cpu":

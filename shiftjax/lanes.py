@@ -1,6 +1,6 @@
 """One configuration of the devices: its steps compiled, its policies, a lane for each group.
 
-A deployment is one configuration.
+A static deployment is one configuration; where prompts and decodes have one each there are two.
 """
 
 import logging
@@ -108,7 +108,8 @@ def _lane(
             overlap=config.scheduler.overlap,
             num_guesses=min(num_predict, drafts.max_draft_tokens),  # no draft is longer
         )
-    own = policy if deployment.widths else None  # None: the engine's
+    is_one_of_several = deployment.widths or config.parallel.stages
+    own = policy if is_one_of_several else None  # None: the engine's
     scheduler = Scheduler(budgets, speculation, blocks, host)
     return Lane(scheduler, runner, modes, group=group, policy=own)
 

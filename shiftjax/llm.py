@@ -159,7 +159,7 @@ class LLM:
             "drafts": {} if stats.drafts is None else stats.drafts.by_drafter,
             "fleet": {} if stats.fleet is None else plain_counters(stats.fleet),
             "phases": {} if stats.resharding is None else asdict(stats.resharding),
-            "mesh": self._built.deployment.mesh,
+            "mesh": self._built.mesh,
             "attention": self._built.attention,
             "load_seconds": round(self._built.load_seconds, 3),
             "compile_seconds": round(self._built.compile_seconds, 3),

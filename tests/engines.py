@@ -30,6 +30,11 @@ def checkpoint(**overrides) -> tuple[Path, dict, dict]:
 
 def make(directory: Path, sp: int, tp: int, cache: Path | None = None, **options) -> Built:
     """Build an engine in float32 with small budgets; no compilation cache unless one is given."""
+    return build_tiny(directory, cache, sp=sp, tp=tp, **options)
+
+
+def build_tiny(directory: Path, cache: Path | None = None, **options) -> Built:
+    """The same in whatever degrees the options say."""
     defaults = {
         "dtype": "float32",
         "max_model_len": 128,
@@ -40,9 +45,19 @@ def make(directory: Path, sp: int, tp: int, cache: Path | None = None, **options
         "token_buckets": [8, 32],
         "cache_dir": "none",
     }
-    config = EngineConfig.from_options(sp=sp, tp=tp, **(defaults | options))
+    config = EngineConfig.from_options(**(defaults | options))
     source = open_source(resolve_model(str(directory)), drafts=config.drafts)
     return build(config, source, silent, cache)
+
+
+def crowd(seed: int, count: int = 9) -> list[list[int]]:
+    """Prompts with shared beginnings, some of which take several steps."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(3, 199) for _ in range(20)]
+    return [
+        stem[: rng.randrange(21)] + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 40))]
+        for _ in range(count)
+    ]
 
 
 class RandomPolicy:

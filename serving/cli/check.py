@@ -1,5 +1,6 @@
 """What an engine would be on this machine, from settings and model headers alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
-from shiftjax.build import deploy
+from shiftjax.build import deploy, deploy_phases, host_copy_bytes
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices
 from shiftjax.control.embed_settings import (
@@ -19,11 +20,13 @@ from shiftjax.control.embed_settings import (
 )
 from shiftjax.control.fleet_setup import first_arrangement
 from shiftjax.control.fleet_state import shown_arrangement
+from shiftjax.control.phases import merge_phases
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.device.groups import define_steps
 from shiftjax.device.sizing import measure
 from shiftjax.lanes import describe_width, wanted_by_width
 from shiftjax.model_files import ModelFiles
+from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.source import TensorSource
 
@@ -38,21 +41,39 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
     rows = _model_rows(source) | {"tokenizer": words}
     if files.pooling is not None:
         return rows | _encoder_rows(config, source.config, files.pooling)
-    devices, deployment = deploy(config, source.config, files.cache_dir)
+    config = merge_phases(config)
+    if config.parallel.stages is None:
+        devices, deployment = deploy(config, source.config, files.cache_dir)
+        deployments = {"": deployment}
+    else:
+        devices, phases = deploy_phases(config, source.config, files.cache_dir)
+        deployments = {f"{phase}: ": deployment for phase, deployment in phases.items()}
+    here, deployment = measure(devices), next(iter(deployments.values()))
+    rows |= {
+        "computed in": deployment.formats.activations,
+        "sizes of steps": f"{', '.join(map(str, deployment.token_buckets))} tokens",
+        "longest sequence": f"{deployment.max_model_len} tokens",
+        **_device_rows(here),
+    }
+    if config.parallel.stages is not None:
+        num_bytes = host_copy_bytes(source.config, deployment.formats)
+        rows["weights on the host"] = f"{_mebibytes(num_bytes)}, out of which each phase is loaded"
+    for phase, each in deployments.items():
+        of_phase = _deployment_rows(config, each, devices, here)
+        rows |= {f"{phase}{name}": value for name, value in of_phase.items()}
+    return rows
+
+
+def _deployment_rows(
+    config: EngineConfig, deployment: Deployment, devices: Sequence[Device], here: Devices
+) -> dict[str, Any]:
+    """What the devices are in one configuration, and what they hold."""
     chosen = (step.attention for step in define_steps(deployment, devices).values())
     attention = {each.name: each.reason for each in chosen}
-    here = measure(devices)
     memory = deployment.memory(here)
     deployment = deployment.sized(memory)
     return (
-        rows
-        | {
-            "computed in": deployment.formats.activations,
-            "attention": "; ".join(f"{name} ({reason})" for name, reason in attention.items()),
-            "sizes of steps": f"{', '.join(map(str, deployment.token_buckets))} tokens",
-            "longest sequence": f"{deployment.max_model_len} tokens",
-        }
-        | _device_rows(here)
+        {"attention": "; ".join(f"{name} ({reason})" for name, reason in attention.items())}
         | (_fleet_rows(config, deployment) if deployment.widths else _mesh_rows(deployment))
         | _stage_rows(deployment, here)
         | _memory_rows(deployment, memory)

@@ -10,12 +10,10 @@ addresses, which takes less than the step does (docs/stages.md).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
+from shiftjax.control.resharding import Phase
 from shiftjax.device.groups import Placed, load_weights
 from shiftjax.device.place import Progress, Rows
-
-Phase = Literal["prefill", "decode"]
 
 
 def silent(stage: str, done: int, total: int) -> None:

@@ -1,10 +1,8 @@
 """Layers in stages, each on devices of its own, give the tokens that one stage gives."""
 
-import random
-
 import jax
 import pytest
-from engines import checkpoint, make, run, tokens
+from engines import checkpoint, crowd, make, run, tokens
 from oracle import numpy_llama
 
 from shiftjax.build import Built
@@ -41,16 +39,6 @@ def staged(request):
 
 def greedy(**others) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, **others)
-
-
-def crowd(seed: int, count: int = 9) -> list[list[int]]:
-    """Prompts with shared beginnings, some of which take several steps."""
-    rng = random.Random(seed)
-    stem = [rng.randrange(3, 199) for _ in range(20)]
-    return [
-        stem[: rng.randrange(21)] + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 40))]
-        for _ in range(count)
-    ]
 
 
 def has_ended(got: list[int], expected: list[int]) -> bool:

@@ -14,12 +14,13 @@ from test_weight_bytes import BIASED, ODD, SWIFTKV, TIED
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices, resolve
+from shiftjax.control.resharding import Phase
 from shiftjax.costs.memory import weight_bytes
 from shiftjax.device.groups import Placed, define_groups, load_weights, pool_of
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.place import HostWeights, define, load, load_rows, read_rows
 from shiftjax.device.programs import CompileCounter
-from shiftjax.device.resharding import DeviceExchange, Phase
+from shiftjax.device.resharding import DeviceExchange
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
