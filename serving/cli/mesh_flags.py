@@ -45,6 +45,7 @@ def _add_simulate(commands: Any, add: Add) -> None:
     parser.add_argument(
         "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"
     )
+    parser.add_argument("--host-memory", metavar="BYTES", help=_HOST)
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt")
     parser.add_argument("--acceptance", metavar="P", help=_ACCEPTANCE)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=X", help=_SET)
@@ -56,6 +57,7 @@ _ACCEPTANCE = (
     "let all deployments draft, right so often: a probability, one for each place (0.8,0.6), or a "
     "replay's tokens_per_step=X,accepted_of_drafted=Y"
 )
+_HOST = "of phases (pp8:tp8), for parked KV, as 400GiB; default: half of the machine's"
 _SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat for more"
 
 

@@ -13,7 +13,7 @@ from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
 from shiftjax.drafts.draft import DraftOptions
-from shiftjax.options import ConfigError, from_text, problem_with, settings_of
+from shiftjax.options import ConfigError, from_text, num_bytes_of, problem_with, settings_of
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import (
@@ -230,22 +230,33 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
             raise ConfigError(["--shift-threshold must be at least 0"])
         if "shift" not in names and not own:
             raise ConfigError(["--shift-threshold is for shift, which --compare does not name"])
-    deployments = [*own, *choose_deployments(target, names, options, **settings)]
+    host_bytes = _host_bytes(arguments.host_memory)
+    if host_bytes and not any(":" in name and name.split(":")[0] != FLEET for name in names):
+        raise ConfigError(["--host-memory is for phases, which --compare does not name"])
+    deployments = [*own, *choose_deployments(target, names, options, host_bytes, **settings)]
     requests = _trace(arguments)
     factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
     if min(factors) <= 0:
         raise ConfigError(["--rates must be above 0"])
     points = sweep(requests, target, deployments, factors, _acceptance(arguments.acceptance))
     rows = [point.row() for point in points]
-    has_fleets = any(deployment.widths for deployment in deployments)
-    print(as_text([_shown(row, has_fleets) for row in rows]))
+    more = [name for name in ("fleet", "phases") if any(getattr(p.replay, name) for p in points)]
+    print(as_text([_shown(row, more) for row in rows]))
     if arguments.out:
         write_rows(arguments.out, "simulate", rows)
         report = Report(f"{arguments.trace}: {target.model.name} on {target.machine.name}")
         report.sweep("deployments", points, METRICS)
         report.fleets([point for point in points if point.replay.fleet])
+        report.phases([point for point in points if point.replay.phases])
         report.save(arguments.out / "report.html")
     return 0
+
+
+def _host_bytes(text: str | None) -> int:
+    try:
+        return num_bytes_of(text or "0")
+    except ValueError as error:
+        raise ConfigError([f"--host-memory {error}"]) from None
 
 
 def _acceptance(text: str | None) -> AcceptanceModel | None:
@@ -258,8 +269,8 @@ def _acceptance(text: str | None) -> AcceptanceModel | None:
     return acceptance_from({name: value for name, _, value in pairs})
 
 
-def _shown(row: Mapping[str, Any], has_fleets: bool) -> dict[str, Any]:
-    """A row of the sweep that fits a screen."""
+def _shown(row: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:
+    """A row of the sweep that fits a screen; `more` of these are among the deployments."""
     shown = {
         "name": row["name"],
         "requests/s": row["rate"],
@@ -275,7 +286,15 @@ def _shown(row: Mapping[str, Any], has_fleets: bool) -> dict[str, Any]:
     if row["drafted_tokens"]:
         shown["accepted/step"] = row["accepted_per_step"]
         shown["drafted"], shown["accepted"] = row["drafted_tokens"], row["accepted_tokens"]
-    if has_fleets:
+    if "phases" in more:
+        names = ("prefill", "decode", "switch")
+        shown["/".join(names)] = "/".join(f"{row[f'{name}_share']:.0%}" for name in names)
+        shown["phase switches"] = row["phase_switches"]
+        shown["weights GB"] = row["weights_moved_bytes"] / 1e9
+        shown["KV GB there/back"] = "/".join(
+            f"{row[f'kv_{name}_bytes'] / 1e9:.3g}" for name in ("parked", "restored")
+        )
+    if "fleet" in more:
         shown |= {name: row[name] for name in ("binds", "releases", "moved_sequences")}
         shown |= {"moved GB": row["moved_bytes"] / 1e9, "arrangements": row["arrangements"]}
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}

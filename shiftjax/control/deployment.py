@@ -189,6 +189,20 @@ class Deployment:
         return self.block_bytes * self.layout.num_devices
 
     @property
+    def blocks_in_flight(self) -> int:
+        """KV blocks on their way to the host or back; each has device memory until it is there.
+
+        A copy waits in its stage for the steps before it. Where every step's prompts are parked,
+        there is room for those of all steps in flight: with less the host would wait, before
+        each step, for a pipeline to run empty.
+        """
+        least = MOST_IN_FLIGHT * CHUNK_SIZES[0]
+        if not self.parks:
+            return least
+        blocks = -(-self.max_num_batched_tokens // self.block_size)
+        return max(least, (self.pp + 1) * blocks)
+
+    @property
     def budgets(self) -> SchedulerConfig:
         """What the scheduler of a group may give away."""
         model = self.layout.model
@@ -258,7 +272,8 @@ class Deployment:
             copy = shift_copy_bytes(layout, formats, self.weights)
         workspace = self.temporary_bytes if workspace_bytes is None else workspace_bytes
         if self.host_bytes:
-            workspace += (MOST_IN_FLIGHT + MOST_AHEAD) * CHUNK_SIZES[0] * self.block_bytes
+            ahead = MOST_AHEAD * CHUNK_SIZES[0]
+            workspace += (self.blocks_in_flight + ahead) * self.block_bytes
         used = devices.total_bytes - devices.free_bytes
         room = int(self.memory_fraction * devices.total_bytes) - used
         kv = room - weights - copy - workspace

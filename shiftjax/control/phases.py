@@ -58,7 +58,7 @@ def merge_phases(config: EngineConfig) -> EngineConfig:
     which each step has its own, are then better than phases.
     """
     pair = config.parallel.phases
-    if pair is None or not _are_modes(*pair):
+    if pair is None or not are_modes(*pair):
         return config
     name = pair[0].name
     logger.info("stages = %s: one deployment, %s, has both as modes", config.parallel.stages, name)
@@ -70,7 +70,7 @@ def limits_of(deployments: Iterable[Deployment]) -> RequestLimits:
     return min((each.limits for each in deployments), key=lambda limits: limits.num_kv_tokens)
 
 
-def _are_modes(prefill: Degrees, decode: Degrees) -> bool:
+def are_modes(prefill: Degrees, decode: Degrees) -> bool:
     """Whether decode is prefill, or SHIFT where prefill is BASE."""
     shift = prefill._replace(sp=1, tp=prefill.sp * prefill.tp)
     return decode == prefill or (prefill.pp == 1 and decode == shift)

@@ -380,8 +380,8 @@ class Scheduler:
     def _num_admitted(self, micro_batch: int) -> int:
         """How many sequences may at most be admitted to a micro-batch now."""
         num_stages = self.config.num_stages
-        if num_stages == 1 or not self.waiting:
-            return len(self.waiting)
+        if num_stages == 1 or not self.waiting or self.config.parks:
+            return len(self.waiting)  # prompts alone: full steps are all alike
         sizes = [0] * num_stages
         for sequence in self.running:
             sizes[sequence.micro_batch] += 1

@@ -208,7 +208,7 @@ def pool_of(deployment: Deployment) -> PoolOptions:
     """The KV pool of a group."""
     kv = FORMATS[deployment.formats.kv].dtype
     blocks = deployment.num_blocks, deployment.block_size, deployment.blocks_per_seq
-    return PoolOptions(*blocks, kv)
+    return PoolOptions(*blocks, kv, deployment.blocks_in_flight)
 
 
 def start_runners(

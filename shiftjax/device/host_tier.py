@@ -2,9 +2,10 @@
 
 Blocks travel as chunks, sharded by heads like the pool and head-major (`device/host_store.py`): one
 gather, one transfer of all layers, one scatter, in few static sizes. A group of another layout puts
-together what each of its devices needs, on the host, and scatters that. Copies are dispatched,
-never awaited but for `MOST_IN_FLIGHT`: the device's own order puts an offload before the step that
-reuses its blocks, and a restore before the step that reads them.
+together what each of its devices needs, on the host, and scatters that. Copies are dispatched, and
+never awaited but where more than `blocks_in_flight` would be on their way: the device's own order
+puts an offload before the step that reuses its blocks, and a restore before the step that reads
+them.
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.control.host_chunks import CHUNK_SIZES
 from shiftjax.device.host_store import Chunks, Part, piece, shards_of
 from shiftjax.device.mesh import chunk_spec, named, pool_spec, replicated_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools, in_shape
@@ -30,7 +31,8 @@ class HostTier:
 
     def __init__(self, mesh: Mesh, layout: Layout, pool: PoolOptions, chunks: Chunks):
         self._chunks = chunks
-        self._in_flight: deque[jax.Array] = deque()
+        self._in_flight: deque[tuple[jax.Array, int]] = deque()  # with the blocks of each
+        self._num_in_flight, self._most = 0, pool.blocks_in_flight
         self._ahead: dict[int, jax.Array] = {}  # on the devices, or on their way, by number
         self._devices = list(mesh.devices.flat)
         self._device = named(mesh, chunk_spec())
@@ -50,11 +52,11 @@ class HostTier:
 
     def offload(self, pools: FlatPools, number: int, blocks: Sequence[int]) -> None:
         """Copy device blocks to the host, as this stage's part of a chunk."""
-        self._make_room()
+        self._make_room(len(blocks))
         chunk = self._gathers[len(blocks)](pools, np.array(blocks, np.int32))
         part = Part(jax.device_put(chunk, self._host), self._layers.start, self._heads)
         self._chunks.setdefault(number, []).append(part)
-        self._in_flight.append(part.array)
+        self._in_flight.append((part.array, len(blocks)))
 
     def restore(self, pools: FlatPools, number: int, blocks: Sequence[int]) -> FlatPools:
         """Copy a chunk to device blocks of the (donated) pools and return them.
@@ -62,12 +64,12 @@ class HostTier:
         Raises KeyError for a chunk that was never offloaded, or not whole; a copy to the host that
         failed makes the step fail that reads it.
         """
-        self._make_room()
+        self._make_room(len(blocks))
         chunk = self._ahead.pop(number, None)
         if chunk is None:
             chunk = self._fetch(self._chunks[number])
         pools, done = self._scatters[len(blocks)](pools, chunk, np.array(blocks, np.int32))
-        self._in_flight.append(done)
+        self._in_flight.append((done, len(blocks)))
         return pools
 
     def prefetch(self, numbers: Sequence[int]) -> None:
@@ -100,15 +102,22 @@ class HostTier:
         What has been prefetched is forgotten, as its memory may be needed.
         """
         self._ahead.clear()
-        arrays = [array for array in self._in_flight if not array.is_deleted()]
+        arrays = [array for array, _ in self._in_flight if not array.is_deleted()]
         self._in_flight.clear()
+        self._num_in_flight = 0
         jax.block_until_ready(arrays)
 
-    def _make_room(self) -> None:
-        while self._in_flight and _is_over(self._in_flight[0]):
+    def _make_room(self, num_blocks: int) -> None:
+        """For so many more blocks on their way: forget copies that are made, and wait for some."""
+        self._num_in_flight += num_blocks
+        while self._in_flight:
+            oldest, count = self._in_flight[0]
+            if not _is_over(oldest):
+                if self._num_in_flight <= self._most:
+                    return
+                jax.block_until_ready(oldest)
             self._in_flight.popleft()
-        if len(self._in_flight) >= MOST_IN_FLIGHT:
-            jax.block_until_ready(self._in_flight.popleft())
+            self._num_in_flight -= count
 
 
 def _is_over(array: jax.Array) -> bool:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.device.mesh import named, pool_spec
 from shiftjax.models.attention import Blocks, LayerPool, pool_shape
 from shiftjax.parallel.grid import Device
@@ -31,6 +32,7 @@ class PoolOptions:
     block_size: int  # tokens
     blocks_per_seq: int  # of the longest sequence
     dtype: np.dtype
+    blocks_in_flight: int = MOST_IN_FLIGHT * CHUNK_SIZES[0]  # between the tiers, at most
 
 
 FlatPools = list[tuple[jax.Array, jax.Array]]  # K and V of every layer, as they are stored

@@ -1,5 +1,6 @@
 """Deployments on a modelled machine: which are compared, what they hold, how steps are chosen."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -16,11 +17,14 @@ from shiftjax.control.deployment import (
     stage_problems,
     widths_problems,
 )
+from shiftjax.control.phases import HOST_SHARE
 from shiftjax.control.policy import Policy, make_policy
+from shiftjax.control.resharding import PHASES, Phase
 from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, weight_bytes
+from shiftjax.costs.resharding import Reload, check_host_links
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.drafts.draft import NO_DRAFTS
 from shiftjax.options import ConfigError, unknown_name
@@ -170,11 +174,44 @@ def deploy_degrees(target: Target, degrees: Degrees, **settings: Any) -> Deploym
         problems.append(f"{num_devices} devices cannot be cut into {degrees.name}")
     if sp * tp > target.model.num_heads:
         problems.append(f"sp * tp = {sp * tp} is more than {target.model.num_heads} query heads")
+    if pp > 1 and settings.get("drafts", NO_DRAFTS).speculation != "none":
+        problems.append("drafts keep all stages but one waiting: drop them")
     if problems:
         raise ConfigError([f"{degrees.name}: {problem}" for problem in problems])
     dp = groups if dp == 1 else dp
     policy = "threshold" if sp > 1 else "base"
     return deploy(target, degrees.name, (dp, sp, tp), policy, pp=pp, **settings)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A configuration for prompts and one for decodes, in turns on the same devices."""
+
+    name: str
+    by_phase: Mapping[Phase, Deployment]
+
+
+def deploy_phases(
+    target: Target, prefill: Degrees, decode: Degrees, host_bytes: int = 0, **settings: Any
+) -> Phases:
+    """Two configurations of the same devices; see `control/resharding.py`.
+
+    Parked KV has `host_bytes` of host memory, if not 0, else half of the machine's.
+    Raises ConfigError where the devices or the model cannot be cut so, or nobody knows the
+    machine's links to its host, or its memory.
+    """
+    check_host_links(target.machine)
+    if settings.get("drafts", NO_DRAFTS).speculation != "none":
+        raise ConfigError([f"{prefill.name}:{decode.name}: phases do not draft: drop the drafts"])
+    host_bytes = host_bytes or int(HOST_SHARE * target.machine.host_memory_bytes)
+    if not host_bytes:
+        raise ConfigError([f"{target.machine.name}: say how much host_memory there is, as 64GiB"])
+    found: dict[Phase, Deployment] = {}
+    for phase, degrees in zip(PHASES, (prefill, decode), strict=True):
+        own = deploy_degrees(target, degrees, **settings)
+        kept = {"preemption": "swap", "host_bytes": host_bytes, "parks": phase == "prefill"}
+        found[phase] = replace(own, **kept)
+    return Phases(f"{prefill.name}:{decode.name}", found)
 
 
 def cost_model(target: Target, deployment: Deployment) -> GroupCosts:
@@ -201,6 +238,20 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
             ]
         )
     return memory._replace(kv_bytes=pool)
+
+
+def sized_of(target: Target, deployment: Deployment) -> Deployment:
+    """With as many KV blocks as fit. Raises ConfigError where none do."""
+    memory = memory_of(target, deployment)
+    return deployment.with_blocks(memory.num_kv_tokens // deployment.block_size, memory)
+
+
+def reload_of(target: Target, deployment: Deployment) -> Reload:
+    """The load of a replica's weights from the host. Raises ConfigError where that is unknown."""
+    check_host_links(target.machine)
+    layouts = [stage.layout for stage in deployment.stages]
+    pool = memory_of(target, deployment).kv_bytes
+    return Reload(layouts, target.formats, target.machine, pool)
 
 
 def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment]:

@@ -14,6 +14,7 @@ from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.step import Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.drafts import ModelledDrafting
+from shiftjax.sim.host_link import HostLink
 
 MAX_ROWS = 1 << 16
 
@@ -45,10 +46,14 @@ class Units:
     def __init__(self, num_units: int = 1) -> None:
         self._idle_at = [0.0] * num_units
 
+    def idle_at(self, group: Group) -> float:
+        """When all devices of a group have done what they were given."""
+        return max(self._idle_at[group.first : group.first + group.width])
+
     def occupy(self, group: Group, after: float, seconds: float) -> float:
         """Give a group work, which begins when all of its units are idle; when it will be done."""
         units = slice(group.first, group.first + group.width)
-        done = max(after, *self._idle_at[units]) + seconds
+        done = max(after, self.idle_at(group)) + seconds
         self._idle_at[units] = [done] * group.width
         return done
 
@@ -92,9 +97,12 @@ class CostRunner:
         units: Units | None = None,
         own_host: bool = False,
         drafting: ModelledDrafting | None = None,
+        link: HostLink | None = None,
     ):
         self.costs, self.clock, self.drafting = costs, clock, drafting
         self.steps: list[StepRecord] = []
+        self.link = link  # None: there is no host tier
+        self.waited_seconds = 0.0  # of first stages, for KV from the host
         self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
         self._step_seconds = step_seconds
         self.group = group
@@ -117,15 +125,38 @@ class CostRunner:
         self._last_mode, done, group = mode, self._prepared_at, self.group
         if len(self._stages) > 1 and previous_handle and _has_pending(plan):
             done = max(done, previous_handle[0])  # a token comes from the last stage
-        for stage, each in zip(self._stages, seconds, strict=True):
+        for number, (stage, each) in enumerate(zip(self._stages, seconds, strict=True)):
+            done = max(done, self._move_blocks(plan, number, stage.idle_at(group)))
             done = stage.occupy(group, done, each)
             group = FIRST_UNIT  # later stages are nobody else's
-        num_decodes = plan.num_decodes + plan.num_drafts
-        self.steps.append(StepRecord(done, sum(seconds), plan.num_tokens, num_decodes, mode))
+        if plan.scheduled:
+            num_decodes = plan.num_decodes + plan.num_drafts
+            self.steps.append(StepRecord(done, sum(seconds), plan.num_tokens, num_decodes, mode))
         return done, plan.num_rows
 
+    def _move_blocks(self, plan: StepPlan, stage: int, idle_at: float) -> float:
+        """Start the plan's copies in a stage; when its step may begin there."""
+        if self.link is None:
+            return 0.0
+        begin = self._prepared_at
+        self._prepared_at, there = self.link.move(plan, stage, begin, idle_at)
+        if not self._own_host:
+            self.clock.now = self._prepared_at
+        if plan.restores and not stage:
+            self.waited_seconds += max(0.0, there - max(begin, idle_at))
+        return there
+
+    @property
+    def quiet_at(self) -> float:
+        """When its devices and links have done all that they were given."""
+        first, *later = self._stages
+        copied = self.link.quiet_at if self.link else 0.0
+        return max(first.idle_at(self.group), copied, *(s.idle_at(FIRST_UNIT) for s in later))
+
     def _device_seconds(self, plan: StepPlan, mode: Mode, work: Work) -> list[float]:
-        """Of each stage."""
+        """Of each stage; a plan of copies alone computes nothing."""
+        if not plan.scheduled:
+            return [0.0] * len(self._stages)
         if self._step_seconds is not None:
             return [self._step_seconds(plan, mode)]
         return self.costs.stage_seconds(mode, work)

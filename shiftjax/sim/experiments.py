@@ -10,17 +10,20 @@ from typing import Any
 
 from shiftjax.arch.formats import FORMATS, formats_of
 from shiftjax.control.deployment import Deployment
+from shiftjax.control.phases import are_modes
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
-from shiftjax.parallel.degrees import Degrees, parse_degrees
+from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.deployment import (
     FLEET,
+    Phases,
     Target,
     cost_model,
     deploy_degrees,
     deploy_fleet,
+    deploy_phases,
     standard_deployments,
 )
 from shiftjax.sim.drafts import AcceptanceModel
@@ -60,30 +63,55 @@ def target_from(options: Mapping[str, Any]) -> Target:
 
 
 def choose_deployments(
-    target: Target, names: Sequence[str], options: FleetOptions = NO_FLEET, **budgets: Any
-) -> list[Deployment]:
-    """Standard deployments by name, pipelines and fleets; `options` are of these.
+    target: Target,
+    names: Sequence[str],
+    options: FleetOptions = NO_FLEET,
+    host_bytes: int = 0,
+    **budgets: Any,
+) -> list[Deployment | Phases]:
+    """Standard deployments by name, degrees, phases and fleets; `options` are of these.
+
+    What is parked between phases has `host_bytes`, if not 0, else half of the machine's.
 
     Raises ConfigError.
     """
-    known = standard_deployments(target, **budgets)
+    known: dict[str, Deployment | Phases] = {**standard_deployments(target, **budgets)}
     for name in names:
         if name.split(":")[0] == FLEET:
             known[name] = deploy_fleet(target, name, options, **budgets)
-        elif name not in known and (degrees := _degrees(name)):
-            known[name] = deploy_degrees(target, degrees, **budgets)
+        elif name not in known and (spelled := _spelled(name)):
+            known[name] = _deploy(target, spelled, host_bytes, budgets)
     wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
     if wrong:
-        there = ", ".join([*known, FLEET, "degrees as pp4tp2"])
+        there = ", ".join([*known, FLEET, "degrees as pp4tp2, phases as pp8:tp8"])
         raise ConfigError([f"{problem}; there are {there}" for problem in wrong])
     return [known[name] for name in names]
 
 
-def _degrees(name: str) -> Degrees | None:
-    """What a name spells; None: no degrees."""
-    with suppress(ValueError):
-        return parse_degrees(name)
-    return None
+def _spelled(name: str) -> Degrees | tuple[Degrees, Degrees] | None:
+    """What a name spells: degrees, or those of two phases; None: neither."""
+    if ":" not in name:
+        with suppress(ValueError):
+            return parse_degrees(name)
+        return None
+    try:
+        return parse_stages(name)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _deploy(
+    target: Target,
+    spelled: Degrees | tuple[Degrees, Degrees],
+    host_bytes: int,
+    budgets: Mapping[str, Any],
+) -> Deployment | Phases:
+    """Phases that are modes of one deployment are that."""
+    if isinstance(spelled, Degrees):
+        return deploy_degrees(target, spelled, **budgets)
+    if are_modes(*spelled):
+        return deploy_degrees(target, spelled[0], **budgets)
+    return deploy_phases(target, *spelled, host_bytes, **budgets)
 
 
 @dataclass(frozen=True)
@@ -101,14 +129,14 @@ class SweepPoint:
 def sweep(
     requests: Sequence[TraceRequest],
     target: Target,
-    deployments: Sequence[Deployment],
+    deployments: Sequence[Deployment | Phases],
     factors: Iterable[float],
     acceptance: AcceptanceModel | None = None,
 ) -> list[SweepPoint]:
     """Every deployment at every multiple of the trace's own rate."""
     natural = len(requests) / max(requests[-1].arrival_seconds, 1e-9)
 
-    def run(factor: float, deployment: Deployment) -> Replay:
+    def run(factor: float, deployment: Deployment | Phases) -> Replay:
         return replay(scale_rate(requests, factor), target, deployment, acceptance=acceptance)
 
     return [

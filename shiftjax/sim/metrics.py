@@ -65,6 +65,25 @@ def shares(replay: Replay) -> dict[str, float]:
     }
 
 
+def phase_spans(replay: Replay) -> list[tuple[float, float, str]]:
+    """(from, to, prefill, decode or switch) of a run in phases, in seconds; else nothing."""
+    if replay.phases is None:
+        return []
+    spans, at, phase = [], 0.0, "prefill"
+    for switch in replay.phases.switches:
+        spans += [(at, switch.begin, phase), (switch.begin, switch.end, "switch")]
+        at, phase = switch.end, switch.phase
+    return [*spans, (at, max(at, makespan(replay)), phase)]
+
+
+def phase_shares(replay: Replay) -> dict[str, float]:
+    """The share of time of each phase, and of the switches between them."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for begin, end, name in phase_spans(replay):
+        spent[name] += end - begin
+    return {name: seconds / makespan(replay) for name, seconds in spent.items()}
+
+
 def queue_by_priority(replay: Replay) -> list[Row]:
     """Seconds in the queue of every class of requests, the most urgent first."""
     classes = sorted({request.priority for request in replay.requests})
@@ -84,7 +103,9 @@ def peak_throughput(replay: Replay) -> float:
 def summary(replay: Replay) -> Row:
     """One flat row: the deployment, the columns of any run, and what only a replay knows."""
     deployment, requests = replay.deployment, replay.requests
-    row: Row = {name: getattr(deployment, name) for name in ("name", "dp", "sp", "tp", "policy")}
+    row: Row = {
+        name: getattr(deployment, name) for name in ("name", "dp", "pp", "sp", "tp", "policy")
+    }
     row |= row_of_run(requests, replay.num_refused, makespan(replay))
     row |= percentiles("queue", latencies(requests, "queue"))
     row["peak_tokens_per_second"] = peak_throughput(replay)
@@ -94,11 +115,24 @@ def summary(replay: Replay) -> Row:
     row["mode_switches"] = replay.mode_switches
     row["preemptions"] = replay.num_preemptions
     row |= _of_fleet(replay)
+    row |= _of_phases(replay)
     prompts = sum(r.num_prompt_tokens for r in requests)
     row["drafted_tokens"] = sum(r.num_draft_tokens for r in requests)
     row["accepted_tokens"] = sum(r.num_accepted_tokens for r in requests)
     row["accepted_per_step"] = row["accepted_tokens"] / max(1, len(replay.steps))
     row["cached_share"] = sum(r.num_cached_tokens for r in requests) / max(1, prompts)
+    return row
+
+
+def _of_phases(replay: Replay) -> Row:
+    """What became of its phases; without them there is nothing to say."""
+    run, shares_of_time = replay.phases, phase_shares(replay)
+    row: Row = {f"{n}_share": shares_of_time.get(n, 0.0) for n in ("prefill", "decode", "switch")}
+    row["phase_switches"] = len(run.switches) if run else 0
+    row["weights_moved_bytes"] = sum(each.num_bytes for each in run.switches) if run else 0
+    row["kv_parked_bytes"] = run.num_parked_bytes if run else 0
+    row["kv_restored_bytes"] = run.num_restored_bytes if run else 0
+    row["restore_wait_seconds"] = run.waited_seconds if run else 0.0
     return row
 
 

@@ -6,40 +6,22 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 (`replicas_in_step`) has a process for each, whose host works pass side by side.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shiftjax.control.blocks import BlockAllocator
-from shiftjax.control.cost_arrangement import CostArrangement
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_setup import first_arrangement, make_fleet, move_costs
+from shiftjax.control.fleet_setup import first_arrangement
 from shiftjax.control.fleet_stats import FleetStats, Turn
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import Policy
-from shiftjax.control.prices import Prices
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.shared_blocks import share
-from shiftjax.control.speculation import Speculation
-from shiftjax.costs.machine import Transfer
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.parallel.fleet import Arrangement
-from shiftjax.parallel.grid import Group
-from shiftjax.sim.deployment import (
-    Target,
-    cost_model,
-    drafting_of,
-    memory_of,
-    modes_of,
-    policy_of,
-    sizes_of,
-)
-from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord, Units
+from shiftjax.sim.build import make_engine, make_phases
+from shiftjax.sim.deployment import Phases, Target
+from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
+from shiftjax.sim.exchange import CostExchange, Switch
 from shiftjax.sim.trace import TraceRequest
 
 IDLE_SECONDS = 0.05  # that pass in a turn in which nothing can be done, say for a pause to end
@@ -71,6 +53,15 @@ class FleetRun(NamedTuple):
     move_seconds: float  # of devices
 
 
+class PhasesRun(NamedTuple):
+    """What became of an engine in phases."""
+
+    switches: tuple[Switch, ...]
+    num_parked_bytes: int  # of KV that went to the host, over all devices
+    num_restored_bytes: int
+    waited_seconds: float  # of first stages, for KV that was not there yet
+
+
 @dataclass(frozen=True)
 class Replay:
     """All that happened: requests by arrival, the steps of all replicas by their ends."""
@@ -82,6 +73,7 @@ class Replay:
     mode_switches: int
     num_preemptions: int
     fleet: FleetRun | None = None
+    phases: PhasesRun | None = None  # `deployment` is then that of the prompts
 
     @property
     def labels(self) -> list[str]:
@@ -89,109 +81,10 @@ class Replay:
         return sorted({step.mode.label for step in self.steps})
 
 
-def make_engine(
-    target: Target,
-    deployment: Deployment,
-    clock: Clock,
-    belief: GroupCosts | None = None,
-    acceptance: AcceptanceModel | None = None,
-) -> tuple[Engine, list[CostRunner]]:
-    """An engine on virtual devices, and these.
-
-    Raises ConfigError where the model does not fit, or drafts come without an acceptance.
-    """
-    memory, in_step = memory_of(target, deployment), target.engine.replicas_in_step
-    sized = deployment.with_blocks(memory.num_kv_tokens // deployment.block_size, memory)
-    units = Units(sized.grid.units)
-    costs = {width: cost_model(target, each) for width, each in sized.by_width.items()}
-    beliefs = costs
-    if belief is not None:
-        known = belief.machine, belief.engine
-        beliefs = {width: each.costs(*known) for width, each in sized.by_width.items()}
-    policies = {w: policy_of(sized, costs[w], beliefs[w]) for w in costs}
-    groups = [group for width in sorted(costs, reverse=True) for group in sized.grid.groups(width)]
-    blocks: Mapping[Group, BlockAllocator] = {}
-    if sized.widths:
-        sizes = {group: sized.of_width(group.width).block_size for group in groups}
-        blocks = share(sized.num_blocks, sizes)
-    lanes, runners = [], []
-    for group in groups:
-        width, drafting = group.width, drafting_of(target, deployment, acceptance)
-        runner = CostRunner(
-            costs[width],
-            clock,
-            group=group,
-            units=units,
-            own_host=in_step,
-            drafting=drafting,
-        )
-        known = beliefs[width], policies[width]
-        lanes.append(_lane(target, sized.of_width(width), runner, *known, blocks.get(group)))
-        runners.append(runner)
-    fleet = _fleet(target, sized, lanes, policies, beliefs, clock, units) if sized.widths else None
-    engine = Engine(
-        lanes,
-        policies[max(policies)],
-        sized.limits,
-        overlap=target.engine.overlaps,
-        clock=clock,
-        wait=clock.wait_for_all if in_step else clock.wait_for_one,
-        fleet=fleet,
-    )
-    return engine, runners
-
-
-def _lane(
-    target: Target,
-    deployment: Deployment,
-    runner: CostRunner,
-    belief: GroupCosts,
-    policy: Policy,
-    blocks: BlockAllocator | None,
-) -> Lane:
-    """One group, with a deployment of its width."""
-    modes, speculation = modes_of(runner.costs, deployment), None
-    if runner.drafting is not None:
-        speculation = Speculation(
-            runner.drafting,
-            Prices(sizes_of(deployment), policy, modes, belief),
-            max_rows=deployment.budgets.max_rows,
-            overlap=target.engine.overlaps,
-            clock=runner.drafting.clock,
-        )
-    scheduler = Scheduler(deployment.budgets, speculation, blocks)
-    return Lane(scheduler, runner, modes, group=runner.group, policy=policy)
-
-
-def _fleet(
-    target: Target,
-    deployment: Deployment,
-    lanes: Sequence[Lane],
-    policies: Mapping[int, Policy],
-    beliefs: Mapping[int, GroupCosts],
-    clock: Clock,
-    units: Units,
-) -> Fleet:
-    """The groups that come and go; those of an oracle do so for nothing, whenever it is best."""
-    machine, host_seconds = target.machine, target.engine.host(0, 2)
-    if deployment.policy == "oracle":
-        free, host_seconds = (Transfer(0.0, float("inf")),), 0.0
-        machine = replace(
-            machine, all_to_all=free, memory_bytes_per_second=float("inf"), kernel_seconds=0.0
-        )
-    costs = move_costs(deployment, machine)
-    mover = CostMover(costs, clock, units, host_seconds)
-    fleet = make_fleet(deployment, lanes, policies, beliefs, mover, lambda: clock.now)
-    fleet.history = deque()  # all of it
-    if isinstance(fleet.policy, CostArrangement) and deployment.policy == "oracle":
-        fleet.policy = replace(fleet.policy, moves=costs, margin=0.0, hold_switches=0.0)
-    return fleet
-
-
 def replay(
     requests: Sequence[TraceRequest],
     target: Target,
-    deployment: Deployment,
+    deployment: Deployment | Phases,
     belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
 ) -> Replay:
@@ -200,21 +93,38 @@ def replay(
     `belief` is what a cost policy thinks, `acceptance` how often drafts are right.
     """
     clock = Clock()
-    engine, runners = make_engine(target, deployment, clock, belief, acceptance)
+    if isinstance(deployment, Phases):
+        engine, runners = make_phases(target, deployment.by_phase, clock)
+        first = replace(deployment.by_phase["prefill"], name=deployment.name)
+    else:
+        engine, runners = make_engine(target, deployment, clock, belief, acceptance)
+        first = deployment
     vocab_size = target.model.vocab_size
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
     records, num_refused = serve(engine, clock, coming)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]
     return Replay(
-        deployment,
+        first,
         records,
         sorted(steps, key=lambda s: s.done),
         num_refused,
         sum(stats.mode_switches.values()),
         sum(stats.num_preemptions.values()),
-        _fleet_run(deployment, engine),
+        _fleet_run(first, engine),
+        _phases_run(engine, runners),
     )
+
+
+def _phases_run(engine: Engine, runners: Sequence[CostRunner]) -> PhasesRun | None:
+    resharding, host = engine.resharding, engine.stats().host
+    if resharding is None or host is None:
+        return None
+    exchange = resharding.exchange
+    assert isinstance(exchange, CostExchange)
+    moved = host.num_offloaded_bytes, host.num_restored_bytes
+    waited = sum(runner.waited_seconds for runner in runners)
+    return PhasesRun(tuple(exchange.switches), *moved, waited)
 
 
 def _fleet_run(deployment: Deployment, engine: Engine) -> FleetRun | None:

@@ -17,6 +17,7 @@ from shiftjax.sim.experiments import SweepPoint
 from shiftjax.sim.metrics import (
     arrangements,
     longest_mode,
+    phase_spans,
     queue_by_priority,
     shares,
     throughput_over_time,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"base": "tab:blue", "shift": "tab:orange"}
 MOST_CHANGES = 100  # of a fleet, that a table shows
+PHASE_COLOURS = {"prefill": "tab:blue", "decode": "tab:orange", "switch": "black"}
 BETWEEN = "tab:purple"  # modes that split tokens less than base
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <style>body{{font-family:sans-serif;max-width:70em;margin:2em auto;overflow-wrap:anywhere}}
@@ -103,6 +105,17 @@ class Report:
             ]
             self.table(f"{replay.deployment.name}: changes", changes)
         self.table("queue by priority", [row for each in last for row in queue_by_priority(each)])
+
+    def phases(self, points: Sequence[SweepPoint]) -> None:
+        """Add when every engine in phases was in which, at the last rate, and its switches."""
+        last = [point.replay for point in points if point.rate == points[-1].rate]
+        if not last:
+            return
+        self.plot("phases over time", phase_strips(last))
+        for replay in last:
+            switches = replay.phases.switches if replay.phases else ()
+            rows = [each._asdict() for each in switches[:MOST_CHANGES]]
+            self.table(f"{replay.deployment.name}: switches", rows)
 
     def save(self, path: Path) -> None:
         """Write the page."""
@@ -186,6 +199,20 @@ def unit_strips(replay: Replay) -> "Figure":
     for width, shade in shades.items():
         axes.barh(0, 0, color=[shade], label=f"groups of {width}")
     _finish(axes, "s", "unit")
+    return figure
+
+
+def phase_strips(replays: Sequence[Replay]) -> "Figure":
+    """A strip for each deployment: prompts, decodes, and the switches between them."""
+    figure, (axes,) = new_axes()
+    names = [replay.deployment.name for replay in replays]
+    for number, replay in enumerate(replays):
+        for name, colour in PHASE_COLOURS.items():
+            spans = [(a, b - a) for a, b, phase in phase_spans(replay) if phase == name]
+            label = name if number == 0 else None
+            axes.broken_barh(spans, (number - 0.4, 0.8), facecolors=colour, label=label)
+    axes.set_yticks(range(len(names)), names)
+    _finish(axes, "s", "")
     return figure
 
 

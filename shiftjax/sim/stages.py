@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.machine import Machine
-from shiftjax.costs.resharding import Reload
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.step import Work, send_seconds
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, reload_of
 
 NEGLIGIBLE = 1e-4  # probability
 MANY_TOKENS = 1 << 16  # of KV, that cross a link as one
@@ -83,6 +82,7 @@ def rates_of(target: Target, deployment: Deployment, batch: Batch) -> Rates | No
     """
     costs, memory = cost_model(target, deployment), memory_of(target, deployment)
     dp, stages = deployment.dp, deployment.pp
+    knows_link = bool(target.machine.to_host and target.machine.from_host)
     tokens = deployment.max_num_batched_tokens
     fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs)
     if memory.num_kv_tokens < tokens * stages or fits < 1:
@@ -100,23 +100,14 @@ def rates_of(target: Target, deployment: Deployment, batch: Batch) -> Rates | No
         running=running,
         round_seconds=max(batches * interval, _serial_seconds(costs, deployment, decodes)),
         mixed=mixed_rate(costs, deployment, batch, running / stages),
-        link=_link_rate(target.machine, deployment),
-        load_seconds=_load_seconds(target, deployment, memory.kv_bytes),
+        link=_link_rate(target.machine, deployment) if knows_link else math.inf,
+        load_seconds=reload_of(target, deployment).seconds if knows_link else math.inf,
     )
 
 
 def _link_rate(machine: Machine, deployment: Deployment) -> float:
-    if not machine.to_host:
-        return math.inf
     token_bytes = deployment.block_bytes / deployment.block_size
     return deployment.dp * MANY_TOKENS / send_seconds(machine.to_host, MANY_TOKENS * token_bytes)
-
-
-def _load_seconds(target: Target, deployment: Deployment, pool_bytes: int) -> float:
-    if not (target.machine.to_host and target.machine.from_host):
-        return math.inf
-    layouts = [stage.layout for stage in deployment.stages]
-    return Reload(layouts, target.formats, target.machine, pool_bytes).seconds
 
 
 def mixed_rate(costs: GroupCosts, deployment: Deployment, batch: Batch, running: float) -> float:

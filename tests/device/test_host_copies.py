@@ -60,7 +60,7 @@ def small_tier() -> tuple[HostTier, FlatPools]:
     given = np.repeat(np.arange(9, dtype=np.float32)[:, None], 4, axis=1)
     pools = [tuple(jax.device_put(given, named(mesh, pool_spec())) for _ in "kv")]
     model = replace(PRESETS["tiny"], num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
-    sizes = PoolOptions(9, 2, 4, np.dtype(np.float32))
+    sizes = PoolOptions(9, 2, 4, np.dtype(np.float32), MOST_IN_FLIGHT)
     return HostTier(mesh, Layout(model, 1, 1), sizes, {}), pools
 
 

@@ -8,10 +8,11 @@ from harness import silent
 from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.options import ConfigError
+from shiftjax.sim.build import make_engine
 from shiftjax.sim.deployment import deploy, deploy_config, memory_of
+from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.planning import Workload, estimate
-from shiftjax.sim.replay import Clock, make_engine
 from shiftjax.weights.resolve import open_source, resolve_model
 
 SETTINGS = {

@@ -19,13 +19,14 @@ from shiftjax.costs.moves import MoveCosts
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group
+from shiftjax.sim.build import make_engine
 from shiftjax.sim.deployment import deploy_fleet, memory_of, standard_deployments
 from shiftjax.sim.devices import Clock, CostMover, Units
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.fleet_planning import fleet_estimate, fleet_estimates
 from shiftjax.sim.metrics import arrangements, makespan, queue_by_priority, shares, summary
 from shiftjax.sim.planning import Workload
-from shiftjax.sim.replay import make_engine, replay
+from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, on_off, poisson
 
 TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})

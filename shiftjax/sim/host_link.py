@@ -1,0 +1,109 @@
+"""The links between devices and the host's memory: when copies of KV are through. No JAX.
+
+A device of each stage copies its part of every chunk, one after the other, to the host on one
+timeline and from it on another, both beside its computation. A step whose chunks are not there
+waits in each stage for that stage's part. As on real devices (`device/host_tier.py`), a copy to the
+host begins when the stage has done all steps before it, and of a stage no more than
+`Deployment.blocks_in_flight` may be on their way: the host waits before it dispatches more.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shiftjax.control.request import StepPlan
+from shiftjax.costs.machine import Machine, Transfer
+from shiftjax.costs.step import send_seconds
+
+
+@dataclass
+class Stored:
+    """The chunks on the host: when they have come, and how many blocks they are."""
+
+    there_at: dict[int, float] = field(default_factory=dict)
+    num_blocks: dict[int, int] = field(default_factory=dict)
+
+    def drop(self, chunks: Sequence[int]) -> None:
+        """Forget chunks, also such as have never come here."""
+        for chunk in chunks:
+            self.there_at.pop(chunk, None)
+            self.num_blocks.pop(chunk, None)
+
+
+@dataclass
+class _Line:
+    """What one stage has on its way."""
+
+    out_until: float = 0.0
+    in_until: float = 0.0
+    in_flight: deque[tuple[float, int]] = field(default_factory=deque)  # until when, blocks
+    num_in_flight: int = 0
+    ahead: dict[int, float] = field(default_factory=dict)  # prefetched chunks
+
+    def room_at(self, now: float, num_blocks: int, most: int) -> float:
+        """When so many more blocks may be on their way, of which there may be `most`."""
+        self.num_in_flight += num_blocks
+        while self.in_flight:
+            done, count = self.in_flight[0]
+            if done > now and self.num_in_flight <= most:
+                break
+            now = max(now, done)
+            self.in_flight.popleft()
+            self.num_in_flight -= count
+        return now
+
+    def add(self, done: float, num_blocks: int) -> None:
+        """A copy is on its way; `room_at` has counted its blocks."""
+        self.in_flight.append((done, num_blocks))
+
+
+class HostLink:
+    """Those of one group, whose stages have blocks of so many bytes on a device."""
+
+    def __init__(self, machine: Machine, block_bytes: Sequence[int], most: int, stored: Stored):
+        self._machine, self._block_bytes, self._stored = machine, block_bytes, stored
+        self._most = most  # blocks on their way in a stage
+        self._lines = [_Line() for _ in block_bytes]
+
+    @property
+    def quiet_at(self) -> float:
+        """When all copies are through."""
+        return max(max(line.out_until, line.in_until) for line in self._lines)
+
+    def move(self, plan: StepPlan, stage: int, now: float, idle_at: float) -> tuple[float, float]:
+        """Start a plan's copies in one stage, which has done its steps before at `idle_at`.
+
+        Returns (when the host has dispatched them, when the step has its chunks).
+        """
+        line, stored, there = self._lines[stage], self._stored, now
+        stored.drop(plan.dropped)
+        plan.dropped.clear()
+        for chunk, blocks in plan.offloads:
+            now = line.room_at(now, len(blocks), self._most)
+            seconds = self._seconds(self._machine.to_host, stage, len(blocks))
+            line.out_until = max(now, idle_at, line.out_until) + seconds
+            line.add(line.out_until, len(blocks))
+            stored.num_blocks[chunk] = len(blocks)
+            stored.there_at[chunk] = max(stored.there_at.get(chunk, 0.0), line.out_until)
+        for chunk, blocks in plan.restores:
+            now = line.room_at(now, len(blocks), self._most)
+            done = line.ahead.pop(chunk, None)
+            done = self._fetch(line, stage, chunk, len(blocks), now) if done is None else done
+            line.add(done, len(blocks))
+            there = max(there, done)
+        line.ahead = {
+            chunk: line.ahead[chunk]
+            if chunk in line.ahead
+            else self._fetch(line, stage, chunk, stored.num_blocks[chunk], now)
+            for chunk in plan.prefetches
+        }
+        return now, max(now, there)
+
+    def _fetch(self, line: _Line, stage: int, chunk: int, num_blocks: int, now: float) -> float:
+        """When a chunk will be on the devices."""
+        begin = max(now, line.in_until, self._stored.there_at[chunk])
+        line.in_until = begin + self._seconds(self._machine.from_host, stage, num_blocks)
+        return line.in_until
+
+    def _seconds(self, ways: tuple[Transfer, ...], stage: int, num_blocks: int) -> float:
+        return send_seconds(ways, num_blocks * self._block_bytes[stage])
