@@ -217,6 +217,11 @@ class BlockTables:
                 self.forget(sequence)
         self.device.reset()
 
+    @property
+    def is_offloading(self) -> bool:
+        """Whether something has been swapped out since the last plan."""
+        return self.host is not None and self.host.is_offloading
+
     def is_swapped_out(self, sequence: Sequence) -> bool:
         """Whether all that a sequence has computed is on the host."""
         places = sequence.host_places

@@ -244,7 +244,7 @@ class HostBlocks:
             tokens = block_tokens(token_ids, number, self.block_size)
             if content is None or content.tokens != tokens:
                 break
-            if not chunk.is_proven and chunk.writer is not self:
+            if not self._may_read(chunk):
                 break
             places.append(place)
         return places
@@ -266,12 +266,35 @@ class HostBlocks:
     ) -> list[Place] | None:
         """Offload what a sequence has computed, pinned until `release`; None if there is no room.
 
-        `contents` are what hashes lead to the blocks.
+        `contents` are what hashes lead to the blocks. A beginning that others have swapped out is
+        shared with them.
         """
+        shared = self._pinned_beginning(contents)
+        blocks, contents = blocks[len(shared) :], contents[len(shared) :]
         if len(blocks) * self.block_bytes > self.memory.num_available_bytes:
             return None
+        for chunk in {place.chunk: None for place in shared}:
+            self.memory.pin(chunk)
         chunks = self._offload(blocks, contents)
-        return [Place(chunk, row) for chunk in chunks for row in range(len(chunk.contents))]
+        return shared + [
+            Place(chunk, row) for chunk in chunks for row in range(len(chunk.contents))
+        ]
+
+    def _pinned_beginning(self, contents: Sequence[CachedPrefix | None]) -> list[Place]:
+        """Where the first of these blocks are, as far as others keep them there anyway."""
+        places: list[Place] = []
+        for content in contents:
+            place = content and self.memory.index.get((self.block_size, content.block_hash))
+            if not content or not place or not place.chunk.num_pins:
+                break
+            if place.chunk.contents[place.row] != content or not self._may_read(place.chunk):
+                break
+            places.append(place)
+        return places
+
+    def _may_read(self, chunk: Chunk) -> bool:
+        """Whether the copy was made, or is made before any that this group makes."""
+        return chunk.is_proven or chunk.writer is self
 
     def save(self, evicted: Sequence[tuple[int, CachedPrefix]]) -> None:
         """Offload blocks that the device's prefix cache gives up, in the order in which it does.
@@ -343,6 +366,11 @@ class HostBlocks:
         """The step of a plan with these copies has ended."""
         for number, _ in offloads:
             self._unproven.pop(number).is_proven = True
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether there are copies for the plan that is made."""
+        return bool(self._offloads)
 
     def holds(self, places: Iterable[Place]) -> bool:
         """Whether all of this is there still."""

@@ -156,7 +156,8 @@ class Scheduler:
         What a policy will know, drafts know too: `num_queued` requests wait in front of all groups.
         """
         num_stages, first = self.config.num_stages, self._micro_batch
-        num_parked = self._park_computed() if self.config.parks else 0
+        if self.config.parks:
+            self._park_computed()
         swapped: list[Sequence] = []
         for turn in range(num_stages):
             micro_batch = (first + turn) % num_stages
@@ -172,7 +173,7 @@ class Scheduler:
                 self._micro_batch = (micro_batch + 1) % num_stages
                 return self._planned(plan)
             swapped += builder.swapped
-        if num_parked:
+        if self.config.parks and self.tables.is_offloading:
             return self._planned(StepPlan([], 0, 0, 0, [], [], self._num_steps))
         self._forget_swapped(swapped)
         self.tables.finish_plan(is_planned=False)
@@ -302,17 +303,12 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._wait(sequence)
 
-    def _park_computed(self) -> int:
-        """Swap out whose first token is known; returns how many.
-
-        What the host has no room for will be computed again.
-        """
-        computed = [each for each in self.running if _has_begun(each)]
-        for sequence in computed:
+    def _park_computed(self) -> None:
+        """Swap out whose first token is known. What the host has no room for is computed again."""
+        for sequence in [each for each in self.running if _has_begun(each)]:
             if not self.tables.swap_out(sequence):
                 self.tables.forget(sequence)
             self._park(sequence)
-        return sum(bool(sequence.host_places) for sequence in computed)
 
     def _park(self, sequence: Sequence) -> None:
         """It has no blocks; with it go the continuations that wait for its prompt."""

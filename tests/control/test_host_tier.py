@@ -220,3 +220,22 @@ def test_equal_hashes_of_other_tokens_are_a_miss():
     assert host.match([prefix(1).block_hash], [2] * 8, 0, 1) == []
     other = HostBlocks(host.memory, 8, 10)
     assert other.match([prefix(1).block_hash], [1] * 8, 0, 1) == []
+
+
+def test_a_beginning_is_shared_with_who_keeps_it_when_its_copy_is_sure():
+    host, beginning = blocks_of(12), [prefix(1), prefix(2)]
+    other = HostBlocks(host.memory, 4, 10)
+    first = host.swap_out([1, 2], beginning)
+    second = host.swap_out([1, 2, 3], [*beginning, None])  # its own copy is made before
+    assert second[:2] == first
+    apart = other.swap_out([5, 6], beginning)
+    assert not {place.chunk for place in apart} & {place.chunk for place in first}
+    host.prove(host.finish(is_planned=True).offloads)
+    assert other.swap_out([7, 8], beginning) == first
+    assert host.memory.num_used_bytes == 50
+    for places in (first, second, first, apart):
+        host.release(places)
+    host.memory.check()
+    assert host.memory.num_used_bytes == 20  # found by hash; nobody needs it, so nobody shares it
+    again = other.swap_out([7, 8], beginning)
+    assert again[0].chunk is not first[0].chunk

@@ -319,3 +319,22 @@ def test_what_another_has_read_in_vain_is_computed_again():
     assert outcomes["reader", 0].last.finish_reason == "error"
     assert outcomes["parked", 0].token_ids == reference(engine, parked, 2, 0)[0]
     assert computed(engine, 2) == 8 + (8 + 3)  # in the group of the filler
+
+
+def test_a_beginning_that_many_have_in_common_is_parked_once():
+    requests = [
+        make_request(f"r{n}", [1] * 8 + [n % 13, n], float(n), max_tokens=4, ignore_eos=True)
+        for n in range(10)
+    ]
+    for prefix_caching, num_blocks in ((True, 2 + 10), (False, 10 * 3)):
+        engine = make_phases(pp=(1, 1), prefix_caching=prefix_caching, max_num_seqs=1)
+        for request in requests:
+            engine.add_request(request)
+        memory = engine.resharding.memory
+        listener = steps_until(engine, lambda e=engine: e.resharding.phase == "decode")
+        assert memory.num_held_bytes == num_blocks * HOST_BLOCK_BYTES
+        run_to_end(engine, listener)
+        assert_quiescent(engine)
+        for number, request in enumerate(requests):
+            tokens, _ = reference(engine, request, number, 0)
+            assert listener.outcomes[request.request_id, 0].token_ids == tokens
