@@ -43,7 +43,7 @@ class HostTier:
         self._num_kv_heads = model.num_kv_heads
         self._by_device = [tuple(layout.kv_heads_of(j)) for j in range(layout.num_devices)]
         self._heads = sum(self._by_device, ())
-        self._gathers, self._scatters = _compile(mesh, layout, pool)
+        self._gathers, self._scatters = compile_transfers(mesh, layout, pool)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget chunks, also such as have never come here."""
@@ -127,7 +127,7 @@ def _is_over(array: jax.Array) -> bool:
 Programs = dict[int, jax.stages.Compiled]  # by blocks of a chunk
 
 
-def _compile(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Programs, Programs]:
+def compile_transfers(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Programs, Programs]:
     """The gather and the scatter of each size of chunks."""
     everywhere, of_pools, of_chunks = replicated_spec(), pool_spec(), chunk_spec()
     of_mesh = partial(jax.shard_map, mesh=mesh, check_vma=False)

@@ -5,15 +5,19 @@ those of one phase: at a switch those of the other are let go before anything ne
 place, so devices never hold more than one configuration. Weights come out of one copy in host
 memory (Seesaw, arXiv 2503.06433, section 4.1); KV lies in the host tier, which any layout reads.
 
-No step is tried at a switch: a step's first run after one has its CUDA graph recorded with other
-addresses, which takes less than the step does (docs/stages.md).
+No step is tried at a switch: at its first run after one the launches of a step's CUDA graph get
+other addresses, which takes less than an empty step of its size does (docs/stages.md).
 """
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from shiftjax.control.resharding import Phase
 from shiftjax.device.groups import Placed, load_weights
 from shiftjax.device.place import Progress, Rows
+
+logger = logging.getLogger(__name__)
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -32,14 +36,18 @@ class DeviceExchange:
 
         Raises what makes it fail; nothing is held then, and no phase can step.
         """
+        begin = time.perf_counter()
         self._drop()
         try:
-            self.num_moved_bytes += load_weights(self._groups[phase], self._rows, progress)
+            num_bytes = load_weights(self._groups[phase], self._rows, progress)
             for placed in self._groups[phase]:
                 placed.memory.wait()
         except Exception:
             self._drop()
             raise
+        self.num_moved_bytes += num_bytes
+        size, seconds = num_bytes / 1e9, time.perf_counter() - begin
+        logger.info("%s: %.3f GB of weights loaded in %.2f s", phase, size, seconds)
 
     def _drop(self) -> None:
         for groups in self._groups.values():

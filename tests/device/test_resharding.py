@@ -146,7 +146,7 @@ def exchange():
     return exchange, groups, deployments, source
 
 
-def test_a_phase_holds_what_a_start_in_its_configuration_holds(static, exchange, others):
+def test_a_phase_holds_what_a_start_in_its_configuration_holds(others, static, exchange):
     """After one switch to it and after many; nothing is read again, and nothing compiled."""
     exchange, _, _, source = exchange
     assert Counter(live_bytes()) - others == static["prefill"]
@@ -183,7 +183,7 @@ def test_bytes_that_move_are_those_of_all_devices(exchange):
     assert exchange.num_moved_bytes - before == 4 * weight_bytes(layout, formats)
 
 
-def test_a_load_that_fails_leaves_nothing_behind(exchange, others, monkeypatch):
+def test_a_load_that_fails_leaves_nothing_behind(others, exchange, monkeypatch):
     """Half of the weights are on devices by then."""
     exchange, _, _, _ = exchange
     names, rows = iter(range(10)), exchange._rows
