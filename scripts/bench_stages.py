@@ -1,17 +1,21 @@
-"""Pipeline stages on virtual devices: steps in flight, and static PP and TP by output:input.
+"""Pipeline stages on virtual devices: steps in flight, static PP and TP, and phases of both.
 
     python scripts/bench_stages.py [--quick] [--rounds 3] [--out rows.jsonl]
 
-Random weights of SmolLM2-135M's shapes with 8 layers. Two things are measured:
+Random weights of SmolLM2-135M's shapes with 8 layers. Three things are measured:
 
     micro-batches   PP 4 with 1 (all resident sequences in each step, one step at a time and one
                     planned ahead) and with 4 (a quarter of them in each, four steps in flight)
     degrees         PP 4, PP 2 x TP 2 and TP 4 with prompts and outputs of several lengths
+    phases          prompts in PP 4 and decodes in TP 4, in turns, with the same requests: the host
+                    holds all prompts (one switch), or half of them (several)
 
-Virtual devices share the host's cores: with 4 devices on 2 cores, at most 2 stages compute at once,
-so what is seen is that they do and that nobody waits for the host, not what 4 cards would do. A row
-a run is printed (and kept in --out); the last line is JSON: `bytes_equal`, whether every run of the
-same requests gave the same tokens, and the milliseconds of a step by micro-batches.
+All engines are there at once, and their rounds are interleaved. Virtual devices share the host's
+cores: with 4 devices on 2 cores, at most 2 stages compute at once, so what is seen is that they do,
+that nobody waits for the host, and what a switch takes here, not what 4 cards would do. A row a
+run is printed (and kept in --out); `cpu_seconds` are of all threads, and say least of what else
+the machine does. The last line is JSON: `bytes_equal`, whether every run of the same requests gave
+the same tokens, and the milliseconds of a step by micro-batches.
 """
 
 import argparse
@@ -19,7 +23,6 @@ import json
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +36,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.scheduler import Scheduler
+from shiftjax.parallel.degrees import parse_degrees
 from shiftjax.settings import make_virtual_devices
 from shiftjax.weights.random import RandomSource
 
@@ -40,7 +44,9 @@ NUM_DEVICES = 4
 NUM_LAYERS = 8
 NUM_SEQS = 16
 CHUNK_TOKENS = 128
-DEGREES = {"pp4": (4, 1), "pp2tp2": (2, 2), "tp4": (1, 4)}
+DEGREES = {"pp4": 4, "pp2tp2": 2, "tp4": 1}  # with as many micro-batches
+PAIR = "pp4:tp4"
+HOST_SHARES = (1.0, 0.5)
 Tokens = dict[str, list[int]]
 
 
@@ -62,73 +68,105 @@ class Workload(NamedTuple):
         ]
 
 
-def start(pp: int, tp: int) -> Built:
+class Case(NamedTuple):
+    """What a row is about."""
+
+    what: str
+    name: str  # degrees, or a pair of them
+    num_parts: int  # micro-batches; of phases, those of prefill
+    workload: Workload
+    max_num_seqs: int = NUM_SEQS
+    host_share: float = 0.0  # of all prompts, what the host holds between phases
+
+
+def start(name: str) -> Built:
     """An engine on virtual devices, in float32, where tokens do not hang on the degrees."""
+    if ":" in name:
+        degrees = {"stages": name, "host_memory": "1GiB"}
+    else:
+        degrees = {"sp": 1} | parse_degrees(name)._asdict()
     config = EngineConfig.from_options(
         model="random:smollm2-135m",
         devices=NUM_DEVICES,
-        pp=pp,
-        tp=tp,
-        sp=1,
         dtype="float32",
-        max_num_seqs=pp * NUM_SEQS,  # so that all resident ones have rows in one step, too
+        # All resident sequences of a pipeline have rows in one step, too.
+        max_num_seqs=degrees.get("pp", 1) * NUM_SEQS,
         max_num_batched_tokens=CHUNK_TOKENS,
         token_buckets=(NUM_SEQS // NUM_DEVICES, NUM_SEQS, CHUNK_TOKENS),
         max_model_len=512,
         num_blocks=1024,
         prefix_caching=False,
         cache_dir="none",
+        **degrees,
     )
     model = replace(PRESETS["smollm2-135m"], num_layers=NUM_LAYERS)
     return build(config, RandomSource(model), lambda *_: None)
 
 
-def use_micro_batches(built: Built, count: int) -> None:
-    """Have each step take 1 / count of the resident sequences; the engine must have no work."""
-    (lane,) = built.engine.lanes
-    budgets = replace(built.deployment.budgets, max_num_seqs=NUM_SEQS, num_stages=count)
-    lane.scheduler = Scheduler(budgets)
+def prepare(built: Built, case: Case) -> None:
+    """Give an engine without work the micro-batches and the host memory of a case."""
+    engine = built.engine
+    if engine.resharding is None:
+        budgets = built.deployment.budgets
+        seqs = {"max_num_seqs": case.max_num_seqs, "num_stages": case.num_parts}
+        engine.lanes[0].scheduler = Scheduler(replace(budgets, **seqs))
+        return
+    host = engine.lanes[0].scheduler.tables.host
+    assert host is not None
+    lengths = [len(request.prompt_token_ids) for request in case.workload.requests()]
+    blocks = sum(-(-length // host.block_size) for length in lengths)
+    host.memory.num_bytes = round(case.host_share * blocks) * host.block_bytes
 
 
-def serve(engine: Engine, requests: list[Request]) -> tuple[Tokens, float, int]:
-    """(tokens of each request, seconds, steps)."""
+def serve(engine: Engine, requests: list[Request]) -> tuple[Tokens, dict[str, Any]]:
+    """Tokens of each request; seconds of the clock and of all threads, steps, changes of phase."""
     for request in requests:
         engine.add_request(request)
     tokens: Tokens = {request.request_id: [] for request in requests}
-    before, begin = sum(engine.stats().steps.values()), time.perf_counter()
+    before, begin, began = engine.stats(), time.perf_counter(), time.process_time()
     while engine.has_work():
         for event in engine.step(time.monotonic()):
             assert event.error is None, event.error
             tokens[event.request_id] += event.token_ids
-    seconds = time.perf_counter() - begin
-    return tokens, seconds, sum(engine.stats().steps.values()) - before
+    row = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - began}
+    after = engine.stats()
+    row["steps"] = sum(after.steps.values()) - sum(before.steps.values())
+    if before.resharding is not None and after.resharding is not None:
+        row["switches"] = after.resharding.num_switches - before.resharding.num_switches
+        spent = after.resharding.switch_seconds - before.resharding.switch_seconds
+        row["switch_seconds"] = spent
+    return tokens, row
 
 
-def run(
-    built: Built, workload: Workload, rounds: int, **what: Any
-) -> Iterator[tuple[dict, Tokens]]:
-    """A row and the tokens of each round; one before them is not counted."""
-    serve(built.engine, workload.requests())
-    for number in range(rounds):
-        requests = workload.requests()
-        tokens, seconds, steps = serve(built.engine, requests)
-        num_tokens = sum(map(len, tokens.values()))
-        row = what | workload._asdict() | {"round": number, "seconds": seconds, "steps": steps}
-        row |= {"step_ms": 1e3 * seconds / steps, "tokens_per_second": num_tokens / seconds}
-        yield row, tokens
+def cases_of(workloads: list[Workload]) -> list[Case]:
+    """All cases, in the order in which each round runs them."""
+    decodes = Workload(NUM_SEQS, 16, workloads[-1].output_tokens)
+    return [
+        *(Case("micro_batches", "pp4", count, decodes) for count in (1, NUM_DEVICES)),
+        *(Case("degrees", *each, workload) for workload in workloads for each in DEGREES.items()),
+        *(
+            Case("phases", PAIR, NUM_DEVICES, workload, host_share=share)
+            for workload in workloads
+            for share in HOST_SHARES
+        ),
+    ]
 
 
 def measure(workloads: list[Workload], rounds: int) -> Iterator[tuple[dict, Tokens]]:
-    """All runs, engine by engine."""
-    decodes = Workload(NUM_SEQS, 16, workloads[-1].output_tokens)
-    for name, (pp, tp) in DEGREES.items():
-        built = start(pp, tp)
-        for count in (1, pp) if name == "pp4" else ():
-            use_micro_batches(built, count)
-            yield from run(built, decodes, rounds, what="micro_batches", name=name, count=count)
-        use_micro_batches(built, pp)
-        for workload in workloads:
-            yield from run(built, workload, rounds, what="degrees", name=name, count=pp)
+    """A row and the tokens of each run; one round before them is not counted."""
+    engines = {name: start(name) for name in (*DEGREES, PAIR)}
+    for number in range(-1, rounds):
+        for case in cases_of(workloads):
+            built = engines[case.name]
+            prepare(built, case)
+            tokens, row = serve(built.engine, case.workload.requests())
+            if number < 0:
+                continue
+            what = {"what": case.what, "name": case.name, "count": case.num_parts, "round": number}
+            what |= {"host_share": case.host_share} if case.host_share else {}
+            rate = sum(map(len, tokens.values())) / row["seconds"]
+            row |= {"step_ms": 1e3 * row["seconds"] / row["steps"], "tokens_per_second": rate}
+            yield what | case.workload._asdict() | row, tokens
 
 
 def summary(rows: list[dict], all_tokens: list[Tokens]) -> dict[str, Any]:
@@ -137,34 +175,40 @@ def summary(rows: list[dict], all_tokens: list[Tokens]) -> dict[str, Any]:
     are_equal = [
         first.setdefault(key, got) == got for one in all_tokens for key, got in one.items()
     ]
-    batches = [row for row in rows if row["what"] == "micro_batches"]
-    degrees = [row for row in rows if row["what"] == "degrees"]
-    kinds = Counter((row["prompt_tokens"], row["output_tokens"], row["name"]) for row in degrees)
-
-    def median(some: list[dict], field: str) -> float:
-        return round(statistics.median(row[field] for row in some), 2)
-
-    by_count = {n: [row for row in batches if row["count"] == n] for n in (1, NUM_DEVICES)}
+    batches = {n: _of(rows, what="micro_batches", count=n) for n in (1, NUM_DEVICES)}
+    steps, rates = (
+        {n: _median(each, field) for n, each in batches.items()}
+        for field in ("step_ms", "tokens_per_second")
+    )
     return {
         "bytes_equal": all(are_equal),
-        "step_ms_by_micro_batches": {n: median(each, "step_ms") for n, each in by_count.items()},
-        "tokens_per_second_by_micro_batches": {
-            n: median(each, "tokens_per_second") for n, each in by_count.items()
-        },
-        "tokens_per_second": {
-            f"{prompt}:{output} {name}": median(
-                [
-                    row
-                    for row in degrees
-                    if (row["prompt_tokens"], row["output_tokens"], row["name"])
-                    == (prompt, output, name)
-                ],
-                "tokens_per_second",
-            )
-            for prompt, output, name in kinds
-        },
+        "step_ms_by_micro_batches": steps,
+        "tokens_per_second_by_micro_batches": rates,
+        "tokens_per_second": _by_case(rows, "tokens_per_second"),
+        "cpu_seconds": _by_case(rows, "cpu_seconds"),
+        "switches": _by_case(rows, "switches"),
+        "switch_seconds": _by_case(rows, "switch_seconds"),
         "machine": describe_machine(),
     }
+
+
+def _by_case(rows: list[dict], field: str) -> dict[str, float]:
+    """Medians by prompt:output tokens, degrees, and what the host holds."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        if row["what"] != "micro_batches" and field in row:
+            held = f" host {row['host_share']:.0%}" if "host_share" in row else ""
+            name = f"{row['prompt_tokens']}:{row['output_tokens']} {row['name']}{held}"
+            found.setdefault(name, []).append(row)
+    return {name: _median(some, field) for name, some in found.items()}
+
+
+def _of(rows: list[dict], **what: Any) -> list[dict]:
+    return [row for row in rows if all(row[name] == value for name, value in what.items())]
+
+
+def _median(rows: list[dict], field: str) -> float:
+    return round(statistics.median(row[field] for row in rows), 3)
 
 
 def main() -> None:

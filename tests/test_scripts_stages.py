@@ -18,6 +18,7 @@ ROWS = [
     row("micro_batches", "pp4", 4, step_ms=3.0, tokens_per_second=25.0),
     row("degrees", "pp4", 4, tokens_per_second=20.0),
     row("degrees", "tp4", 1, tokens_per_second=15.0),
+    *(row("phases", "pp4:tp4", 4, host_share=0.5, switches=n, tokens_per_second=n) for n in (3, 5)),
 ]
 
 
@@ -25,7 +26,9 @@ def test_the_summary_has_medians_and_notices_other_tokens():
     told = bench.summary(ROWS, [{"a": [1, 2]}, {"a": [1, 2], "b": [3]}])
     assert told["bytes_equal"] is True
     assert told["step_ms_by_micro_batches"] == {1: 9.0, 4: 3.0}
-    assert told["tokens_per_second"] == {"16:8 pp4": 20.0, "16:8 tp4": 15.0}
+    static = {"16:8 pp4": 20.0, "16:8 tp4": 15.0}
+    assert told["tokens_per_second"] == static | {"16:8 pp4:tp4 host 50%": 4.0}
+    assert told["switches"] == {"16:8 pp4:tp4 host 50%": 4.0}
     assert bench.summary(ROWS, [{"a": [1, 2]}, {"a": [1, 3]}])["bytes_equal"] is False
 
 
