@@ -69,27 +69,41 @@ def test_draws_are_those_of_the_line_and_of_the_prompt_in_it():
     assert texts[1][0] == texts[1][1]
 
 
-def test_a_killed_command_goes_on_where_it_was(tmp_path: Path):
-    """With a model, and a signal that nothing can catch."""
+def test_a_killed_run_in_phases_goes_on_in_others(tmp_path: Path):
+    """A signal that nothing can catch; then the rest in other degrees: as in one configuration."""
     lines = [body | {"id": f"{i}-{j}"} for i in range(12) for j, body in enumerate(ENDLESS)]
     source, output, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     source.write_bytes(b"".join(encoded(*lines)))
     byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
     flags = ["--model=random:tiny", f"--tokenizer={tmp_path}/tokenizer.json", "--format=plain"]
-    flags += ["--sp=1", "--tp=1", "--dtype=float32", "--max-num-seqs=4", "--token-buckets=32"]
-    flags += ["--max-num-batched-tokens=32", "--max-model-len=128", "--deterministic"]
+    flags += ["--dtype=float32", "--max-num-seqs=4", "--token-buckets=32", "--num-blocks=100"]
+    flags += ["--max-num-batched-tokens=32", "--max-model-len=128", "--block-size=4"]
     words = ["batch", str(source), *flags, "--cache-dir=none", "--output"]
-    command = [sys.executable, "-m", "serving.cli.main", *words, str(output)]
-    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    assert main([*words, str(whole), "--devices=1"]) == 0
+    words = [*words, str(output), "--host-memory=100KB"]  # some ten prompts
+    first = [sys.executable, "-m", "serving.cli.main", *words, "--stages=pp2:tp2", "--devices=2"]
+    killed = subprocess.Popen(first, stderr=subprocess.DEVNULL)
     while not output.exists() or output.read_bytes().count(b"\n") < 20:
         assert killed.poll() is None, "it ended before it could be killed"
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
     assert 20 <= output.read_bytes().count(b"\n") < len(lines)
-    assert main([*words, str(output), "--resume"]) == 0
-    assert main([*words, str(whole)]) == 0
-    assert output.read_bytes() == whole.read_bytes()
-    records = [json.loads(line) for line in output.read_bytes().splitlines()]
-    assert [record["id"] for record in records] == [line["id"] for line in lines]
-    assert sum("error" in record for record in records) == 24
+    assert main([*words, "--resume", "--stages=tp2:pp2", "--devices=2"]) == 0
+    found, expected = (
+        [json.loads(x) for x in f.read_bytes().splitlines()] for f in (output, whole)
+    )
+    assert [record["id"] for record in found] == [line["id"] for line in lines]
+    assert sum("error" in record for record in found) == 24
+    # In other degrees the last bits of log-probabilities are others.
+    found_logprobs, expected_logprobs = taken_out(found), taken_out(expected)
+    assert found == expected
+    assert found_logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+    assert len(found_logprobs) > 100
+
+
+def taken_out(records: list[dict]) -> list[float]:
+    """The log-probabilities, which are in the records no more; the tokens are."""
+    each = (one for record in records for one in record.get("outputs", ()))
+    tokens = [token for one in each for token in one.get("logprobs", ())]
+    return [value for x in tokens for value in (x.pop("logprob"), *x.pop("top_logprobs"))]
