@@ -1,6 +1,7 @@
 """Time to first token of a long prompt that comes again, with and without the host tier.
 
     python scripts/bench_host_tier.py [--tokens 3000] [--rounds 5] [--out rows.jsonl]
+    python scripts/bench_host_tier.py --assembly
 
 SmolLM2-135M on one device whose KV pool holds one such prompt, and two prompts that come in turns:
 each has been evicted by the other when it is asked again. Without a host tier it is computed again;
@@ -9,6 +10,9 @@ by prompt. What the restore has to move is 2 * layers * KV heads * head_dim * to
 computing has to compute about 2 operations for each parameter of a layer and token, and attention.
 Prints a row an answer (and keeps it in --out); the last line is JSON: medians, the median ratio of
 a round, whether the first tokens are the same.
+
+With --assembly alone: how fast the host puts together what 8 devices of TP 8 need of a chunk that 8
+stages have written (8 layers each, 8 heads, 512 tokens, head_dim 128, 134 MB), by one thread.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import numpy as np
 from bench_machine import describe_machine
 
 from shiftjax import LLM, SamplingParams
+from shiftjax.device.host_store import Shard, piece
 
 BLOCK_SIZE = 16
 ENGINES = {"without": "0", "with": "1GiB"}  # host memory
@@ -63,13 +68,40 @@ def summary(rows: list[dict]) -> dict[str, object]:
     return found | {"same_tokens": all(len(each) == 1 for each in tokens)}
 
 
+def assembly(rounds: int) -> dict[str, float]:
+    """Bytes a second, and a CPU second, of what has to be copied together for another layout."""
+    each, heads = 8, tuple(range(8))
+    size = 2 * each, len(heads), 512, 128
+    shards = [
+        Shard(np.full(size, stage, np.int16), range(each * stage, each * (stage + 1)), heads)
+        for stage in range(8)
+    ]
+    seconds, cpu_seconds = [], []
+    for _ in range(rounds):
+        begin, cpu = time.perf_counter(), time.process_time()
+        for head in heads:
+            piece(shards, range(8 * each), (head,), len(heads))
+        seconds.append(time.perf_counter() - begin)
+        cpu_seconds.append(time.process_time() - cpu)
+    num_bytes = sum(shard.values.nbytes for shard in shards)
+    return {
+        "bytes": num_bytes,
+        "bytes_per_second": num_bytes / statistics.median(seconds),
+        "bytes_per_cpu_second": num_bytes / statistics.median(cpu_seconds),
+    }
+
+
 def main() -> None:
     """Take turns and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--assembly", action="store_true")
     args = parser.parse_args()
+    if args.assembly:
+        print(json.dumps(assembly(args.rounds) | {"machine": describe_machine()}))
+        return
     engines = {name: start(memory, args.tokens) for name, memory in ENGINES.items()}
     prompts = np.random.default_rng(0).integers(3, 40_000, (2, args.tokens)).tolist()
     rows = []

@@ -62,12 +62,14 @@ def piece(
 ) -> np.ndarray:
     """What a device needs of a chunk: `[2 * layers, heads, tokens, head_dim]`.
 
-    Where one device has written just that it is a view. Heads from `num_kv_heads` on are padding,
-    zeros, as no weights lead to them. Raises KeyError if the chunk lacks a layer or a head.
+    Where one device has written all of it, that is a view. Heads from `num_kv_heads` on are
+    padding, zeros, as no weights lead to them. Raises KeyError if the chunk lacks a layer or head.
     """
     for shard in shards:
-        if shard.heads == tuple(heads) and common(layers, shard.layers) == layers:
-            return shard.of_layers(layers)
+        row = shard.heads.index(heads[0]) if heads[0] in shard.heads else 0
+        rows = slice(row, row + len(heads))
+        if shard.heads[rows] == tuple(heads) and common(layers, shard.layers) == layers:
+            return shard.of_layers(layers)[:, rows]
     _, _, *size = shards[0].values.shape
     made = np.zeros((2 * len(layers), len(heads), *size), shards[0].values.dtype)
     missing = {(layer, head) for layer in layers for head in heads if head < num_kv_heads}

@@ -10,6 +10,7 @@ them.
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from shiftjax.device.host_store import Chunks, Part, piece, shards_of
 from shiftjax.device.mesh import chunk_spec, named, pool_spec, replicated_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools, in_shape
 from shiftjax.parallel.layout import Layout
+
+COPIERS = ThreadPoolExecutor(thread_name_prefix="host-copies")  # NumPy copies without the lock
 
 
 class HostTier:
@@ -56,7 +59,7 @@ class HostTier:
         chunk = self._gathers[len(blocks)](pools, np.array(blocks, np.int32))
         part = Part(jax.device_put(chunk, self._host), self._layers.start, self._heads)
         self._chunks.setdefault(number, []).append(part)
-        self._in_flight.append((part.array, len(blocks)))
+        self._follow(part.array, len(blocks))
 
     def restore(self, pools: FlatPools, number: int, blocks: Sequence[int]) -> FlatPools:
         """Copy a chunk to device blocks of the (donated) pools and return them.
@@ -69,7 +72,7 @@ class HostTier:
         if chunk is None:
             chunk = self._fetch(self._chunks[number])
         pools, done = self._scatters[len(blocks)](pools, chunk, np.array(blocks, np.int32))
-        self._in_flight.append((done, len(blocks)))
+        self._follow(done, len(blocks))
         return pools
 
     def prefetch(self, numbers: Sequence[int]) -> None:
@@ -89,7 +92,10 @@ class HostTier:
             if part.array.sharding == self._host and part.layers == self._layers:
                 return jax.device_put(part.array, self._device)
         shards = shards_of(parts)
-        pieces = [piece(shards, self._layers, h, self._num_kv_heads) for h in self._by_device]
+        made = COPIERS.map(
+            lambda heads: piece(shards, self._layers, heads, self._num_kv_heads), self._by_device
+        )
+        pieces = list(made)
         _, _, *size = pieces[0].shape
         shape = 2 * len(self._layers), len(self._heads), *size
         make: Any = jax.make_array_from_single_device_arrays
@@ -97,11 +103,7 @@ class HostTier:
         return make(shape, self._device, on_devices)
 
     def settle(self) -> None:
-        """Wait for the copies that are on their way. Raises what made one of them fail.
-
-        What has been prefetched is forgotten, as its memory may be needed.
-        """
-        self._ahead.clear()
+        """Wait for the copies that are on their way. Raises what made one of them fail."""
         arrays = [array for array, _ in self._in_flight if not array.is_deleted()]
         self._in_flight.clear()
         self._num_in_flight = 0
@@ -109,15 +111,18 @@ class HostTier:
 
     def _make_room(self, num_blocks: int) -> None:
         """For so many more blocks on their way: forget copies that are made, and wait for some."""
-        self._num_in_flight += num_blocks
         while self._in_flight:
             oldest, count = self._in_flight[0]
             if not _is_over(oldest):
-                if self._num_in_flight <= self._most:
+                if self._num_in_flight + num_blocks <= self._most:
                     return
                 jax.block_until_ready(oldest)
             self._in_flight.popleft()
             self._num_in_flight -= count
+
+    def _follow(self, copy: jax.Array, num_blocks: int) -> None:
+        self._in_flight.append((copy, num_blocks))
+        self._num_in_flight += num_blocks
 
 
 def _is_over(array: jax.Array) -> bool:

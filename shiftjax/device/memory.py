@@ -93,6 +93,7 @@ class GroupMemory:
         Of one whose copy has failed whoever reads it will hear.
         """
         if self.host is not None:
+            self.host.prefetch(())
             with suppress(Exception):
                 self.host.settle()
         self._stored = ()
