@@ -71,7 +71,7 @@ def test_draws_are_those_of_the_line_and_of_the_prompt_in_it():
 
 def test_a_killed_run_in_phases_goes_on_in_others(tmp_path: Path):
     """A signal that nothing can catch; then the rest in other degrees: as in one configuration."""
-    lines = [body | {"id": f"{i}-{j}"} for i in range(12) for j, body in enumerate(ENDLESS)]
+    lines = [body | {"id": f"{i}-{j}"} for i in range(6) for j, body in enumerate(ENDLESS)]
     source, output, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     source.write_bytes(b"".join(encoded(*lines)))
     byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
@@ -80,26 +80,26 @@ def test_a_killed_run_in_phases_goes_on_in_others(tmp_path: Path):
     flags += ["--max-num-batched-tokens=32", "--max-model-len=128", "--block-size=4"]
     words = ["batch", str(source), *flags, "--cache-dir=none", "--output"]
     assert main([*words, str(whole), "--devices=1"]) == 0
-    words = [*words, str(output), "--host-memory=100KB"]  # some ten prompts
+    words = [*words, str(output), "--host-memory=60KB"]  # some six prompts
     first = [sys.executable, "-m", "serving.cli.main", *words, "--stages=pp2:tp2", "--devices=2"]
     killed = subprocess.Popen(first, stderr=subprocess.DEVNULL)
-    while not output.exists() or output.read_bytes().count(b"\n") < 20:
+    while not output.exists() or output.read_bytes().count(b"\n") < 10:
         assert killed.poll() is None, "it ended before it could be killed"
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
-    assert 20 <= output.read_bytes().count(b"\n") < len(lines)
+    assert 10 <= output.read_bytes().count(b"\n") < len(lines)
     assert main([*words, "--resume", "--stages=tp2:pp2", "--devices=2"]) == 0
     found, expected = (
         [json.loads(x) for x in f.read_bytes().splitlines()] for f in (output, whole)
     )
     assert [record["id"] for record in found] == [line["id"] for line in lines]
-    assert sum("error" in record for record in found) == 24
+    assert sum("error" in record for record in found) == 12
     # In other degrees the last bits of log-probabilities are others.
     found_logprobs, expected_logprobs = taken_out(found), taken_out(expected)
     assert found == expected
     assert found_logprobs == pytest.approx(expected_logprobs, abs=1e-4)
-    assert len(found_logprobs) > 100
+    assert len(found_logprobs) > 500
 
 
 def taken_out(records: list[dict]) -> list[float]:
