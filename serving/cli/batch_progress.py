@@ -31,7 +31,7 @@ def shown_tally(tally: Tally, console: Console | None = None) -> Iterator[None]:
 def _update(bars: Progress, task: TaskID, tally: Tally) -> None:
     left, passed = tally.seconds_left(), sum(tally.seconds.values())
     share = 0.0 if left is None else passed / max(passed + left, 1e-9)
-    then = "" if left is None else f"  {timedelta(seconds=round(left))} left,"
+    then = "" if left is None else f"  {timedelta(seconds=round(left))} left after"
     rest = f"{tally.num_written:,}/{tally.num_lines:,} lines{then}"
     bars.update(task, description=tally.where(), completed=share, rest=rest)
 

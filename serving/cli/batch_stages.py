@@ -44,6 +44,8 @@ def settle_stages(
     make_virtual_devices(config)
     import jax
 
+    from shiftjax.build import host_copy_bytes
+
     devices = jax.devices()[: config.parallel.devices]
     kind = devices[0].device_kind
     machine = config.scheduler.machine or PREDICTED.get(kind)
@@ -65,7 +67,8 @@ def settle_stages(
         load_engine("shiftjax"),
         formats_of(config.model.dtype, config.cache.kv_cache_dtype),
     )
-    host_bytes = config.cache.host_bytes or int(HOST_SHARE * host_memory()[1])
+    free = host_memory()[1] - host_copy_bytes(target.model, target.formats)
+    host_bytes = config.cache.host_bytes or int(HOST_SHARE * max(0, free))
     choice = choose_stages(target, lengths, host_bytes, **budgets)
     _say(f"predicted on {len(devices)} devices of {target.machine.name}:", *choice.lines())
     return _with_degrees(config, choice.chosen)

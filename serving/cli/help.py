@@ -50,8 +50,9 @@ HELP: Mapping[str, Help] = {
         (
             "shiftjax batch smollm2-135m requests.jsonl --output results.jsonl",
             "shiftjax batch prompts.jsonl --format plain --output results.jsonl --resume",
+            "shiftjax batch llama requests.jsonl --output results.jsonl --stages auto",
         ),
-        ("--output", "--resume", "--format", "--model", "--tp"),
+        ("--output", "--resume", "--format", "--model", "--tp", "--stages"),
     ),
     "embed": Help(
         ("shiftjax embed minilm-l6 texts.txt matrix.npy",),
