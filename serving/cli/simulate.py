@@ -35,7 +35,14 @@ from shiftjax.sim.experiments import (
     write_rows,
 )
 from shiftjax.sim.fleet_planning import fleet_estimates
-from shiftjax.sim.planning import Estimate, Workload, all_deployments, estimate, recommend
+from shiftjax.sim.planning import (
+    Estimate,
+    Workload,
+    all_deployments,
+    estimate,
+    recommend,
+    stages_in_words,
+)
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.trace import TraceRequest
 
@@ -117,7 +124,7 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
-    """Print what every (DP, SP, TP) would hold and do, and which one to take."""
+    """Print what every (DP, PP, SP, TP) would hold and do, and which one to take."""
     if min(arguments.input, arguments.output) < 1:
         raise ConfigError(["--input and --output must be at least 1 token"])
     target, settings, own, options = _asked(arguments)
@@ -130,6 +137,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     best, reason = recommend(target, **settings)
     print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
     print(reason)
+    if words := stages_in_words(estimates):
+        print(words)
     fleets = _fleets(target, workload, settings, options)
     compiled, kernels = _compile(arguments, target, estimates, workload)
     if arguments.out:
@@ -144,10 +153,14 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
 
 def _heading(target: Target, workload: Workload) -> str:
     """What is planned: much of it by default."""
-    formats = target.formats
+    formats, machine = target.formats, target.machine
+    host = ""
+    if machine.from_host:
+        rate = machine.from_host[0].bytes_per_second / 1e9
+        host = f" (host: {machine.host_memory_bytes / 2**30:,.0f} GiB, {rate:.0f} GB/s a device)"
     return (
         f"{target.model.name} ({formats.weights}, KV {formats.kv}) on "
-        f"{target.machine.name} with the overhead of {target.engine.name}, "
+        f"{machine.name}{host} with the overhead of {target.engine.name}, "
         f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens; "
         "--model, --machine, --dtype, --input and --output choose others\n"
     )
@@ -184,7 +197,8 @@ def _compile(
         return [], []
     from serving.bench.compiled_plan import compile_rows
 
-    fitting = {(e.deployment.sp, e.deployment.tp): e.deployment for e in estimates if e.fits}
+    plain = [e.deployment for e in estimates if e.fits and e.deployment.pp == 1]
+    fitting = {(each.sp, each.tp): each for each in plain}
     if arguments.compile:
         meshes = meshes_of(arguments.compile, "--compile")
     else:

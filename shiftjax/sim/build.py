@@ -21,6 +21,7 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.shared_blocks import share
 from shiftjax.control.speculation import Speculation
 from shiftjax.costs.machine import Transfer
+from shiftjax.costs.resharding import check_host_links
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.deployment import (
@@ -154,6 +155,7 @@ def _make_lanes(
 def _link(target: Target, deployment: Deployment, tier: Tier) -> HostLink | None:
     if not tier.memory.num_bytes:
         return None
+    check_host_links(target.machine)
     sizes = [stage.block_bytes for stage in deployment.stages]
     return HostLink(target.machine, sizes, deployment.blocks_in_flight, tier.stored)
 

@@ -40,9 +40,7 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
-SIMULATED = MappingProxyType(
-    {"weights": "alias", "preemption": "recompute", "host_memory": "0", "deterministic": False}
-)
+SIMULATED = MappingProxyType({"weights": "alias", "deterministic": False, "stages": None})
 """Settings of which the replay knows one value."""
 
 

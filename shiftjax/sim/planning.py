@@ -1,5 +1,6 @@
 """Which deployments fit a machine and what each would do, in closed form. No JAX."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,8 +8,17 @@ from shiftjax.control.deployment import Deployment
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.step import Work
-from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import Target, cost_model, deploy, least_tp, memory_of, modes_of
+from shiftjax.parallel.grid import Mode
+from shiftjax.sim.deployment import (
+    Target,
+    cost_model,
+    deploy,
+    deploy_degrees,
+    least_tp,
+    memory_of,
+    modes_of,
+)
+from shiftjax.sim.stages import Batch, all_degrees, mixed_rate
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Estimate:
         return {
             "name": self.deployment.name,
             "dp": self.deployment.dp,
+            "pp": self.deployment.pp,
             "sp": self.deployment.sp,
             "tp": self.deployment.tp,
             "fits": self.fits,
@@ -51,13 +62,7 @@ class Estimate:
 
 
 def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:
-    """What a deployment can hold and how quick it is.
-
-    Raises ConfigError for pipeline stages, whose steps the closed form does not know.
-    """
-    if deployment.pp > 1:
-        words = f"pp = {deployment.pp} is not planned for: ask shiftjax mesh simulate, or drop it"
-        raise ConfigError([f"{deployment.name}: {words}"])
+    """What a deployment can hold and how quick it is; of a pipeline, its fullest stage."""
     memory, costs = memory_of(target, deployment), cost_model(target, deployment)
     prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
     fits = memory.num_kv_tokens >= prompt + output
@@ -70,20 +75,31 @@ def estimate(target: Target, deployment: Deployment, workload: Workload) -> Esti
         memory,
         True,
         ttft_seconds=_prefill_seconds(costs, deployment, prompt),
-        tpot_seconds=min(costs.seconds(mode, decode) for mode in modes),
+        tpot_seconds=min(_seconds_alone(costs, mode, decode) for mode in modes),
         tokens_per_second=saturated_tokens_per_second(costs, deployment, memory, workload),
     )
 
 
 def _prefill_seconds(costs: GroupCosts, deployment: Deployment, num_tokens: int) -> float:
-    """A prompt alone, in chunks of the step's budget."""
-    total, start = 0.0, 0
+    """A prompt alone, in chunks of the step's budget, which follow each other through stages."""
+    total, start, modes = 0.0, 0, modes_of(costs, deployment)
     while start < num_tokens:
         chunk = min(num_tokens - start, deployment.max_num_batched_tokens)
         work = Work.prefill(chunk, start)
-        total += min(costs.seconds(mode, work) for mode in modes_of(costs, deployment))
         start += chunk
+        is_last = start == num_tokens
+        seconds = (
+            _seconds_alone(costs, mode, work) if is_last else costs.seconds(mode, work)
+            for mode in modes
+        )
+        total += min(seconds)
     return total
+
+
+def _seconds_alone(costs: GroupCosts, mode: Mode, work: Work) -> float:
+    """Of a step that the next one needs the result of, in all stages."""
+    device, host = costs.device_seconds(mode, work), costs.host_seconds(work)
+    return max(device, host) if costs.engine.overlaps else device + host
 
 
 def saturated_tokens_per_second(
@@ -94,7 +110,13 @@ def saturated_tokens_per_second(
     With B sequences running, a step decodes B tokens and, since a request brings `prompt` tokens
     every `output` steps, computes B prompt / output tokens of prompts. B is bounded by sequences,
     by the step's tokens and by the KV cache, in which a sequence holds half its output on average.
+    Of a pipeline a request's share of steps that are not alike, see `stages.mixed_rate`.
     """
+    if deployment.pp > 1:
+        batch = Batch.of([(workload.num_prompt_tokens, workload.num_output_tokens)])
+        fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs)
+        rate = mixed_rate(costs, deployment, batch, max(1.0, fits / deployment.pp))
+        return rate * (workload.num_prompt_tokens + workload.num_output_tokens)
     prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
     per_sequence = 1 + prompt / output
     running = min(
@@ -117,7 +139,10 @@ def saturated_tokens_per_second(
 
 
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
-    """Every (dp, sp, tp) of the machine with powers of two; those with SP shift."""
+    """Every (dp, sp, tp) of the machine with powers of two, and stages; those with SP shift.
+
+    Stages are as many as divide the layers, each with TP alone.
+    """
     devices = target.machine.num_devices
     sizes = [size for size in (2**k for k in range(devices.bit_length())) if devices % size == 0]
     most = target.model.num_heads
@@ -132,7 +157,31 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
         for sp in sizes
         for tp in sizes
         if devices % (sp * tp) == 0 and sp * tp <= most
+    ] + [
+        deploy_degrees(target, degrees, **budgets)
+        for degrees in all_degrees(target)
+        if degrees.pp > 1 and degrees.sp == 1 and target.model.num_layers % degrees.pp == 0
     ]
+
+
+def stages_in_words(estimates: Sequence[Estimate]) -> str:
+    """Whether stages pay for this workload, in one sentence; "" where none fit."""
+    fitting = [one for one in estimates if one.fits]
+    staged = [one for one in fitting if one.deployment.pp > 1]
+    plain = [one for one in fitting if one.deployment.pp == 1]
+    if not staged:
+        return ""
+    best = max(staged, key=lambda one: one.tokens_per_second)
+    if not plain:
+        return f"stages: nothing fits without; {best.deployment.name} has most tokens per second"
+    other = max(plain, key=lambda one: one.tokens_per_second)
+    more = best.tokens_per_second / other.tokens_per_second
+    longer = best.tpot_seconds / other.tpot_seconds
+    than = f"of {other.deployment.name}, the best without"
+    return (
+        f"stages: {best.deployment.name} has {more:.2f} times the tokens per second {than}, when "
+        f"full, and {longer:.2f} times its time per token, when one request is alone"
+    )
 
 
 def shift_threshold(costs: GroupCosts, most: int = 1 << 16) -> int:

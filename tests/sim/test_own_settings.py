@@ -7,12 +7,15 @@ from harness import silent
 
 from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
+from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError
 from shiftjax.sim.build import make_engine
-from shiftjax.sim.deployment import deploy, deploy_config, memory_of
+from shiftjax.sim.deployment import cost_model, deploy, deploy_config, memory_of
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.planning import Workload, estimate
+from shiftjax.sim.replay import replay
+from shiftjax.sim.trace import TraceRequest
 from shiftjax.weights.resolve import open_source, resolve_model
 
 SETTINGS = {
@@ -57,19 +60,36 @@ def test_a_server_is_assumed_where_no_settings_are_given():
     assert (server.max_num_seqs, server.max_num_batched_tokens) == (256, 8192)
 
 
-def test_stages_are_simulated_and_no_closed_form_is_given_for_them():
+def test_stages_are_simulated_and_planned_for():
     deployment = deploy_config(GPUS, EngineConfig.from_options(pp=4, tp=2, max_model_len=4096))
     _, (runner,) = make_engine(GPUS, deployment, Clock())
     assert runner.costs.layout.num_devices == 2 and deployment.grid.num_devices == 8
-    with pytest.raises(ConfigError, match="pp = 4 is not planned for: ask shiftjax mesh simulate"):
-        estimate(GPUS, deployment, Workload(1000, 100))
+    found = estimate(GPUS, deployment, Workload(1000, 100))
+    assert found.fits and found.row()["pp"] == 4
+    costs, chunk = cost_model(GPUS, deployment), deployment.max_num_batched_tokens
+    shift = costs.layout.shift
+    assert chunk >= 1000
+    assert found.ttft_seconds == costs.device_seconds(shift, Work.prefill(1000))
+    assert found.tpot_seconds == costs.device_seconds(shift, Work.decode(1, 1050))
+
+
+def test_a_host_tier_is_simulated():
+    """Prompts that fall out of a small pool come back from the host."""
+    options = {"sp": 1, "tp": 8, "num_blocks": 140, "max_model_len": 2048}
+    same = TraceRequest(0.0, 1000, 2, (1,), 992)
+    prompts = [same, TraceRequest(5.0, 2000, 2), replace(same, arrival_seconds=9.0)]
+    plain, tiered = (
+        replay(prompts, GPUS, deploy_config(GPUS, EngineConfig.from_options(**options, **more)))
+        for more in ({}, {"host_memory": "8GiB"})
+    )
+    assert plain.requests[2].num_cached_tokens < 500 < tiered.requests[2].num_cached_tokens
+    assert tiered.requests[2].ttft < plain.requests[2].ttft
 
 
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
-        ({"preemption": "swap", "host_memory": "1GB"}, "preemption = swap is not simulated"),
-        ({"host_memory": "1GB"}, "host_memory = 1GB is not simulated"),
+        ({"stages": "pp8:tp8"}, "stages = pp8:tp8 is not simulated"),
         ({"weights": "replicate"}, "weights = replicate is not simulated"),
         ({"policy": "cost", "machine": "cpu"}, "machine = cpu is not simulated on h200x8"),
         ({"devices": 16}, "16 devices are asked for, but this machine has 8"),

@@ -18,20 +18,26 @@ QUICK = (*SYNTHETIC, *SMALL, "--set", "output_tokens=10", "--dtype", "fp8")
 def test_plan_prints_every_configuration_and_a_recommendation(capsys):
     assert main(["plan", "--model", "llama-70b", "--dtype", "fp8", "--machine", "h200x8"]) == 0
     out = capsys.readouterr().out
-    assert sum(line.lstrip().startswith("dp") for line in out.splitlines()) == 10
+    table = out.partition("recommended")[0].splitlines()
+    names = [line.split()[0] for line in table if " True " in line or " False " in line]
+    assert names[:8] == ["dp8", "dp4", "dp2", "dp1", "dp4", "dp2", "dp1", "dp2"]
+    assert names[10:] == ["dp4pp2", "dp2pp2tp2", "pp2tp4", "dp2pp4", "pp4tp2", "pp8"]
+    assert "stages: " in out and "times the tokens per second of dp" in out
     assert "recommended: --sp 8 --tp 1 --shift-threshold" in out
 
 
 def test_plan_says_what_it_took_by_default(capsys):
     assert main(["plan", "--input", "1000", "--kv-cache-dtype", "fp8"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("llama-3.3-70b (bfloat16, KV fp8) on h200x8 with the overhead of shift")
+    assert first.startswith(
+        "llama-3.3-70b (bfloat16, KV fp8) on h200x8 (host: 2,048 GiB, 50 GB/s a"
+    )
     assert "1000 prompt and 250 output tokens" in first
 
 
 def test_plan_writes_rows_and_plots(capsys, tmp_path):
     assert main(["plan", "--model", "llama-8b", "--out", str(tmp_path)]) == 0
-    assert len((tmp_path / "plan.jsonl").read_text().splitlines()) == 10
+    assert len((tmp_path / "plan.jsonl").read_text().splitlines()) == 16
     page = (tmp_path / "report.html").read_text()
     assert [page.count(f"<h2>{name}") for name in ("memory", "a prompt", "roofline")] == [1] * 3
     assert page.count("<img") == 3
@@ -102,7 +108,7 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     capsys.readouterr()
     assert main(["plan", "--config", str(file)]) == 0
     row = capsys.readouterr().out.splitlines()[3].split()  # under what is planned, and headings
-    assert row[:5] == ["config", "1", "4", "2", "True"]
+    assert row[:6] == ["config", "1", "1", "4", "2", "True"]
 
 
 def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
