@@ -52,7 +52,7 @@ HELP: Mapping[str, Help] = {
             "shiftjax batch prompts.jsonl --format plain --output results.jsonl --resume",
             "shiftjax batch llama requests.jsonl --output results.jsonl --stages auto",
         ),
-        ("--output", "--resume", "--format", "--model", "--tp", "--stages"),
+        ("--output", "--resume", "--format", "--model", "--tp"),
     ),
     "embed": Help(
         ("shiftjax embed minilm-l6 texts.txt matrix.npy",),

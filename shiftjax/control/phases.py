@@ -36,13 +36,13 @@ def resolve_phases(
     num_bytes = config.cache.host_bytes or int(HOST_SHARE * host_bytes)
     if not num_bytes:
         raise ConfigError([f"stages = {config.parallel.stages} needs host_memory, say 8GiB"])
+    cache = replace(config.cache, preemption="swap", host_memory=str(num_bytes))
+    config = replace(config, cache=cache)
     found: dict[Phase, Deployment] = {}
     problems: list[str] = []
     for phase, degrees in zip(PHASES, pair, strict=True):
-        settings = _settings_of(config, degrees)
-        cache = replace(settings.cache, preemption="swap", host_memory=str(num_bytes))
         try:
-            deployment = resolve(replace(settings, cache=cache), model, devices, suited)
+            deployment = resolve(_settings_of(config, degrees), model, devices, suited)
             found[phase] = replace(deployment, name=degrees.name, parks=phase == "prefill")
         except ConfigError as error:
             problems += (f"stages, {phase} in {degrees.name}: {each}" for each in error.problems)

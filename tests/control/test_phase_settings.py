@@ -76,7 +76,8 @@ def test_what_stages_cannot_be_had_with(options, words):
 
 
 def test_host_memory_has_a_meaning_with_stages_alone():
-    EngineConfig.from_options(stages="pp8:tp8", host_memory="1GiB", prefix_caching=False)
+    found = phases_of("pp8:tp8", host_memory="1GiB", prefix_caching=False)
+    assert {each.host_bytes for each in found.values()} == {GIB}
 
 
 def test_what_model_and_machine_refuse_is_said_of_the_phase():
