@@ -21,8 +21,9 @@ SHIFT = Mode(1, 1)
 SOMEBODY = Sequence(Request("", ()), 0, 0, (0, 0.0, 0, 0), [], 0, 0, frozenset(), [])
 
 
-def target() -> Target:
-    return target_from({"model": "llama-8b", "machine": "a10x8", "dtype": "bfloat16"})
+def target(engine: str = "shiftjax") -> Target:
+    names = {"model": "llama-8b", "machine": "a10x8", "dtype": "bfloat16"}
+    return target_from(names | {"engine": engine})
 
 
 def batch(count: int, num_prompt_tokens: int, num_output_tokens: int) -> list[TraceRequest]:
@@ -73,9 +74,10 @@ def test_a_step_begins_in_a_stage_when_both_before_it_have_ended():
         assert got == pytest.approx(at)
 
 
+@pytest.mark.parametrize("engine", ["shiftjax", "vllm"])  # whose host hides, or not
 @pytest.mark.parametrize("name", ["pp8", "pp4tp2"])
-def test_decodes_in_steady_state_take_the_interval_of_the_closed_form(name):
-    of = target()
+def test_decodes_in_steady_state_take_the_interval_of_the_closed_form(name, engine):
+    of = target(engine)
     deployment, prompt, output = deploy_degrees(of, parse_degrees(name), **SMALL), 64, 200
     result = replay(batch(64, prompt, output), of, deployment)
     costs = cost_model(of, deployment)
@@ -86,8 +88,9 @@ def test_decodes_in_steady_state_take_the_interval_of_the_closed_form(name):
     assert interval == pytest.approx(costs.seconds(SHIFT, work), rel=0.1)
 
 
-def test_prompts_in_steady_state_take_the_interval_of_the_closed_form():
-    of = target()
+@pytest.mark.parametrize("engine", ["shiftjax", "vllm"])
+def test_prompts_in_steady_state_take_the_interval_of_the_closed_form(engine):
+    of = target(engine)
     deployment = deploy_degrees(of, Degrees(pp=8), **SMALL)
     result = replay(batch(64, 512, 1), of, deployment)
     costs = cost_model(of, deployment)

@@ -206,3 +206,35 @@ def test_fleets_are_compared_and_their_changes_reported(capsys, tmp_path):
 def test_settings_of_fleets_need_a_fleet(capsys):
     assert main([*QUICK, "--compare", "shift", "--bind-at", "2"]) == 2
     assert "bind_at is for fleets, which --compare does not name" in capsys.readouterr().err
+
+
+PHASES = ("--machine", "a10x8", "--model", "llama-8b", "--trace", "poisson", "--set", "rate=50")
+
+
+def test_phases_have_shares_of_time_and_a_strip(capsys, tmp_path):
+    sizes = ("--set", "seconds=1", "--set", "prompt_tokens=200", "--set", "output_tokens=5")
+    command = ["mesh", "simulate", *PHASES, *sizes, "--compare", "tp8,pp8:tp8"]
+    assert main([*command, "--host-memory", "1GiB", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "prefill/decode/switch" in out and "0%/0%/0%" in out
+    lines = (tmp_path / "simulate.jsonl").read_text().splitlines()
+    static, phased = (json.loads(line) for line in lines)
+    names = ("prefill_share", "decode_share", "switch_share")
+    assert sum(phased[name] for name in names) == pytest.approx(1)
+    assert phased["phase_switches"] > 0 == static["phase_switches"]
+    assert phased["weights_moved_bytes"] > 15e9 * phased["phase_switches"]
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>phases over time" in page and "<h2>pp8:tp8: switches" in page
+
+
+@pytest.mark.parametrize(
+    ("more", "fragment"),
+    [
+        (("--compare", "tp", "--host-memory", "1GiB"), "--host-memory is for phases"),
+        (("--compare", "pp8:tp8", "--host-memory", "much"), "--host-memory must be a size"),
+        (("--compare", "pp8:tp4"), "make the products equal"),
+    ],
+)
+def test_phases_that_cannot_be_simulated(capsys, more, fragment):
+    assert main(["mesh", "simulate", *PHASES, *more]) == 2
+    assert fragment in capsys.readouterr().err
