@@ -124,10 +124,12 @@ def _out_of_bounds(setting: Setting, value: Any) -> str | None:
 def from_text(setting: Setting, text: str) -> Any:
     """The value that a flag or a variable spells; the text itself where it spells none.
 
-    `auto` stands for None where None is allowed, `1,2` is a tuple, `1:0.5,2:1` a mapping. Text
-    that is no value of the setting's kind is left for the check of values, which says so.
+    `auto` stands for None where None is allowed and `auto` is no value of its own, `1,2` is a
+    tuple, `1:0.5,2:1` a mapping. Text that is no value of the setting's kind is left for the check
+    of values, which says so.
     """
-    if setting.optional and text == "auto":
+    is_own = setting.kind is str and setting.check is not None and setting.check("auto") is None
+    if setting.optional and text == "auto" and not is_own:
         return None
     try:
         if setting.kind is tuple:

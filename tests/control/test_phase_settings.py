@@ -7,6 +7,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Devices
 from shiftjax.control.phases import limits_of, merge_phases, resolve_phases
 from shiftjax.options import ConfigError
+from shiftjax.settings import resolve
 
 GIB = 1 << 30
 MODEL = ModelConfig("tiny", "llama", 1000, 512, 1536, 32, 8, 4, 64, 4096)
@@ -87,3 +88,10 @@ def test_what_model_and_machine_refuse_is_said_of_the_phase():
         phases_of("pp16:tp16")
     with pytest.raises(ConfigError, match="auto is of batch"):
         phases_of("auto")
+
+
+def test_auto_is_a_value_wherever_it_comes_from():
+    flag, variable = {"stages": "auto"}, {"SHIFTJAX_STAGES": "auto"}
+    found = [resolve(flag, {}), resolve({}, variable), resolve({}, {}, "stages: auto")]
+    assert [config.parallel.stages for config in found] == ["auto"] * 3
+    assert resolve({"tp": "auto"}, {}).parallel.tp is None
