@@ -123,6 +123,13 @@ def test_who_writes_nothing_needs_no_phases():
     assert choice.lines()[-1] == choice.reason
 
 
+def test_a_gain_that_may_be_an_error_is_left(monkeypatch):
+    monkeypatch.setattr("shiftjax.sim.stage_choice.LEAST_GAIN", 0.9)
+    choice = choose_stages(target(), ARTICLES, HOST)
+    assert choice.chosen is choice.static is not choice.ranked[0]
+    assert "less than 90% may be an error" in choice.reason
+
+
 def test_a_batch_of_a_few_requests_does_not_pay_for_a_switch():
     choice = choose_stages(target(), ARTICLES, HOST)
     assert choice.chosen.phases is not None and choice.break_even > 1
