@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import EMBEDDING, LM_HEAD
-from shiftjax.models.layers import Rope, apply_rope, project_out, rms_norm, rope_tables
+from shiftjax.models.layers import Rope, apply_rope, rms_norm, rope_tables
 from shiftjax.weights.source import TensorSource
 
 SWIFTKV_NORM = "model.norm_swiftkv.weight"
@@ -68,16 +68,16 @@ def _layer_output(
     q = apply_rope(_heads(normed, params[f"{at}.q_proj{suffix}.weight"], config), rope)
     k = apply_rope(_heads(source, params[f"{at}.k_proj{suffix}.weight"], config), rope)
     v = _heads(source, params[f"{at}.v_proj{suffix}.weight"], config)
-    x = x + project_out(_attend(q, k, v, shape), params[f"{at}.o_proj.weight"])
+    x = x + _attend(q, k, v, shape) @ params[f"{at}.o_proj.weight"].T
     mlp = f"model.layers.{layer}.mlp"
     normed = rms_norm(x, params[f"model.layers.{layer}.post_attention_layernorm.weight"], eps)
-    gate, up = (project_out(normed, params[f"{mlp}.{n}_proj.weight"]) for n in ("gate", "up"))
-    return x + project_out(jax.nn.silu(gate) * up, params[f"{mlp}.down_proj.weight"])
+    gate, up = (normed @ params[f"{mlp}.{n}_proj.weight"].T for n in ("gate", "up"))
+    return x + (jax.nn.silu(gate) * up) @ params[f"{mlp}.down_proj.weight"].T
 
 
 def _heads(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     """Project to `[tokens, heads, head_dim]`."""
-    return project_out(x, weight).reshape(x.shape[0], -1, config.head_dim)
+    return (x @ weight.T).reshape(x.shape[0], -1, config.head_dim)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -36,7 +36,7 @@ from forward_pass import (
 )
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.layers import project_out, rms_norm
+from shiftjax.models.layers import rms_norm
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.huggingface import save_huggingface
 from shiftjax.weights.resolve import open_source, resolve_model
@@ -59,7 +59,7 @@ def moments(
     for depth in depths:
         x = rms_norm(states[depth], jnp.ones(config.hidden_size), eps)
         y = [
-            project_out(inputs[i], params[f"{attention_of(i)}.{n}_proj.weight"])
+            inputs[i] @ params[f"{attention_of(i)}.{n}_proj.weight"].T
             for n in "kv"
             for i in range(depth, config.num_layers)
         ]
@@ -70,7 +70,7 @@ def moments(
 @partial(jax.jit, static_argnums=1)
 def loss(params: Params, config: ModelConfig, ids: jax.Array) -> jax.Array:
     """Mean negative log-likelihood of every token but the first of each window."""
-    logits = project_out(final_states(params, config, ids), params[head_name(config)])
+    logits = final_states(params, config, ids) @ params[head_name(config)].T
     logprobs = jax.nn.log_softmax(logits.reshape(BATCH, WINDOW, -1)[:, :-1], axis=-1)
     wanted = ids[:, 1:, None]
     return -jnp.take_along_axis(logprobs, wanted, axis=-1).mean()

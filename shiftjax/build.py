@@ -114,7 +114,7 @@ def _build_phases(
         sizes = PoolSizes(deployment, devices, programs_dir, is_loaded=False)
         compiled[phase] = compile_groups(config, deployment, groups[phase], sizes, progress)
     sized: dict[Phase, Deployment] = {phase: each.deployment for phase, each in compiled.items()}
-    first, dtype = sized["prefill"], FORMATS[sized["prefill"].formats.weights].dtype
+    first, dtype = sized["prefill"], FORMATS[sized["prefill"].formats.activations].dtype
     exchange = DeviceExchange(groups, HostWeights(source, dtype))
     memory, chunks = HostMemory(first.host_bytes), {}
     lanes: dict[Phase, list[Lane]] = {}

@@ -77,6 +77,9 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "number format of weights and activations; auto: what suits the backend"
     )
+    quantization: Literal["auto", "fp8"] = option(
+        "auto", "fp8: layers' matrices as e4m3 codes; auto: as the checkpoint has them"
+    )
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's", low=1, high=1 << 24
     )

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from shiftjax.arch.formats import DTYPES
+from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.build import use_compile_cache
 from shiftjax.config import EngineConfig
@@ -181,7 +181,7 @@ def _start_runner(
     check_embedding(config, model, memory)
     devices = jax.devices()[: num_devices_of(config, memory.num_devices)]
     mesh, layout = rows_mesh(devices), Layout(model, 1, 1)
-    defined = define(model, layout, DTYPES[embed_dtype(config)])
+    defined = define(layout, formats_of(embed_dtype(config)))
     leaves = load(defined, layout, mesh, source, progress)
     by_name = {weight.name: leaf for weight, leaf in zip(defined.declared, leaves, strict=True)}
     leaves = [

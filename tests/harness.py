@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec
@@ -78,6 +78,7 @@ def forward(
     strategy: str,
     least_size: int = 0,
     num_rows: int | None = None,
+    formats: Formats | None = None,
 ):
     """Return (hidden states after embedding and each layer, logits of all tokens), NumPy.
 
@@ -87,7 +88,7 @@ def forward(
     source = HuggingFaceSource(directory)
     layout = Layout(source.config, sp, tp)
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
-    model = define(source.config, layout, jnp.float32)
+    model = define(layout, formats or formats_of("float32"))
     weights = ModeWeights(model, layout, strategy)
     params = weights.of(mode, weights.with_head(load(model, layout, mesh, source, silent)))
     size = max(len(token_ids), least_size)

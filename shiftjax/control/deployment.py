@@ -321,6 +321,8 @@ def resolve(
     cache, scheduler = config.cache, config.scheduler
     dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
     formats = formats_of(dtype, cache.kv_cache_dtype)
+    if config.model.quantization != "auto":
+        formats = replace(formats, weights=config.model.quantization)
     budget = scheduler.max_num_batched_tokens
     sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size

@@ -4,9 +4,10 @@ import math
 from typing import NamedTuple
 
 from shiftjax.arch.formats import Formats
-from shiftjax.arch.weights import Weight, weights_of
+from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import COPIED, dtype_of, stored_weights
 
 
 class Memory(NamedTuple):
@@ -49,7 +50,7 @@ def temporary_bytes(
 
 def weight_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of BASE's weights on a device; a tied head is the memory of the embedding."""
-    held = (weight for weight in weights_of(layout.model) if weight.tied_to is None)
+    held = (weight for weight in stored_weights(layout, formats.weights) if weight.tied_to is None)
     return sum(_shard_bytes(weight, layout, formats, layout.stored_in(weight)) for weight in held)
 
 
@@ -57,23 +58,23 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
     """Bytes that SHIFT's weights take beside those of BASE, by `weights` of the options.
 
     `replicate` is a copy of all that the modes split differently, a tied head included; of
-    `alias`, whose views take nothing, biases are copied; `slice` has none.
+    `alias`, whose views take nothing, biases and scales are copied; `slice` has none.
     """
     if layout.sp == 1 or strategy == "slice":
         return 0
     copied = (
         weight
-        for weight in weights_of(layout.model)
+        for weight in stored_weights(layout, formats.weights)
         if weight.axes[0] is not None and (not weight.in_shift or weight.tied_to)
-        if strategy == "replicate" or weight.kind == "bias"
+        if strategy == "replicate" or weight.kind in COPIED
     )
     return sum(_shard_bytes(weight, layout, formats, layout.shift) for weight in copied)
 
 
 def _shard_bytes(weight: Weight, layout: Layout, formats: Formats, mode: Mode) -> int:
-    """Bytes of the part of one weight that a device has in a mode."""
-    sizes = zip(weight.axes, layout.stored(weight).shape, strict=True)
-    width = formats.weight_bytes if weight.kind == "matrix" else formats.activation_bytes
+    """Bytes of the part of one stored weight that a device has in a mode."""
+    sizes = zip(weight.axes, weight.shape, strict=True)
+    width = dtype_of(weight, formats).itemsize
     return width * math.prod(_local_size(axis, size, layout, mode) for axis, size in sizes)
 
 

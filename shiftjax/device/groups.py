@@ -65,9 +65,8 @@ def define_steps(
     options = gpu_options(devices[0], deployment.gpu_options)
     for width, of_width in deployment.by_width.items():
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
-        dtype = FORMATS[of_width.formats.weights].dtype
         attention = attention_of(of_width, devices[0], check)
-        weights = ModeWeights(define(layout.model, layout, dtype), layout, of_width.weights)
+        weights = ModeWeights(define(layout, of_width.formats), layout, of_width.weights)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
         has_paths = of_width.drafts.draft_paths > 1
         for group in grid.groups(width):
@@ -81,7 +80,7 @@ def attention_of(
 ) -> AttentionBackend:
     """The attention of groups of one width, on devices like this one."""
     layout, size, formats = deployment.layout, deployment.block_size, deployment.formats
-    dtype, kv = (FORMATS[name].dtype for name in (formats.weights, formats.kv))
+    dtype, kv = (FORMATS[name].dtype for name in (formats.activations, formats.kv))
     shape = shape_of(layout, formats, size, deployment.buckets[-1], deployment.deterministic)
     return choose_attention(
         layout,

@@ -1,7 +1,7 @@
 """The weights of a mode out of the stored ones, by one of three strategies.
 
-    alias       views of the stored shards: no memory (biases, a few kilobytes that need not be
-                aligned, are copied)
+    alias       views of the stored shards: no memory (biases and scales, a few kilobytes that need
+                not be aligned, are copied)
     slice       the stored shards themselves, sliced inside the step; a control
     replicate   a separate copy, w / ways more per device: the published way (arXiv 2509.16495,
                 section 3.3.2) and a control
@@ -24,6 +24,7 @@ from shiftjax.device.place import ModelDef
 from shiftjax.device.views import array_in_mode
 from shiftjax.parallel.grid import ALL_AXES, STORED_AXES, WEIGHT_AXES, Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import COPIED, dtype_of
 
 Weights = tuple[jax.Array, ...]
 
@@ -80,7 +81,8 @@ class ModeWeights(NamedTuple):
                 rows = self.layout.shard_rows(axis, used) * self.layout.ways(used)
                 shape = (rows, *shape[1:])
             sharding = named(mesh, spec)
-            params.append(jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=sharding))
+            dtype = dtype_of(weight, self.model.formats)
+            params.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
         return tuple(params)
 
     def local(self, mode: Mode, params: Sequence[jax.Array]) -> Weights:
@@ -99,7 +101,7 @@ class ModeWeights(NamedTuple):
     def _array(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
         if not self._is_viewed(weight, mode):
             return stored
-        copy = self.strategy == "replicate" or weight.kind == "bias"
+        copy = self.strategy == "replicate" or weight.kind in COPIED
         axis, mode = weight.axes[0], self._used_in(weight, mode)
         assert axis is not None
         return array_in_mode(stored, axis, self.layout, mode, weight.name, copy=copy)

@@ -7,22 +7,24 @@ and again is read once (`HostWeights`) and then costs the host no copy.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Weight, family_of, weights_of
 from shiftjax.device.mesh import named, stored_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
+from shiftjax.models.products import quantise, quantise_blocks
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import SCALE, dtype_of, stored_weights
 from shiftjax.weights.source import TensorSource, check_finite
 
 Progress = Callable[[str, int, int], None]
@@ -36,25 +38,33 @@ class ModelDef:
     graphdef: nnx.GraphDef
     treedef: Any  # jax.tree_util.PyTreeDef, for which jaxlib ships no stub
     declared: tuple[Weight, ...]  # in their stored shapes
-    dtype: np.dtype
+    formats: Formats
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of activations, and of all that is not quantised."""
+        return FORMATS[self.formats.activations].dtype
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Any:
         """Return the family's module over these weights; call it inside the step."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
-def define(config: ModelConfig, layout: Layout, dtype: DTypeLike) -> ModelDef:
-    """Define the model without allocating anything."""
-    stored = {weight.name: layout.stored(weight) for weight in weights_of(config)}
+def define(layout: Layout, formats: Formats) -> ModelDef:
+    """Define the model of a layout without allocating anything."""
+    config = layout.model
+    stored = {weight.name: weight for weight in stored_weights(layout, formats.weights)}
     params = {
-        tuple(name.split(".")): nnx.Param(jax.ShapeDtypeStruct(weight.shape, dtype))
+        tuple(name.split(".")): nnx.Param(
+            jax.ShapeDtypeStruct(weight.shape, dtype_of(weight, formats))
+        )
         for name, weight in stored.items()
     }
     model = FORWARD[family_of(config).name](config, unflatten_mapping(params))
     graphdef, state = nnx.split(model)
     names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
     declared = tuple(stored[name] for name in names)
-    return ModelDef(graphdef, jax.tree.structure(state), declared, np.dtype(dtype))
+    return ModelDef(graphdef, jax.tree.structure(state), declared, formats)
 
 
 def load(
@@ -74,13 +84,33 @@ def load_rows(
     model: ModelDef, layout: Layout, mesh: Mesh, rows: Rows, progress: Progress
 ) -> tuple[jax.Array | None, ...]:
     """The same of weights whose rows come from elsewhere."""
-    arrays: list[jax.Array | None] = []
-    for done, weight in enumerate(model.declared):
+    stored = {weight.name: weight for weight in model.declared}
+    arrays: dict[str, jax.Array | None] = {}
+    for done, plain in enumerate(map(layout.stored, weights_of(layout.model))):
         progress("weights", done, len(model.declared))
-        is_tied = weight.tied_to is not None
-        arrays.append(None if is_tied else _load_one(weight, model.dtype, layout, mesh, rows))
+        weight = stored[plain.name]
+        if weight.tied_to is not None:
+            arrays[plain.name] = None
+            continue
+        array = _load_one(plain, model.dtype, layout, mesh, rows)
+        if weight.kind == "codes":
+            scale = stored[f"{plain.name}{SCALE}"]
+            shardings = tuple(named(mesh, stored_spec(each, layout)) for each in (weight, scale))
+            convert = _quantiser(weight.shape[0] if plain.transposed else 0, shardings)
+            array, arrays[scale.name] = convert(array)
+        arrays[plain.name] = array
     progress("weights", len(model.declared), len(model.declared))
-    return tuple(arrays)
+    return tuple(arrays[weight.name] for weight in model.declared)
+
+
+@lru_cache(maxsize=64)
+def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, NamedSharding]) -> Any:
+    """Return what makes codes and scale of a stored matrix, on the devices that have it.
+
+    `num_blocks` 0: a column-parallel one. One program for each shape.
+    """
+    convert = partial(quantise_blocks, num_blocks=num_blocks) if num_blocks else quantise
+    return jax.jit(convert, out_shardings=shardings)
 
 
 class HostWeights:

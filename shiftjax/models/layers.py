@@ -64,20 +64,6 @@ def rms_norm(
     return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
-def project_out(
-    x: Float[Array, "tokens in"], weight: Float[Array, "out in"]
-) -> Float[Array, "tokens out"]:
-    """Multiply by a column-parallel weight, stored `[out, in]`."""
-    return jnp.einsum("ti,oi->to", x, weight)
-
-
-def project_in(
-    x: Float[Array, "tokens in"], weight: Float[Array, "in out"]
-) -> Float[Array, "tokens out"]:
-    """Multiply by a row-parallel weight, stored `[in, out]`; the result wants an all-reduce."""
-    return jnp.einsum("ti,io->to", x, weight)
-
-
 def rope_frequencies(config: ModelConfig) -> list[float]:
     """Return the head_dim / 2 rotary frequencies in radians per position, scaling applied."""
     exponents = (2 * i / config.head_dim for i in range(config.head_dim // 2))

@@ -25,13 +25,13 @@ from shiftjax.models.layers import (
     Rope,
     apply_rope,
     look_up,
-    project_in,
-    project_out,
     rms_norm,
     rope_tables,
 )
+from shiftjax.models.products import Matrix, project_in, project_out
 from shiftjax.models.speculator import Speculator
 from shiftjax.parallel.grid import WEIGHT_AXES
+from shiftjax.parallel.stored import SCALE
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
 
@@ -43,6 +43,24 @@ class Part(nnx.Module):
         self.config = config
         for name, param in params.items():
             setattr(self, name, param)
+
+    def _out(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "..."]:
+        """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
+        values, scale = getattr(self, name)[...], self._scale(name)
+        matrix = Matrix(values.reshape(-1, values.shape[-1]), scale)
+        return project_out(x, matrix).reshape(x.shape[0], *values.shape[:-1])
+
+    def _in(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "tokens out"]:
+        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
+        values, scale = getattr(self, name)[...], self._scale(name)
+        if scale is None:
+            values = values.reshape(-1, values.shape[-1])
+        return project_in(x, Matrix(values, scale))
+
+    def _scale(self, name: str) -> Float[Array, " out"] | None:
+        """Return what a matrix is in units of; None: it is not quantised."""
+        scale = getattr(self, f"{name}{SCALE}", None)
+        return None if scale is None else scale[...].reshape(-1)
 
 
 class Attention(Part):
@@ -78,7 +96,7 @@ class Attention(Part):
         self, x: Float[Array, "tokens hidden"], name: str
     ) -> Float[Array, "tokens heads head_dim"]:
         """Project to the q, k or v heads of this device."""
-        heads = _project_heads(x, getattr(self, name)[...])
+        heads = self._out(x, name)
         if not self.config.attention_bias:
             return heads
         return heads + getattr(self, f"{name}_bias")[...][None]
@@ -87,9 +105,7 @@ class Attention(Part):
         self, out: Float[Array, "tokens heads head_dim"], parallel: Parallel
     ) -> Float[Array, "tokens hidden"]:
         """Project the heads of this device back, and sum over devices."""
-        o = self.o[...]
-        out = project_in(out.reshape(out.shape[0], -1), o.reshape(-1, o.shape[-1]))
-        out = parallel.reduce(out)
+        out = parallel.reduce(self._in(out.reshape(out.shape[0], -1), "o"))
         return out + self.o_bias[...][None] if self.config.output_bias else out
 
 
@@ -128,24 +144,16 @@ class SwiftKV(Part):
         One product, whose columns are heads, then layers (keys of all, values of all).
         """
         x = rms_norm(hidden, self.norm[...], self.config.rms_norm_eps)
-        w = self.kv[...]
-        kv = project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:3])
+        kv = self._out(x, "kv")
         if self.config.attention_bias:
             kv = kv + self.kv_bias[...][None]
         keys, values = jnp.split(kv, 2, axis=2)
-        keys = apply_rope(keys.reshape(x.shape[0], -1, w.shape[2]), rope).reshape(keys.shape)
+        keys = apply_rope(keys.reshape(x.shape[0], -1, kv.shape[-1]), rope).reshape(keys.shape)
         slots = context.metadata.slot_mapping
         return [
             context.backend.write(pool, keys[:, :, i], values[:, :, i], slots)
             for i, pool in enumerate(pools)
         ]
-
-
-def _project_heads(
-    x: Float[Array, "tokens hidden"], w: Float[Array, "heads head_dim hidden"]
-) -> Float[Array, "tokens heads head_dim"]:
-    """Project to the heads of this device."""
-    return project_out(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:2])
 
 
 class MLP(Part):
@@ -162,10 +170,10 @@ class MLP(Part):
         self, x: Float[Array, "tokens hidden"], parallel: Parallel
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
-        gate, up = project_out(x, self.gate[...]), project_out(x, self.up[...])
+        gate, up = self._out(x, "gate"), self._out(x, "up")
         if self.config.mlp_bias:
             gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
-        out = parallel.reduce(project_in(jax.nn.silu(gate) * up, self.down[...]))
+        out = parallel.reduce(self._in(jax.nn.silu(gate) * up, "down"))
         return out + self.down_bias[...][None] if self.config.mlp_bias else out
 
 

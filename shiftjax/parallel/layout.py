@@ -229,6 +229,8 @@ class Layout:
 
     def shard_rows(self, axis: str, mode: Mode) -> int:
         """Return the rows of this axis in a weight shard of a mode."""
+        if axis == "blocks":
+            return self.padded_for // self.ways(mode)
         return len(self.source_rows(axis, mode)) // self.ways(mode)
 
     def shard_offset(self, axis: str, mode: Mode, device: int) -> int:

@@ -23,6 +23,7 @@ from hlo import collectives, launches
 
 from serving.bench.thunks import Thunk, dumped_thunks, top_level
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.all_reduces import all_reduce_kinds
@@ -52,7 +53,7 @@ NUM_TOKENS_AND_HEADS = 1 << 20
 PREFILL, DECODE = Bucket(1536, 64), Bucket(64, 64, rows_alone=True)
 THREADS = 2
 KERNEL = 'custom_call_target="mosaic_gpu'
-SPLIT_BY_MODE = ("vocab", "heads", "kv_heads", "intermediate")
+SPLIT_BY_MODE = ("vocab", "heads", "kv_heads", "intermediate", "blocks")
 
 
 class Case(NamedTuple):
@@ -78,7 +79,7 @@ class Case(NamedTuple):
     @property
     def layout(self) -> Layout:
         """How the model falls on the devices of the group."""
-        config = self.model or llama_70b(self.num_layers, self.size)
+        config = self.model or llama_70b(self.num_layers)
         if self.late_layers:
             early = self.num_layers - self.late_layers
             config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
@@ -93,9 +94,14 @@ class Case(NamedTuple):
         return PoolOptions(blocks, size, LONGEST // size, self.kv_dtype)
 
     @property
+    def formats(self) -> Formats:
+        """Of size "fp8" the matrices are codes, and so is the KV cache."""
+        return Formats() if self.size == "bf16" else Formats("fp8", "fp8")
+
+    @property
     def kv_dtype(self) -> np.dtype:
         """Of the pools."""
-        return np.dtype(jnp.bfloat16 if self.size == "bf16" else jnp.float8_e4m3fn)
+        return FORMATS[self.formats.kv].dtype
 
 
 class CompiledStep(NamedTuple):
@@ -131,14 +137,9 @@ def fleet_cases(units: int, tp: int) -> list[Case]:
     ]
 
 
-def llama_70b(num_layers: int, size: str = "bf16") -> ModelConfig:
-    """Return the published shapes, with fewer layers.
-
-    The engine has no fp8 weights. Of size "fp8" the matrices have half as many columns, hence the
-    bytes that fp8 would take; heads, KV cache and widths that are split stay as they are.
-    """
-    model = replace(PRESETS["llama-70b"], num_layers=num_layers)
-    return model if size == "bf16" else replace(model, hidden_size=model.hidden_size // 2)
+def llama_70b(num_layers: int) -> ModelConfig:
+    """Return the published shapes, with fewer layers."""
+    return replace(PRESETS["llama-70b"], num_layers=num_layers)
 
 
 class Compiler:
@@ -201,7 +202,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         else choose_attention(layout, devices[0], jnp.bfloat16, case.kv_dtype, pool.block_size)
     )
     assert attention.name == case.attention
-    model = define(layout.model, layout, jnp.bfloat16)
+    model = define(layout, case.formats)
     weights = ModeWeights(model, layout, case.strategy)
     options = {"auto": ONE_GRAPH, "none": {}}[case.gpu_options]
     rows, size = case.bucket.rows, pool.block_size

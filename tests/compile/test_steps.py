@@ -4,6 +4,7 @@ What the compiler plans is checked, and exactly: aliasing, copies, collectives, 
 What only a chip can tell is not: whether the numbers are right, and how long they take.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the
 TILES = {PREFILL: 2, DECODE: 0}  # more of them, for tiles of chunks: prefill, its combination
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
 MAX_LAUNCHES = {"base": (22, 40), "shift": (16, 40)}
+MAX_QUANTISING = {1: 3, 2: 11, 4: 15, 8: 18}  # more of a layer, by the blocks that a device has
 
 FLEET = [case for fleet in FLEETS for case in fleet_cases(*fleet)]
 EVERY = [*cases("bf16"), *cases("fp8"), *FLEET]
@@ -184,7 +186,8 @@ def test_every_layer_has_its_kernels_and_few_launches(case, compiled):
     one = compiled(case)
     assert one.text.count(KERNEL) == case.num_layers * (KERNELS[case.size] + TILES[case.bucket])
     found, (each, beside) = launches(one.text), MAX_LAUNCHES[case.mode.label]
-    each += KERNELS[case.size] - KERNELS["bf16"]
+    if case.size == "fp8":
+        each += KERNELS["fp8"] - KERNELS["bf16"] + MAX_QUANTISING[case.mode.sp]
     assert len(found) <= case.num_layers * each + beside
     assert not [i for i in found if i.opcode == "while"]
 
@@ -282,6 +285,18 @@ def test_temporaries_hardly_grow_with_the_layers(compiled):
     )
 
 
+@pytest.mark.parametrize("case", cases("fp8"), ids=name_of)
+def test_codes_are_multiplied_as_they_are(case, compiled):
+    """No program has them in a wider format; `weight_moves` above finds what turns or copies."""
+    one = compiled(case)
+    pairs = zip(one.step.model.declared, one.params, strict=True)
+    shards = {x.sharding.shard_shape(x.shape) for weight, x in pairs if weight.kind == "codes"}
+    assert len(shards) > 3
+    for *outer, rows, columns in shards:
+        for sizes in (f"{rows},{columns}", f"{rows * math.prod(outer)},{columns}"):
+            assert not re.search(rf"(f32|bf16|f16)\[(\d+,)?{sizes}\]", one.text), sizes
+
+
 def test_the_simulators_preset_has_as_many_kernels(compiled):
     """Of a layer and beside the layers, in SHIFT; a step with chunks has more of both."""
     engine, layers = load_engine("shiftjax"), MORE_LAYERS.num_layers
@@ -296,7 +311,7 @@ def kv_tokens(case: Case, compiled: Compiler) -> int:
     """The tokens whose KV fits beside the weights of 80 layers and the temporaries."""
     steps = [compiled(case._replace(mode=mode)) for mode in modes_of(case.sp)]
     temporaries = max(one.temporary_bytes for one in steps)
-    layout = Layout(llama_70b(NUM_LAYERS, case.size), case.sp, case.tp)
+    layout = Layout(llama_70b(NUM_LAYERS), case.sp, case.tp)
     each = BLOCK_SIZE * kv_token_bytes(
         layout, formats_of(kv="fp8" if case.size == "fp8" else "auto")
     )

@@ -200,8 +200,11 @@ def test_weights_on_a_device():
     )
     norms = 2 * (2 * 80 + 1) * model.hidden_size
     head = 2 * model.vocab_size * model.hidden_size  # and so many for the embedding
-    assert alone == layer_parameters(model) + 2 * head + norms
-    assert split - norms == (alone - norms) // 8
+    hidden, heads, kv_heads = model.hidden_size, 64 * 128, 8 * 128
+    whole = 4 * 80 * 2 * hidden  # scales of o and down, on every device
+    scales = whole + 4 * 80 * (heads + 2 * kv_heads + 2 * model.intermediate_size)
+    assert alone == layer_parameters(model) + 2 * head + norms + scales
+    assert split - norms - whole == (alone - norms - whole) // 8
     assert wide == alone - head + head // 8
     assert num_parameters(model) == pytest.approx(70.55e9, rel=1e-3)
 

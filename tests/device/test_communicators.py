@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
+from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.device import communicators
 from shiftjax.device.mesh import group_mesh
@@ -24,7 +25,7 @@ def steps_of(units: int, tp: int) -> list[StepDef]:
     steps = []
     for group in reversed(all_groups(units, possible_widths(units))):
         layout = Layout(MODEL, group.width, tp, units)
-        weights = ModeWeights(define(MODEL, layout, "float32"), layout, "alias")
+        weights = ModeWeights(define(layout, formats_of("float32")), layout, "alias")
         mesh = group_mesh(jax.devices(), Grid(tp, units), group)
         steps.append(StepDef(weights, mesh, 8, xla_attention(MODEL.head_dim, None, 4), 4))
     return steps

@@ -11,6 +11,7 @@ import pytest
 from echo_pools import EchoMover, EchoPools
 from harness import silent
 
+from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.handover import Copy, Crossing
 from shiftjax.device.memory import GroupMemory
@@ -45,7 +46,7 @@ def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) 
     config = replace(PRESETS["tiny"], num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
     grid, devices = Grid(tp, units), jax.devices()
     layouts = {width: Layout(config, width, tp, units) for width in widths}
-    models = {width: define(config, layout, "float32") for width, layout in layouts.items()}
+    models = {width: define(layout, formats_of("float32")) for width, layout in layouts.items()}
     mesh = joined_mesh([group_mesh(devices, grid, unit) for unit in grid.groups(1)])
     stored = load(models[1], layouts[1], mesh, RandomSource(config, 0), silent)
     device_pools, memories = DevicePools(), {}

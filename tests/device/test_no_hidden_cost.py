@@ -20,6 +20,7 @@ from hlo import (
 )
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import formats_of
 from shiftjax.control.policy import FixedPolicy
 from shiftjax.control.request import SamplingParams
 from shiftjax.device.mesh import make_mesh
@@ -133,7 +134,7 @@ def test_aliased_shift_weights_take_no_memory_and_copies_do():
     )
     layout = Layout(config, 4, 2)
     mesh = make_mesh(jax.devices()[:8], 4, 2)
-    model = define(config, layout, np.dtype(np.float32))
+    model = define(layout, formats_of("float32"))
     base = load(model, layout, mesh, RandomSource(config, 0), silent)
     copy_bytes = sum(
         model.dtype.itemsize * int(np.prod(w.shape))

@@ -12,6 +12,7 @@ from harness import held_bytes, silent
 from test_weight_bytes import BIASED, ODD, SWIFTKV, TIED
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices, resolve
 from shiftjax.control.resharding import Phase
@@ -53,7 +54,7 @@ def held(source: Counted, rows: HostWeights | None, sp: int, tp: int) -> list[ja
     """The weights on devices, from the source or from a copy of it."""
     config = source.config
     layout, mesh = Layout(config, sp, tp), make_mesh(jax.devices()[: sp * tp], sp, tp)
-    model = define(config, layout, "bfloat16")
+    model = define(layout, formats_of("bfloat16"))
     if rows is None:
         return [each for each in load(model, layout, mesh, source, silent) if each is not None]
     return [each for each in load_rows(model, layout, mesh, rows, silent) if each is not None]
@@ -72,7 +73,7 @@ def test_every_layout_gets_out_of_one_copy_what_it_gets_from_the_file(config, st
         for one, other in zip(got, expected, strict=True):
             assert one.sharding == other.sharding
             assert np.array_equal(np.asarray(one), np.asarray(other))
-    embed = define(config, Layout(config, 1, 1), "bfloat16").declared[0]
+    embed = define(Layout(config, 1, 1), formats_of("bfloat16")).declared[0]
     part = read_rows(source, embed, 3, 9).astype(rows(embed, 3, 9).dtype)
     assert np.array_equal(rows(embed, 3, 9), part)
     assert rows.num_bytes == sum(np.prod(each.shape) * 2 for each in source.tensors.values())

@@ -7,7 +7,7 @@ import pytest
 from harness import covered, held_bytes, silent
 
 from shiftjax.arch.config import ModelConfig, Speculator
-from shiftjax.arch.formats import formats_of
+from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import layer_parameters
 from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
@@ -31,9 +31,10 @@ MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
 
 
 def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> None:
-    layout, formats = Layout(config, sp, tp), formats_of(dtype)
+    layout = Layout(config, sp, tp)
+    formats = Formats("fp8") if dtype == "fp8" else formats_of(dtype)
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
-    weights = ModeWeights(define(config, layout, dtype), layout, strategy)
+    weights = ModeWeights(define(layout, formats), layout, strategy)
     stored = load(weights.model, layout, mesh, RandomSource(config), silent)
     expected = weight_bytes(layout, formats)
     assert set(held_bytes([array for array in stored if array is not None]).values()) == {expected}
@@ -46,6 +47,19 @@ def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> N
 @pytest.mark.parametrize("config", [ODD, TIED, BIASED, SWIFTKV], ids=MODELS)
 def test_weights_take_what_is_foretold(config, sp, tp):
     check(config, sp, tp, "alias", "bfloat16")
+
+
+@pytest.mark.parametrize(("sp", "tp"), [(1, 1), (4, 2), (3, 2)])
+@pytest.mark.parametrize(
+    "config", [BIASED, SWIFTKV, DRAFTED["mlp"]], ids=["biased", "swiftkv", "mlp"]
+)
+def test_codes_and_scales_take_what_is_foretold(config, sp, tp):
+    check(config, sp, tp, "alias", "fp8")
+
+
+@pytest.mark.parametrize("strategy", ["slice", "replicate"])
+def test_copies_of_codes_take_what_is_foretold(strategy):
+    check(BIASED, 3, 2, strategy, "fp8")
 
 
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import silent
 
+from shiftjax.arch.formats import formats_of
 from shiftjax.control.embed import EmbedPlan, Text, slots_of
 from shiftjax.device.embed_step import pack
 from shiftjax.device.mesh import rows_mesh
@@ -26,7 +27,7 @@ TOLERANCE = 200 * np.finfo(np.float32).eps
 def test_every_layer_equals_transformers_for_texts_that_share_a_row(name):
     source, expected = HuggingFaceSource(DATA / name), np.load(DATA / name / "expected.npz")
     layout = Layout(source.config, 1, 1)
-    model = define(source.config, layout, np.float32)
+    model = define(layout, formats_of("float32"))
     leaves = load(model, layout, rows_mesh(jax.devices()[:1]), source, silent)
     texts = [Text(i, expected[f"token_ids_{i}"].tolist()) for i in range(2)]
     packed, _ = pack(EmbedPlan(WIDTH, [texts]), 2)  # the second row is empty

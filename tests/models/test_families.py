@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from shiftjax.arch.config import Speculator
+from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import FAMILIES, weights_of
 from shiftjax.device.place import define
@@ -31,18 +31,18 @@ def test_every_family_has_a_forward_pass_and_every_architecture_a_name_in_checkp
 @pytest.mark.parametrize("name", TINY)
 def test_the_module_has_every_weight_of_the_table_and_no_other(name):
     config = replace(PRESETS[name], mlp_bias=True, output_bias=True)
-    model = define(config, Layout(config, 2, 2), np.float32)
+    model = define(Layout(config, 2, 2), formats_of("float32"))
     assert {weight.name for weight in model.declared} == {w.name for w in weights_of(config)}
 
 
 @pytest.mark.parametrize("speculator", SPECULATORS)
 def test_the_module_has_every_weight_of_its_speculator_and_no_other(speculator):
     config = replace(PRESETS["tiny"], speculator=speculator)
-    model = define(config, Layout(config, 2, 2), np.float32)
+    model = define(Layout(config, 2, 2), formats_of("float32"))
     assert {weight.name for weight in model.declared} == {w.name for w in weights_of(config)}
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known():
     config = replace(PRESETS["tiny"], architecture="gpt2")
     with pytest.raises(ConfigError, match="'gpt2' is none of llama, llama_swiftkv, mistral"):
-        define(config, Layout(config, 1, 1), np.float32)
+        define(Layout(config, 1, 1), formats_of("float32"))

@@ -16,6 +16,7 @@ from oracle import numpy_sampling, numpy_speculator
 from oracle.numpy_speculator import EXAMPLES
 
 from shiftjax.arch.config import Speculator
+from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.device.mode_weights import ModeWeights
@@ -64,7 +65,7 @@ def compiled(name: str, mesh: tuple[int, int, int], draft_vocab: int | None = No
     source = with_speculator(RandomSource(TINY), checkpoint(name)[0], draft_vocab)
     layout, mode = Layout(source.config, sp, tp), Mode(sp, mode_sp)
     devices = make_mesh(jax.devices()[: sp * tp], sp, tp)
-    model = define(source.config, layout, jnp.float32)
+    model = define(layout, formats_of("float32"))
     weights = ModeWeights(model, layout, "alias")
     params = weights.of(mode, weights.with_head(load(model, layout, devices, source, silent)))
 

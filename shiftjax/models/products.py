@@ -1,0 +1,79 @@
+"""Products with a layer's matrices, which are plain numbers or e4m3 codes in units of a scale.
+
+Scales are of what is contracted: of a weight's output channel, of a token's activations, or of the
+part of them that one device has where all devices split them (a block). So neither the other tokens
+of a step nor its mode changes a code: scaled by what a device has in its mode, BASE and SHIFT would
+round differently. Sums are float32, and scaled before blocks are added up.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float8e4m3fn
+
+CODE = jnp.float8_e4m3fn
+LARGEST_CODE = float(jnp.finfo(CODE).max)
+LEAST_SCALED = 1e-20  # what is smaller than this in all of a row becomes zeros
+
+
+class Matrix(NamedTuple):
+    """A weight as a device has it in a step; see `parallel/stored.py`."""
+
+    values: Array  # `[out, in]`; row-parallel ones `[in, out]`, or codes `[blocks, out, in]`
+    scale: Float[Array, " out"] | None = None  # None: the values are plain
+
+
+def quantise(
+    x: Float[Array, "*rows width"],
+) -> tuple[Float8e4m3fn[Array, "*rows width"], Float[Array, "*rows"]]:
+    """Return codes and the scale of every row, float32: codes * scale is nearly `x`.
+
+    A row that is not finite gives a scale, and results, that are not finite.
+    """
+    wide = x.astype(jnp.float32)
+    most = jnp.max(jnp.abs(wide), axis=-1)
+    scale = jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)  # as XLA divides by a constant
+    return (wide / scale[..., None]).astype(CODE), scale
+
+
+def quantise_blocks(
+    x: Float[Array, "*inputs out"], num_blocks: int
+) -> tuple[Float8e4m3fn[Array, "blocks out in"], Float[Array, " out"]]:
+    """Return a row-parallel matrix as codes in blocks of inputs, and the scale of every output."""
+    codes, scale = quantise(x.reshape(-1, x.shape[-1]).T)
+    blocks = codes.reshape(x.shape[-1], num_blocks, -1)
+    return blocks.swapaxes(0, 1), scale
+
+
+def project_out(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "tokens out"]:
+    """Multiply by a column-parallel matrix."""
+    if matrix.scale is None:
+        return jnp.einsum("ti,oi->to", x, matrix.values)
+    codes, scale = quantise(x)
+    out = _product(codes, matrix.values) * scale[:, None]
+    return (out * matrix.scale[None]).astype(x.dtype)
+
+
+def project_in(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "tokens out"]:
+    """Multiply by a row-parallel matrix; the result wants an all-reduce."""
+    if matrix.scale is None:
+        return jnp.einsum("ti,io->to", x, matrix.values)
+    blocks = matrix.values
+    codes, scale = quantise(x.reshape(x.shape[0], blocks.shape[0], -1))
+    parts = [_product(codes[:, i], blocks[i]) * scale[:, i, None] for i in range(blocks.shape[0])]
+    return (sum(parts[1:], parts[0]) * matrix.scale[None]).astype(x.dtype)
+
+
+def _product(
+    x: Float8e4m3fn[Array, "tokens in"], codes: Float8e4m3fn[Array, "out in"]
+) -> Float[Array, "tokens out"]:
+    """Multiply codes, in float32; a CPU has no product of them, but bfloat16 holds them all."""
+
+    def multiply(x: Array, codes: Array) -> Array:
+        return jnp.einsum("ti,oi->to", x, codes, preferred_element_type=jnp.float32)
+
+    def widened(x: Array, codes: Array) -> Array:
+        return multiply(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16))
+
+    return jax.lax.platform_dependent(x, codes, cpu=widened, default=multiply)

@@ -1,0 +1,68 @@
+"""Weights as devices store them: padded for a layout, matrices perhaps as 8-bit codes. No JAX.
+
+A quantised matrix is `codes` (e4m3) and a `scale` for each output channel, float32: a number is its
+code times the scale. How it is stored follows from the way that devices split it:
+
+    column-parallel   codes [out, in], scale [out], both split by outputs
+    row-parallel      codes [blocks, out, in / blocks], scale [out] on every device
+
+A block is the part of the inputs that one device has where all of them split it, so a shard of any
+mode is some whole blocks, and the contraction is the innermost dimension in both: what the fp8
+instructions of GPUs want, and nothing is transposed in a step.
+"""
+
+import numpy as np
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.weights import Weight, weights_of
+from shiftjax.parallel.layout import Layout
+
+SCALE = "_scale"  # after the name of what it scales
+COPIED = ("bias", "scale")  # kinds so small that a mode has a copy of its shard, not a view
+_SPLIT = ("heads", "kv_heads", "intermediate", "experts")
+
+
+def is_quantised(weight: Weight, config: ModelConfig) -> bool:
+    """Whether a matrix becomes codes: all that devices split but what the checkpoint leaves out.
+
+    What they hold whole are small ones: routers, and the projections of a speculator.
+    """
+    if weight.kind != "matrix" or weight.axes[0] not in _SPLIT:
+        return False
+    left = config.quantization.leaves_out if config.quantization else None
+    return left is None or not any(map(left, weight.stacked or (weight.source,)))
+
+
+def stored_weights(layout: Layout, weight_format: str) -> tuple[Weight, ...]:
+    """Every weight of the layout's model as devices store it, in the order of the model's."""
+    stored: list[Weight] = []
+    for weight in weights_of(layout.model):
+        plain = layout.stored(weight)
+        if FORMATS[weight_format].has_scales and is_quantised(weight, layout.model):
+            stored += quantised(plain, layout)
+        else:
+            stored.append(plain)
+    return tuple(stored)
+
+
+def quantised(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
+    """The codes of a stored matrix, and their scale."""
+    codes = plain._replace(kind="codes")
+    scale = plain._replace(name=f"{plain.name}{SCALE}", kind="scale")
+    if not plain.transposed:
+        return codes, scale._replace(shape=plain.shape[:-1], axes=plain.axes[:-1])
+    *_, outputs = plain.shape
+    if plain.axes[0] == "experts":
+        return codes, scale._replace(shape=(plain.shape[0], outputs), axes=(plain.axes[0], None))
+    blocks = layout.padded_for
+    shape = blocks, outputs, plain.num_elements // (blocks * outputs)
+    codes = codes._replace(shape=shape, axes=("blocks", None, None))
+    return codes, scale._replace(shape=(outputs,), axes=(None,))
+
+
+def dtype_of(weight: Weight, formats: Formats) -> np.dtype:
+    """What a stored weight is made of."""
+    if weight.kind == "scale":
+        return np.dtype(np.float32)
+    return FORMATS[formats.weights if weight.kind == "codes" else formats.activations].dtype

@@ -1,0 +1,39 @@
+"""The decoder of `numpy_llama` with quantised matrices: e4m3 codes by ml_dtypes, sums in float64.
+
+Written from the OCP definition of the format and independent of the code under test.
+"""
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+
+from oracle import numpy_llama
+
+E4M3 = ml_dtypes.float8_e4m3fn
+ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What a row looks like as codes in units of its largest number / 448."""
+    x = x.astype(np.float32)
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / 448)
+    scale = np.where(scale == 0, np.float32(1), scale)
+    return (x / scale).astype(E4M3).astype(np.float64) * scale
+
+
+@contextmanager
+def quantised(num_blocks: int):
+    """While it lasts, products have codes; inputs of o and down are scaled in so many blocks."""
+
+    def linear(x: np.ndarray, tensors: numpy_llama.Tensors, name: str) -> np.ndarray:
+        weight, blocks = rounded(tensors[f"{name}.weight"]), 1
+        if name.endswith(ROW_PARALLEL):
+            blocks = num_blocks
+        parts = np.split(x, blocks, axis=-1)
+        y = np.concatenate([rounded(part) for part in parts], axis=-1) @ weight.T
+        return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
+
+    with patch.object(numpy_llama, "linear", linear):
+        yield
