@@ -1,5 +1,6 @@
 """`shiftjax check`: the plan, or what is wrong with it, without loading anything."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -164,19 +165,20 @@ def test_check_tells_of_the_attention_and_of_devices_without_cores(capsys, caplo
 def test_check_prints_the_groups_of_a_fleet(capsys, tmp_path):
     """From a file, as a server's settings are."""
     path = tmp_path / "fleet.yaml"
-    path.write_text("model: random:smollm2-135m\nfleet: true\ndevices: 8\nfleet_widths: [1, 4]\n")
-    flags = ("--config", str(path), "--num-blocks", "101", "--max-model-len", "512")
+    # Sizes of steps and dtype are named: left out, they are what suits this CPU.
+    named = {"dtype": "bfloat16", "token_buckets": [16, 256, 2048], "num_blocks": 101}
+    fleet = {"model": "random:smollm2-135m", "fleet": True, "devices": 8, "fleet_widths": [1, 4]}
+    path.write_text(json.dumps(fleet | named))
+    flags = ("--config", str(path), "--max-model-len", "512")
     code, out, problems = run_command(capsys, "check", *flags)
     assert code == 0, problems
     text = " ".join(line.strip() for line in out.splitlines())
     assert "units of a fleet 8 of tp 1" in " ".join(text.split())
-    config = EngineConfig.from_options(
-        model="random:smollm2-135m", fleet=True, devices=8, fleet_widths=[1, 4], num_blocks=101
-    )
+    config = EngineConfig.from_options(**fleet, **named)
     rows = make_plan(config, open_files(config))
     assert rows["groups at the start"] == "4+4"  # of the cost policy: as wide as it can be
     assert rows["groups of 1"].endswith("KV blocks of 16 tokens, about 1,600 in a group")
-    assert rows["groups of 4"].startswith("2 x 4 units (sp 4, tp 1; sp 1, tp 4): 8 programs")
+    assert rows["groups of 4"].startswith("2 x 4 units (sp 4, tp 1; sp 1, tp 4): 3 programs")
     assert rows["groups of 4"].endswith("KV blocks of 64 tokens, about 6,400 in a group")
     padding = "9 query heads to 12 (+33%), 3 KV heads to 4 (+33%), weights (+7%)"
     assert rows["padding"] == f"{padding} beside a unit alone"
