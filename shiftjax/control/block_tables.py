@@ -136,9 +136,13 @@ class BlockTables:
         self.device.release(sequence.block_table)
         sequence.block_table = []
         self.cancel_reservation(sequence)
+        self.leave_host(sequence)
+
+    def leave_host(self, sequence: Sequence) -> None:
+        """A sequence needs nothing on the host any more."""
         if self.host is not None:
             self.host.release(sequence.host_places)
-            sequence.host_places = []
+        sequence.host_places = []
 
     def forget(self, sequence: Sequence) -> None:
         """Release a sequence that will be recomputed."""

@@ -65,7 +65,7 @@ def started() -> list[str]:
 @pytest.fixture(scope="module")
 def llm(model, started):
     with pytest.MonkeyPatch.context() as patch:
-        log = logging.getLogger("shiftjax.build")
+        log = logging.getLogger("shiftjax.lanes")
         patch.setattr(log, "info", lambda text, *values: started.append(text % values))
         llm = LLM(str(model[0]), **SETTINGS)
     yield llm
