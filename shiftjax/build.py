@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.formats import FORMATS, Formats, formats_of
+from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Suited, resolve
+from shiftjax.control.deployment import Deployment, Suited, formats_in, resolve
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import make_fleet
 from shiftjax.control.host_chunks import HostMemory
@@ -163,9 +163,7 @@ def deploy_phases(
     The host holds a copy of the weights, too.
     """
     devices, suited = _machine(config, model, cache_dir)
-    dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
-    formats = formats_of(dtype, config.cache.kv_cache_dtype)
-    available = host_memory()[1] - host_copy_bytes(model, formats)
+    available = host_memory()[1] - host_copy_bytes(model, formats_in(config, suited))
     free = max(0, available)
     deployments = resolve_phases(config, model, measure(devices), suited, host_bytes=free)
     _check_host(config, list(deployments.values()), devices[0], available)
@@ -173,8 +171,11 @@ def deploy_phases(
 
 
 def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
-    """Bytes of the weights in host memory, out of which each phase is loaded."""
-    return int(num_parameters(model) * formats.weight_bytes)
+    """Bytes of the weights in host memory, out of which each phase is loaded (`HostWeights`).
+
+    Codes are made of them on the devices.
+    """
+    return num_parameters(model) * formats.activation_bytes
 
 
 def _machine(
@@ -197,7 +198,7 @@ def _check_host(
 ) -> None:
     """That the host has the memory that is asked for, and the machine is known where it must be."""
     for deployment in deployments:
-        if deployment.host_bytes > available and deployment.host_bytes:
+        if deployment.host_bytes > available:
             given = f"host_memory = {config.cache.host_memory} is more than the"
             beside = ", beside the weights," if deployment.parks else ""
             given = f"{given} {available / 2**30:.1f} GiB that this host{beside} has available"

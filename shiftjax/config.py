@@ -78,7 +78,7 @@ class ModelOptions:
         "auto", "number format of weights and activations; auto: what suits the backend"
     )
     quantization: Literal["auto", "fp8"] = option(
-        "auto", "fp8: layers' matrices as e4m3 codes; auto: as the checkpoint has them"
+        "auto", "fp8: layers' matrices become e4m3 codes; auto: they stay as they are"
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's", low=1, high=1 << 24
@@ -422,39 +422,39 @@ def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | 
     )
 
 
-_NOT_IN_STAGES = {  # settings that pp > 1 is refused with: the value that agrees, and why
-    "fleet": (False, "groups of a fleet share what each unit holds whole"),
-    "speculation": ("none", "a draft is verified before the next one, so all stages but one idle"),
+_ALL_DEGREES = "it says the degrees of both phases"
+_NOT_BESIDE = {  # a setting, its value where it is off, and what it is refused with otherwise:
+    "pp": (  # settings, the value of each that agrees, and why no other does
+        1,
+        {
+            "fleet": (False, "groups of a fleet share what each unit holds whole"),
+            "speculation": (
+                "none",
+                "a draft is verified before the next one, so all stages but one idle",
+            ),
+        },
+    ),
+    "stages": (
+        None,
+        {
+            "dp": (1, _ALL_DEGREES),
+            "pp": (1, _ALL_DEGREES),
+            "sp": (None, _ALL_DEGREES),
+            "tp": (None, _ALL_DEGREES),
+            "fleet": (False, "groups of a fleet prefill and decode side by side"),
+            "speculation": ("none", "it is for throughput, and drafts are for latency"),
+        },
+    ),
 }
 
 
-def _refused_with_stages(options: Mapping[str, Any]) -> list[str]:
-    """What pipeline stages cannot do."""
-    pp = options["pp"]
+def _refused_together(options: Mapping[str, Any]) -> list[str]:
+    """What pipeline stages cannot do, nor prompts and decodes in a configuration each."""
     return [
-        f"pp = {pp} cannot be had with {name} = {options[name]}: {why}; drop one"
-        for name, (agrees, why) in _NOT_IN_STAGES.items()
-        if pp > 1 and options[name] != agrees
-    ]
-
-
-_NOT_IN_PHASES = {  # settings that `stages` is refused with: the value that agrees, and why
-    "dp": (1, "it says the degrees of both phases"),
-    "pp": (1, "it says the degrees of both phases"),
-    "sp": (None, "it says the degrees of both phases"),
-    "tp": (None, "it says the degrees of both phases"),
-    "fleet": (False, "groups of a fleet prefill and decode side by side"),
-    "speculation": ("none", "it is for throughput, and drafts are for latency"),
-}
-
-
-def _refused_in_phases(options: Mapping[str, Any]) -> list[str]:
-    """What prompts and decodes in a configuration each cannot have beside them."""
-    stages = options["stages"]
-    return [
-        f"stages = {stages} cannot be had with {name} = {options[name]}: {why}; drop one"
-        for name, (agrees, why) in _NOT_IN_PHASES.items()
-        if stages is not None and options[name] != agrees
+        f"{one} = {options[one]} cannot be had with {name} = {options[name]}: {why}; drop one"
+        for one, (off, others) in _NOT_BESIDE.items()
+        for name, (agrees, why) in others.items()
+        if options[one] != off and options[name] != agrees
     ]
 
 
@@ -505,6 +505,5 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
         if not any(name in broken for name in names):
             problems.append(rule(**{name: options[name] for name in names}))
     problems += [] if broken else _unused_draft_settings(options)
-    problems += [] if broken else fleet_problems(options) + _refused_with_stages(options)
-    problems += [] if broken else _refused_in_phases(options)
+    problems += [] if broken else fleet_problems(options) + _refused_together(options)
     return [problem for problem in problems if problem]

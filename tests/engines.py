@@ -6,6 +6,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
 from harness import silent
 from oracle import numpy_llama
 
@@ -13,6 +14,7 @@ from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import Event, Request, SamplingParams, StepPlan
+from shiftjax.device.runner import DeviceRunner
 from shiftjax.parallel.grid import Mode
 from shiftjax.weights.resolve import open_source, resolve_model
 
@@ -99,3 +101,15 @@ def tokens(events: list[Event]) -> list[int]:
     """The sampled tokens of one continuation."""
     assert all(event.error is None for event in events), events[-1].error
     return [token for event in events for token in event.token_ids]
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, runner: DeviceRunner) -> None:
+    """Let the fourth launch of a runner fail."""
+    launch, times = DeviceRunner.launch, itertools.count()
+
+    def launch_or_fail(self, *given):
+        if self is runner and next(times) == 3:
+            raise RuntimeError("this stage is out of order")
+        return launch(self, *given)
+
+    monkeypatch.setattr(DeviceRunner, "launch", launch_or_fail)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import jax
 import pytest
-from engines import build_tiny, checkpoint, crowd, make, run, tokens
+from engines import build_tiny, checkpoint, crowd, fail_once, make, run, tokens
 from harness import held_bytes
 from oracle import numpy_llama
 
@@ -92,14 +92,7 @@ def test_devices_hold_no_more_after_switches_than_after_the_start(phased):
 def test_a_failure_in_one_phase_leaves_what_is_parked(phased, static, monkeypatch):
     """The pools of a stage are made anew; requests of the step end, others go on."""
     runner = phased.runners[-1]
-    launch, times = type(runner).launch, iter(range(1000))
-
-    def fail_once(self, *given):
-        if self is runner and next(times) == 3:
-            raise RuntimeError("this stage is out of order")
-        return launch(self, *given)
-
-    monkeypatch.setattr(type(runner), "launch", fail_once)
+    fail_once(monkeypatch, runner)
     prompts, each = crowd(5, 12), [sampling(i) for i in range(12)]
     events = run(phased.engine, prompts, each)
     expected = run(static.engine, prompts, each)

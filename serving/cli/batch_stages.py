@@ -15,8 +15,8 @@ from serving.server.options import ServerOptions
 from serving.server.prompts import Prompts
 from serving.server.service import TEXT_THREADS
 from serving.server.texts import Texts
-from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
+from shiftjax.control.deployment import formats_in
 from shiftjax.control.phases import HOST_SHARE
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
 from shiftjax.device.sizing import host_memory
@@ -65,7 +65,7 @@ def settle_stages(
         files.source.config,
         replace(load_machine(machine), num_devices=len(devices)),
         load_engine("shiftjax"),
-        formats_of(config.model.dtype, config.cache.kv_cache_dtype),
+        formats_in(config),
     )
     free = host_memory()[1] - host_copy_bytes(target.model, target.formats)
     host_bytes = config.cache.host_bytes or int(HOST_SHARE * max(0, free))

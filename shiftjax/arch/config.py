@@ -1,7 +1,6 @@
 """What a model looks like: the numbers that weights, sharding and steps derive from. No JAX."""
 
 import itertools
-import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,27 +62,6 @@ class Speculator:
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """How a checkpoint stores its matrices: as e4m3 codes in units of scales.
-
-    `ignore` are modules that it leaves as they were: names, or patterns after "re:".
-    """
-
-    scales: Literal["tensor", "channel", "block"]
-    suffix: str = "weight_scale"  # of a scale, where its codes' tensor has "weight"
-    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale
-    ignore: tuple[str, ...] = ()
-
-    def leaves_out(self, tensor: str) -> bool:
-        """Whether a tensor, by its name in the checkpoint, is not quantised."""
-        module = tensor.rpartition(".")[0]
-        return any(
-            re.match(name[3:], module) is not None if name.startswith("re:") else name == module
-            for name in self.ignore
-        )
-
-
-@dataclass(frozen=True)
 class Stage:
     """Which layers of a model a pipeline stage has: `ModelConfig.num_layers` from `first` on."""
 
@@ -122,7 +100,6 @@ class ModelConfig:
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
     speculator: Speculator | None = None  # drafts by a model; None: none
-    quantization: Quantization | None = None  # of the checkpoint; None: it has none
     stage: Stage | None = None  # `num_layers` are those of this stage; None: the whole model
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ class Weight(NamedTuple):
     every matrix as `[out, in]`, so one whose input is split is `transposed`.
 
     A `table` is the embedding or the LM head. `codes` are a quantised matrix and `scale` what they
-    are in units of (`parallel/stored.py`); no checkpoint has to have them.
+    are in units of (`parallel/stored.py`); checkpoints have neither.
     """
 
     name: str  # the path to it in its module: layers.0.attention.q

@@ -310,6 +310,14 @@ def stable(count: int) -> int:
     return count >> shift << shift
 
 
+def formats_in(config: EngineConfig, suited: Suited | None = None) -> Formats:
+    """The number formats that the settings come to."""
+    suited, quantization = suited or Suited(), config.model.quantization
+    dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
+    formats = formats_of(dtype, config.cache.kv_cache_dtype)
+    return formats if quantization == "auto" else replace(formats, weights=quantization)
+
+
 def resolve(
     config: EngineConfig, model: ModelConfig, devices: Devices, suited: Suited | None = None
 ) -> Deployment:
@@ -319,10 +327,7 @@ def resolve(
     if problems:
         raise ConfigError(problems)
     cache, scheduler = config.cache, config.scheduler
-    dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
-    formats = formats_of(dtype, cache.kv_cache_dtype)
-    if config.model.quantization != "auto":
-        formats = replace(formats, weights=config.model.quantization)
+    formats = formats_in(config, suited)
     budget = scheduler.max_num_batched_tokens
     sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size

@@ -254,7 +254,7 @@ class HostBlocks:
         chunks: dict[Chunk, None] = {}
         for block_hash in hashes:
             place = self.memory.index.get((self.block_size, block_hash))
-            if place is None or not (place.chunk.is_proven or place.chunk.writer is self):
+            if place is None or not self._may_read(place.chunk):
                 break
             chunks[place.chunk] = None
             if len(chunks) == MOST_AHEAD:

@@ -86,8 +86,9 @@ def load_rows(
     """The same of weights whose rows come from elsewhere."""
     stored = {weight.name: weight for weight in model.declared}
     arrays: dict[str, jax.Array | None] = {}
-    for done, plain in enumerate(map(layout.stored, weights_of(layout.model))):
-        progress("weights", done, len(model.declared))
+    plain_weights = [layout.stored(weight) for weight in weights_of(layout.model)]
+    for done, plain in enumerate(plain_weights):
+        progress("weights", done, len(plain_weights))
         weight = stored[plain.name]
         if weight.tied_to is not None:
             arrays[plain.name] = None
@@ -99,7 +100,7 @@ def load_rows(
             convert = _quantiser(weight.shape[0] if plain.transposed else 0, shardings)
             array, arrays[scale.name] = convert(array)
         arrays[plain.name] = array
-    progress("weights", len(model.declared), len(model.declared))
+    progress("weights", len(plain_weights), len(plain_weights))
     return tuple(arrays[weight.name] for weight in model.declared)
 
 

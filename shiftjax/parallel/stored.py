@@ -13,7 +13,6 @@ instructions of GPUs want, and nothing is transposed in a step.
 
 import numpy as np
 
-from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.parallel.layout import Layout
@@ -23,15 +22,12 @@ COPIED = ("bias", "scale")  # kinds so small that a mode has a copy of its shard
 _SPLIT = ("heads", "kv_heads", "intermediate", "experts")
 
 
-def is_quantised(weight: Weight, config: ModelConfig) -> bool:
-    """Whether a matrix becomes codes: all that devices split but what the checkpoint leaves out.
+def is_quantised(weight: Weight) -> bool:
+    """Whether a weight becomes codes where there are any: the matrices that devices split.
 
-    What they hold whole are small ones: routers, and the projections of a speculator.
+    Those that they hold whole are small: routers, and the projections of a speculator.
     """
-    if weight.kind != "matrix" or weight.axes[0] not in _SPLIT:
-        return False
-    left = config.quantization.leaves_out if config.quantization else None
-    return left is None or not any(map(left, weight.stacked or (weight.source,)))
+    return weight.kind == "matrix" and weight.axes[0] in _SPLIT
 
 
 def stored_weights(layout: Layout, weight_format: str) -> tuple[Weight, ...]:
@@ -39,7 +35,7 @@ def stored_weights(layout: Layout, weight_format: str) -> tuple[Weight, ...]:
     stored: list[Weight] = []
     for weight in weights_of(layout.model):
         plain = layout.stored(weight)
-        if FORMATS[weight_format].has_scales and is_quantised(weight, layout.model):
+        if FORMATS[weight_format].has_scales and is_quantised(weight):
             stored += quantised(plain, layout)
         else:
             stored.append(plain)

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from engines import checkpoint, crowd, make, run, tokens
+from engines import checkpoint, crowd, fail_once, make, run, tokens
 from oracle import numpy_llama
 
 from shiftjax.build import Built
@@ -115,14 +115,7 @@ def test_a_failure_in_one_stage_rebuilds_the_pools_of_all(staged, monkeypatch):
     """The requests of that step end with an error; all others are computed again, and right."""
     built, config, tensors, _ = staged
     runner = built.runners[built.deployment.pp // 2]
-    launch, times = type(runner).launch, iter(range(1000))
-
-    def fail_once(self, *given):
-        if self is runner and next(times) == 3:
-            raise RuntimeError("this stage is out of order")
-        return launch(self, *given)
-
-    monkeypatch.setattr(type(runner), "launch", fail_once)
+    fail_once(monkeypatch, runner)
     old = [array for stage in built.runners for pair in stage.memory.pools for array in pair]
     prompts = crowd(3, 12)
     events = run(built.engine, prompts, [greedy()] * len(prompts))

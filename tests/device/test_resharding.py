@@ -12,7 +12,8 @@ from harness import held_bytes, silent
 from test_weight_bytes import BIASED, ODD, SWIFTKV, TIED
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.formats import formats_of
+from shiftjax.arch.formats import Formats, formats_of
+from shiftjax.build import host_copy_bytes
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices, resolve
 from shiftjax.control.resharding import Phase
@@ -77,6 +78,7 @@ def test_every_layout_gets_out_of_one_copy_what_it_gets_from_the_file(config, st
     part = read_rows(source, embed, 3, 9).astype(rows(embed, 3, 9).dtype)
     assert np.array_equal(rows(embed, 3, 9), part)
     assert rows.num_bytes == sum(np.prod(each.shape) * 2 for each in source.tensors.values())
+    assert rows.num_bytes == host_copy_bytes(config, Formats("fp8"))  # codes are made of the copy
 
 
 def test_shards_are_loaded_from_where_they_lie():

@@ -9,6 +9,7 @@ from kit import TEMPLATE, byte_tokenizer, run_command
 from serving.cli import batch_stages
 from serving.cli.batch_formats import OPENAI, read_lines
 from serving.server.options import ServerOptions
+from shiftjax.arch.formats import AUTO, Formats
 from shiftjax.config import EngineConfig
 from shiftjax.options import ConfigError
 from shiftjax.sim.stage_choice import choose_stages
@@ -59,7 +60,8 @@ def test_the_lengths_are_those_that_the_engine_will_see(tmp_path, monkeypatch):
     seen = []
 
     def choose(target, lengths, host_bytes, **budgets):
-        seen.append((lengths, host_bytes, target.machine.num_devices, budgets["max_num_seqs"]))
+        sizes = target.machine.num_devices, budgets["max_num_seqs"]
+        seen.append((lengths, host_bytes, *sizes, target.formats))
         return choose_stages(target, lengths, host_bytes, **budgets)
 
     monkeypatch.setattr(batch_stages, "choose_stages", choose)
@@ -74,17 +76,18 @@ def test_the_lengths_are_those_that_the_engine_will_see(tmp_path, monkeypatch):
         {"prompt": ""},
         b"{\n",
     ]
-    options = A10 | {"max_num_seqs": 3, "max_model_len": 64, "devices": 4}
+    options = A10 | {"max_num_seqs": 3, "max_model_len": 64, "devices": 4, "quantization": "fp8"}
     tokenizer = str(tmp_path / "tokenizer.json")
     config = EngineConfig.from_options(
         model="random:tiny", tokenizer=tokenizer, stages="auto", **options
     )
     server = ServerOptions(chat_template=TEMPLATE)
     batch_stages.settle_stages(config, read_lines(encoded(*bodies), OPENAI), server)
-    ((lengths, host_bytes, num_devices, max_num_seqs),) = seen
+    ((lengths, host_bytes, num_devices, max_num_seqs, formats),) = seen
     chat = len("user: hi\nassistant:")
     assert lengths == [(4, 7), (1, 10), (3, 10), (chat, 64 - chat), (4, 60)]
     assert (host_bytes, num_devices, max_num_seqs) == (80 << 30, 4, 3)
+    assert formats == Formats("fp8", AUTO, AUTO)
 
 
 @pytest.mark.parametrize(
