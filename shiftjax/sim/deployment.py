@@ -245,11 +245,15 @@ def sized_of(target: Target, deployment: Deployment) -> Deployment:
 
 
 def reload_of(target: Target, deployment: Deployment) -> Reload:
-    """The load of a replica's weights from the host. Raises ConfigError where that is unknown."""
+    """The load of a replica's weights from the host, which holds plain numbers.
+
+    Raises ConfigError where that is unknown.
+    """
     check_host_links(target.machine)
     layouts = [stage.layout for stage in deployment.stages]
     pool = memory_of(target, deployment).kv_bytes
-    return Reload(layouts, target.formats, target.machine, pool)
+    plain = replace(target.formats, weights=target.formats.activations)
+    return Reload(layouts, plain, target.machine, pool)
 
 
 def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment]:

@@ -5,8 +5,10 @@ from itertools import pairwise
 
 import pytest
 
+from shiftjax.arch.formats import Formats
 from shiftjax.control.host_chunks import Offload, Restore
 from shiftjax.control.request import StepPlan
+from shiftjax.control.resharding import PHASES
 from shiftjax.costs.machine import Transfer
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
@@ -61,6 +63,19 @@ def test_half_of_the_hosts_memory_is_the_default():
     unknown = replace(one, machine=replace(one.machine, host_memory_bytes=0.0))
     with pytest.raises(ConfigError, match="say how much host_memory"):
         deploy_phases(unknown, Degrees(pp=8), Degrees(tp=8))
+
+
+def test_codes_are_made_of_plain_numbers_at_every_load():
+    plain = target()
+    fp8 = replace(plain, formats=Formats("fp8"))
+    (phases,) = choose_deployments(plain, ["pp8:tp8"], host_bytes=HOST)
+    (of_codes,) = choose_deployments(fp8, ["pp8:tp8"], host_bytes=HOST)
+    for phase in PHASES:
+        loads = [
+            reload_of(one, each.by_phase[phase]) for one, each in ((plain, phases), (fp8, of_codes))
+        ]
+        assert loads[0].device_bytes == loads[1].device_bytes
+        assert loads[0].pool_bytes < loads[1].pool_bytes
 
 
 def test_switches_are_as_few_as_the_host_allows_and_take_what_loading_takes():
