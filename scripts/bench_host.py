@@ -108,7 +108,7 @@ class Packer:
         self.pool = PoolOptions(
             config.num_blocks, config.block_size, blocks_per_seq, np.dtype(np.float32)
         )
-        self.attention = xla_attention(HEAD_DIM, None, config.block_size)
+        self.attention = xla_attention(HEAD_DIM, (None,), config.block_size)
         self.row_params: dict[Sequence, RowParams] = {}
         self.packing: Packing | None = None
 

@@ -93,7 +93,7 @@ def forward(
     params = weights.of(mode, weights.with_head(load(model, layout, mesh, source, silent)))
     size = max(len(token_ids), least_size)
     tokens = round_up(size, sp * tp)
-    attention = xla_attention(source.config.head_dim, source.config.sliding_window, BLOCK_SIZE)
+    attention = xla_attention(source.config.head_dim, source.config.windows, BLOCK_SIZE)
     pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, np.dtype(np.float32))
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
     plan = prefill_plan(token_ids, len(token_ids) if num_rows is None else num_rows)

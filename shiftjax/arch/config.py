@@ -105,6 +105,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows that its layers have, each once; None: such layers see everything."""
+        return (self.sliding_window,)
+
+    @property
     def num_early_layers(self) -> int:
         """Layers that compute every token: all, but for SwiftKV (arXiv 2410.03960, section 3.1)."""
         return self.num_layers if self.num_kv_layers is None else self.num_kv_layers

@@ -30,7 +30,7 @@ import numpy as np
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
-from shiftjax.models.attention import AttentionMetadata, pool_shape
+from shiftjax.models.attention import AttentionMetadata, LayerTerms, pool_shape
 from shiftjax.models.attention_backend import AttentionBackend, tuned_attention, xla_attention
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -199,7 +199,7 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
 def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
     """Make `attend` one program of all devices; each computes the same, [devices, tokens, ...]."""
     return jax.shard_map(
-        lambda q, pool, metadata: attend(q, pool, metadata)[None],
+        lambda q, pool, metadata: attend(q, pool, metadata, LayerTerms())[None],
         mesh=rows_mesh(devices),
         in_specs=(replicated_spec(),) * 3,
         out_specs=devices_spec(),
@@ -254,7 +254,7 @@ def try_step(
 ) -> Problem | None:
     """Run one step; None: nothing is wrong."""
     inputs = make_inputs(shape, step)
-    loops = xla_attention(shape.head_dim, shape.sliding_window, shape.block_size)
+    loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)
     keys, values = (array.astype(inputs.q.dtype) for array in inputs.pool)  # loops know no fp8
     expected = compiled(step, inputs._replace(pool=(keys, values)), loops, devices)()
     try:

@@ -49,14 +49,20 @@ class AttentionMetadata(NamedTuple):
     seq_lens: Int32[Any, " seqs"]  # context length with this step's tokens; padding: 0
     query_start_loc: Int32[Any, " seqs_plus_1"]  # first token of each sequence; padding repeats
     num_decodes: Int32[Any, ""]  # every token of so many of the first sequences is a decode row
-    work: Any  # who computes what: AttentionWork here; kernels bring their own
+    work: Any  # who computes what, for each window of the model: a tuple of AttentionWork here
+
+
+class LayerTerms(NamedTuple):
+    """What attention must know of a layer besides its keys and values."""
+
+    window: int = 0  # which of `ModelConfig.windows`, and of the works of a step
 
 
 class RowMetadata(NamedTuple):
     """What layers that compute logit rows alone must know of them."""
 
     num_rows: Int32[Any, ""]  # real ones; the first of the step's `sample_rows`
-    work: Any  # of `AttentionBackend.attend_rows`
+    work: Any  # of `AttentionBackend.divide_rows`, for each window of the model
 
 
 class State(NamedTuple):
@@ -98,7 +104,8 @@ def write_kv(
 def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     pool: LayerPool,
-    metadata: AttentionMetadata,
+    block_tables: Int32[Array, "seqs blocks_per_seq"],
+    work: AttentionWork,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -110,9 +117,8 @@ def ragged_paged_attention(
     been divided with the same, and with the same `sizes`. Rows of padding tokens are zeros. Slots
     that hold no token of the context may hold anything, NaN included.
     """
-    tables, work = metadata.block_tables, metadata.work
-    out = row_attention(q, pool, tables, work.rows, scale=scale, sizes=sizes)
-    return _prefill(q, out, pool, tables, work.tiles, scale, sliding_window, sizes)
+    out = row_attention(q, pool, block_tables, work.rows, scale=scale, sizes=sizes)
+    return _prefill(q, out, pool, block_tables, work.tiles, scale, sliding_window, sizes)
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:

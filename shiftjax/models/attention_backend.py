@@ -24,6 +24,7 @@ from pallas_kernels.rows import Rows
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
+    LayerTerms,
     divide_attention,
     pool_shape,
     ragged_paged_attention,
@@ -42,21 +43,25 @@ KERNEL_CAPABILITY = 9  # Hopper; the matrix instructions of later chips are othe
 
 
 class AttentionBackend(NamedTuple):
-    """One implementation; scale, window, block size and the like are bound in its functions."""
+    """One implementation; scale, windows, block size and the like are bound in its functions.
+
+    Work is divided for each of the model's windows (`ModelConfig.windows`), a tuple in their order,
+    and a layer takes that of its own: `LayerTerms.window`.
+    """
 
     name: str
     # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens, num_rows)
-    # -> AttentionMetadata.work: on the host, once a step, for all layers; num_tokens is None in a
-    # bucket whose tokens are all rows, if there is a `most_row_reads`
-    divide: Callable[..., Any]
+    # -> AttentionMetadata.work: on the host, once a step; num_tokens is None in a bucket whose
+    # tokens are all rows, if there is a `most_row_reads`
+    divide: Callable[..., tuple[Any, ...]]
     # (rows, num_rows) -> the work of `attend_rows`: on the host, for layers that compute rows only
-    divide_rows: Callable[[Rows, int], Any]
-    # (q, pool, metadata) -> out
-    attend: Callable[[jax.Array, LayerPool, AttentionMetadata], jax.Array]
-    # (q, pool, block_tables, work) -> out; q[i] is row i
-    attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any], jax.Array]
-    # (pool, k, v, slot_mapping) -> the written pool
-    write: Callable[..., LayerPool] = write_kv
+    divide_rows: Callable[[Rows, int], tuple[Any, ...]]
+    # (q, pool, metadata, terms) -> out
+    attend: Callable[[jax.Array, LayerPool, AttentionMetadata, LayerTerms], jax.Array]
+    # (q, pool, block_tables, work, terms) -> out; q[i] is row i
+    attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any, LayerTerms], jax.Array]
+    # (pool, k, v, slot_mapping, terms) -> the written pool
+    write: Callable[..., LayerPool]
     # of context tokens, by the tokens of chunks in a bucket whose tokens are all rows; None: the
     # same work in all buckets
     most_row_reads: int | None = None
@@ -65,7 +70,7 @@ class AttentionBackend(NamedTuple):
 
 def xla_attention(
     head_dim: int,
-    sliding_window: int | None,
+    windows: tuple[int | None, ...],
     block_size: int,
     platform: str = "cpu",
     *,
@@ -76,13 +81,25 @@ def xla_attention(
     `deterministic` ones never split the context of a row, nor take more of it where rows are few.
     """
     sizes, scale = loop_sizes(platform, deterministic), head_dim**-0.5
-    window = {"sliding_window": sliding_window, "sizes": sizes}
+
+    def for_each_window(divide: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        own = {"block_size": block_size, "sizes": sizes} | kwargs
+        return tuple(divide(*args, sliding_window=window, **own) for window in windows)
+
+    def attend(q, pool, metadata, terms):
+        work, options = metadata.work[terms.window], {"scale": scale, "sizes": sizes}
+        tables, window = metadata.block_tables, windows[terms.window]
+        return ragged_paged_attention(q, pool, tables, work, sliding_window=window, **options)
+
+    def attend_rows(q, pool, block_tables, work, terms):
+        return row_attention(q, pool, block_tables, work[terms.window], scale=scale, sizes=sizes)
+
+    def write(pool, k, v, slot_mapping, terms):
+        return write_kv(pool, k, v, slot_mapping)
+
+    each = functools.partial(functools.partial, for_each_window)
     return AttentionBackend(
-        "xla",
-        functools.partial(divide_attention, block_size=block_size, **window),
-        functools.partial(divide_rows, block_size=block_size, **window),
-        functools.partial(ragged_paged_attention, scale=scale, **window),
-        functools.partial(row_attention, scale=scale, sizes=sizes),
+        "xla", each(divide_attention), each(divide_rows), attend, attend_rows, write
     )
 
 
@@ -134,7 +151,7 @@ def choose_attention(
             device.device_kind,
             reason,
         )
-    sizes = layout.model.head_dim, layout.model.sliding_window, block_size, device.platform
+    sizes = layout.model.head_dim, layout.model.windows, block_size, device.platform
     return xla_attention(*sizes, deterministic=deterministic)._replace(reason=reason)
 
 
@@ -193,49 +210,62 @@ def pallas_attention(
     from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
     from pallas_kernels.call import AttentionOptions, PagedKV
 
-    window = layout.model.sliding_window
-    options = AttentionOptions(
-        layout.model.head_dim**-0.5, window, None, *kv_scales, interpret=interpret
-    )
+    windows, scale = layout.model.windows, layout.model.head_dim**-0.5
+    options = [
+        AttentionOptions(scale, window, None, *kv_scales, interpret=interpret) for window in windows
+    ]
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
         check_contexts(block_tables, seq_lens, block_size)
-        return step_work.divide_step(
+        divided = functools.partial(
+            step_work.divide_step,
             seq_lens,
             query_start_loc,
             num_decodes,
             num_tokens=num_tokens,
             heads=(layout.heads_per_device, layout.kv_heads_per_device),
             num_rows=num_rows,
-            sliding_window=window,
             max_context=block_tables.shape[1] * block_size,
             config=config,
         )
+        return tuple(divided(sliding_window=window) for window in windows)
 
     def divide_rows(rows, num_rows):
-        return decode_work.divide_decode(
+        divided = functools.partial(
+            decode_work.divide_decode,
             rows,
             num_rows,
             kv_heads=layout.kv_heads_per_device,
-            sliding_window=window,
             config=config.decode,
         )
+        return tuple(divided(sliding_window=window) for window in windows)
 
-    @jax.jit  # layers share it: traced and lowered once a step
-    def attend(q, pool: LayerPool, metadata):
+    # Layers of a window share what is traced and lowered, once a step.
+    @functools.partial(jax.jit, static_argnums=0)
+    def attend_in(window, q, pool: LayerPool, metadata):
         kv = PagedKV(*pool, metadata.block_tables, metadata.seq_lens)
-        return paged_attention.ragged_paged_attention(q, kv, metadata.work, options, config)
+        work, own = metadata.work[window], options[window]
+        return paged_attention.ragged_paged_attention(q, kv, work, own, config)
 
-    @jax.jit
-    def attend_rows(q, pool: LayerPool, block_tables, work):
+    def attend(q, pool, metadata, terms):
+        return attend_in(terms.window, q, pool, metadata)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attend_rows_in(window, q, pool: LayerPool, block_tables, work):
         kv = PagedKV(*pool, block_tables, None)  # rows say how much they see
-        return decode.decode_attention(q, kv, work, options, config.decode)
+        return decode.decode_attention(q, kv, work[window], options[window], config.decode)
+
+    def attend_rows(q, pool, block_tables, work, terms):
+        return attend_rows_in(terms.window, q, pool, block_tables, work)
 
     @jax.jit
-    def write(pool, k, v, slot_mapping):
+    def write_in(pool, k, v, slot_mapping):
         if pool[0].dtype != FP8:
             return write_kv(pool, k, v, slot_mapping)
         return kv_write.write_kv(pool, k, v, slot_mapping, scales=kv_scales, interpret=interpret)
+
+    def write(pool, k, v, slot_mapping, terms):
+        return write_in(pool, k, v, slot_mapping)
 
     workers = decode_work.num_workers(config.decode.num_blocks, layout.kv_heads_per_device)
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers
@@ -263,8 +293,10 @@ def _why_not_traced(
     try:
         work = kernels.divide(tables, lens, starts, 0, num_tokens=tokens)
         metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), work)
-        jax.eval_shape(kernels.attend, q, pool, metadata)
-        jax.eval_shape(kernels.write, pool, new, new, slots)
+        for window in range(len(layout.model.windows)):
+            own = {"terms": LayerTerms(window)}
+            jax.eval_shape(functools.partial(kernels.attend, **own), q, pool, metadata)
+            jax.eval_shape(functools.partial(kernels.write, **own), pool, new, new, slots)
     except ValueError as error:
         return str(error)
     except Exception as error:  # of a compiler under development: the loops serve as well

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.attention import AttentionMetadata, LayerPool
+from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import (
     Context,
@@ -76,6 +76,7 @@ class Attention(Part):
     o_bias: nnx.Param  # with output_bias
     q_norm: nnx.Param  # with qk_norm
     k_norm: nnx.Param
+    terms = LayerTerms()
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
@@ -88,8 +89,8 @@ class Attention(Part):
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = parallel.scatter_heads(q, k, v)
-        pool = backend.write(pool, k, v, metadata.slot_mapping)
-        out = backend.attend(q, pool, metadata)
+        pool = backend.write(pool, k, v, metadata.slot_mapping, self.terms)
+        out = backend.attend(q, pool, metadata, self.terms)
         return self._output(parallel.gather_heads(out), parallel), pool
 
     def _heads(
@@ -118,7 +119,7 @@ class LateAttention(Attention):
         """Return the (reduced) output and the pool as it is."""
         rope, metadata, backend, parallel = context
         q = apply_rope(self._heads(x, "q"), rope)
-        out = backend.attend_rows(q, pool, metadata.block_tables, metadata.work)
+        out = backend.attend_rows(q, pool, metadata.block_tables, metadata.work, self.terms)
         return self._output(out, parallel), pool
 
 
@@ -151,7 +152,7 @@ class SwiftKV(Part):
         keys = apply_rope(keys.reshape(x.shape[0], -1, kv.shape[-1]), rope).reshape(keys.shape)
         slots = context.metadata.slot_mapping
         return [
-            context.backend.write(pool, keys[:, :, i], values[:, :, i], slots)
+            context.backend.write(pool, keys[:, :, i], values[:, :, i], slots, LayerTerms())
             for i, pool in enumerate(pools)
         ]
 

@@ -48,10 +48,10 @@ def packed_attention(sees: Bool[Array, "rows width width"]) -> AttentionBackend:
     """Return attention inside of rows; `sees[r, t, u]`: token t attends to token u."""
     rows, width, _ = sees.shape
 
-    def write(pool: LayerPool, k: jax.Array, v: jax.Array, slot_mapping: None) -> LayerPool:
+    def write(pool: LayerPool, k: jax.Array, v: jax.Array, *_: Any) -> LayerPool:
         return k[:, :, None], v[:, :, None]
 
-    def attend(q: jax.Array, pool: LayerPool, metadata: AttentionMetadata) -> jax.Array:
+    def attend(q: jax.Array, pool: LayerPool, *_: Any) -> jax.Array:
         in_rows = (x.reshape(rows, width, -1, q.shape[-1]) for x in (q, *pool))
         out = jax.nn.dot_product_attention(*in_rows, mask=sees[:, None])
         return out.reshape(q.shape)

@@ -197,7 +197,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     layout, pool = case.layout, case.pool
     mesh = make_mesh(devices, case.sp, case.tp)
     attention = (
-        xla_attention(layout.model.head_dim, None, pool.block_size)
+        xla_attention(layout.model.head_dim, layout.model.windows, pool.block_size)
         if case.attention == "xla"
         else choose_attention(layout, devices[0], jnp.bfloat16, case.kv_dtype, pool.block_size)
     )

@@ -18,7 +18,7 @@ SHAPE = Shape(8, 1, 128, 16, None, "bfloat16", "bfloat16", (256, 64, 64))
 def test_chunks_beside_decodes_are_one_program_of_two_gpus(name):
     devices = list(aot.make_mesh("h100", (2,), ("x",)).devices.flat)
     kernels, _ = tuned_attention(SHAPE.layout, devices[0], SHAPE.block_size, SHAPE.deterministic)
-    loops = xla_attention(SHAPE.head_dim, SHAPE.sliding_window, SHAPE.block_size)
+    loops = xla_attention(SHAPE.head_dim, (SHAPE.sliding_window,), SHAPE.block_size)
     backend = {"kernels": kernels, "loops": loops}[name]
     *_, step = steps_of(SHAPE, Cases())
     inputs = make_inputs(SHAPE, step)

@@ -11,7 +11,6 @@ import pytest
 aot.require()
 
 from shiftjax.models.attention import (  # noqa: E402
-    AttentionMetadata,
     divide_attention,
     ragged_paged_attention,
 )
@@ -30,8 +29,6 @@ def compiled_loops(chip: str, rows: int) -> tuple[str, int]:
     lens, starts = np.zeros(rows, np.int32), np.zeros(rows + 1, np.int32)
     sizes = {"num_tokens": rows, "block_size": BLOCK_SIZE, "sizes": GPU_SIZES}
     work = divide_attention(tables, lens, starts, 0, **sizes)
-    slots, none = np.zeros(rows, np.int32), np.zeros((), np.int32)
-    metadata = AttentionMetadata(slots, tables, lens, starts, none, work)
     q = jax.ShapeDtypeStruct((rows, HEADS, HEAD_DIM), jnp.bfloat16)
     pool = (jax.ShapeDtypeStruct((16_385, KV_HEADS, BLOCK_SIZE, HEAD_DIM), jnp.bfloat16),) * 2
 
@@ -39,7 +36,7 @@ def compiled_loops(chip: str, rows: int) -> tuple[str, int]:
         return ragged_paged_attention(*arguments, scale=HEAD_DIM**-0.5, sizes=GPU_SIZES)
 
     with jax.set_mesh(mesh):
-        arguments = aot.on_device(mesh, (q, pool, metadata))
+        arguments = aot.on_device(mesh, (q, pool, tables, work))
         compiled = jax.jit(attend).lower(*arguments).compile()
     memory = compiled.memory_analysis()
     assert memory is not None

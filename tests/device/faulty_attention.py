@@ -39,19 +39,19 @@ def wrong_scale(shape: Shape) -> AttentionBackend:
     """Scores are 5% too large."""
     kernels = right(shape)
 
-    def attend(q, pool, metadata):
+    def attend(q, pool, metadata, terms):
         large = (q.astype(jnp.float32) * 1.05).astype(q.dtype)
-        return kernels.attend(large, pool, metadata)
+        return kernels.attend(large, pool, metadata, terms)
 
     return kernels._replace(attend=attend)
 
 
 def _then(shape: Shape, function) -> AttentionBackend:
     """XLA's loops, which are quick to compile, and a function of NumPy arrays after them."""
-    loops = xla_attention(shape.head_dim, shape.sliding_window, shape.block_size)
+    loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)
 
-    def attend(q, pool, metadata):
-        out = loops.attend(q, pool, metadata)
+    def attend(q, pool, metadata, terms):
+        out = loops.attend(q, pool, metadata, terms)
         return jax.pure_callback(function, jax.ShapeDtypeStruct(out.shape, out.dtype), out)
 
     return loops._replace(attend=attend)
@@ -71,11 +71,11 @@ def racy(shape: Shape) -> AttentionBackend:
 
 def wrong_on_one(shape: Shape) -> AttentionBackend:
     """The second device adds up wrong."""
-    loops = xla_attention(shape.head_dim, shape.sliding_window, shape.block_size)
+    loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)
 
-    def attend(q, pool, metadata):
+    def attend(q, pool, metadata, terms):
         error = jnp.where(jax.lax.axis_index("dp") == 1, 0.1, 0.0).astype(q.dtype)
-        out = loops.attend(q, pool, metadata)
+        out = loops.attend(q, pool, metadata, terms)
         return jnp.where(out == 0, out, out + error)
 
     return loops._replace(attend=attend)

@@ -27,7 +27,7 @@ def steps_of(units: int, tp: int) -> list[StepDef]:
         layout = Layout(MODEL, group.width, tp, units)
         weights = ModeWeights(define(layout, formats_of("float32")), layout, "alias")
         mesh = group_mesh(jax.devices(), Grid(tp, units), group)
-        steps.append(StepDef(weights, mesh, 8, xla_attention(MODEL.head_dim, None, 4), 4))
+        steps.append(StepDef(weights, mesh, 8, xla_attention(MODEL.head_dim, (None,), 4), 4))
     return steps
 
 

@@ -17,7 +17,7 @@ from shiftjax.parallel.layout import Layout
 MODEL = PRESETS["tiny"]
 POOL = PoolOptions(400, 16, 300, np.dtype(np.float32))
 KERNELS = pallas_attention(Layout(MODEL, 1, 1), KernelConfig(), 16)
-LOOPS = xla_attention(MODEL.head_dim, None, 16)
+LOOPS = xla_attention(MODEL.head_dim, (None,), 16)
 ALONE, TILES = Bucket(8, 8, rows_alone=True), Bucket(32, 8)
 
 
@@ -34,7 +34,7 @@ def plan_of(*items: tuple[int, int], num_decodes: int = 0) -> StepPlan:
 
 def work_of(plan: StepPlan, bucket: Bucket, backend=KERNELS):
     key = np.zeros(2, np.uint32)
-    return step_inputs(plan, bucket, POOL, backend, {}, key, model=MODEL).attention.work
+    return step_inputs(plan, bucket, POOL, backend, {}, key, model=MODEL).attention.work[0]
 
 
 def test_a_step_of_decodes_has_rows_alone():

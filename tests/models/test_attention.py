@@ -93,7 +93,7 @@ def make_case(
 @partial(jax.jit, static_argnames=("scale", "window", "sizes"))
 def attend(q, pool, metadata, scale, window, sizes):
     options = {"scale": scale, "sliding_window": window, "sizes": sizes}
-    return ragged_paged_attention(q, pool, metadata, **options)
+    return ragged_paged_attention(q, pool, metadata.block_tables, metadata.work, **options)
 
 
 def run(case, window=None, sizes=CPU_SIZES):
@@ -344,7 +344,8 @@ def test_write_then_attend_does_not_copy_the_pool():
         out = []
         for pool in pools:
             written = write_kv(pool, k, k, metadata.slot_mapping)
-            q = ragged_paged_attention(q, written, metadata, scale=0.25)
+            of = metadata.block_tables, metadata.work
+            q = ragged_paged_attention(q, written, *of, scale=0.25)
             out.append(written)
         return out, q
 
@@ -364,11 +365,12 @@ def test_heads_split_over_a_mesh(check_vma):
     mesh = jax.make_mesh((2, 2), ("sp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     heads = PartitionSpec(None, ("tp", "sp"))
     local = jax.shard_map(
-        lambda *args: ragged_paged_attention(*args, scale=0.25),
+        lambda q, pool, of: ragged_paged_attention(q, pool, *of, scale=0.25),
         mesh=mesh,
         in_specs=(heads, heads, PartitionSpec()),
         out_specs=heads,
         check_vma=check_vma,
     )
-    out = np.asarray(jax.jit(local)(*case), np.float64)
+    of = case.metadata.block_tables, case.metadata.work
+    out = np.asarray(jax.jit(local)(case.q, case.pool, of), np.float64)
     assert (row_errors(case, out, expected(case)) <= tolerance(case)).all()

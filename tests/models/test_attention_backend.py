@@ -21,7 +21,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.models.attention import AttentionMetadata, write_kv
+from shiftjax.models.attention import AttentionMetadata, LayerTerms, write_kv
 from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
 from shiftjax.models.gpu_software import Assembler
 from shiftjax.options import ConfigError
@@ -30,6 +30,7 @@ from shiftjax.parallel.layout import Layout
 # Shared memory that nothing was written to is NaN, and masked afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
+TERMS = LayerTerms()
 LLAMA = Layout(PRESETS["llama-8b"], 1, 1)
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=False)
 # The interpreter runs thread blocks one by one: few of them.
@@ -207,11 +208,13 @@ def test_a_mixed_step_through_the_kernels_is_right():
     slots = np.zeros(tokens, np.int32)  # the last token of sequence 0 is written by the kernel
     slots[0] = tables[0, 69 // block_size] * block_size + 69 % block_size
     new = [rng.standard_normal((tokens, 2, 64)).astype(jnp.bfloat16) for _ in "kv"]
-    written = jax.jit(kernels.write)((k_pool, v_pool), *new, slots)
+    written = jax.jit(lambda *step: kernels.write(*step, TERMS))((k_pool, v_pool), *new, slots)
     for array, rows in zip(pool, new, strict=True):
         array[slots[0] // block_size, :, slots[0] % block_size] = rows[0]
     metadata = AttentionMetadata(slots, tables, seq_lens, starts, np.asarray(2, np.int32), work)
-    out = jax.jit(kernels.attend)(q, written, jax.tree.map(jnp.asarray, metadata))
+    out = jax.jit(lambda *step: kernels.attend(*step, TERMS))(
+        q, written, jax.tree.map(jnp.asarray, metadata)
+    )
     kv = PagedKV(*pool, tables, seq_lens)
     expected = ragged_paged_attention(q, kv, starts, AttentionOptions(64**-0.5))
     error = np.linalg.norm(np.asarray(out, np.float64) - expected) / np.linalg.norm(expected)
@@ -240,7 +243,7 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
 
     scales = (0.5, 2.0) if kv_dtype == FP8.name else (1.0, 1.0)
 
-    def write_rounded(pool, k, v, slots):
+    def write_rounded(pool, k, v, slots, terms):
         """Put into a pool of bfloat16 what one of fp8 would hold."""
         pairs = zip((k, v), scales, strict=True)
         k, v = ((x / scale).astype(FP8).astype(x.dtype) * scale for x, scale in pairs)
