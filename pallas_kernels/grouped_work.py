@@ -1,0 +1,69 @@
+"""Which pieces the grouped product of experts is cut into: on the device, for one layer of a step.
+
+How many tokens an expert gets is known to the device alone, after routing. Pairs of (token, choice)
+are sorted by expert; a tile is rows of that order, all of one expert:
+
+pair      token * k + choice        0 1 2 3 4 5 6 7 8 9     5 tokens, k = 2
+expert    that each goes to         2 0 7 2 2 9 0 7 2 2     7 and 9 are other devices'
+row       pairs, own experts first  1 6 0 3 4 8 9 2 5 7     sizes  2 0 5    of experts 0, 1, 2
+tiles     of 4 rows at most         0 0 1 1 1 1 2           expert 0 2 2, first 0 2 6, rows 2 4 1
+
+The number of tiles depends on the sizes, but it has a bound that does not.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+
+class Routed(NamedTuple):
+    """The pairs of a step, sorted by the expert that they go to."""
+
+    row: Int32[Any, " pairs"]  # pair = token * k + choice; those of this device's experts first
+    sizes: Int32[Any, " experts"]  # pairs of each of this device's experts, in their order
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of one device; the contraction is innermost, and scales are of output channels.
+
+    Bfloat16, float32, or float8_e4m3fn codes, of which the weight is code * scale; scales are None
+    without codes.
+    """
+
+    gate: Float[Any, "experts width hidden"]
+    up: Float[Any, "experts width hidden"]
+    down: Float[Any, "experts hidden width"]
+    gate_scale: Float[Any, "experts width"] | None = None
+    up_scale: Float[Any, "experts width"] | None = None
+    down_scale: Float[Any, "experts hidden"] | None = None
+
+
+class Tiles(NamedTuple):
+    """The tiles of a step, in the order of experts; what is behind `total` has no rows."""
+
+    total: Int32[Array, "1"]  # an array, as kernels read those alone
+    expert: Int32[Array, " tiles"]
+    first: Int32[Array, " tiles"]  # the first row: an index into `Routed.row`
+    rows: Int32[Array, " tiles"]
+
+
+def most_tiles(pairs: int, experts: int, tile: int) -> int:
+    """Return the most tiles of `tile` rows that `pairs` can need: as many experts have one row."""
+    busy = min(pairs, experts)
+    return busy + (pairs - busy) // tile
+
+
+def divide_rows(sizes: Int32[Array, " experts"], pairs: int, tile: int) -> Tiles:
+    """Cut the rows of each expert into tiles of at most `tile` rows; `pairs` bounds their sum."""
+    tiles_of = (sizes + (tile - 1)) // tile
+    ends = jnp.cumsum(tiles_of)
+    nth = jnp.arange(most_tiles(pairs, sizes.shape[0], tile), dtype=jnp.int32)
+    # A comparison with every end: a search by halves is a loop of launches on a GPU.
+    expert = (ends[None, :] <= nth[:, None]).sum(axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, sizes.shape[0] - 1)
+    begin = (nth - (ends - tiles_of)[expert]) * tile  # within its expert
+    live = nth < ends[-1]
+    first = (jnp.cumsum(sizes) - sizes)[expert] + begin
+    rows = jnp.minimum(sizes[expert] - begin, tile)
+    return Tiles(ends[-1:], expert, jnp.where(live, first, 0), jnp.where(live, rows, 0))
