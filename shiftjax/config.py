@@ -52,6 +52,12 @@ def _xla_options(text: str) -> str | None:
     return None
 
 
+def _no_e5m2(text: str) -> str | None:
+    if text not in ("fp8_e5m2", "float8_e5m2"):
+        return None
+    return f"must be fp8, whose codes are e4m3: {text} has no scales and two bits of precision"
+
+
 def _size(text: str) -> str | None:
     try:
         num_bytes = num_bytes_of(text)
@@ -169,8 +175,11 @@ class CacheOptions:
     memory_fraction: float = option(
         0.9, "share of a device's memory for weights, KV blocks and temporaries", low=0.05, high=1.0
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "number format of the KV cache; auto: that of the model"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = option(
+        "auto",
+        "number format of the KV cache; auto: that of the model; fp8: e4m3 codes, in units of the "
+        "checkpoint's scales",
+        check=_no_e5m2,
     )
     prefix_caching: bool = option(
         True, "share KV blocks between equal prefixes", flags=("--enable-prefix-caching",)

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.formats import Formats, formats_of
+from shiftjax.arch.formats import FORMATS, Formats, formats_of
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec
@@ -94,7 +94,8 @@ def forward(
     size = max(len(token_ids), least_size)
     tokens = round_up(size, sp * tp)
     attention = xla_attention(source.config.head_dim, source.config.windows, BLOCK_SIZE)
-    pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, np.dtype(np.float32))
+    kv = FORMATS[model.formats.kv].dtype
+    pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, kv)
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
     plan = prefill_plan(token_ids, len(token_ids) if num_rows is None else num_rows)
     inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, model=source.config)

@@ -89,6 +89,7 @@ def test_defaults_are_valid_and_frozen():
         ("memory_fraction", 1.01, "must be at most 1.0"),
         ("memory_fraction", True, "must be a number, got True"),
         ("kv_cache_dtype", "int8", "must be one of auto"),
+        ("kv_cache_dtype", "fp8_e5m2", "must be fp8, whose codes are e4m3: fp8_e5m2 has no"),
         ("prefix_caching", 1, "must be true or false, got 1"),
         ("prefix_caching", "yes", "must be true or false, got 'yes'"),
         ("preemption", "drop", "must be one of recompute, swap"),

@@ -30,6 +30,8 @@ _EVERY = (
 FORMATS = MappingProxyType({each.name: each for each in _EVERY})
 DTYPES = MappingProxyType({each.name: each.dtype for each in _EVERY if not each.has_scales})
 """What can be loaded, computed in and written: formats that say their values by themselves."""
+ALIASES = MappingProxyType({"fp8_e4m3": "fp8"})
+"""Other names of formats, as vLLM has them."""
 AUTO = "bfloat16"  # what dtype="auto" means, but for CPUs that are slow at it (device/cpu_probe.py)
 
 
@@ -60,8 +62,9 @@ class Formats:
 def formats_of(weights: str = "auto", kv: str = "auto") -> Formats:
     """Return the formats of a model in `weights`: scaled ones are computed with in `AUTO`.
 
-    `auto` is `AUTO` for weights, and the weights' format for KV.
+    `auto` is `AUTO` for weights, and the weights' format for KV, which may go by an alias.
     """
+    kv = ALIASES.get(kv, kv)
     weights = AUTO if weights == "auto" else weights
     activations = AUTO if FORMATS[weights].has_scales else weights
     return Formats(weights, weights if kv == "auto" else kv, activations)

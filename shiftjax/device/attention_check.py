@@ -68,7 +68,7 @@ def shape_of(
     layout: Layout, formats: Formats, block_size: int, largest: Bucket, deterministic: bool
 ) -> Shape:
     """What one device of a deployment computes."""
-    model, types = layout.model, (formats.weights, formats.kv)
+    model, types = layout.model, (formats.activations, formats.kv)
     heads = layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
     return Shape(*heads, block_size, model.sliding_window, *types, bucket, deterministic)

@@ -5,14 +5,19 @@ says how they are cut up. Both parts are loops whose trip counts are data, so th
 the real lengths and never the padded block table; how much a round takes depends on the platform.
 The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), the split of long contexts
 that of Flash-Decoding (Dao et al., 2023).
+
+Pools of fp8 hold e4m3 codes in units of a scale for each KV head. The products are with the codes,
+which activations' formats hold exactly, and the scales are applied to scores and to the output: as
+the kernels do.
 """
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float8e4m3fn, Int32
 
 from shiftjax.models.attention_work import (
     CPU_SIZES,
@@ -24,6 +29,7 @@ from shiftjax.models.attention_work import (
     tile_tokens,
     whole_blocks,
 )
+from shiftjax.models.products import CODE, LARGEST_CODE
 
 __all__ = [
     "AttentionMetadata",
@@ -39,6 +45,7 @@ LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) i
 
 Blocks = Float[Array, "blocks kv_heads block_size head_dim"]
 LayerPool = tuple[Blocks, Blocks]  # K and V of one layer
+KVScales = Float[Array, "2 kv_heads"]  # what a code of K, and of V, is in units of
 
 
 class AttentionMetadata(NamedTuple):
@@ -52,10 +59,15 @@ class AttentionMetadata(NamedTuple):
     work: Any  # who computes what, for each window of the model: a tuple of AttentionWork here
 
 
-class LayerTerms(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerTerms:
     """What attention must know of a layer besides its keys and values."""
 
-    window: int = 0  # which of `ModelConfig.windows`, and of the works of a step
+    # which of `ModelConfig.windows`, and of the works of a step
+    window: int = field(default=0, metadata={"static": True})
+    # what codes are in units of; None: pools are no codes, or in units of 1
+    kv_scales: Float[Any, "2 kv_heads"] | None = None
 
 
 class RowMetadata(NamedTuple):
@@ -85,20 +97,33 @@ def write_kv(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     slot_mapping: Int32[Array, " tokens"],
+    kv_scales: KVScales | None = None,
 ) -> LayerPool:
     """Write each token's k and v into its slot, in place where the pool is donated.
 
-    Padding tokens all write to the null block; whose values stay there is unspecified.
+    Padding tokens all write to the null block; whose values stay there is unspecified. Pools of
+    codes take `kv_scales` (None: 1). What is beyond the largest code becomes that, and NaN stays.
     """
     block_size = jnp.int32(pool[0].shape[2])
     block, offset = lax.div(slot_mapping, block_size), lax.rem(slot_mapping, block_size)
 
-    def put(blocks, rows):
+    def put(blocks, rows, scale):
         slots = blocks.at[block, :, offset]
-        rows = rows.astype(blocks.dtype)
+        rows = _coded(rows, scale) if blocks.dtype == CODE else rows.astype(blocks.dtype)
         return slots.set(rows, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    return put(pool[0], k), put(pool[1], v)
+    k_scale, v_scale = _of_each(kv_scales)
+    return put(pool[0], k, k_scale), put(pool[1], v, v_scale)
+
+
+def _coded(
+    rows: Float[Array, "tokens kv_heads head_dim"], scale: Float[Array, " kv_heads"] | None
+) -> Float8e4m3fn[Array, "tokens kv_heads head_dim"]:
+    """Return the codes of keys or values, saturated: a plain conversion would give NaN."""
+    wide = rows.astype(jnp.float32)
+    if scale is not None:
+        wide = wide / scale[None, :, None]
+    return jnp.clip(wide, -LARGEST_CODE, LARGEST_CODE).astype(CODE)
 
 
 def ragged_paged_attention(
@@ -109,16 +134,20 @@ def ragged_paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: KVScales | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
     """softmax(scale * q k^T) v of every token over the keys of its own sequence, causal.
 
     With `sliding_window` a token sees that many keys at most, itself included; the work must have
     been divided with the same, and with the same `sizes`. Rows of padding tokens are zeros. Slots
-    that hold no token of the context may hold anything, NaN included.
+    that hold no token of the context may hold anything, NaN included. `kv_scales` are those with
+    which the pool was written.
     """
-    out = row_attention(q, pool, block_tables, work.rows, scale=scale, sizes=sizes)
-    return _prefill(q, out, pool, block_tables, work.tiles, scale, sliding_window, sizes)
+    of_rows = {"scale": scale, "kv_scales": kv_scales, "sizes": sizes}
+    out = row_attention(q, pool, block_tables, work.rows, **of_rows)
+    own = scale, sliding_window, kv_scales, sizes
+    return _prefill(q, out, pool, block_tables, work.tiles, *own)
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -161,7 +190,7 @@ def _attend(
     block_ids: Int32[Array, "lanes per_chunk"],
     seen: jax.Array,
     exists: jax.Array,
-    scale: float,
+    scale: float | Float[Array, "1 kv_heads 1 1"],
 ) -> State:
     """Take one chunk of context into the softmax.
 
@@ -171,6 +200,8 @@ def _attend(
     lanes, per_chunk = block_ids.shape
     _, kv_heads, block_size, head_dim = pool[0].shape
     k, v = (_gather_chunk(blocks, block_ids) for blocks in pool)
+    if k.dtype == CODE:
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
     keep = exists.reshape(lanes, 1, per_chunk, block_size, 1)
     keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
     v = jnp.where(keep.reshape(v.shape), v, 0)
@@ -185,6 +216,16 @@ def _attend(
     return State(maximum, total, state.weighted * decay[..., None] + pv)
 
 
+def _of_each(kv_scales: KVScales | None) -> tuple[Any, Any]:
+    """Return the scales of K and of V; None: what the pool holds is no code, or in units of 1."""
+    return (None, None) if kv_scales is None else (kv_scales[0], kv_scales[1])
+
+
+def _scaled(x: Any, scale: Float[Array, " kv_heads"] | None) -> Any:
+    """Return a number, or `[lanes, kv_heads, rows, width]`, of codes times their scale."""
+    return x if scale is None else x * scale[None, :, None, None]
+
+
 def _normalized(state: State) -> jax.Array:
     """Return the output of a softmax; zeros where no key was seen."""
     return state.weighted / jnp.where(state.total == 0, 1.0, state.total)[..., None]
@@ -197,6 +238,7 @@ def row_attention(
     work: RowWork,
     *,
     scale: float,
+    kv_scales: KVScales | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return attention of the decode rows: row i is q[i]. All other rows are zeros.
@@ -205,7 +247,8 @@ def row_attention(
     """
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
-    num_rows = work.row_count.shape[0]
+    k_scale, v_scale = _of_each(kv_scales)
+    num_rows, logit_scale = work.row_count.shape[0], _scaled(scale, k_scale)
     waves, lanes = work.job_row.shape
     chunk = whole_blocks(sizes.row_loop(num_rows).chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
@@ -225,7 +268,7 @@ def row_attention(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
             seen = exists[:, None]
-            return _attend(state, lane_q, pool, block_ids, seen, exists, scale)
+            return _attend(state, lane_q, pool, block_ids, seen, exists, logit_scale)
 
         state = _empty(q, lanes, kv_heads, heads // kv_heads)
         return lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
@@ -239,7 +282,7 @@ def row_attention(
     else:
         parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
         out = _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
-    out = out.reshape(num_rows, heads, head_dim)
+    out = _scaled(out, v_scale).reshape(num_rows, heads, head_dim)
     # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
 
@@ -290,12 +333,15 @@ def _prefill(
     work: TileWork,
     scale: float,
     sliding_window: int | None,
+    kv_scales: KVScales | None,
     sizes: LoopSizes,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `out` with the rows of the prefill chunks filled in, tile by tile."""
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
     q_per_kv, tile = heads // kv_heads, tile_tokens(tokens, sizes)
+    k_scale, v_scale = _of_each(kv_scales)
+    logit_scale = _scaled(scale, k_scale)
     chunk = whole_blocks(sizes.tile_chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
     spans = work.tile_start, work.tile_begin, work.tile_end, work.tile_shift
@@ -317,10 +363,11 @@ def _prefill(
             if sliding_window is not None:
                 seen &= key > query - sliding_window
             block_ids = _take(_take(tables, seq), c)[None]
-            return _attend(state, tile_q, pool, block_ids, seen[None], exists, scale)
+            return _attend(state, tile_q, pool, block_ids, seen[None], exists, logit_scale)
 
         state = _empty(q, 1, kv_heads, tile * q_per_kv)
-        new = _normalized(lax.fori_loop(chunk_begin, chunk_end, run_round, state)).astype(q.dtype)
+        new = _normalized(lax.fori_loop(chunk_begin, chunk_end, run_round, state))
+        new = _scaled(new, v_scale).astype(q.dtype)
         new = new.reshape(kv_heads, tile, q_per_kv, head_dim).transpose(1, 0, 2, 3)
         token = start + jnp.arange(tile, dtype=jnp.int32)
         mine = ((token >= begin) & (token < end))[:, None, None]

@@ -1,13 +1,12 @@
 """Which implementation of attention a step uses: a table of functions, chosen once at build time.
 
-    xla       plain XLA loops: every platform, every shape, pools of the activations' formats
-    pallas    Mosaic kernels (`pallas_kernels`): Hopper GPUs, and the shapes that the kernels have;
-              the only one with fp8 pools
+    xla       plain XLA loops: every platform, every shape
+    pallas    Mosaic kernels (`pallas_kernels`): Hopper GPUs, and the shapes that the kernels have
 
-Nothing changes between the two but speed and the last bits. A GPU that gets the XLA loops is told
-so in one warning that names the reason; fp8 pools without kernels are refused. The setting
-`attention` can ask for one of them by name: `xla` never comes near the kernels, `pallas` makes
-every reason an error.
+Nothing changes between the two but speed and the last bits: pools of fp8 are written and read by
+the same rule. A GPU that gets the XLA loops is told so in one warning that names the reason. The
+setting `attention` can ask for one of them by name: `xla` never comes near the kernels, `pallas`
+makes every reason an error.
 """
 
 import functools
@@ -87,15 +86,16 @@ def xla_attention(
         return tuple(divide(*args, sliding_window=window, **own) for window in windows)
 
     def attend(q, pool, metadata, terms):
-        work, options = metadata.work[terms.window], {"scale": scale, "sizes": sizes}
-        tables, window = metadata.block_tables, windows[terms.window]
-        return ragged_paged_attention(q, pool, tables, work, sliding_window=window, **options)
+        work, tables = metadata.work[terms.window], metadata.block_tables
+        own = {"sliding_window": windows[terms.window], "kv_scales": terms.kv_scales}
+        return ragged_paged_attention(q, pool, tables, work, scale=scale, sizes=sizes, **own)
 
     def attend_rows(q, pool, block_tables, work, terms):
-        return row_attention(q, pool, block_tables, work[terms.window], scale=scale, sizes=sizes)
+        work, own = work[terms.window], {"kv_scales": terms.kv_scales}
+        return row_attention(q, pool, block_tables, work, scale=scale, sizes=sizes, **own)
 
     def write(pool, k, v, slot_mapping, terms):
-        return write_kv(pool, k, v, slot_mapping)
+        return write_kv(pool, k, v, slot_mapping, terms.kv_scales)
 
     each = functools.partial(functools.partial, for_each_window)
     return AttentionBackend(
@@ -124,7 +124,6 @@ def choose_attention(
 
     Raises:
         ConfigError: `wanted` are the kernels, and they cannot be had.
-        ValueError: fp8 pools, where there are no kernels.
     """
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
     if reason is None:
@@ -139,11 +138,6 @@ def choose_attention(
     if wanted == "pallas":
         raise ConfigError(
             [f"attention = pallas: {device.device_kind} cannot run the attention kernels: {reason}"]
-        )
-    if jnp.dtype(kv_dtype) == FP8:
-        raise ValueError(
-            f"a KV cache of {FP8} needs the attention kernels, and {device.device_kind} cannot run "
-            f"them: {reason}; use bfloat16 or float16"
         )
     if device.platform == "gpu" and wanted != "xla":
         logger.warning(
@@ -196,24 +190,26 @@ def pallas_attention(
     config: Any,
     block_size: int,
     *,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
     interpret: Any = False,
 ) -> AttentionBackend:
     """Return the kernels with their settings (`pallas_kernels.step_work.KernelConfig`).
 
-    `kv_scales`: what a unit of an fp8 pool of K, and of V, stands for; other pools have none.
     Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
     tests alone. Keys and values are written by XLA's scatters: it fuses the sum of a split GEMM and
     the rotary embedding into them, two launches a layer, where `pallas_kernels.kv_write` needs
-    three, with what prepares its arguments; but XLA does not saturate, so fp8 goes by the kernel.
+    three, with what prepares its arguments. Pools of fp8 go by the kernel.
     """
     from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
     from pallas_kernels.call import AttentionOptions, PagedKV
 
     windows, scale = layout.model.windows, layout.model.head_dim**-0.5
-    options = [
-        AttentionOptions(scale, window, None, *kv_scales, interpret=interpret) for window in windows
-    ]
+
+    def options(terms: LayerTerms) -> AttentionOptions:
+        own = scales(terms)
+        return AttentionOptions(scale, windows[terms.window], None, *own, interpret=interpret)
+
+    def scales(terms: LayerTerms) -> tuple[Any, Any]:
+        return (1.0, 1.0) if terms.kv_scales is None else (terms.kv_scales[0], terms.kv_scales[1])
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
         check_contexts(block_tables, seq_lens, block_size)
@@ -240,32 +236,23 @@ def pallas_attention(
         )
         return tuple(divided(sliding_window=window) for window in windows)
 
-    # Layers of a window share what is traced and lowered, once a step.
-    @functools.partial(jax.jit, static_argnums=0)
-    def attend_in(window, q, pool: LayerPool, metadata):
+    @jax.jit  # layers of a window share what is traced and lowered, once a step
+    def attend(q, pool: LayerPool, metadata, terms: LayerTerms):
         kv = PagedKV(*pool, metadata.block_tables, metadata.seq_lens)
-        work, own = metadata.work[window], options[window]
+        work, own = metadata.work[terms.window], options(terms)
         return paged_attention.ragged_paged_attention(q, kv, work, own, config)
 
-    def attend(q, pool, metadata, terms):
-        return attend_in(terms.window, q, pool, metadata)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def attend_rows_in(window, q, pool: LayerPool, block_tables, work):
+    @jax.jit
+    def attend_rows(q, pool: LayerPool, block_tables, work, terms: LayerTerms):
         kv = PagedKV(*pool, block_tables, None)  # rows say how much they see
-        return decode.decode_attention(q, kv, work[window], options[window], config.decode)
-
-    def attend_rows(q, pool, block_tables, work, terms):
-        return attend_rows_in(terms.window, q, pool, block_tables, work)
+        return decode.decode_attention(q, kv, work[terms.window], options(terms), config.decode)
 
     @jax.jit
-    def write_in(pool, k, v, slot_mapping):
+    def write(pool, k, v, slot_mapping, terms: LayerTerms):
         if pool[0].dtype != FP8:
             return write_kv(pool, k, v, slot_mapping)
-        return kv_write.write_kv(pool, k, v, slot_mapping, scales=kv_scales, interpret=interpret)
-
-    def write(pool, k, v, slot_mapping, terms):
-        return write_in(pool, k, v, slot_mapping)
+        own = {"scales": scales(terms), "interpret": interpret}
+        return kv_write.write_kv(pool, k, v, slot_mapping, **own)
 
     workers = decode_work.num_workers(config.decode.num_blocks, layout.kv_heads_per_device)
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers
@@ -290,13 +277,14 @@ def _why_not_traced(
     new = jax.ShapeDtypeStruct((tokens, layout.kv_heads_per_device, head_dim), dtype)
     shape = pool_shape(2, layout.kv_heads_per_device, block_size, head_dim)
     pool = (jax.ShapeDtypeStruct(shape, kv_dtype),) * 2
+    scales = jax.ShapeDtypeStruct((2, layout.kv_heads_per_device), jnp.float32)
     try:
         work = kernels.divide(tables, lens, starts, 0, num_tokens=tokens)
         metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), work)
         for window in range(len(layout.model.windows)):
-            own = {"terms": LayerTerms(window)}
-            jax.eval_shape(functools.partial(kernels.attend, **own), q, pool, metadata)
-            jax.eval_shape(functools.partial(kernels.write, **own), pool, new, new, slots)
+            terms = LayerTerms(window, scales if jnp.dtype(kv_dtype) == FP8 else None)
+            jax.eval_shape(kernels.attend, q, pool, metadata, terms)
+            jax.eval_shape(kernels.write, pool, new, new, slots, terms)
     except ValueError as error:
         return str(error)
     except Exception as error:  # of a compiler under development: the loops serve as well

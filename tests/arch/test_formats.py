@@ -5,14 +5,15 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from shiftjax.arch.formats import AUTO, DTYPES, FORMATS, Formats, formats_of
+from shiftjax.arch.formats import ALIASES, AUTO, DTYPES, FORMATS, Formats, formats_of
 from shiftjax.config import CacheOptions, ModelOptions
 
 
 def test_the_options_offer_what_can_be_loaded():
     choices = {"auto", *DTYPES}
     assert set(get_args(get_type_hints(ModelOptions)["dtype"])) == choices
-    assert set(get_args(get_type_hints(CacheOptions)["kv_cache_dtype"])) == choices
+    of_kv = set(get_args(get_type_hints(CacheOptions)["kv_cache_dtype"]))
+    assert of_kv == {"auto", *FORMATS, *ALIASES}
 
 
 def test_formats_have_their_bytes_and_their_numpy_types():
@@ -31,6 +32,7 @@ def test_formats_have_their_bytes_and_their_numpy_types():
         ("float32", "auto", Formats("float32", "float32", "float32")),
         ("bfloat16", "float16", Formats("bfloat16", "float16", "bfloat16")),
         ("fp8", "auto", Formats("fp8", "fp8", AUTO)),
+        ("float32", "fp8_e4m3", Formats("float32", "fp8", "float32")),
     ],
 )
 def test_scaled_weights_are_computed_with_in_another_format(weights, kv, expected):

@@ -17,11 +17,9 @@ from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.reference import ragged_paged_attention
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
-from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.models.attention import AttentionMetadata, LayerTerms, write_kv
+from shiftjax.models.attention import AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
 from shiftjax.models.gpu_software import Assembler
 from shiftjax.options import ConfigError
@@ -78,8 +76,6 @@ def test_the_setting_xla_is_obeyed_without_a_word(caplog):
     chosen = choose(HOPPER, wanted="xla", check=lambda: pytest.fail("the kernels are tried"))
     assert (chosen.name, chosen.reason) == ("xla", "the setting attention = xla")
     assert caplog.records == []
-    with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* the setting attention = xla"):
-        choose(HOPPER, kv_dtype=FP8, wanted="xla")
 
 
 def test_the_setting_pallas_makes_every_reason_an_error():
@@ -169,20 +165,13 @@ def test_what_the_device_says_of_itself_is_used(monkeypatch):
     assert asked == [("NVIDIA H200", 128, 16, 4, cores) for cores in (114, None)]
 
 
-def test_fp8_pools_are_for_the_kernels_alone(caplog):
+def test_fp8_pools_are_for_every_implementation(caplog):
     assert choose(HOPPER, kv_dtype=FP8).name == "pallas"
-    ampere = SimpleNamespace(**vars(HOPPER) | {"compute_capability": "8.0"})
-    with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* capability 9\.x .* not 8\.0"):
-        choose(ampere, kv_dtype=FP8)
-    with pytest.raises(ValueError, match=r"float8_e4m3fn needs .* for GPUs, not for cpu"):
-        choose(jax.devices()[0], kv_dtype=FP8)
-    with pytest.raises(ValueError, match="write_kv: head_dim 96 is not a multiple of 64"):
-        choose(HOPPER, layout=Layout(replace(LLAMA.model, head_dim=96), 1, 1), kv_dtype=FP8)
-
-
-def test_the_engine_does_not_offer_fp8_pools():
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype: .*float8_e4m3fn"):
-        EngineConfig.from_options(kv_cache_dtype="float8_e4m3fn")
+    assert choose(jax.devices()[0], kv_dtype=FP8).name == "xla"
+    caplog.clear()
+    chosen = choose(HOPPER, layout=Layout(replace(LLAMA.model, head_dim=96), 1, 1), kv_dtype=FP8)
+    assert chosen.name == "xla"
+    assert "write_kv: head_dim 96 is not a multiple of 64" in caplog.text
 
 
 def test_a_mixed_step_through_the_kernels_is_right():
@@ -241,28 +230,16 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     directory, *_ = engines.checkpoint(**{"num_hidden_layers": 1} | sizes | model)
 
-    scales = (0.5, 2.0) if kv_dtype == FP8.name else (1.0, 1.0)
-
-    def write_rounded(pool, k, v, slots, terms):
-        """Put into a pool of bfloat16 what one of fp8 would hold."""
-        pairs = zip((k, v), scales, strict=True)
-        k, v = ((x / scale).astype(FP8).astype(x.dtype) * scale for x, scale in pairs)
-        return write_kv(pool, k, v, slots)
-
-    def choose(layout, device, dtype, _kv_dtype, block_size, **_):
+    def choose(layout, device, dtype, kv_dtype, block_size, **_):
         if name == "xla":
-            xla = choose_attention(layout, device, dtype, dtype, block_size)
-            return xla._replace(write=write_rounded) if kv_dtype == FP8.name else xla
-        return pallas_attention(
-            layout, FEW_BLOCKS, block_size, kv_scales=scales, interpret=INTERPRETED
-        )
+            return choose_attention(layout, device, dtype, kv_dtype, block_size)
+        return pallas_attention(layout, FEW_BLOCKS, block_size, interpret=INTERPRETED)
 
-    formats = Formats(kv="fp8" if (name, kv_dtype) == ("pallas", FP8.name) else "bfloat16")
     monkeypatch.setattr("shiftjax.device.groups.choose_attention", choose)
-    monkeypatch.setattr("shiftjax.control.deployment.formats_of", lambda *_: formats)
     # One step at a time: the interpreter keeps the state of a kernel outside of the program.
     options = {"block_size": 16, "num_blocks": 32, "token_buckets": buckets, "overlap": False}
-    built = engines.make(directory, 1, 1, dtype="bfloat16", **options)
+    options |= {"dtype": "bfloat16", "kv_cache_dtype": kv_dtype}
+    built = engines.make(directory, 1, 1, **options)
     programs = built.runners[0].programs
     assert [one.bucket.tokens for one in programs if one.bucket.rows_alone] == buckets[:-1]
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
@@ -282,14 +259,14 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
     [
         ("bfloat16", [8, 32], {}),
         ("bfloat16", [32], {"model_type": "mistral", "sliding_window": 20}),
-        (FP8.name, [32], {}),
+        ("fp8", [32], {}),
         (
             "bfloat16",
             [32],
             {"model_type": "llama_swiftkv", "num_hidden_layers": 2, "num_key_value_layers": 1},
         ),
     ],
-    ids=["two buckets", "sliding window", "fp8 pools with scales", "a late layer"],
+    ids=["two buckets", "sliding window", "fp8 pools", "a late layer"],
 )
 def test_consecutive_steps_through_the_kernels_are_those_of_xla(
     monkeypatch, kv_dtype, buckets, model

@@ -1,4 +1,4 @@
-"""The decoder of `numpy_llama` with quantised matrices: e4m3 codes by ml_dtypes, sums in float64.
+"""The decoder of `numpy_llama` in e4m3 codes by ml_dtypes, sums in float64: matrices, KV, or both.
 
 Written from the OCP definition of the format and independent of the code under test.
 """
@@ -36,4 +36,21 @@ def quantised(num_blocks: int):
         return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
     with patch.object(numpy_llama, "linear", linear):
+        yield
+
+
+def saturated(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The codes of numbers in units of `scale`; what is too large for one has the largest."""
+    return np.clip(x.astype(np.float32) / scale.astype(np.float32), -448, 448).astype(E4M3)
+
+
+@contextmanager
+def cached():
+    """While it lasts, keys and values are codes in units of the checkpoint's scales, or of 1."""
+
+    def kept(x: np.ndarray, tensors: numpy_llama.Tensors, name: str) -> np.ndarray:
+        scale = np.reshape(tensors.get(name, np.ones(1)), (-1, 1))
+        return saturated(x, scale).astype(np.float64) * scale
+
+    with patch.object(numpy_llama, "kept", kept):
         yield

@@ -77,6 +77,11 @@ def window_of(config: dict, layer: int) -> int | None:
     return None if full else config.get("sliding_window")
 
 
+def kept(x: np.ndarray, tensors: Tensors, name: str) -> np.ndarray:
+    """What a cache gives back of keys or values `[tokens, heads, head_dim]`: here, all of it."""
+    return x
+
+
 def attention(
     x: np.ndarray,
     config: dict,
@@ -99,6 +104,7 @@ def attention(
         q = rms_norm(q, tensors[f"{prefix}.q_norm.weight"], config["rms_norm_eps"])
         k = rms_norm(k, tensors[f"{prefix}.k_norm.weight"], config["rms_norm_eps"])
     q, k = (rotate(each, rope_frequencies(config)) for each in (q, k))
+    k, v = (kept(each, tensors, f"{prefix}.{name}_scale") for name, each in (("k", k), ("v", v)))
     k, v = (np.repeat(each, q.shape[1] // k.shape[1], axis=1) for each in (k, v))
     back = np.arange(tokens)[:, None] - np.arange(tokens)  # how far key s lies behind query t
     visible = (back >= 0) & (back < (window_of(config, layer) or tokens))

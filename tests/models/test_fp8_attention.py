@@ -1,0 +1,76 @@
+"""Attention over pools of e4m3 codes: what is written, and that it is read by the same rule."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from oracle import numpy_fp8
+from test_attention import STEPS, expected, make_case, row_errors, tolerance
+
+from shiftjax.models.attention import ragged_paged_attention, write_kv
+
+E4M3 = ml_dtypes.float8_e4m3fn
+ROWS = (5, 2, 4)  # tokens, KV heads, width
+SLOTS = np.array([9, 4, 7, 14, 5], np.int32)  # of blocks of 4; block 0 is the null block
+NUMBERS = arrays.arrays(np.float32, (2, *ROWS), elements=st.floats(width=32))
+SCALES = arrays.arrays(np.float32, (2, 2), elements=st.floats(2**-12, 2**12, width=32))
+write = jax.jit(write_kv)
+
+
+def written(k, v, scales):
+    """The pools after a write into pools of NaN, and what lies in the slots: K and V of tokens."""
+    pool = (jnp.full((4, 2, 4, 4), jnp.nan, E4M3),) * 2
+    pools = [np.array(x) for x in write(pool, k, v, SLOTS, scales)]
+    return pools, [x[SLOTS // 4, :, SLOTS % 4] for x in pools]
+
+
+@settings(deadline=None)
+@given(NUMBERS, SCALES, st.sampled_from([np.float32, ml_dtypes.bfloat16, np.float16]))
+def test_codes_are_those_of_another_implementation(numbers, scales, dtype):
+    with np.errstate(over="ignore"):
+        numbers = numbers.astype(dtype)
+    pools, got = written(*numbers, scales)
+    for x, codes, scale in zip(numbers, got, scales, strict=True):
+        wanted = numpy_fp8.saturated(x, scale[:, None])
+        np.testing.assert_array_equal(codes.view(np.uint8), wanted.view(np.uint8))
+    for pool in pools:
+        pool[SLOTS // 4, :, SLOTS % 4] = np.nan
+        assert np.isnan(pool).all()
+
+
+def test_without_scales_codes_are_in_units_of_one():
+    numbers = np.random.default_rng(0).standard_normal((2, *ROWS)).astype(np.float32)
+    ones = np.ones((2, 2), np.float32)
+    for pool, same in zip(written(*numbers, None)[0], written(*numbers, ones)[0], strict=True):
+        np.testing.assert_array_equal(pool.view(np.uint8), same.view(np.uint8))
+
+
+def test_what_is_too_large_becomes_the_largest_code_and_nan_stays():
+    k = np.zeros(ROWS, np.float32)
+    k[:4, 0, 0] = 225, -1e9, np.inf, np.nan
+    _, (codes, _) = written(k, k, np.float32([[0.5, 0.5], [1, 1]]))
+    assert codes[:3, 0, 0].astype(float).tolist() == [448, -448, 448]
+    assert np.isnan(codes[3, 0, 0]) and np.isnan(codes).sum() == 1
+
+
+@pytest.mark.parametrize(("dtype", "window"), [("float32", 20), ("bfloat16", None)])
+def test_attention_reads_codes_times_the_scales_of_their_heads(dtype, window):
+    """The definition, of the numbers that the codes stand for; all other slots hold NaN."""
+    case = make_case(*STEPS["decodes and prompts"], dtype=dtype, window=window)
+    pool = tuple(x.astype(E4M3) for x in case.pool)
+    scales = np.float32([[0.5, 1.7], [3.0, 0.6]])
+    attend = partial(ragged_paged_attention, scale=0.25, sliding_window=window)
+    tables, work = case.metadata.block_tables, case.metadata.work
+    out = jax.jit(attend)(case.q, pool, tables, work, kv_scales=scales)
+    numbers = [
+        np.asarray(x, np.float64) * s[:, None, None] for x, s in zip(pool, scales, strict=True)
+    ]
+    wanted = expected(case, window, k_pool=numbers[0], v_pool=numbers[1])
+    assert (row_errors(case, np.asarray(out, np.float64), wanted) <= tolerance(case)).all()
+    assert not np.asarray(out[case.metadata.query_start_loc[-1] :]).any()
