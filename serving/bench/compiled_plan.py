@@ -23,6 +23,7 @@ from serving.bench.compiled_cost import (
 )
 from serving.bench.hlo import collectives
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
+from shiftjax.arch.presets import PRESETS
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.collectives import step_collectives
@@ -105,8 +106,8 @@ def check_target(target: Target) -> None:
     if not (TARGETS / f"{_chip(target)}.txtpb").is_file():
         known = ", ".join(sorted(f"{path.stem}x8" for path in TARGETS.glob("*.txtpb")))
         wrong.append(f"--compile knows no description of {machine}; there are {known}")
-    if target.model.experts is not None:
-        wrong.append(f"--compile: the engine has no experts, so no {target.model.name} yet")
+    if target.model.experts is not None and target.model.name not in PRESETS:
+        wrong.append(f"--compile: the engine does not load {target.model.name}'s kind of experts")
     if "fp8" in (target.formats.weights, target.formats.kv):
         wrong.append("--compile: the engine has no fp8 yet; use --dtype bfloat16")
     jaxlib = importlib.metadata.version("jaxlib")

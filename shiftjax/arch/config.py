@@ -22,12 +22,19 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of every layer's feed-forward part; a token uses `per_token` and the shared one."""
+    """Experts of the layers' feed-forward part; a token uses `per_token` and the shared one.
+
+    A token's experts are those with the largest router logits, weighted by the softmax of these
+    logits (`norm_topk`: the softmax over all experts, made to sum to one, is the same), or by their
+    part of the softmax over all.
+    """
 
     num: int
     per_token: int
     intermediate_size: int
     shared_intermediate_size: int = 0  # of an expert that every token uses; 0: there is none
+    norm_topk: bool = True  # the weights of a token's experts sum to one
+    dense_layers: tuple[int, ...] = ()  # of the whole model: these have an MLP instead
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class ModelConfig:
     output_bias: bool = False  # bias on o (Llama's attention_bias sets this too)
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on q and k before rope (Qwen3)
-    experts: Experts | None = None  # in place of the MLP: can be planned for, not loaded
+    experts: Experts | None = None  # in place of the MLP, in all layers but some
     encoder: Encoder | None = None  # None: a decoder
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
@@ -118,6 +125,16 @@ class ModelConfig:
     def num_late_layers(self) -> int:
         """Layers that compute logit rows alone; the early ones' output gives all their KV."""
         return self.num_layers - self.num_early_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from the first of this stage, has experts."""
+        first = self.stage.first if self.stage else 0
+        return self.experts is not None and first + layer not in self.experts.dense_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def is_first_stage(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shiftjax.arch.config import Encoder, ModelConfig, RopeScaling
+from shiftjax.arch.config import Encoder, Experts, ModelConfig, RopeScaling
 
 _COLUMNS = (
     "hidden_size",
@@ -75,6 +75,8 @@ _QWEN2 = _QWEN | {
     "attention_bias": True,
 }
 _QWEN3 = _QWEN | {"architecture": "qwen3", "max_position_embeddings": 40_960, "qk_norm": True}
+_QWEN3_MOE = _QWEN3 | {"architecture": "qwen3_moe"}
+_MIXTRAL = _MISTRAL | {"architecture": "mixtral", "vocab_size": 32_000}
 _LESS = {"rope_scaling": RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)}
 _TIED = {"tie_word_embeddings": True}
 
@@ -83,6 +85,17 @@ _PRESETS = (
     preset("tiny-qwen2", _TINY, 64, 128, 2, 8, 4, 8, architecture="qwen2", attention_bias=True),
     preset("tiny-qwen3", _TINY, 64, 128, 2, 8, 4, 16, architecture="qwen3", qk_norm=True),
     preset("tiny-mistral", _TINY, 64, 128, 2, 8, 4, 8, architecture="mistral", sliding_window=32),
+    preset(
+        *("tiny-qwen3-moe", _TINY, 64, 128, 2, 8, 4, 16),
+        architecture="qwen3_moe",
+        qk_norm=True,
+        experts=Experts(num=16, per_token=4, intermediate_size=32),
+    ),
+    preset(
+        *("tiny-mixtral", _TINY, 64, 128, 2, 8, 4, 8),
+        architecture="mixtral",
+        experts=Experts(num=8, per_token=2, intermediate_size=128),
+    ),
     preset("tiny-bert", _TINY_BERT, 64, 128, 2, 4, 4, 16),
     preset("minilm-l6", _MINILM, 384, 1536, 6, 12, 12, 32),
     preset("smollm2-135m", _SMOLLM2, 576, 1536, 30, 9, 3, 64, **_TIED),
@@ -95,6 +108,14 @@ _PRESETS = (
     preset("qwen3-0.6b", _QWEN3, 1024, 3072, 28, 16, 8, 128, **_TIED),
     preset("qwen3-8b", _QWEN3, 4096, 12_288, 36, 32, 8, 128),
     preset("qwen3-32b", _QWEN3, 5120, 25_600, 64, 64, 8, 128),
+    preset(
+        *("qwen3-30b-a3b", _QWEN3_MOE, 2048, 6144, 48, 32, 4, 128),
+        experts=Experts(num=128, per_token=8, intermediate_size=768),
+    ),
+    preset(
+        *("mixtral-8x7b", _MIXTRAL, 4096, 14_336, 32, 32, 8, 128),
+        experts=Experts(num=8, per_token=2, intermediate_size=14_336),
+    ),
 )
 
 _SHORT_NAMES = {
@@ -103,6 +124,7 @@ _SHORT_NAMES = {
     "llama-70b": "llama-3.3-70b",
     "mistral-7b": "mistral-7b-v0.3",
     "qwen-32b": "qwen3-32b",
+    "qwen-30b-a3b": "qwen3-30b-a3b",
 }
 
 _BY_NAME = {config.name: config for config in _PRESETS}

@@ -58,6 +58,11 @@ class Weight(NamedTuple):
         )
         return tuple(part._replace(source=source) for source in self.stacked)
 
+    def of_expert(self, expert: int) -> "Weight":
+        """The matrix of one expert, out of a stack of all."""
+        source = self.source.replace(EACH, str(expert))
+        return self._replace(shape=self.shape[1:], axes=self.axes[1:], source=source)
+
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of what a checkpoint has of it, where heads are not told from widths."""
@@ -68,9 +73,8 @@ class Weight(NamedTuple):
         if self.kind in ("norm", "bias"):
             return {self.source: (self.num_elements,)}
         if self.axes[0] == "experts":
-            one = self._replace(shape=self.shape[1:], axes=self.axes[1:])
-            names = (self.source.replace(EACH, str(expert)) for expert in range(self.shape[0]))
-            return {name: shape for name in names for shape in one.tensors.values()}
+            experts = map(self.of_expert, range(self.shape[0]))
+            return {name: shape for one in experts for name, shape in one.tensors.items()}
         shape = (math.prod(self.shape[:-1]), self.shape[-1])
         return {self.source: shape[::-1] if self.transposed else shape}
 
@@ -86,9 +90,11 @@ def _llama(config: ModelConfig) -> Iterator[Weight]:
     vocab, hidden = config.vocab_size, config.hidden_size
     if config.is_first_stage:
         yield Weight("embed", (vocab, hidden), ("vocab", None), EMBEDDING, "table")
-    early, late = list(_llama_layer(config)), list(_late_layer(config))
+    dense, sparse = list(_llama_layer(config)), list(_llama_layer(config, has_experts=True))
+    late = list(_late_layer(config))
     first = config.stage.first if config.stage else 0
     for index in range(config.num_layers):
+        early = sparse if config.has_experts(index) else dense
         for weight in early if index < config.num_early_layers else late:
             source = f"model.layers.{first + index}.{weight.source}"
             yield weight._replace(name=f"layers.{index}.{weight.name}", source=source)
@@ -126,7 +132,7 @@ def _swiftkv(config: ModelConfig) -> Iterator[Weight]:
         yield weight._replace(source="", stacked=stacked, in_shift=True)
 
 
-def _llama_layer(config: ModelConfig) -> Iterator[Weight]:
+def _llama_layer(config: ModelConfig, has_experts: bool = False) -> Iterator[Weight]:
     hidden, head_dim = config.hidden_size, config.head_dim
     yield _norm("input_norm", hidden, "input_layernorm")
     yield _norm("mlp_norm", hidden, "post_attention_layernorm")
@@ -139,31 +145,63 @@ def _llama_layer(config: ModelConfig) -> Iterator[Weight]:
         shape, source = (num_heads, head_dim, hidden), f"self_attn.{name}_proj"
         matrix = Weight(f"attention.{name}", shape, (axis, None, None), source)
         yield from _projection(matrix._replace(transposed=name == "o"), has_bias)
-    if config.experts is None:
-        yield from _mlp("mlp", (config.intermediate_size, hidden), "mlp", config.mlp_bias)
+    if has_experts and config.experts is not None:
+        names = EXPERT_NAMES.get(config.architecture, _QWEN_EXPERTS)
+        yield from _moe(config.experts, hidden, names)
     else:
-        yield from _moe(config.experts, hidden)
+        yield from _mlp("mlp", (config.intermediate_size, hidden), "mlp", config.mlp_bias)
     if config.qk_norm:
         yield _norm("attention.q_norm", head_dim, "self_attn.q_norm")
         yield _norm("attention.k_norm", head_dim, "self_attn.k_norm")
 
 
-def _moe(experts: Experts, hidden: int) -> Iterator[Weight]:
-    """The experts of a layer, by Qwen's names."""
-    yield Weight("mlp.router", (experts.num, hidden), (None, None), "mlp.gate.weight")
-    each = (experts.num, experts.intermediate_size, hidden)
-    yield from _mlp("mlp.experts", each, f"mlp.experts.{EACH}")
+class ExpertNames(NamedTuple):
+    """What a family's checkpoints call the parts of a layer with experts."""
+
+    router: str
+    expert: str
+    gate: str
+    up: str
+    down: str
+
+
+_QWEN_EXPERTS = ExpertNames("mlp.gate", f"mlp.experts.{EACH}", "gate_proj", "up_proj", "down_proj")
+EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
+    {
+        "qwen3_moe": _QWEN_EXPERTS,
+        "mixtral": ExpertNames(
+            "block_sparse_moe.gate", f"block_sparse_moe.experts.{EACH}", "w1", "w3", "w2"
+        ),
+    }
+)
+"""Architectures whose layers have experts."""
+
+
+def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
+    """The experts of a layer: whole ones, split over all devices in every mode.
+
+    They are `[expert, out, in]`, `down` too: nobody splits its inputs. Every device has the router.
+    """
+    yield Weight("mlp.router", (experts.num, hidden), (None, None), f"{names.router}.weight")
+    width = experts.intermediate_size
+    for name, shape, part in (
+        ("gate", (width, hidden), names.gate),
+        ("up", (width, hidden), names.up),
+        ("down", (hidden, width), names.down),
+    ):
+        source, axes = f"{names.expert}.{part}.weight", ("experts", None, None)
+        yield Weight(f"mlp.experts.{name}", (experts.num, *shape), axes, source, in_shift=True)
     if experts.shared_intermediate_size:
-        shared = (experts.shared_intermediate_size, hidden)
-        yield from _mlp("mlp.shared", shared, "mlp.shared_expert")
+        yield from _mlp(
+            "mlp.shared", (experts.shared_intermediate_size, hidden), "mlp.shared_expert"
+        )
 
 
 def _mlp(
-    name: str, shape: tuple[int, ...], source: str, has_bias: bool = False
+    name: str, shape: tuple[int, int], source: str, has_bias: bool = False
 ) -> Iterator[Weight]:
-    axes = ("experts", "intermediate", None)[-len(shape) :]
     for part in ("gate", "up", "down"):
-        matrix = Weight(f"{name}.{part}", shape, axes, f"{source}.{part}_proj")
+        matrix = Weight(f"{name}.{part}", shape, ("intermediate", None), f"{source}.{part}_proj")
         yield from _projection(matrix._replace(transposed=part == "down"), has_bias)
 
 
@@ -282,6 +320,7 @@ def _numbered_norm(name: str, index: int, width: int, source: str) -> Iterator[W
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {"llama": _LLAMA, "llama_swiftkv": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
+    | {"qwen3_moe": _LLAMA, "mixtral": _LLAMA}
     | {"bert": _BERT, "roberta": _BERT, "xlm-roberta": _BERT}
 )
 """The family of every `ModelConfig.architecture`."""

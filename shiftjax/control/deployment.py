@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import ModelConfig, stages_of
 from shiftjax.arch.formats import AUTO, Formats, formats_of
+from shiftjax.arch.weights import EXPERT_NAMES
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
@@ -453,12 +454,26 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     if config.model.task == "embed":
         problems.append("task = embed is of Embedder, of embed and of serve")
     if model.experts is not None:
-        problems.append(f"{model.name} has experts: it can be planned for, but not loaded")
+        problems += _expert_problems(model, degree)
     if used > num_devices:
         problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
     if degree > model.num_heads:
         problems.append(
             f"sp * tp = {degree} is more than {model.name}'s {model.num_heads} query heads: "
+            "some devices would hold none"
+        )
+    return problems
+
+
+def _expert_problems(model: ModelConfig, degree: int) -> list[str]:
+    """Why `degree` devices cannot compute a model with experts; none: they can."""
+    problems, experts = [], model.experts
+    assert experts is not None
+    if model.architecture not in EXPERT_NAMES or experts.shared_intermediate_size:
+        problems.append(f"{model.name}'s kind of experts can be planned for, but not loaded")
+    if degree > experts.num:
+        problems.append(
+            f"sp * tp = {degree} is more than {model.name}'s {experts.num} experts: "
             "some devices would hold none"
         )
     return problems

@@ -38,7 +38,7 @@ def check_embedding(config: EngineConfig, model: ModelConfig, devices: Devices) 
     if config.model.task == "generate":
         problems.append(f"task = generate: {model.name} is asked to embed texts")
     if model.experts is not None:
-        problems.append(f"{model.name} has experts: it can be planned for, but not loaded")
+        problems.append(f"{model.name} has experts: it generates, and embeds no texts")
     if model.num_late_layers:
         words = "computes its last layers for output tokens only: it embeds no texts"
         problems.append(f"{model.name} {words}")

@@ -82,4 +82,4 @@ def _local_size(axis: str | None, size: int, layout: Layout, mode: Mode) -> int:
     """The part of a stored dimension that a device has in a mode."""
     if axis == "kv_heads" and mode != layout.base:
         return len(layout.kv_heads_of_ranks(mode)[0])
-    return size if axis in (None, "experts") else size // layout.ways(mode)
+    return size if axis is None else size // layout.ways(mode)

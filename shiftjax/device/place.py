@@ -209,6 +209,8 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
     Rows of attention's projections are whole heads. Raises CheckpointError for values that are
     not finite.
     """
+    if weight.axes[0] == "experts":
+        return _read_experts(source, weight, first, last)
     tail, per_row = weight.shape[1:], _rows_of_tensor(weight)
     info = source.tensors[weight.source]
     index = (slice(first * per_row, last * per_row),)
@@ -218,13 +220,26 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
     return (block.T if weight.transposed else block).reshape(last - first, *tail)
 
 
+def _read_experts(source: TensorSource, weight: Weight, first: int, last: int) -> np.ndarray:
+    """Read experts [first, last), each of which is a tensor: none of the others is touched."""
+    dtype = source.tensors[weight.of_expert(0).source].dtype
+    block = aligned_zeros((last - first, *weight.shape[1:]), dtype)
+    for expert in range(first, last):
+        one = weight.of_expert(expert)
+        block[expert - first] = read_rows(source, one, 0, one.shape[0])
+    return block
+
+
 def _rows_of_tensor(weight: Weight) -> int:
     """How many rows of a checkpoint's tensor are one of the weight: a whole head's, or one."""
     return weight.shape[1] if weight.axes[0] in ("heads", "kv_heads") else 1
 
 
 def _num_rows(source: TensorSource, weight: Weight) -> int:
-    """The rows that a checkpoint has of a weight of one part."""
+    """The rows that a checkpoint has of a weight of one part; experts are tensors of their own."""
+    if weight.axes[0] == "experts":
+        assert source.config.experts is not None
+        return source.config.experts.num
     shape = source.tensors[weight.source].shape
     return shape[-1 if weight.transposed else 0] // _rows_of_tensor(weight)
 

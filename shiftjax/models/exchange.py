@@ -11,6 +11,14 @@ with tokens split `sp` ways:
     all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device, if sp > 1
     all-reduce  2 of (n / sp) * d * b over the P / sp devices that split a weight
 
+Experts are whole, each on one device, in every mode (expert parallelism over all P). A layer of
+them needs all tokens on every device, so in place of its second all-reduce it has, if sp > 1,
+
+    all-gather      n * d * b over sp
+    reduce-scatter  (n / sp) * d * b over sp, and an all-reduce of as much over the P / sp devices
+
+and in SHIFT the all-reduce of n * d * b over all P that an MLP has.
+
 Between pipeline stages hidden states are split over all devices, so that n * d * b bytes cross in
 all. The next stage gathers its tokens' over the P / sp devices that split a weight.
 
@@ -64,6 +72,24 @@ class Parallel:
         if self.layout.ways(self.mode) == 1:
             return partial
         return jax.lax.psum(partial, WEIGHT_AXES if self.splits_tokens else ALL_AXES)
+
+    @property
+    def place(self) -> Int[Array, ""]:
+        """This device's place in the group, by which it has heads and experts."""
+        return jax.lax.axis_index(ALL_AXES)
+
+    def sum_experts(
+        self, partial: Float[Array, "tokens hidden"]
+    ) -> Float[Array, "tokens_sp hidden"]:
+        """Sum what the experts of all devices add to all tokens, each device keeping its tokens.
+
+        Where tokens are split: one reduce-scatter over `sp`, then one all-reduce of the rest over
+        the devices that split a weight. In SHIFT one all-reduce over all devices.
+        """
+        if not self.splits_tokens:
+            return self.reduce(partial)
+        own = jax.lax.psum_scatter(partial, TOKEN_AXIS, scatter_dimension=0, tiled=True)
+        return self.reduce(own)
 
     @property
     def in_shift(self) -> "Parallel":

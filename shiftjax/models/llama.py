@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.experts import ExpertWeights, own_experts, route
 from shiftjax.models.layers import (
     Context,
     LogitRows,
@@ -168,14 +169,54 @@ class MLP(Part):
     down_bias: nnx.Param
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], parallel: Parallel
+        self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
+        parallel = context.parallel
         gate, up = self._out(x, "gate"), self._out(x, "up")
         if self.config.mlp_bias:
             gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
         out = parallel.reduce(self._in(jax.nn.silu(gate) * up, "down"))
         return out + self.down_bias[...][None] if self.config.mlp_bias else out
+
+
+class OwnExperts(Part):
+    """The experts that this device has of a layer."""
+
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+    gate_scale: nnx.Param  # of codes
+    up_scale: nnx.Param
+    down_scale: nnx.Param
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """What the grouped product reads."""
+        stored = (getattr(self, name, None) for name in ExpertWeights._fields)
+        return ExpertWeights(*(None if one is None else one[...] for one in stored))
+
+
+class MoE(Part):
+    """The feed-forward part of experts, of which every token uses few; see `models/experts.py`."""
+
+    router: nnx.Param
+
+    def __init__(self, config: ModelConfig, params: Params):
+        super().__init__(config, {"router": params["router"]})
+        self.experts = OwnExperts(config, params["experts"])
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], context: Context
+    ) -> Float[Array, "tokens hidden"]:
+        """Return the (reduced) output: in every mode by all tokens on every device."""
+        assert self.config.experts is not None
+        parallel, num_tokens = context.parallel, context.metadata.query_start_loc[-1]
+        x = parallel.gather_tokens(x)
+        gains, chosen = route(x, self.router[...], self.config.experts)
+        weights = self.experts.weights
+        first = parallel.place * weights.gate.shape[0]
+        return parallel.sum_experts(own_experts(x, weights, gains, chosen, first, num_tokens))
 
 
 class DecoderLayer(nnx.Module):
@@ -185,7 +226,7 @@ class DecoderLayer(nnx.Module):
         self.eps = config.rms_norm_eps
         self.input_norm, self.mlp_norm = params["input_norm"], params["mlp_norm"]
         self.attention = attention(config, params["attention"])
-        self.mlp = MLP(config, params["mlp"])
+        self.mlp = (MoE if "experts" in params["mlp"] else MLP)(config, params["mlp"])
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
@@ -194,7 +235,7 @@ class DecoderLayer(nnx.Module):
         normed = rms_norm(x, self.input_norm[...], self.eps)
         out, pool = self.attention(normed, pool, context)
         x = x + out
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.parallel), pool
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context), pool
 
 
 RunLayer = Callable[

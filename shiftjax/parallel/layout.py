@@ -13,7 +13,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Group, Mode
 
-_PADDED_AXES = ("vocab", "draft_vocab", "intermediate")  # to a multiple of P
+_PADDED_AXES = ("vocab", "draft_vocab", "intermediate", "experts")  # to a multiple of P
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:
@@ -122,6 +122,11 @@ class Layout:
         return round_up(self.model.intermediate_size, self.padded_for)
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a layer, padded to a multiple of P by some that no token is sent to."""
+        return round_up(self.model.experts.num if self.model.experts else 0, self.padded_for)
+
+    @property
     def vocab_size(self) -> int:
         """Vocabulary, padded to a multiple of P."""
         return round_up(self.model.vocab_size, self.padded_for)
@@ -221,6 +226,7 @@ class Layout:
             return np.where(real, kv_head * q_per_kv + offset, -1)
         real_size, size = {
             "intermediate": (model.intermediate_size, self.intermediate_size),
+            "experts": (model.experts.num if model.experts else 0, self.num_experts),
             "vocab": (model.vocab_size, self.vocab_size),
             "draft_vocab": (self.num_draft_ids, round_up(self.num_draft_ids, self.padded_for)),
         }[axis]

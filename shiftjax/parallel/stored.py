@@ -5,6 +5,7 @@ code times the scale. How it is stored follows from the way that devices split i
 
     column-parallel   codes [out, in], scale [out], both split by outputs
     row-parallel      codes [blocks, out, in / blocks], scale [out] on every device
+    experts           codes [experts, out, in], scale [experts, out], both split by experts
 
 A block is the part of the inputs that one device has where all of them split it, so a shard of any
 mode is some whole blocks, and the contraction is the innermost dimension in both: what the fp8
@@ -49,8 +50,6 @@ def quantised(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
     if not plain.transposed:
         return codes, scale._replace(shape=plain.shape[:-1], axes=plain.axes[:-1])
     *_, outputs = plain.shape
-    if plain.axes[0] == "experts":
-        return codes, scale._replace(shape=(plain.shape[0], outputs), axes=(plain.axes[0], None))
     blocks = layout.padded_for
     shape = blocks, outputs, plain.num_elements // (blocks * outputs)
     codes = codes._replace(shape=shape, axes=("blocks", None, None))

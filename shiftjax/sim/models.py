@@ -24,12 +24,6 @@ _PLANNED = (
         *(5120, 8192, 48, 40, 8, 128),
         experts=Experts(num=16, per_token=1, intermediate_size=8192, shared_intermediate_size=8192),
     ),
-    preset(  # Qwen3-30B-A3B's config.json
-        "qwen-30b-a3b",
-        {"architecture": "qwen3", "vocab_size": 151_936, "qk_norm": True} | _LONG,
-        *(2048, 768, 48, 32, 4, 128),
-        experts=Experts(num=128, per_token=8, intermediate_size=768),
-    ),
 )
 
 MODELS = MappingProxyType(dict(PRESETS) | {each.name: each for each in _PLANNED})

@@ -6,6 +6,7 @@ from typing import Any
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
+from shiftjax.weights.expert_config import experts_to_json, parse_experts
 from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.source import CheckpointError
 
@@ -15,6 +16,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     **ENCODERS,
 }
 _LLAMA = ("llama", "llama_swiftkv")
@@ -54,7 +57,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     bos = fields.token_ids("bos_token_id")
     if len(bos) > 1:
         fields.problem(f"bos_token_id must be one token id, found {list(bos)}")
-    attention_bias = architecture != "mistral" and fields.flag("attention_bias")
+    attention_bias = architecture not in ("mistral", "mixtral") and fields.flag("attention_bias")
     config = ModelConfig(
         name=name,
         architecture=architecture,
@@ -69,7 +72,8 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         attention_bias=attention_bias or architecture == "qwen2",
         output_bias=attention_bias and architecture != "qwen2",
         mlp_bias=architecture in _LLAMA and fields.flag("mlp_bias"),
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
+        experts=parse_experts(fields, architecture),
         sliding_window=_sliding_window(fields, architecture),
         num_kv_layers=_num_kv_layers(fields, architecture),
         bos_token_id=bos[0] if bos else None,
@@ -149,6 +153,8 @@ def _sliding_window(fields: Fields, architecture: str) -> int | None:
     """The window of all layers; a model in which only some layers have one is refused."""
     if architecture in _LLAMA:
         return None
+    if architecture == "mixtral":
+        return fields.count("sliding_window") if fields.has("sliding_window") else None
     if architecture == "mistral" and "sliding_window" not in fields.data:
         return _MISTRAL_SLIDING_WINDOW
     if architecture != "mistral" and not fields.flag("use_sliding_window"):
@@ -218,7 +224,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": _ids_json(config.eos_token_ids),
         "torch_dtype": dtype,
     }
-    if config.architecture in (*_LLAMA, "qwen3"):
+    if config.architecture in (*_LLAMA, "qwen3", "qwen3_moe"):
         data["attention_bias"] = config.attention_bias
     if config.architecture in _LLAMA:
         data["mlp_bias"] = config.mlp_bias
@@ -226,8 +232,9 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         data["sliding_window"] = config.sliding_window
     if config.architecture == "llama_swiftkv":
         data["num_key_value_layers"] = config.num_kv_layers
-    if config.architecture in ("qwen2", "qwen3"):
+    if config.architecture in ("qwen2", "qwen3", "qwen3_moe"):
         data |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
+    data |= experts_to_json(config)
     if parse_config(data, config.name, "config.json") != config:
         raise CheckpointError(f"{config.name}: no config.json of {config.architecture} can say it")
     return data

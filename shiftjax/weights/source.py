@@ -130,10 +130,18 @@ def differences(
     location: str,
     what: str,
 ) -> Iterator[str]:
-    """A line for every tensor that is missing, unexpected in `what`, or of another shape."""
-    for name, shape in expected.items():
-        if name not in tensors:
-            yield f"{location}: tensor {name}: expected shape {_show(shape)}, found nothing"
+    """A line for every tensor that is missing, unexpected in `what`, or of another shape.
+
+    Experts have thousands of tensors: one line tells of all that are missing.
+    """
+    missing = [name for name in expected if name not in tensors]
+    of_experts = [name for name in missing if ".experts." in name]
+    more = f", nor {len(of_experts) - 1} others of experts" if len(of_experts) > 1 else ""
+    for name in missing:
+        if name not in of_experts[1:]:
+            others = more if name in of_experts else ""
+            shape = _show(expected[name])
+            yield f"{location}: tensor {name}: expected shape {shape}, found nothing{others}"
     for name, info in tensors.items():
         found = f"found shape {_show(info.shape)}"
         if name not in expected and not is_ignored(name):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shiftjax.arch.config import Experts, Speculator
+from shiftjax.arch.config import Experts, Speculator, stages_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import expected_tensors, layer_parameters, num_parameters, weights_of
 from shiftjax.sim.models import find_model
@@ -13,7 +13,10 @@ from shiftjax.sim.models import find_model
 TINY = PRESETS["tiny"]
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-3.3-70b", 70.55), ("qwen-30b-a3b", 30.53)])
+PUBLISHED = [("llama-3.3-70b", 70.55), ("qwen3-30b-a3b", 30.53), ("mixtral-8x7b", 46.70)]
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED)
 def test_parameters_are_those_that_were_published(name, billions):
     config = find_model(name)
     tables = 2 * config.vocab_size * config.hidden_size
@@ -59,6 +62,27 @@ def test_every_expert_is_a_tensor_and_the_shared_one_too():
     more = 3 * 64 * (3 * 24 + 40) + 3 * 64 - 3 * 64 * TINY.intermediate_size
     assert num_parameters(config) - num_parameters(TINY) == config.num_layers * more
     assert {name for name in dense if ".mlp." not in name} < set(shapes)
+
+
+def test_some_layers_can_be_dense_and_stages_count_them_from_the_first():
+    config = PRESETS["tiny-qwen3-moe"]
+    assert config.experts is not None
+    experts = replace(config.experts, dense_layers=(0, 3))
+    config = replace(config, num_layers=5, experts=experts)
+    shapes = expected_tensors(config)
+    dense = {int(name.split(".")[2]) for name in shapes if name.endswith(".mlp.up_proj.weight")}
+    assert dense == {0, 3} and config.num_expert_layers == 3
+    first, last = stages_of(config, 2)
+    assert [first.num_expert_layers, last.num_expert_layers] == [2, 1]
+    assert expected_tensors(first) | expected_tensors(last) == shapes
+
+
+def test_mixtral_has_names_of_its_own():
+    shapes = expected_tensors(PRESETS["tiny-mixtral"])
+    at = "model.layers.1.block_sparse_moe"
+    assert shapes[f"{at}.experts.7.w1.weight"] == shapes[f"{at}.experts.7.w3.weight"] == (128, 64)
+    assert shapes[f"{at}.experts.7.w2.weight"] == (64, 128)
+    assert shapes[f"{at}.gate.weight"] == (8, 64)
 
 
 def test_a_speculator_is_beside_the_layers_and_its_head_is_as_long_as_what_it_drafts():

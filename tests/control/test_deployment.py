@@ -6,6 +6,7 @@ import pytest
 
 from shiftjax.arch.config import Experts, ModelConfig
 from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.control.deployment import (
     Devices,
@@ -44,10 +45,19 @@ def test_what_the_model_and_the_machine_refuse(options, num_devices, fragments):
         assert fragment in problem
 
 
-def test_a_model_with_experts_is_refused_with_its_name():
-    config = EngineConfig.from_options(model="m")
-    problems = check_model(config, replace(MODEL, experts=Experts(4, 1, 64)), 8)
-    assert problems == [f"{MODEL.name} has experts: it can be planned for, but not loaded"]
+def test_experts_are_refused_where_devices_would_hold_none_or_no_checkpoint_has_them():
+    config, model = EngineConfig.from_options(model="m", tp=4), PRESETS["tiny-mixtral"]
+    assert check_model(config, model, 8) == []
+    few = replace(model, experts=Experts(3, 1, 64))
+    assert check_model(config, few, 8) == [
+        "sp * tp = 4 is more than tiny-mixtral's 3 experts: some devices would hold none"
+    ]
+    for other in (
+        replace(MODEL, experts=Experts(4, 1, 64)),
+        replace(model, experts=Experts(4, 1, 64, shared_intermediate_size=8)),
+    ):
+        problem = f"{other.name}'s kind of experts can be planned for, but not loaded"
+        assert check_model(config, other, 8) == [problem]
 
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import jax
 import pytest
 from harness import covered, held_bytes, silent
 
-from shiftjax.arch.config import ModelConfig, Speculator
+from shiftjax.arch.config import Experts, ModelConfig, Speculator
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import layer_parameters
@@ -22,11 +22,12 @@ ODD = replace(PRESETS["tiny"], num_heads=9, num_kv_heads=3, intermediate_size=10
 TIED = replace(ODD, tie_word_embeddings=True)
 BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
 SWIFTKV = replace(BIASED, architecture="llama_swiftkv", num_kv_layers=1, qk_norm=False)
+EXPERTS = replace(PRESETS["tiny-qwen3-moe"], experts=Experts(11, 2, 24, dense_layers=(0,)))
 DRAFTED = {
     "mlp": replace(SWIFTKV, speculator=Speculator("mlp", 3, 40)),
     "lstm": replace(TIED, speculator=Speculator("lstm", 3, 40, tie_weights=True, draft_vocab=101)),
 }
-MODELS = ["untied", "tied", "biased", "swiftkv"]
+MODELS = ["untied", "tied", "biased", "swiftkv", "experts"]
 MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
 
 
@@ -44,14 +45,16 @@ def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> N
 
 
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
-@pytest.mark.parametrize("config", [ODD, TIED, BIASED, SWIFTKV], ids=MODELS)
+@pytest.mark.parametrize("config", [ODD, TIED, BIASED, SWIFTKV, EXPERTS], ids=MODELS)
 def test_weights_take_what_is_foretold(config, sp, tp):
     check(config, sp, tp, "alias", "bfloat16")
 
 
 @pytest.mark.parametrize(("sp", "tp"), [(1, 1), (4, 2), (3, 2)])
 @pytest.mark.parametrize(
-    "config", [BIASED, SWIFTKV, DRAFTED["mlp"]], ids=["biased", "swiftkv", "mlp"]
+    "config",
+    [BIASED, SWIFTKV, DRAFTED["mlp"], EXPERTS],
+    ids=["biased", "swiftkv", "mlp", "experts"],
 )
 def test_codes_and_scales_take_what_is_foretold(config, sp, tp):
     check(config, sp, tp, "alias", "fp8")

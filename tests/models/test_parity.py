@@ -28,7 +28,7 @@ SPLITS = [
     (3, 2, Mode(3, 3), "slice"),
 ]
 CASES = [(name, *mesh) for name in MODELS for mesh in EVERYWHERE] + [
-    (name, *mesh) for name in ("llama_bias", "qwen3") for mesh in SPLITS
+    (name, *mesh) for name in ("llama_bias", "qwen3", "qwen3_moe") for mesh in SPLITS
 ]
 
 

@@ -3,7 +3,7 @@
 Both the script and the record of the layer-by-layer oracle. It runs in an environment with
 torch and transformers, which the project itself never needs:
 
-    python tests/oracle/make_parity.py [tests/data/parity]
+    python tests/oracle/make_parity.py [tests/data/parity [NAME ...]]
 
 Every model is float32 with eager attention, and every parameter (norm weights and biases too) is
 drawn at random, since a default of one or zero would hide a tensor that was never applied.
@@ -44,6 +44,15 @@ COMMON = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 40,
+    "tie_word_embeddings": True,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -77,6 +86,22 @@ MODELS: dict[str, tuple[str, dict]] = {
             "num_hidden_layers": 2,
             "tie_word_embeddings": True,
         },
+    ),
+    "qwen3_moe": (  # the second layer has no experts
+        "qwen3_moe",
+        SMALL
+        | {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (
+        "mixtral",
+        SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     ),
 }
 
@@ -150,16 +175,19 @@ def write(directory: Path, name: str) -> float:
 
 
 def main() -> None:
-    """Write every model, refuse near-ties, and record the versions that made them."""
+    """Write every model, or those named; refuse near-ties, and record the versions."""
     default = Path(__file__).parent.parent / "data" / "parity"
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else default
     directory.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()
     with torch.inference_mode():
-        margins = {name: write(directory, name) for name in MODELS}
+        margins = {name: write(directory, name) for name in sys.argv[2:] or MODELS}
     close = {name: margin for name, margin in margins.items() if margin < LEAST_MARGIN}
     if close:
         sys.exit(f"greedy choices closer than {LEAST_MARGIN}: {close}; change SEED")
+    versions = directory / "versions.json"
+    known = json.loads(versions.read_text())["least_greedy_margin"] if versions.exists() else {}
+    margins = known | {name: round(margin, 4) for name, margin in margins.items()}
     record = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -167,9 +195,9 @@ def main() -> None:
         "attention": "eager",
         "dtype": "float32",
         "prompt_lens": PROMPT_LENS,
-        "least_greedy_margin": {name: round(margin, 4) for name, margin in margins.items()},
+        "least_greedy_margin": margins,
     }
-    (directory / "versions.json").write_text(json.dumps(record, indent=2) + "\n")
+    versions.write_text(json.dumps(record, indent=2) + "\n")
     for path in sorted(directory.rglob("*.*")):
         print(f"{path.stat().st_size:8d} {path.relative_to(directory)}")
 

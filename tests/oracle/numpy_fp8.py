@@ -9,7 +9,7 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 
-from oracle import numpy_llama
+from oracle import numpy_experts, numpy_llama
 
 E4M3 = ml_dtypes.float8_e4m3fn
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -25,7 +25,10 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def quantised(num_blocks: int):
-    """While it lasts, products have codes; inputs of o and down are scaled in so many blocks."""
+    """While it lasts, products have codes; inputs of o and down are scaled in so many blocks.
+
+    Those of an expert's down are scaled whole.
+    """
 
     def linear(x: np.ndarray, tensors: numpy_llama.Tensors, name: str) -> np.ndarray:
         weight, blocks = rounded(tensors[f"{name}.weight"]), 1
@@ -35,7 +38,13 @@ def quantised(num_blocks: int):
         y = np.concatenate([rounded(part) for part in parts], axis=-1) @ weight.T
         return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
-    with patch.object(numpy_llama, "linear", linear):
+    def multiply(matrix: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return rounded(matrix) @ rounded(x)
+
+    with (
+        patch.object(numpy_llama, "linear", linear),
+        patch.object(numpy_experts, "multiply", multiply),
+    ):
         yield
 
 

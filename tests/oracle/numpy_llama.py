@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from oracle import numpy_experts
+
 Tensors = dict[str, np.ndarray]
 
 
@@ -141,7 +143,10 @@ def forward(config: dict, tensors: Tensors, token_ids: list[int]) -> dict:
         h = rms_norm(x, tensors[f"{at}.input_layernorm.weight"], epsilon)
         x = x + attention(h, config, tensors, f"{at}.self_attn", i, shared)
         h = rms_norm(x, tensors[f"{at}.post_attention_layernorm.weight"], epsilon)
-        x = x + mlp(h, tensors, f"{at}.mlp")
+        if numpy_experts.has_experts(config, i):
+            x = x + numpy_experts.feed_forward(h, config, tensors, at)
+        else:
+            x = x + mlp(h, tensors, f"{at}.mlp")
         hidden_states.append(x)
     hidden_states.append(rms_norm(x, tensors["model.norm.weight"], epsilon))
     head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
@@ -176,7 +181,7 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     layer: dict[str, tuple[int, ...]] = {
         f"{n}.weight": (hidden,) for n in ("input_layernorm", "post_attention_layernorm")
     }
-    if config["model_type"] == "qwen3":
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
         layer |= {f"self_attn.{n}_norm.weight": (width,) for n in "qk"}
     for name, (rows, columns, bias) in linears.items():
         layer[f"{name}.weight"] = (rows, columns)
@@ -191,7 +196,11 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
     for i in range(num_kv_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        own = layer
+        if numpy_experts.has_experts(config, i):
+            own = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
+            own |= numpy_experts.shapes(config)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
     return shapes
 
 
@@ -243,6 +252,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 
 

@@ -108,7 +108,7 @@ def test_defaults_of_absent_fields():
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 64}
 SWIFTKV = {"model_type": "llama_swiftkv"}
 REFUSED = [
-    ("llama", {"model_type": "mixtral"}, "model_type must be one of llama, llama_swiftkv, mistral"),
+    ("llama", {"model_type": "falcon"}, "model_type must be one of llama, llama_swiftkv, mistral"),
     ("llama", SWIFTKV | {"num_key_value_layers": 3}, "num_key_value_layers 3 is more than 2"),
     ("llama", SWIFTKV | {"num_key_value_layers": 0}, "num_key_value_layers must be a whole number"),
     ("llama", SWIFTKV | {"key_value_group_size": 2}, "key_value_group_size must be 1"),

@@ -18,7 +18,10 @@ from shiftjax.arch.presets import PRESETS
     [
         (("--machine", "a100x8-pcie", "--compile"), "are a100x8, a10x8, h100x8, h200x8, l4x8"),
         (("--dtype", "fp8", "--compile"), "use --dtype bfloat16"),
-        (("--model", "llama-17b-16e", "--compile"), "the engine has no experts"),
+        (
+            ("--model", "llama-17b-16e", "--compile"),
+            "does not load llama-17b-16e's kind of experts",
+        ),
         (("--compile", "3x5"), "--compile: 3x5 does not fit"),
         (("--compile", "eight"), "--compile: 'eight' is not SPxTP"),
     ],

@@ -1,0 +1,54 @@
+"""Engines on models with experts: the tokens of an oracle, whatever the mode and the batch."""
+
+import numpy as np
+from engines import RandomPolicy, checkpoint, make, run, tokens
+from harness import forward
+from oracle import numpy_fp8, numpy_llama
+
+from shiftjax.arch.formats import Formats
+from shiftjax.control.request import SamplingParams
+from shiftjax.parallel.grid import Mode
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "decoder_sparse_step": 2,  # the first layer has an MLP
+}
+PROMPT = [5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150]
+PROMPTS = [PROMPT[i:] + PROMPT[: i + 3] for i in range(8)]
+
+
+def texts(built, seed: int) -> list[list[int]]:
+    """Greedy continuations in modes drawn at random."""
+    built.engine.policy = RandomPolicy(seed)
+    built.engine.flush_prefix_cache()
+    sampling = [SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)] * len(PROMPTS)
+    events = run(built.engine, PROMPTS, sampling)
+    return [tokens(events[i, 0]) for i in range(len(PROMPTS))]
+
+
+def test_tokens_are_those_of_the_oracle_in_every_mode():
+    directory, config, tensors = checkpoint(**MOE)
+    built = make(directory, 4, 2, num_blocks=42, token_buckets=[32])
+    expected = [numpy_llama.greedy(config, tensors, prompt, 10) for prompt in PROMPTS]
+    assert [texts(built, seed) for seed in range(2)] == [expected] * 2
+    assert built.engine.stats().steps_by_mode.keys() == {"base", "sp2", "shift"}
+
+
+def test_logits_of_codes_are_those_of_the_same_codes_in_numpy():
+    directory, config, tensors = checkpoint(**MOE)
+    formats = Formats("fp8", "float32", "float32")
+    with numpy_fp8.quantised(4):
+        expected = numpy_llama.forward(config, tensors, PROMPT)["logits"]
+    plain = numpy_llama.forward(config, tensors, PROMPT)["logits"]
+    for mode in (Mode(2, 2), Mode(2, 1)):
+        _, logits, _ = forward(directory, PROMPT, 2, 2, mode, "alias", formats=formats)
+        far = np.abs(logits - expected).max(axis=-1)
+        # Where a number lies at the border of two codes, float32 and float64 may differ.
+        assert np.median(far) < 1e-3
+        assert np.abs(logits - plain).max() > 10 * np.median(far)

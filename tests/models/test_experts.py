@@ -1,0 +1,154 @@
+"""Layers of experts: a float64 oracle token by token, in every mode of every mesh."""
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from harness import forward
+from jax.sharding import PartitionSpec as P
+from oracle import numpy_experts, numpy_llama
+
+from shiftjax.arch.config import Experts
+from shiftjax.arch.presets import PRESETS
+from shiftjax.device.mesh import make_mesh, mesh_of
+from shiftjax.models.attention import AttentionMetadata
+from shiftjax.models.attention_backend import xla_attention
+from shiftjax.models.exchange import Parallel
+from shiftjax.models.experts import route, sort_pairs
+from shiftjax.models.layers import Context, Rope
+from shiftjax.models.llama import MoE
+from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
+
+TOKENS, REAL = 48, 43  # the rest is padding
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+EXPERTS = Experts(num=16, per_token=4, intermediate_size=24)
+CONFIG = replace(PRESETS["tiny-qwen3-moe"], hidden_size=32, experts=EXPERTS)
+HF = {"model_type": "qwen3_moe", "num_experts_per_tok": 4, "norm_topk_prob": True}
+TOLERANCE = 2e-5
+
+
+class Case(NamedTuple):
+    """Tokens, and the weights of a layer."""
+
+    x: np.ndarray
+    router: np.ndarray
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+
+
+@cache
+def case(routing: str) -> Case:
+    """`one device`: all tokens go to its experts; `one expert`: one has nearly all weight."""
+    rng = np.random.default_rng(5)
+    num, width, hidden = EXPERTS.num, EXPERTS.intermediate_size, CONFIG.hidden_size
+    sizes = (TOKENS, hidden), (num, hidden), (num, width, hidden), (num, width, hidden)
+    drawn = [rng.standard_normal(size) / size[-1] ** 0.5 for size in (*sizes, (num, hidden, width))]
+    found = Case(*(each.astype(np.float32) for each in drawn))
+    found.x[:, 0] = 1
+    if routing == "one device":
+        found.router[:] = 0  # of equal logits the first are chosen
+    elif routing == "one expert":
+        found.router[:, 0] = np.where(np.arange(num) == 11, 30, 0)
+    return found
+
+
+def expected(one: Case) -> np.ndarray:
+    """What the oracle makes of the real tokens."""
+    tensors = {"layer.mlp.gate.weight": one.router.astype(np.float64)}
+    for e in range(EXPERTS.num):
+        for part in ("gate", "up", "down"):
+            name = f"layer.mlp.experts.{e}.{part}_proj.weight"
+            tensors[name] = getattr(one, part)[e].astype(np.float64)
+    return numpy_experts.feed_forward(one.x[:REAL].astype(np.float64), HF, tensors, "layer")
+
+
+@cache
+def compiled(sp: int, tp: int, mode: Mode):
+    """The layer of experts in a mode, as a function of global arrays and the number of tokens."""
+    layout = Layout(CONFIG, sp, tp)
+    parallel = Parallel(layout, mode)
+    nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
+
+    def run(x, router, gate, up, down, num_tokens):
+        experts = {"gate": nnx.Param(gate), "up": nnx.Param(up), "down": nnx.Param(down)}
+        layer = MoE(CONFIG, {"router": nnx.Param(router), "experts": experts})
+        metadata = nothing._replace(query_start_loc=num_tokens[None])
+        rope = Rope(x, x)
+        return layer(x, Context(rope, metadata, xla_attention(16, (None,), 4), parallel))
+
+    tokens, experts = P("sp"), P(("tp", "shift", "sp"))
+    mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode)
+    specs = (tokens, P(), experts, experts, experts, P())
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    return jax.jit(mapped)
+
+
+MODES = [(sp, tp, mode) for sp, tp in MESHES for mode in Layout(CONFIG, sp, tp).modes]
+
+
+@pytest.mark.parametrize("routing", ["random", "one device", "one expert"])
+@pytest.mark.parametrize(("sp", "tp", "mode"), MODES)
+def test_every_mode_gives_what_the_oracle_gives(sp, tp, mode, routing):
+    one = case(routing)
+    got = np.asarray(compiled(sp, tp, mode)(*one, np.int32(REAL)))
+    np.testing.assert_allclose(got[:REAL], expected(one), atol=TOLERANCE)
+
+
+def test_padding_is_sent_to_no_expert():
+    one = case("random")
+    ruined = one._replace(x=one.x.copy())
+    ruined.x[REAL:] = np.nan
+    got = np.asarray(compiled(4, 2, Mode(4, 4))(*ruined, np.int32(REAL)))
+    np.testing.assert_allclose(got[:REAL], expected(one), atol=TOLERANCE)
+    assert (got[REAL:] == 0).all()
+    none = compiled(4, 2, Mode(4, 4))(*ruined, np.int32(0))
+    assert not np.asarray(none).any()
+
+
+def test_pairs_are_sorted_by_expert_and_each_counts_once():
+    expert = jnp.array([[2, 4], [0, 2], [4, 4], [2, 0]])  # 4: somebody else's
+    row, sizes = (np.asarray(each) for each in sort_pairs(expert, 4))
+    assert sizes.tolist() == [2, 0, 3, 0]
+    assert row.tolist() == [2, 7, 0, 3, 6, 1, 4, 5]
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_weights_are_parts_of_the_softmax(norm_topk):
+    one, experts = case("random"), replace(EXPERTS, norm_topk=norm_topk)
+    gains, chosen = route(jnp.asarray(one.x), jnp.asarray(one.router), experts)
+    config = HF | {"norm_topk_prob": norm_topk}
+    for token in range(TOKENS):
+        want = numpy_experts.choose(one.x[token].astype(float), one.router.astype(float), config)
+        assert np.asarray(chosen)[token].tolist() == want[0]
+        np.testing.assert_allclose(np.asarray(gains)[token], want[1], atol=1e-6)
+
+
+def test_identical_experts_are_the_dense_model(tmp_path):
+    """A router of zeros weighs k experts by 1/k, which rounds nothing if k is a power of two."""
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 1}
+    _, tensors = numpy_llama.random_checkpoint(tmp_path / "dense", 3, **sizes)
+    more = {"num_local_experts": 8, "num_experts_per_tok": 4, "model_type": "mixtral"}
+    _, mixed = numpy_llama.random_checkpoint(tmp_path / "mixture", 3, **sizes, **more)
+    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    for name in mixed:
+        if name.endswith("block_sparse_moe.gate.weight"):
+            mixed[name] = np.zeros_like(mixed[name])
+        elif "experts" in name:
+            layer, _, part = name.partition(".block_sparse_moe.experts.")
+            mixed[name] = tensors[f"{layer}.mlp.{parts[part.split('.')[1]]}.weight"]
+        else:
+            mixed[name] = tensors[name]
+    numpy_llama.save_file(mixed, tmp_path / "mixture" / "model.safetensors")
+    prompt = [5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150]
+    dense, experts = (
+        forward(tmp_path / kind, prompt, 1, 1, Mode(1, 1), "alias")[1]
+        for kind in ("dense", "mixture")
+    )
+    np.testing.assert_array_equal(dense, experts)

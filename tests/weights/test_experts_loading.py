@@ -1,0 +1,119 @@
+"""Experts in checkpoints: their configuration, what is read of them, and what is missed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import random_tensors, write_config
+from safetensors.numpy import save_file
+
+from shiftjax.arch.config import Experts
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import weights_of
+from shiftjax.device.place import HostWeights, read_rows
+from shiftjax.weights.hf_config import parse_config, read_config, to_json
+from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.random import RandomSource
+from shiftjax.weights.source import CheckpointError, check_complete
+
+PARITY = Path(__file__).parent.parent / "data" / "parity"
+QWEN, MIXTRAL = PRESETS["tiny-qwen3-moe"], PRESETS["tiny-mixtral"]
+
+
+def test_configs_of_transformers_are_understood():
+    qwen, mixtral = (read_config(PARITY / name) for name in ("qwen3_moe", "mixtral"))
+    assert qwen.experts == Experts(8, 3, 16, norm_topk=True, dense_layers=(1,))
+    assert qwen.qk_norm and qwen.intermediate_size == 40
+    assert mixtral.experts == Experts(4, 2, 24) and not mixtral.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"decoder_sparse_step": 2}, (0,)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (0, 1)),
+        ({"mlp_only_layers": None}, ()),
+    ],
+)
+def test_layers_without_experts_are_counted_or_listed(changes, expected):
+    config = parse_config(to_json(QWEN, "float32") | changes, "qwen", "f")
+    assert config.experts is not None and config.experts.dense_layers == expected
+    assert parse_config(to_json(config, "float32"), "qwen", "f") == config
+
+
+def test_old_files_do_not_make_weights_sum_to_one():
+    data = to_json(QWEN, "float32")
+    del data["norm_topk_prob"]
+    config = parse_config(data, "qwen", "f")
+    assert config.experts is not None and not config.experts.norm_topk
+    assert parse_config(to_json(config, "float32"), "qwen", "f") == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok 17 is more than 16 experts"),
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, found 3"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number of at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(to_json(QWEN, "float32") | changes, "qwen", "f")
+
+
+class Recording(RandomSource):
+    """A source that remembers what was read of it."""
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        self.names = [*getattr(self, "names", []), name]
+        return super().read(name, index)
+
+
+@pytest.mark.parametrize("config", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_only_the_wanted_experts_are_read(config, name):
+    source = Recording(config)
+    (weight,) = (w for w in weights_of(config) if w.name == f"layers.1.mlp.experts.{name}")
+    rows = read_rows(source, weight, 3, 6)
+    assert source.names == [weight.of_expert(expert).source for expert in (3, 4, 5)]
+    for expert, found in zip((3, 4, 5), rows, strict=True):
+        np.testing.assert_array_equal(found, source.read(weight.of_expert(expert).source))
+    assert rows.shape == (3, *weight.shape[1:])
+
+
+def test_one_copy_on_the_host_serves_every_layout():
+    source = Recording(MIXTRAL)
+    (weight,) = (w for w in weights_of(MIXTRAL) if w.name == "layers.0.mlp.experts.down")
+    held = HostWeights(source, np.float32)
+    padded = weight._replace(shape=(9, *weight.shape[1:]))  # as three devices store it
+    np.testing.assert_array_equal(held(padded, 2, 5), read_rows(source, weight, 2, 5))
+    num_read = len(source.names)
+    assert held(weight, 0, 8).shape == weight.shape and len(source.names) == num_read
+
+
+def test_missing_experts_are_told_of_in_one_line(tmp_path):
+    write_config(tmp_path, MIXTRAL)
+    tensors = random_tensors(MIXTRAL)
+    at = "model.layers.1.block_sparse_moe.experts"
+    missing = {f"{at}.{e}.{part}.weight" for e in (2, 5, 7) for part in ("w1", "w2")}
+    missing.add(f"{at}.0.w3.weight")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in missing}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        check_complete(HuggingFaceSource(tmp_path))
+    line = f"{tmp_path}: tensor {at}.2.w1.weight: expected shape [128, 64], found nothing"
+    assert str(error.value) == f"{line}, nor 6 others of experts"
+
+
+def test_a_config_that_says_another_number_of_experts_is_seen(tmp_path):
+    experts = Experts(9, 2, 128)
+    write_config(tmp_path, MIXTRAL)
+    data = to_json(replace(MIXTRAL, experts=experts), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    save_file(random_tensors(MIXTRAL), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts\.8\.w1\.weight.*nor 5 others of experts"):
+        check_complete(HuggingFaceSource(tmp_path))
