@@ -4,12 +4,14 @@ A constant is a mapping `{value, unit, source}`; the unit says how to get to SI.
 a source, or has a constant too many or too few, is refused.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from shiftjax.arch.formats import AUTO, FORMATS
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.options import ConfigError, shown, unknown_name
 
@@ -45,6 +47,7 @@ MACHINE_OF_DEVICE = MappingProxyType(
 )
 """Machines by JAX's `device_kind`."""
 LINKS = ("all_reduce", "all_to_all", "all_gather", "point_to_point", "to_host", "from_host")
+MOST = 1e30  # larger numbers are none of a machine
 _HERE = Path(__file__).parent
 
 
@@ -61,11 +64,25 @@ def engine_names() -> list[str]:
 def load_machine(name: str) -> Machine:
     """The machine of this name, or of a file in the same format. Raises ConfigError."""
     values = _read(name, "machines", "machine")
+    wrong: list[str] = []
     for kind in LINKS:
-        ways = values.get(kind, ())
-        values[kind] = tuple(_build(Transfer, way, f"{name}: {kind}") for way in ways)
-    values["tile_rows"] = tuple(values["tile_rows"])
+        if kind in values:
+            values[kind] = tuple(_ways(values[kind], f"{name}: {kind}", wrong))
+    if wrong:
+        raise ConfigError(wrong)
     return _build(Machine, values, name)
+
+
+def _ways(ways: Any, where: str, wrong: list[str]) -> Iterator[Transfer]:
+    """The ways to run a collective; what is none is added to `wrong`."""
+    if not isinstance(ways, list) or not ways or not all(isinstance(way, dict) for way in ways):
+        wrong.append(f"{where}: must be a list of at least one way, each with its constants")
+        return
+    for way in ways:
+        try:
+            yield _build(Transfer, way, where)
+        except ConfigError as error:
+            wrong += error.problems
 
 
 def load_engine(name: str) -> EngineOverhead:
@@ -96,46 +113,112 @@ def _read(name: str, folder: str, what: str) -> dict[str, Any]:
 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: not YAML: {error}"]) from None
-    if not isinstance(data, dict):
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise ConfigError([f"{path}: not YAML: {problem}"]) from None
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError([f"{path}: must map names to constants"])
-    return {key: _plain(value, f"{path}: {key}") for key, value in data.items()}
+    return {key: _plain(value, f"{path}: {key}", _unit_of(key)) for key, value in data.items()}
 
 
-def _plain(node: Any, where: str) -> Any:
+def _unit_of(name: str) -> str:
+    """The SI unit of a constant, by how its name ends."""
+    if name.startswith("host_seconds"):
+        return "s"
+    return next((unit for end, unit in _SI if name.endswith(end)), "1")
+
+
+def _plain(node: Any, where: str, unit: str) -> Any:
     """Constants as SI numbers, whatever they are nested in."""
-    if isinstance(node, Mapping) and "value" in node:
-        return _constant(node, where)
-    if isinstance(node, Mapping):
-        return {key: _plain(value, f"{where}: {key}") for key, value in node.items()}
+    if isinstance(node, dict) and "value" in node:
+        return _constant(node, where, unit)
+    if isinstance(node, dict):
+        named = {str(key): value for key, value in node.items()}
+        units = {key: _unit_of(key) if unit == "1" else unit for key in named}
+        return {key: _plain(value, f"{where}: {key}", units[key]) for key, value in named.items()}
     if isinstance(node, list):
-        return [_plain(value, where) for value in node]
+        return [_plain(value, where, unit) for value in node]
     if isinstance(node, (int, float)) and not isinstance(node, bool):
         raise ConfigError([f"{where}: a bare number; write value, unit and source"])
     return node
 
 
-def _constant(node: Mapping[str, Any], where: str) -> Any:
+def _constant(node: Mapping[str, Any], where: str, si: str) -> Any:
     if set(node) != {"value", "unit", "source"} or not str(node["source"]).strip():
         raise ConfigError([f"{where}: a constant has exactly a value, a unit and a source"])
     unit, value = str(node["unit"]), node["value"]
     if unit not in UNITS:
         raise ConfigError([f"{where}: {unknown_name(unit, UNITS, 'unit')}"])
+    if not unit.endswith(si) or ("/" in unit) != ("/" in si):
+        raise ConfigError([f"{where}: is in {si}, which {unit} does not measure"])
     numbers = value if isinstance(value, list) else [value]
-    if any(not isinstance(n, (int, float)) or isinstance(n, bool) or n < 0 for n in numbers):
+    if not all(_is_number(n) for n in numbers):
         raise ConfigError([f"{where}: {shown(value)} is no number of at least 0"])
     return value if isinstance(value, list) or unit == "1" else value * UNITS[unit]
 
 
+def _is_number(value: Any, above: float = -1) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value < MOST and value > above  # neither NaN nor infinite
+
+
 def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    known = {field.name: field for field in fields(kind)}
+    """Make a dataclass of constants, checked against its annotations. Raises ConfigError."""
+    known, hints = {field.name: field for field in fields(kind)}, get_type_hints(kind)
     wrong = [f"{where}: {unknown_name(name, known, 'constant')}" for name in values.keys() - known]
     needed = {name for name, field in known.items() if field.default is MISSING}
     wrong += [f"{where}: {name} is missing" for name in sorted(needed - values.keys())]
+    for name in known.keys() & values.keys() - set(LINKS):
+        if problem := _problem(name, hints[name], values[name], known[name].default):
+            wrong.append(f"{where}: {name} {problem}")
     if wrong:
-        raise ConfigError(wrong)
-    return kind(**values)
+        raise ConfigError(sorted(wrong))
+    as_tuples = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+    return kind(**as_tuples)
+
+
+def _problem(name: str, hint: Any, value: Any, default: Any) -> str | None:
+    """What is wrong with a constant, as "must be ..."; None: nothing.
+
+    What is divided by must not be 0: rates, shares, and counts that have no default of 0.
+    """
+    words, is_right = _rule(name, hint, default)
+    return None if is_right(value) else f"must be {words}, got {shown(value)}"
+
+
+def _rule(name: str, hint: Any, default: Any) -> tuple[str, Callable[[Any], bool]]:
+    """What a constant must be, in words and as a test."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}", lambda value: value in get_args(hint)
+    if get_origin(hint) is Mapping:
+        return f"a rate above 0 for {AUTO}, and for others of {', '.join(FORMATS)}", _are_rates
+    if hint in (bool, str):
+        return {bool: "true or false", str: "text"}[hint], lambda value: isinstance(value, hint)
+    if hint is float:
+        above = name.endswith(("_per_second", "_efficiency")) or name == "memory_bytes"
+        is_right = functools.partial(_is_number, above=0 if above else -1)
+        return "a number above 0" if above else "a number", is_right
+    least = 0 if default == 0 else 1
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and _is_number(value, above=least - 1)
+
+    if hint is int:
+        return f"a whole number of at least {least}", is_count
+    words = "a list of whole numbers of at least 1"
+    return (
+        words,
+        lambda value: isinstance(value, list) and value != [] and all(map(is_count, value)),
+    )
+
+
+def _are_rates(value: Any) -> bool:
+    if not isinstance(value, dict) or AUTO not in value:
+        return False
+    return all(name in FORMATS and _is_number(rate, above=0) for name, rate in value.items())
 
 
 def renewed(name: str, values: Mapping[str, float], source: str) -> str:
@@ -161,11 +244,9 @@ def dump_machine(machine: Machine, source: str) -> str:
             return {key: plain(one, name) for key, one in value.items()}
         if isinstance(value, (str, bool)):
             return value
-        unit = next((unit for end, unit in _SI if name.endswith(end)), "1")
         numbers = list(value) if isinstance(value, tuple) else value
-        return {"value": numbers, "unit": unit, "source": source}
+        return {"value": numbers, "unit": _unit_of(name), "source": source}
 
-    data = {
-        field.name: plain(getattr(machine, field.name), field.name) for field in fields(machine)
-    }
+    values = ((field.name, getattr(machine, field.name)) for field in fields(machine))
+    data = {name: plain(value, name) for name, value in values if value != ()}
     return yaml.safe_dump(data, sort_keys=False, width=110)

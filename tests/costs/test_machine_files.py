@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import shiftjax.costs.machine_files
 from shiftjax.costs.machine_files import (
@@ -88,11 +90,60 @@ def spoiled(tmp_path, change) -> str:
         (lambda d: d.update(memory_bytes=5), "a bare number"),
         (lambda d: d.pop("kernel_seconds"), "kernel_seconds is missing"),
         (lambda d: d.update(wheels="4"), "unknown constant 'wheels'"),
+        (lambda d: d.pop("all_reduce"), "all_reduce is missing"),
+        (lambda d: d.update(all_reduce=[]), "all_reduce: must be a list of at least one way"),
+        (lambda d: d.update(all_to_all="fast"), "all_to_all: must be a list of at least one way"),
+        (lambda d: d.update(all_gather=["a"]), "all_gather: must be a list of at least one way"),
+        (
+            lambda d: d["all_reduce"][0].update(volume="tree"),
+            "volume must be one of ring, one_shot",
+        ),
+        (
+            lambda d: d["all_reduce"][0]["bytes_per_second"].update(value=0),
+            "must be a number above 0",
+        ),
+        (lambda d: d["memory_bytes_per_second"].update(value=0), "must be a number above 0"),
+        (lambda d: d["memory_bytes"].update(value=float("nan")), "no number of at least 0"),
+        (lambda d: d["memory_bytes"].update(value=float("inf")), "no number of at least 0"),
+        (lambda d: d["memory_bytes"].update(unit="us"), "is in B, which us does not measure"),
+        (lambda d: d["memory_bytes"].update(unit="B/s"), "is in B, which B/s does not measure"),
+        (lambda d: d["tile_columns"].update(value=0), "a whole number of at least 1, got 0"),
+        (lambda d: d["tile_rows"].update(value=[]), "a list of whole numbers"),
+        (lambda d: d["num_devices"].update(value=8.5), "a whole number of at least 1, got 8.5"),
+        (
+            lambda d: d["matmul_flops"].update(int3=d["matmul_flops"]["bfloat16"]),
+            "a rate above 0 for bfloat16",
+        ),
+        (lambda d: d["matmul_flops"].pop("bfloat16"), "a rate above 0 for bfloat16"),
+        (lambda d: d.update(name=["l4"]), "name must be text"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, change, fragment):
     with pytest.raises(ConfigError, match=fragment):
         load_machine(spoiled(tmp_path, change))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(sorted(yaml.safe_load(dump_machine(load_machine("l4x8"), "a test")))),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["value", "unit", "source", "fp8"]), inner)
+        ),
+        max_leaves=6,
+    ),
+)
+def test_a_machine_with_a_constant_of_nonsense_loads_or_is_refused(tmp_path_factory, name, node):
+    file = spoiled(tmp_path_factory.mktemp("machine"), lambda data: data.update({name: node}))
+    try:
+        machine = load_machine(file)
+    except ConfigError as error:
+        assert all(name in problem and "\n" not in problem for problem in error.problems)
+    else:
+        Path(file).write_text(dump_machine(machine, "a test"))
+        assert load_machine(file) == machine
 
 
 def test_unknown_names_are_refused_with_the_near_ones():
