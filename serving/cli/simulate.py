@@ -1,6 +1,7 @@
 """The commands `plan` and `mesh simulate`."""
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from serving.bench.flags import meshes_of
 from serving.cli.mesh_flags import COMPARED, MODEL
 from serving.run.flags import read_settings
-from shiftjax.config import SERVER_BUDGETS, EngineConfig
+from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
 from shiftjax.drafts.draft import DraftOptions
@@ -46,7 +47,10 @@ from shiftjax.sim.planning import (
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.trace import TraceRequest
 
-BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+BUDGETS = {
+    name: (settings_of(SchedulerOptions) | settings_of(CacheOptions))[name]
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")
+}
 SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")
 FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
 DRAFTS = DraftOptions(speculation="suffix")
@@ -112,7 +116,10 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     known = {"shift_threshold": "threshold"} | {name: name for name in SHARED}
     settings = {known[name]: value for name, value in flags.items() if name in known}
     budgets = {**SERVER_BUDGETS, **settings}
-    wrong = [f"{n} must be at least 1, got {budgets[n]}" for n in BUDGETS if budgets.get(n, 1) < 1]
+    problems = (
+        (name, problem_with(BUDGETS[name], budgets[name])) for name in BUDGETS & budgets.keys()
+    )
+    wrong = [f"{name} {problem}" for name, problem in sorted(problems) if problem]
     if budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
         wrong.append("max_num_batched_tokens must be at least max_num_seqs")
     if wrong:
@@ -154,7 +161,12 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
 def _heading(target: Target, workload: Workload) -> str:
     """What is planned: much of it by default."""
     formats, machine = target.formats, target.machine
-    host = ""
+    host = widened = ""
+    if formats.weights not in machine.matmul_flops:
+        widened = (
+            f"{machine.name} has no {formats.weights} products: weights are stored in it, and "
+            f"widened to {formats.activations} for every product\n"
+        )
     if machine.from_host:
         rate = machine.from_host[0].bytes_per_second / 1e9
         host = f" (host: {machine.host_memory_bytes / 2**30:,.0f} GiB, {rate:.0f} GB/s a device)"
@@ -162,7 +174,7 @@ def _heading(target: Target, workload: Workload) -> str:
         f"{target.model.name} ({formats.weights}, KV {formats.kv}) on "
         f"{machine.name}{host} with the overhead of {target.engine.name}, "
         f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens; "
-        "--model, --machine, --dtype, --input and --output choose others\n"
+        "--model, --machine, --dtype, --input and --output choose others\n" + widened
     )
 
 
@@ -250,8 +262,8 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     deployments = [*own, *choose_deployments(target, names, options, host_bytes, **settings)]
     requests = _trace(arguments)
     factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
-    if min(factors) <= 0:
-        raise ConfigError(["--rates must be above 0"])
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ConfigError(["--rates must be above 0 and finite"])
     points = sweep(requests, target, deployments, factors, _acceptance(arguments.acceptance))
     rows = [point.row() for point in points]
     more = [name for name in ("fleet", "phases") if any(getattr(p.replay, name) for p in points)]

@@ -1,6 +1,7 @@
 """Comparisons and sweeps of deployments on a modelled machine: rows for files and reports."""
 
 import csv
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -118,7 +119,7 @@ def _deploy(
 class SweepPoint:
     """One deployment at one rate, in requests per second."""
 
-    rate: float
+    rate: float | None  # None: all requests come at once
     replay: Replay
 
     def row(self) -> dict[str, Any]:
@@ -133,14 +134,19 @@ def sweep(
     factors: Iterable[float],
     acceptance: AcceptanceModel | None = None,
 ) -> list[SweepPoint]:
-    """Every deployment at every multiple of the trace's own rate."""
-    natural = len(requests) / max(requests[-1].arrival_seconds, 1e-9)
+    """Every deployment at every multiple of the trace's own rate.
+
+    Raises ConfigError for multiples of a trace whose requests all come at once.
+    """
+    factors, span = list(factors), requests[-1].arrival_seconds
+    if span == 0 and len(factors) > 1:
+        raise ConfigError(["all requests of this trace come at once: there is no rate to multiply"])
 
     def run(factor: float, deployment: Deployment | Phases) -> Replay:
         return replay(scale_rate(requests, factor), target, deployment, acceptance=acceptance)
 
     return [
-        SweepPoint(natural * factor, run(factor, deployment))
+        SweepPoint(factor * len(requests) / span if span else None, run(factor, deployment))
         for factor in factors
         for deployment in deployments
     ]
@@ -199,8 +205,14 @@ def _from_file(options: Mapping[str, Any]) -> list[TraceRequest]:
 
 
 def _synthetic(kind: str, **arguments: Any) -> list[TraceRequest]:
-    if kind not in SYNTHETIC:
+    if not isinstance(kind, str) or kind not in SYNTHETIC:
         raise ConfigError([unknown_name(str(kind), SYNTHETIC, "kind of trace")])
+    known = inspect.signature(SYNTHETIC[kind]).parameters
+    needed = [name for name, each in known.items() if each.default is each.empty]
+    wrong = [unknown_name(name, known, f"argument of {kind}") for name in arguments.keys() - known]
+    wrong += [f"{kind} needs {name}" for name in needed if name not in arguments]
+    if wrong:
+        raise ConfigError([f"trace: {problem}" for problem in sorted(wrong)])
     return SYNTHETIC[kind](**arguments)
 
 
@@ -231,6 +243,8 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

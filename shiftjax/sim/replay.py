@@ -99,8 +99,8 @@ def replay(
     else:
         engine, runners = make_engine(target, deployment, clock, belief, acceptance)
         first = deployment
-    vocab_size = target.model.vocab_size
-    coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
+    sizes = target.model.vocab_size, engine.limits.max_model_len
+    coming = (_request(n, request, *sizes) for n, request in enumerate(requests))
     records, num_refused = serve(engine, clock, coming)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]
@@ -169,11 +169,13 @@ def serve(
     return [ended[name] for name in accepted], num_refused
 
 
-def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:
+def _request(number: int, request: TraceRequest, vocab_size: int, longest: int) -> Request:
+    """The engine refuses prompts of more than `longest`: of them no more than that is spelled."""
     sampling = SamplingParams(
         temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
     )
-    prompt = request.prompt(number, vocab_size)
+    shortened = min(request.num_prompt_tokens, longest + 1)
+    prompt = replace(request, num_prompt_tokens=shortened).prompt(number, vocab_size)
     return Request(str(number), prompt, sampling, request.arrival_seconds, request.priority)
 
 

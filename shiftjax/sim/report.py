@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from shiftjax.sim.experiments import SweepPoint
 from shiftjax.sim.metrics import (
     arrangements,
     longest_mode,
+    makespan,
     phase_spans,
     queue_by_priority,
     shares,
@@ -42,11 +44,12 @@ text-align:right}}</style><h1>{title}</h1>{body}"""
 
 
 class Report:
-    """Sections in order; `save` writes one file that needs nothing beside it."""
+    """Sections in order; `save` writes one page that needs nothing beside it, and its images."""
 
     def __init__(self, title: str):
         self.title = title
         self._parts: list[str] = []
+        self._images: dict[str, bytes] = {}  # by the name of a file
 
     def table(self, heading: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add a table; columns are those of the first row."""
@@ -65,6 +68,8 @@ class Report:
         """Add a figure as an image inside the page."""
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg")
+        name = re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-")
+        self._images[f"{name}.svg"] = buffer.getvalue()
         data = base64.b64encode(buffer.getvalue()).decode()
         image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(heading)}">'
         self._parts.append(f"<h2>{html.escape(heading)}</h2>{image}")
@@ -118,7 +123,9 @@ class Report:
             self.table(f"{replay.deployment.name}: switches", rows)
 
     def save(self, path: Path) -> None:
-        """Write the page."""
+        """Write the page, and beside it every image as a file of its own."""
+        for name, image in self._images.items():
+            (path.parent / name).write_bytes(image)
         page = PAGE.format(title=html.escape(self.title), body="".join(self._parts))
         path.write_text(page, encoding="utf-8")
 
@@ -127,14 +134,20 @@ def _shown(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else html.escape(str(value))
 
 
-def new_axes(rows: int = 1) -> tuple["Figure", Any]:
-    """A figure without a display. Raises ConfigError where matplotlib is missing."""
+def new_axes(rows: int = 1, strips: bool = False) -> tuple["Figure", Any]:
+    """A figure without a display, of `rows` panels; with `strips` each has a flat one below it.
+
+    Raises ConfigError where matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         message = "plots need matplotlib: pip install 'shiftjax[plots]', or leave --out away"
         raise ConfigError([message]) from None
-    figure = Figure(figsize=(9, 3.2 * rows + 0.8), layout="constrained")
+    figure = Figure(figsize=(9, (3.6 if strips else 3.2) * rows + 0.8), layout="constrained")
+    if strips:
+        panels = figure.subplots(2 * rows, 1, squeeze=False, height_ratios=[8, 1] * rows)[:, 0]
+        return figure, list(zip(panels[::2], panels[1::2], strict=True))
     return figure, figure.subplots(rows, 1, squeeze=False)[:, 0]
 
 
@@ -171,8 +184,8 @@ def time_lines(replays: Sequence[Replay], seconds: float = 5.0) -> "Figure":
 
     Decodes are few tokens, so the strip below says which mode took most of the devices' time.
     """
-    figure, panels = new_axes(len(replays))
-    for axes, replay in zip(panels, replays, strict=True):
+    figure, panels = new_axes(len(replays), strips=True)
+    for (axes, strip), replay in zip(panels, replays, strict=True):
         bottom = 0.0
         for label in replay.labels:
             at, rate = throughput_over_time(replay, seconds, [label])
@@ -181,9 +194,16 @@ def time_lines(replays: Sequence[Replay], seconds: float = 5.0) -> "Figure":
             bottom = bottom + rate
         at, longest = longest_mode(replay, seconds)
         colours = [COLOURS.get(label, BETWEEN) for label in longest]
-        axes.bar(at, -0.06 * axes.get_ylim()[1], seconds, align="edge", color=colours)
+        strip.bar(at, 1.0, seconds, align="edge", color=colours)
+        strip.set_yticks([])
+        strip.set_ylabel("most\ntime", rotation=0, ha="right", va="center", fontsize=8)
+        strip.set_xlabel("s")
+        strip.set_ylim(0, 1)
+        end = max(makespan(replay), seconds)
+        for each in (axes, strip):
+            each.set_xlim(0, math.ceil(end / seconds) * seconds)
         axes.set_title(replay.deployment.name)
-        _finish(axes, "s", "tokens/s")
+        _finish(axes, "", "tokens/s")
     return figure
 
 
@@ -273,6 +293,13 @@ def _finish(axes: "Axes", x: str, y: str, *, log: bool = False) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8)
-    if log and math.isfinite(axes.dataLim.minposy):  # a queue that nobody waited in is all zero
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside what is drawn
+    least = axes.dataLim.minposy
+    if not log or not math.isfinite(least):  # a queue that nobody waited in is all zero
+        return
+    if axes.dataLim.y0 > 0:
         axes.set_yscale("log")
+        return
+    # Linear below the least value above 0, so that zeros, which have no logarithm, are on the axis.
+    axes.set_yscale("symlog", linthresh=least, linscale=0.5)
+    axes.set_ylim(bottom=0)

@@ -17,10 +17,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, shown
 
 MOONCAKE_BLOCK_TOKENS = 512
 MOONCAKE_TICK_SECONDS = 3.0  # arrivals were recorded on ticks
+MOST_TOKENS = 2**31 - 1  # of a request's prompt, and of its output
+MOST_REQUESTS = 10_000_000  # that are made up at once
+MOST_CV = 100.0  # of gaps: beyond it nearly all of them are nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class TraceRequest:
             head = [*_spelled(number, vocab_size), 1]
             return (head + [0] * self.num_prompt_tokens)[: self.num_prompt_tokens]
         tokens: list[int] = []
-        for block in self.prefix_ids:
+        for block in self.prefix_ids[: -(-self.num_prompt_tokens // self.prefix_block_tokens)]:
             head = [*_spelled(block, vocab_size), 2]
             tokens += head + [0] * (self.prefix_block_tokens - len(head))
         own = [*_spelled(number, vocab_size), 3] + [0] * self.num_prompt_tokens
@@ -116,9 +119,17 @@ def _checked(request: TraceRequest) -> TraceRequest:
     if not math.isfinite(request.arrival_seconds):
         raise ValueError(f"arrives at {request.arrival_seconds} s")
     for count in (request.num_prompt_tokens, request.num_output_tokens):
-        if count < 0:
-            raise ValueError(f"{count} tokens; a count cannot be negative")
+        if not 0 <= count <= MOST_TOKENS:
+            raise ValueError(f"{shown(count)} tokens; there can be 0 to {MOST_TOKENS}")
+    if not all(type(block) is int and block >= 0 for block in request.prefix_ids):
+        raise ValueError("ids of prefixes must be a list of whole numbers of at least 0")
     return request
+
+
+def _list(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"ids of prefixes must be a list, got {shown(value)}")
+    return tuple(value)
 
 
 def _azure(row: Mapping[str, str]) -> TraceRequest:
@@ -134,7 +145,7 @@ def _burstgpt(row: Mapping[str, str]) -> TraceRequest:
 def _mooncake(line: str) -> TraceRequest:
     row = json.loads(line)
     lengths = int(row["input_length"]), int(row["output_length"])
-    return TraceRequest(row["timestamp"] / 1000, *lengths, tuple(row["hash_ids"]))
+    return TraceRequest(row["timestamp"] / 1000, *lengths, _list(row["hash_ids"]))
 
 
 def _own(line: str) -> TraceRequest:
@@ -143,7 +154,7 @@ def _own(line: str) -> TraceRequest:
     return TraceRequest(
         float(row["arrival_seconds"]),
         *lengths,
-        tuple(row.get("prefix_ids", ())),
+        _list(row.get("prefix_ids", [])),
         priority=int(row.get("priority", 0)),
     )
 
@@ -171,7 +182,7 @@ def _from_zero(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
 
 def window(requests: Iterable[TraceRequest], start: float, seconds: float) -> list[TraceRequest]:
     """The requests that arrive in [start, start + seconds), from 0 on. Raises ValueError."""
-    if start < 0 or seconds <= 0:
+    if not (start >= 0 and seconds > 0):  # NaN is neither
         raise ValueError(f"a window of {seconds:g} s from {start:g} s on is empty")
     inside = [r for r in requests if start <= r.arrival_seconds < start + seconds]
     return [replace(r, arrival_seconds=r.arrival_seconds - start) for r in inside]
@@ -179,8 +190,8 @@ def window(requests: Iterable[TraceRequest], start: float, seconds: float) -> li
 
 def scale_rate(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
     """The same requests `factor` times as fast."""
-    if factor <= 0:
-        raise ValueError(f"a rate can only be scaled by more than 0, not by {factor}")
+    if not 0 < factor < math.inf:
+        raise ValueError(f"a rate can only be scaled by a number above 0, not by {factor}")
     return [replace(r, arrival_seconds=r.arrival_seconds / factor) for r in requests]
 
 
@@ -188,36 +199,59 @@ def scale_rate(requests: Iterable[TraceRequest], factor: float) -> list[TraceReq
 
 
 def _above_zero(**arguments: float) -> None:
-    wrong = [f"{name} must be above 0, got {n}" for name, n in arguments.items() if not n > 0]
-    counts = {name: n for name, n in arguments.items() if name.endswith("_tokens")}
-    wrong += [f"{name} must be whole, got {n}" for name, n in counts.items() if n != int(n)]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    for name, number in arguments.items():
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise ValueError(f"{name} must be a number, got {shown(number)}")
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {shown(number)}")
+
+
+def _lengths(prompt_tokens: float, output_tokens: float) -> tuple[int, int]:
+    """Numbers of tokens, which may be spelled as 1e3."""
+    _above_zero(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    for count in (prompt_tokens, output_tokens):
+        if count != int(count) or count > MOST_TOKENS:
+            words = f"numbers of tokens must be whole and at most {MOST_TOKENS}"
+            raise ValueError(f"{words}, got {shown(count)}")
+    return int(prompt_tokens), int(output_tokens)
+
+
+def _check_number(rate: float, seconds: float) -> None:
+    if rate * seconds > MOST_REQUESTS:
+        words = f"{rate:g} requests/s for {seconds:g} s are more than {MOST_REQUESTS:,} requests"
+        raise ValueError(words)
 
 
 def poisson(
-    rate: float, seconds: float, prompt_tokens: int, output_tokens: int, seed: int = 0
+    rate: float, seconds: float, prompt_tokens: float, output_tokens: float, seed: int = 0
 ) -> list[TraceRequest]:
     """Independent arrivals at `rate` per second, all of one length."""
     return gamma_bursty(rate, 1.0, seconds, prompt_tokens, output_tokens, seed)
 
 
 def gamma_bursty(
-    rate: float, cv: float, seconds: float, prompt_tokens: int, output_tokens: int, seed: int = 0
+    rate: float,
+    cv: float,
+    seconds: float,
+    prompt_tokens: float,
+    output_tokens: float,
+    seed: int = 0,
 ) -> list[TraceRequest]:
     """Gamma-distributed gaps with coefficient of variation `cv`: 1 is Poisson, more is bursty.
 
     Raises:
         ValueError: an argument is not above 0.
     """
-    _above_zero(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    times = arrival_times(rate, seconds, cv, seed)
-    return [TraceRequest(at, prompt_tokens, output_tokens) for at in times]
+    lengths = _lengths(prompt_tokens, output_tokens)
+    return [TraceRequest(at, *lengths) for at in arrival_times(rate, seconds, cv, seed)]
 
 
 def arrival_times(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[float]:
     """The moments of `gamma_bursty`. Raises ValueError."""
     _above_zero(rate=rate, cv=cv, seconds=seconds)
+    _check_number(rate, seconds)
+    if cv > MOST_CV:
+        raise ValueError(f"cv must be at most {MOST_CV:g}, got {cv:g}")
     rng, shape, at = random.Random(seed), 1 / cv**2, 0.0
     times = []
     while (at := at + rng.gammavariate(shape, 1 / (rate * shape))) < seconds:
@@ -231,8 +265,8 @@ def on_off(
     period_seconds: float,
     burst_seconds: float,
     seconds: float,
-    prompt_tokens: int,
-    output_tokens: int,
+    prompt_tokens: float,
+    output_tokens: float,
     seed: int = 0,
 ) -> list[TraceRequest]:
     """Poisson at a quiet rate; the last `burst_seconds` of every period at a burst's.
@@ -241,7 +275,9 @@ def on_off(
         ValueError: an argument is not above 0, or the burst is longer than its period.
     """
     _above_zero(quiet_rate=quiet_rate, burst_rate=burst_rate, burst_seconds=burst_seconds)
-    _above_zero(seconds=seconds, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    _above_zero(period_seconds=period_seconds, seconds=seconds)
+    lengths = _lengths(prompt_tokens, output_tokens)
+    _check_number(max(quiet_rate, burst_rate), seconds)
     if burst_seconds > period_seconds:
         raise ValueError(f"a burst of {burst_seconds:g} s in a period of {period_seconds:g} s")
     rng, at = random.Random(seed), 0.0
@@ -250,5 +286,5 @@ def on_off(
     while (at := at + rng.expovariate(most)) < seconds:  # thinning
         is_burst = at % period_seconds >= period_seconds - burst_seconds
         if rng.random() * most < (burst_rate if is_burst else quiet_rate):
-            requests.append(TraceRequest(at, prompt_tokens, output_tokens))
+            requests.append(TraceRequest(at, *lengths))
     return requests

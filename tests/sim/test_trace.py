@@ -1,6 +1,7 @@
 """Traces of every kind, from small files written here; arrivals that are made up."""
 
 import itertools
+import math
 import statistics
 
 import pytest
@@ -68,10 +69,13 @@ def test_our_own_format(tmp_path):
         ("", "is empty"),
         ("a,b\n1,2\n", "neither"),
         (AZURE + "x,y,z\n", "trace, line 5: Invalid isoformat"),
-        (BURST + "5,GPT-4,-7,1,1,log\n", "line 4: -7 tokens; a count cannot be negative"),
+        (BURST + "5,GPT-4,-7,1,1,log\n", "line 4: -7 tokens; there can be 0 to"),
         (BURST + "inf,GPT-4,7,1,1,log\n", "line 4: arrives at inf s"),
         (MOONCAKE + "\n{}\n", "line 5: 'input_length' is missing"),
         (MOONCAKE + "nonsense\n", "line 4: Expecting value"),
+        (OWN.replace("[8, 9]", '"89"'), "line 2: ids of prefixes must be a list, got '89'"),
+        (OWN.replace("[8, 9]", "[-8]"), "line 2: ids of prefixes must be a list of whole numbers"),
+        (OWN.replace("700", "70000000000"), "line 2: 70000000000 tokens; there can be 0 to"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, text, fragment):
@@ -103,17 +107,24 @@ def test_windows_and_rates():
     requests = [TraceRequest(float(at), 1, 1) for at in range(10)]
     assert [r.arrival_seconds for r in window(requests, 3, 4)] == [0.0, 1.0, 2.0, 3.0]
     assert [r.arrival_seconds for r in scale_rate(requests, 2.0)][-1] == 4.5
-    with pytest.raises(ValueError, match="more than 0"):
+    with pytest.raises(ValueError, match="above 0"):
         scale_rate(requests, 0.0)
 
 
 @pytest.mark.parametrize(
     ("make", "fragment"),
     [
-        (lambda: poisson(-1.0, 10.0, 8, 4), "rate must be above 0, got -1"),
+        (lambda: poisson(-1.0, 10.0, 8, 4), "rate must be above 0 and finite, got -1"),
         (lambda: gamma_bursty(1.0, 0.0, 10.0, 8, 4), "cv must be above 0"),
         (lambda: poisson(1.0, 10.0, 0, 4), "prompt_tokens must be above 0"),
-        (lambda: poisson(1.0, 10.0, 8, 1.5), "output_tokens must be whole"),  # pyright: ignore
+        (lambda: poisson(1.0, 10.0, 8, 1.5), "must be whole and at most"),
+        (lambda: poisson(math.nan, 10.0, 8, 4), "rate must be above 0 and finite, got nan"),
+        (lambda: poisson(math.inf, 10.0, 8, 4), "rate must be above 0 and finite, got inf"),
+        (lambda: poisson("fast", 10.0, 8, 4), "rate must be a number, got 'fast'"),
+        (lambda: poisson(1e9, 1e9, 8, 4), "are more than 10,000,000 requests"),
+        (lambda: gamma_bursty(1.0, 1e9, 10.0, 8, 4), "cv must be at most 100"),
+        (lambda: on_off(1.0, 2.0, math.nan, 1.0, 20.0, 8, 4), "period_seconds must be above 0"),
+        (lambda: window([], math.nan, 5.0), "a window of 5 s from nan s on"),
         (lambda: on_off(1.0, 2.0, 10.0, 11.0, 20.0, 8, 4), "a burst of 11 s in a period of 10 s"),
         (lambda: window([], -1.0, 5.0), "a window of 5 s from -1 s on"),
     ],
@@ -129,6 +140,11 @@ def test_gaps_have_the_mean_and_the_spread_that_was_asked_for(cv):
     gaps = [b - a for a, b in itertools.pairwise(arrivals)]
     assert 1 / statistics.mean(gaps) == pytest.approx(50.0, rel=0.05)
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(cv, rel=0.05)
+
+
+def test_lengths_may_be_spelled_with_an_exponent():
+    (first, *_) = poisson(5.0, 20.0, 1e1, 4)
+    assert first.num_prompt_tokens == 10 and isinstance(first.num_prompt_tokens, int)
 
 
 def test_the_same_seed_gives_the_same_trace():

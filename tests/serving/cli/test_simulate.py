@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from serving.cli.main import main
 
@@ -33,6 +35,13 @@ def test_plan_says_what_it_took_by_default(capsys):
         "llama-3.3-70b (bfloat16, KV fp8) on h200x8 (host: 2,048 GiB, 50 GB/s a"
     )
     assert "1000 prompt and 250 output tokens" in first
+
+
+def test_plan_says_where_a_format_has_no_products(capsys):
+    assert main(["plan", "--machine", "a100x8", "--dtype", "fp8", "--model", "llama-8b"]) == 0
+    assert "a100x8 has no fp8 products: weights are stored in it" in capsys.readouterr().out
+    assert main(["plan", "--machine", "h100x8", "--dtype", "fp8", "--model", "llama-8b"]) == 0
+    assert "no fp8 products" not in capsys.readouterr().out
 
 
 def test_plan_writes_rows_and_plots(capsys, tmp_path):
@@ -151,8 +160,13 @@ def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
         ((*QUICK, "--shift-threshold", "-1"), "must be at least 0"),
         ((*QUICK, "--compare", "dp", "--shift-threshold", "9"), "which --compare does not name"),
         ((*QUICK, "--window", "0:5"), "--window is for trace files"),
-        ((*QUICK, "--set", "rate=-4"), "rate must be above 0, got -4"),
-        ((*QUICK, "--set", "rat=4"), "unexpected keyword argument"),
+        ((*QUICK, "--set", "rate=-4"), "rate must be above 0 and finite, got -4"),
+        ((*QUICK, "--set", "rat=4"), "unknown argument of poisson 'rat'; did you mean rate?"),
+        ((*SYNTHETIC, "--set", "rate=4"), "poisson needs seconds"),
+        ((*QUICK, "--set", "rate=nan"), "rate must be above 0 and finite, got nan"),
+        ((*QUICK, "--rates", "nan"), "must be above 0"),
+        ((*QUICK, "--rates", "inf"), "must be above 0"),
+        ((*QUICK, "--block-size", "134217728"), "block_size must be at most 512, got 134217728"),
         (("mesh", "simulate", "--trace", "/etc/hostname", "--set", "rate=4"), "synthetic traces"),
         ((*QUICK, "--machine", "h200"), "unknown machine 'h200'"),
         ((*QUICK, "--model", "llama-700b"), "did you mean llama-70b?"),
@@ -238,3 +252,55 @@ def test_phases_have_shares_of_time_and_a_strip(capsys, tmp_path):
 def test_phases_that_cannot_be_simulated(capsys, more, fragment):
     assert main(["mesh", "simulate", *PHASES, *more]) == 2
     assert fragment in capsys.readouterr().err
+
+
+NONSENSE = st.one_of(
+    st.sampled_from(
+        ["", "9" * 99, "nan", "inf", "-1", "0", "1e1", "1e400", "[]", "{}", "0:0", "a=b"]
+    ),
+    st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=6),
+)
+FLAGS = {
+    "plan": [
+        "--model",
+        "--machine",
+        "--engine",
+        "--dtype",
+        "--kv-cache-dtype",
+        "--input",
+        "--output",
+        "--block-size",
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+    ],
+    "mesh simulate": [
+        "--trace",
+        "--set",
+        "--compare",
+        "--rates",
+        "--window",
+        "--shift-threshold",
+        "--acceptance",
+        "--host-memory",
+        "--machine",
+        "--block-size",
+    ],
+}
+OF_FIXTURES = [HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=OF_FIXTURES)
+@given(st.data())
+def test_nonsense_is_a_sentence_or_an_answer_of_numbers(capsys, data):
+    command = data.draw(st.sampled_from(sorted(FLAGS)))
+    flag, text = data.draw(st.sampled_from(FLAGS[command])), data.draw(NONSENSE)
+    usual = ("--model", "llama-8b") if command == "plan" else ("--compare", "tp", *QUICK[2:-2])
+    argv = [*command.split(), *usual, *(("--set",) if flag == "--set" else ()), f"{flag}={text}"]
+    if flag == "--set":
+        name = data.draw(st.sampled_from(["rate", "seconds", "prompt_tokens", "output_tokens"]))
+        argv[-2:] = ["--set", f"{name}={text}"]
+    code = main(argv)
+    printed = capsys.readouterr()
+    assert code in (0, 2)
+    assert (code == 2) == bool(printed.err), argv
+    assert "Traceback" not in printed.err and "nan" not in printed.out.split(), argv
