@@ -39,6 +39,8 @@ from shiftjax.device.sizing import host_memory, measure
 from shiftjax.lanes import Compiled, choosers_of, compile_groups, make_lanes
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import dtype_of, stored_weights
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
 from shiftjax.weights.source import TensorSource, check_complete
 
@@ -163,7 +165,7 @@ def deploy_phases(
     The host holds a copy of the weights, too.
     """
     devices, suited = _machine(config, model, cache_dir)
-    available = host_memory()[1] - host_copy_bytes(model, formats_in(config, suited))
+    available = host_memory()[1] - host_copy_bytes(model, formats_in(config, model, suited))
     free = max(0, available)
     deployments = resolve_phases(config, model, measure(devices), suited, host_bytes=free)
     _check_host(config, list(deployments.values()), devices[0], available)
@@ -173,9 +175,14 @@ def deploy_phases(
 def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
     """Bytes of the weights in host memory, out of which each phase is loaded (`HostWeights`).
 
-    Codes are made of them on the devices.
+    Codes are made of them on the devices, but for those of a checkpoint.
     """
-    return num_parameters(model) * formats.activation_bytes
+    held = formats.weights if model.has_codes else formats.activations
+    return sum(
+        weight.num_elements * dtype_of(weight, formats).itemsize
+        for weight in stored_weights(Layout(model, 1, 1), held)
+        if weight.tied_to is None
+    )
 
 
 def _machine(

@@ -83,8 +83,9 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "number format of weights and activations; auto: what suits the backend"
     )
-    quantization: Literal["auto", "fp8"] = option(
-        "auto", "fp8: layers' matrices become e4m3 codes; auto: they stay as they are"
+    quantization: Literal["auto", "none", "fp8"] = option(
+        "auto",
+        "fp8: layers' matrices are e4m3 codes; none: plain numbers; auto: as the checkpoint is",
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's", low=1, high=1 << 24

@@ -65,7 +65,7 @@ def settle_stages(
         files.source.config,
         replace(load_machine(machine), num_devices=len(devices)),
         load_engine("shiftjax"),
-        formats_in(config),
+        formats_in(config, files.source.config),
     )
     free = host_memory()[1] - host_copy_bytes(target.model, target.formats)
     host_bytes = config.cache.host_bytes or int(HOST_SHARE * max(0, free))

@@ -69,6 +69,14 @@ class Speculator:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """A checkpoint whose layers have matrices as e4m3 codes, and not as plain numbers."""
+
+    plain: tuple[str, ...] = ()  # those that it has plain all the same: `Weight.source` of each
+    are_made_anew: bool = False  # at load, because its scales are none of output channels
+
+
+@dataclass(frozen=True)
 class Stage:
     """Which layers of a model a pipeline stage has: `ModelConfig.num_layers` from `first` on."""
 
@@ -107,6 +115,7 @@ class ModelConfig:
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
     speculator: Speculator | None = None  # drafts by a model; None: none
+    codes: Codes | None = None  # what the checkpoint is quantised to; None: plain numbers
     stage: Stage | None = None  # `num_layers` are those of this stage; None: the whole model
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -115,6 +124,11 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The windows that its layers have, each once; None: such layers see everything."""
         return (self.sliding_window,)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether devices can have the codes of the checkpoint."""
+        return self.codes is not None and not self.codes.are_made_anew
 
     @property
     def num_early_layers(self) -> int:

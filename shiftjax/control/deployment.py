@@ -311,12 +311,14 @@ def stable(count: int) -> int:
     return count >> shift << shift
 
 
-def formats_in(config: EngineConfig, suited: Suited | None = None) -> Formats:
-    """The number formats that the settings come to."""
+def formats_in(config: EngineConfig, model: ModelConfig, suited: Suited | None = None) -> Formats:
+    """The number formats that the settings come to; matrices are as the checkpoint has them."""
     suited, quantization = suited or Suited(), config.model.quantization
     dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
     formats = formats_of(dtype, config.cache.kv_cache_dtype)
-    return formats if quantization == "auto" else replace(formats, weights=quantization)
+    if quantization == "auto":
+        quantization = "none" if model.codes is None else "fp8"
+    return formats if quantization == "none" else replace(formats, weights=quantization)
 
 
 def resolve(
@@ -328,7 +330,7 @@ def resolve(
     if problems:
         raise ConfigError(problems)
     cache, scheduler = config.cache, config.scheduler
-    formats = formats_in(config, suited)
+    formats = formats_in(config, model, suited)
     budget = scheduler.max_num_batched_tokens
     sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size

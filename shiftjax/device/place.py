@@ -22,11 +22,13 @@ from shiftjax.arch.weights import Weight, family_of, weights_of
 from shiftjax.device.mesh import named, stored_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
-from shiftjax.models.products import quantise, quantise_blocks
+from shiftjax.models.products import in_blocks, quantise, quantise_blocks
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import SCALE, dtype_of, stored_weights
-from shiftjax.weights.source import TensorSource, check_finite
+from shiftjax.weights.source import OF_CODES, OF_SCALE, TensorSource, check_finite
 
+# What a checkpoint's own codes are made of, and their scales; all else is in a model's format.
+_OF_KIND = {"codes": FORMATS["fp8"].dtype, "scale": np.dtype(np.float32)}
 Progress = Callable[[str, int, int], None]
 Rows = Callable[[Weight, int, int], np.ndarray]  # rows of a weight as a checkpoint has them
 
@@ -93,15 +95,43 @@ def load_rows(
         if weight.tied_to is not None:
             arrays[plain.name] = None
             continue
-        array = _load_one(plain, model.dtype, layout, mesh, rows)
-        if weight.kind == "codes":
-            scale = stored[f"{plain.name}{SCALE}"]
-            shardings = tuple(named(mesh, stored_spec(each, layout)) for each in (weight, scale))
-            convert = _quantiser(weight.shape[0] if plain.transposed else 0, shardings)
-            array, arrays[scale.name] = convert(array)
-        arrays[plain.name] = array
+        if weight.kind != "codes":
+            arrays[plain.name] = _load_one(plain, model.dtype, layout, mesh, rows)
+            continue
+        scale = stored[f"{plain.name}{SCALE}"]
+        own = layout.model.has_codes
+        load_both = _load_codes if own else partial(_make_codes, model.dtype)
+        arrays[weight.name], arrays[scale.name] = load_both(
+            plain, weight, scale, layout, mesh, rows
+        )
     progress("weights", len(plain_weights), len(plain_weights))
     return tuple(arrays[weight.name] for weight in model.declared)
+
+
+def _load_codes(
+    plain: Weight, codes: Weight, scale: Weight, layout: Layout, mesh: Mesh, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """Place codes and scales of the checkpoint; devices cut row-parallel ones in blocks."""
+    as_read = plain._replace(kind="codes")
+    array = _load_one(as_read, _OF_KIND["codes"], layout, mesh, rows)
+    if plain.transposed:
+        array = _cutter(codes.shape[0], named(mesh, stored_spec(codes, layout)))(array)
+    return array, _load_one(scale, _OF_KIND["scale"], layout, mesh, rows)
+
+
+def _make_codes(
+    dtype: np.dtype,
+    plain: Weight,
+    codes: Weight,
+    scale: Weight,
+    layout: Layout,
+    mesh: Mesh,
+    rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+    """Place plain numbers, of which devices make codes."""
+    shardings = tuple(named(mesh, stored_spec(each, layout)) for each in (codes, scale))
+    convert = _quantiser(codes.shape[0] if plain.transposed else 0, shardings)
+    return convert(_load_one(plain, dtype, layout, mesh, rows))
 
 
 @lru_cache(maxsize=64)
@@ -114,12 +144,22 @@ def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, NamedSharding]) 
     return jax.jit(convert, out_shardings=shardings)
 
 
+@lru_cache(maxsize=64)
+def _cutter(num_blocks: int, sharding: NamedSharding) -> Any:
+    """Return what cuts codes `[*inputs, out]` in blocks, on the devices that have them."""
+
+    def cut(codes: jax.Array) -> jax.Array:
+        return in_blocks(codes.reshape(-1, codes.shape[-1]).T, num_blocks)
+
+    return jax.jit(cut, out_shardings=sharding)
+
+
 class HostWeights:
     """The weights of a model in host memory, as devices store them: one copy for every layout.
 
-    A tensor is read, checked, converted and turned when it is first asked for. From then on a
-    shard is a range of its rows, and is put on a device from where it lies (Seesaw reshards its
-    weights out of such a copy, arXiv 2503.06433, section 4.1).
+    A tensor is read, checked, converted and turned when it is first asked for; codes of a
+    checkpoint stay codes. From then on a shard is a range of its rows, and is put on a device from
+    where it lies (Seesaw reshards its weights out of such a copy, arXiv 2503.06433, section 4.1).
     """
 
     def __init__(self, source: TensorSource, dtype: DTypeLike):
@@ -133,13 +173,14 @@ class HostWeights:
 
     def __call__(self, weight: Weight, first: int, last: int) -> np.ndarray:
         """Rows [first, last) of a weight that has one part. Raises CheckpointError like `load`."""
-        if weight.source not in self._held:
-            self._held[weight.source] = self._read(weight)
-        return self._held[weight.source][first:last]
+        name = tensor_of(weight)
+        if name not in self._held:
+            self._held[name] = self._read(weight)
+        return self._held[name][first:last]
 
     def _read(self, weight: Weight) -> np.ndarray:
         rows = read_rows(self._source, weight, 0, _num_rows(self._source, weight))
-        held = aligned_zeros(rows.shape, self._dtype)
+        held = aligned_zeros(rows.shape, _OF_KIND.get(weight.kind, self._dtype))
         held[:] = rows
         return held
 
@@ -212,22 +253,27 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
     if weight.axes[0] == "experts":
         return _read_experts(source, weight, first, last)
     tail, per_row = weight.shape[1:], _rows_of_tensor(weight)
-    info = source.tensors[weight.source]
+    info, name = source.tensors[weight.source], tensor_of(weight)
     index = (slice(first * per_row, last * per_row),)
-    index += (slice(None),) * (len(info.shape) - 1)
-    block = source.read(weight.source, index[::-1] if weight.transposed else index)
-    check_finite(weight.source, block, info.file)
+    index += (slice(None),) * (len(info.shape) - 1 if weight.kind != "scale" else 0)
+    block = source.read(name, index[::-1] if weight.transposed else index)
+    check_finite(name, block, info.file)
     return (block.T if weight.transposed else block).reshape(last - first, *tail)
 
 
 def _read_experts(source: TensorSource, weight: Weight, first: int, last: int) -> np.ndarray:
     """Read experts [first, last), each of which is a tensor: none of the others is touched."""
-    dtype = source.tensors[weight.of_expert(0).source].dtype
+    dtype = _OF_KIND.get(weight.kind, source.tensors[weight.of_expert(0).source].dtype)
     block = aligned_zeros((last - first, *weight.shape[1:]), dtype)
     for expert in range(first, last):
         one = weight.of_expert(expert)
         block[expert - first] = read_rows(source, one, 0, one.shape[0])
     return block
+
+
+def tensor_of(weight: Weight) -> str:
+    """The name by which a source reads a weight of one part: a matrix, its codes or its scale."""
+    return weight.source + {"codes": OF_CODES, "scale": OF_SCALE}.get(weight.kind, "")
 
 
 def _rows_of_tensor(weight: Weight) -> int:

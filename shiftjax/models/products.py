@@ -42,8 +42,14 @@ def quantise_blocks(
 ) -> tuple[Float8e4m3fn[Array, "blocks out in"], Float[Array, " out"]]:
     """Return a row-parallel matrix as codes in blocks of inputs, and the scale of every output."""
     codes, scale = quantise(x.reshape(-1, x.shape[-1]).T)
-    blocks = codes.reshape(x.shape[-1], num_blocks, -1)
-    return blocks.swapaxes(0, 1), scale
+    return in_blocks(codes, num_blocks), scale
+
+
+def in_blocks(
+    codes: Float8e4m3fn[Array, "out inputs"], num_blocks: int
+) -> Float8e4m3fn[Array, "blocks out in"]:
+    """Cut the inputs of a matrix in blocks."""
+    return codes.reshape(codes.shape[0], num_blocks, -1).swapaxes(0, 1)
 
 
 def project_out(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "tokens out"]:

@@ -14,6 +14,7 @@ instructions of GPUs want, and nothing is transposed in a step.
 
 import numpy as np
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.parallel.layout import Layout
@@ -23,12 +24,18 @@ COPIED = ("bias", "scale")  # kinds so small that a mode has a copy of its shard
 _SPLIT = ("heads", "kv_heads", "intermediate", "experts")
 
 
-def is_quantised(weight: Weight) -> bool:
-    """Whether a weight becomes codes where there are any: the matrices that devices split.
+def can_be_codes(weight: Weight) -> bool:
+    """Whether a weight can be stored as codes: the matrices that devices split.
 
     Those that they hold whole are small: routers, and the projections of a speculator.
     """
     return weight.kind == "matrix" and weight.axes[0] in _SPLIT
+
+
+def is_quantised(weight: Weight, model: ModelConfig) -> bool:
+    """Whether a weight becomes codes where there are any; what a checkpoint has plain stays so."""
+    plain = model.codes.plain if model.codes else ()
+    return can_be_codes(weight) and weight.parts[0].source not in plain
 
 
 def stored_weights(layout: Layout, weight_format: str) -> tuple[Weight, ...]:
@@ -36,7 +43,7 @@ def stored_weights(layout: Layout, weight_format: str) -> tuple[Weight, ...]:
     stored: list[Weight] = []
     for weight in weights_of(layout.model):
         plain = layout.stored(weight)
-        if FORMATS[weight_format].has_scales and is_quantised(weight):
+        if FORMATS[weight_format].has_scales and is_quantised(weight, layout.model):
             stored += quantised(plain, layout)
         else:
             stored.append(plain)
@@ -46,7 +53,7 @@ def stored_weights(layout: Layout, weight_format: str) -> tuple[Weight, ...]:
 def quantised(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
     """The codes of a stored matrix, and their scale."""
     codes = plain._replace(kind="codes")
-    scale = plain._replace(name=f"{plain.name}{SCALE}", kind="scale")
+    scale = plain._replace(name=f"{plain.name}{SCALE}", kind="scale", transposed=False)
     if not plain.transposed:
         return codes, scale._replace(shape=plain.shape[:-1], axes=plain.axes[:-1])
     *_, outputs = plain.shape

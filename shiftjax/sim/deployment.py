@@ -245,15 +245,17 @@ def sized_of(target: Target, deployment: Deployment) -> Deployment:
 
 
 def reload_of(target: Target, deployment: Deployment) -> Reload:
-    """The load of a replica's weights from the host, which holds plain numbers.
+    """The load of a replica's weights from the host, which holds what the checkpoint has.
 
     Raises ConfigError where that is unknown.
     """
     check_host_links(target.machine)
     layouts = [stage.layout for stage in deployment.stages]
     pool = memory_of(target, deployment).kv_bytes
-    plain = replace(target.formats, weights=target.formats.activations)
-    return Reload(layouts, plain, target.machine, pool)
+    formats = target.formats
+    if not target.model.has_codes:
+        formats = replace(formats, weights=formats.activations)
+    return Reload(layouts, formats, target.machine, pool)
 
 
 def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment]:

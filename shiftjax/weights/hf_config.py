@@ -8,6 +8,7 @@ from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
 from shiftjax.weights.fields import Fields, read_json
+from shiftjax.weights.quant_config import codes_of, parse_method, with_modelopt
 from shiftjax.weights.source import CheckpointError
 
 ARCHITECTURES = {
@@ -30,7 +31,8 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
     """ModelConfig of a Hugging Face directory; end-of-text ids also from generation_config.json."""
     path = directory / "config.json"
-    config = parse_config(read_json(path), name or directory.resolve().name, str(path))
+    data = with_modelopt(read_json(path), directory)
+    config = parse_config(data, name or directory.resolve().name, str(path))
     generation = directory / "generation_config.json"
     if not generation.exists():
         return config
@@ -53,6 +55,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     if architecture in ENCODERS:
         return parse_encoder(fields, name, architecture)
     _refuse_unsupported(fields)
+    method = parse_method(fields)
     rope_theta, rope_scaling = _rope(fields)
     bos = fields.token_ids("bos_token_id")
     if len(bos) > 1:
@@ -80,7 +83,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
     fields.raise_problems()
-    return config
+    return replace(config, codes=codes_of(method, config))
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -88,10 +91,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.problem(f"hidden_act must be silu, found {activation!r}")
-    if fields.has("quantization_config"):
-        fields.problem(
-            "quantization_config is not supported; use the unquantised checkpoint or a GGUF file"
-        )
     if fields.data.get("partial_rotary_factor") not in (None, 1, 1.0):
         fields.problem("partial_rotary_factor must be 1")
 
@@ -199,8 +198,9 @@ def _num_sliding_layers(fields: Fields, architecture: str, num_layers: int) -> i
 def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Contents of a `config.json` from which `parse_config` makes the same ModelConfig.
 
-    Written in the layout of transformers 4, which version 5 reads too. Raises CheckpointError
-    for a combination that Hugging Face's model types cannot say.
+    It is for plain numbers, as which also codes are written. Written in the layout of
+    transformers 4, which version 5 reads too. Raises CheckpointError for a combination that
+    Hugging Face's model types cannot say.
     """
     if config.encoder is not None:
         return encoder_to_json(config, dtype)
@@ -235,7 +235,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.architecture in ("qwen2", "qwen3", "qwen3_moe"):
         data |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
     data |= experts_to_json(config)
-    if parse_config(data, config.name, "config.json") != config:
+    if parse_config(data, config.name, "config.json") != replace(config, codes=None):
         raise CheckpointError(f"{config.name}: no config.json of {config.architecture} can say it")
     return data
 

@@ -1,14 +1,17 @@
 """Hugging Face directories: `config.json` and safetensors, in one file or in indexed shards."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.hf_config import read_config, read_json, to_json
-from shiftjax.weights.safetensors_file import read_header, read_range, write_file
+from shiftjax.weights.quant_config import read_method
+from shiftjax.weights.quantised import present
+from shiftjax.weights.safetensors_file import read_header, write_file
 from shiftjax.weights.source import (
     CheckpointError,
     TensorInfo,
@@ -21,31 +24,36 @@ from shiftjax.weights.source import (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
+ReadHeader = Callable[[Path], dict[str, TensorInfo]]
 
 
 class HuggingFaceSource:
     """A TensorSource over a directory; every header is read and checked when it is opened.
 
-    Peak host memory: the headers, and for a read the range it returns.
+    Peak host memory: the headers and the scales of codes, and for a read the range it returns,
+    times about four of a matrix that is expanded (`weights/packed.py`).
     """
 
     def __init__(self, directory: Path, name: str | None = None):
         self.location = str(directory)
         self.config = read_config(directory, name)
-        self.tensors: Mapping[str, TensorInfo] = read_headers(directory)
+        method = read_method(directory)
+        headers = read_headers(directory, is_quantised=method is not None)
+        self._quantised = present(method, self.config, headers)
+        self.tensors: Mapping[str, TensorInfo] = self._quantised.tensors
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
-        return read_range(name, self.tensors[name], index)
+        return self._quantised.read(name, index)
 
 
-def read_headers(directory: Path) -> dict[str, TensorInfo]:
+def read_headers(directory: Path, *, is_quantised: bool = False) -> dict[str, TensorInfo]:
     """Return the tensors of a directory, in one file or in shards; CheckpointError for others."""
-    files = _list_files(directory)
+    files, read = _list_files(directory), partial(read_header, is_quantised=is_quantised)
     if SINGLE_FILE in files:
-        return read_header(directory / SINGLE_FILE)
+        return read(directory / SINGLE_FILE)
     if INDEX_FILE in files:
-        return _read_shards(directory, files)
+        return _read_shards(directory, files, read)
     if any(name.endswith(".safetensors") for name in files):
         raise CheckpointError(
             f"{directory}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}; found neither"
@@ -65,7 +73,7 @@ def _list_files(directory: Path) -> set[str]:
         raise CheckpointError(f"{directory}: cannot be read: {error.strerror}") from error
 
 
-def _read_shards(directory: Path, files: set[str]) -> dict[str, TensorInfo]:
+def _read_shards(directory: Path, files: set[str], read: ReadHeader) -> dict[str, TensorInfo]:
     """Read every shard that the index names; index and shards must agree exactly."""
     index = directory / INDEX_FILE
     weight_map = read_json(index).get("weight_map")
@@ -80,18 +88,20 @@ def _read_shards(directory: Path, files: set[str]) -> dict[str, TensorInfo]:
     ]
     if problems:
         raise CheckpointError(*problems)
-    headers = _read_all(directory, shards)
+    headers = _read_all(directory, shards, read)
     problems = list(_disagreements(index, weight_map, headers))
     if problems:
         raise CheckpointError(*problems)
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
-def _read_all(directory: Path, shards: list[str]) -> dict[str, dict[str, TensorInfo]]:
+def _read_all(
+    directory: Path, shards: list[str], read: ReadHeader
+) -> dict[str, dict[str, TensorInfo]]:
     headers, problems = {}, []
     for shard in shards:
         try:
-            headers[shard] = read_header(directory / shard)
+            headers[shard] = read(directory / shard)
         except CheckpointError as error:
             problems.extend(error.problems)
     if problems:

@@ -17,8 +17,12 @@ _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.(weight|bias)"
 )
+# Scales of the keys and values in the cache, which a deployment may use or not.
+_KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_scale")
 _ORIGINAL = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qkv]_proj\.(?:weight|bias)")
 _CHUNK_BYTES = 64 << 20
+# After the name of a matrix that a checkpoint has as e4m3 codes: what `read` has of it, too.
+OF_CODES, OF_SCALE = ".codes", ".scale"
 logger = logging.getLogger(__name__)
 
 
@@ -58,10 +62,17 @@ class TensorSource(Protocol):
         """Return the range `index` of a tensor as a new C-contiguous array.
 
         Dimensions that `index` leaves out are read whole. Steps other than 1 and ranges outside
-        the tensor raise ValueError. Peak host memory: the range, times about three while a
-        quantised tensor is expanded; nothing else stays resident (files are memory-mapped).
+        the tensor raise ValueError. Of a matrix that is stored as codes (`config.has_codes`) its
+        name + OF_CODES are these, e4m3 of the same shape, and its name + OF_SCALE their units,
+        float32 `[out]`. Peak host memory: the range, times about four while a quantised tensor is
+        expanded; nothing else stays resident (files are memory-mapped).
         """
         ...
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of this name scales the keys or the values of a layer's KV cache."""
+    return _KV_SCALE.fullmatch(name) is not None
 
 
 def is_ignored(name: str) -> bool:
@@ -95,17 +106,19 @@ def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tu
 def check_complete(source: TensorSource) -> None:
     """Raise CheckpointError unless the source holds exactly the tensors of its model.
 
-    Three kinds of extra tensors are accepted. What `is_ignored` is recomputed or not needed. An
+    Four kinds of extra tensors are accepted. What `is_ignored` is recomputed or not needed. An
     `lm_head.weight` beside tied embeddings is not used, and must therefore equal the embedding
     element by element (read here in pieces of 64 MiB). The q, k and v of the model that SwiftKV was
-    made of are left in late layers by some; this is logged, once.
+    made of are left in late layers by some; this is logged, once. Scales of a quantised KV cache
+    are there for a deployment that has one.
     """
     expected = expected_tensors(source.config)
     tied_head = source.config.tie_word_embeddings and LM_HEAD in source.tensors
     if tied_head:
         expected = {**expected, LM_HEAD: expected[EMBEDDING]}
     unused = {name for name in source.tensors if _is_of_original(name, source.config)}
-    tensors = {name: info for name, info in source.tensors.items() if name not in unused}
+    optional = unused | {name for name in source.tensors if is_kv_scale(name)}
+    tensors = {name: info for name, info in source.tensors.items() if name not in optional}
     what = f"a {source.config.name} of {source.config.num_layers} layers"
     problems = list(differences(tensors, expected, source.location, what))
     if problems:

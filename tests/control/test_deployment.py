@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shiftjax.arch.config import Experts, ModelConfig
+from shiftjax.arch.config import Codes, Experts, ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig, ParallelOptions
@@ -13,12 +13,32 @@ from shiftjax.control.deployment import (
     base_rule,
     check_model,
     choose_degrees,
+    formats_in,
     resolve,
 )
 from shiftjax.options import ConfigError
 
 MODEL = ModelConfig("tiny", "llama", 1000, 576, 1536, 30, 9, 3, 64, 8192)
 FORMATS = Formats()
+
+
+@pytest.mark.parametrize(
+    ("codes", "quantization", "weights"),
+    [
+        (None, "auto", "float32"),
+        (None, "none", "float32"),
+        (None, "fp8", "fp8"),
+        (Codes(), "auto", "fp8"),
+        (Codes(), "none", "float32"),
+        (Codes(are_made_anew=True), "auto", "fp8"),
+    ],
+)
+def test_matrices_are_as_the_checkpoint_has_them_unless_asked_otherwise(
+    codes, quantization, weights
+):
+    config = EngineConfig.from_options(dtype="float32", quantization=quantization)
+    formats = formats_in(config, replace(MODEL, codes=codes))
+    assert formats == Formats(weights, "float32", "float32")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Written from the OCP definition of the format and independent of the code under test.
 """
 
+from collections.abc import Collection
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -24,14 +25,19 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def quantised(num_blocks: int):
+def quantised(num_blocks: int, coded: Collection[str] | None = None):
     """While it lasts, products have codes; inputs of o and down are scaled in so many blocks.
 
-    Those of an expert's down are scaled whole.
+    `coded` are the tensors of a checkpoint that are numbers of codes already, others are plain.
+    Inputs of an expert's down are scaled whole.
     """
+    plain_linear = numpy_llama.linear
 
     def linear(x: np.ndarray, tensors: numpy_llama.Tensors, name: str) -> np.ndarray:
-        weight, blocks = rounded(tensors[f"{name}.weight"]), 1
+        if coded is not None and f"{name}.weight" not in coded:
+            return plain_linear(x, tensors, name)
+        weight, blocks = tensors[f"{name}.weight"], 1
+        weight = rounded(weight) if coded is None else weight
         if name.endswith(ROW_PARALLEL):
             blocks = num_blocks
         parts = np.split(x, blocks, axis=-1)
@@ -39,7 +45,7 @@ def quantised(num_blocks: int):
         return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
     def multiply(matrix: np.ndarray, x: np.ndarray) -> np.ndarray:
-        return rounded(matrix) @ rounded(x)
+        return (rounded(matrix) if coded is None else matrix) @ rounded(x)
 
     with (
         patch.object(numpy_llama, "linear", linear),

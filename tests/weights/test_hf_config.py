@@ -114,7 +114,7 @@ REFUSED = [
     ("llama", SWIFTKV | {"key_value_group_size": 2}, "key_value_group_size must be 1"),
     ("llama", {"model_type": ...}, "model_type must be one of"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, found 'gelu'"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quant_method must be one of"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must"),
     ("llama_yarn", {}, "rope_type must be default, linear or llama3, found 'yarn'"),

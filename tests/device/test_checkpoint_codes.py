@@ -1,0 +1,109 @@
+"""Codes of checkpoints on devices: the bytes of the file, and the tokens of those numbers."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from engines import RandomPolicy, make, run, tokens
+from harness import forward, silent
+from oracle import numpy_fp8, numpy_llama
+from oracle import quantised_files as files
+
+from shiftjax.arch.formats import Formats
+from shiftjax.build import host_copy_bytes
+from shiftjax.control.request import SamplingParams
+from shiftjax.costs.memory import weight_bytes
+from shiftjax.device.mesh import make_mesh
+from shiftjax.device.place import HostWeights, define, load, load_rows
+from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
+from shiftjax.weights.huggingface import HuggingFaceSource
+
+FP8 = Formats("fp8", "float32", "float32")
+PROMPT = [5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150]
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+PLAIN = "model.layers.1.mlp.up_proj"
+
+
+@cache
+def written(format: str, plain: str = "") -> tuple[Path, dict, files.Tensors, files.Tensors]:
+    """A tiny checkpoint in which one matrix may be plain."""
+    directory = Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
+
+    def edit(config, _):
+        field = "ignore" if "ignore" in config["quantization_config"] else "modules_to_not_convert"
+        config["quantization_config"][field] = ["lm_head", *([plain] if plain else [])]
+
+    return directory, *files.write(directory, format, lambda name: name == plain, edit, **HEADS)
+
+
+def loaded(format: str, sp: int, tp: int, dtype: str, *, from_host: bool = False):
+    """The stored weights of a layout, by name."""
+    source = HuggingFaceSource(written(format)[0])
+    layout, mesh = Layout(source.config, sp, tp), make_mesh(jax.devices()[: sp * tp], sp, tp)
+    model = define(layout, Formats("fp8", dtype, dtype))
+    if from_host:
+        rows = HostWeights(source, dtype)
+        arrays = load_rows(model, layout, mesh, rows, silent)
+        assert rows.num_bytes == host_copy_bytes(source.config, model.formats)
+    else:
+        arrays = load(model, layout, mesh, source, silent)
+    stored = {weight.name: x for weight, x in zip(model.declared, arrays, strict=True)}
+    held = sum(each.data.nbytes for x in arrays if x is not None for each in x.addressable_shards)
+    assert held == sp * tp * weight_bytes(layout, model.formats)
+    return stored
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+@pytest.mark.parametrize("format", files.NATIVE)
+def test_codes_on_devices_are_the_bytes_of_the_file(format, from_host):
+    stored, tensors = loaded(format, 2, 2, "float16", from_host=from_host), written(format)[2]
+    for name, source in (("mlp.up", "mlp.up_proj"), ("attention.q", "self_attn.q_proj")):
+        codes, scale = (np.asarray(stored[f"layers.1.{name}{x}"]) for x in ("", "_scale"))
+        expected, units = of_file(tensors, f"model.layers.1.{source}.weight")
+        assert codes.reshape(expected.shape).tobytes() == expected.tobytes()
+        assert np.array_equal(scale.reshape(-1), units)
+    for name, source in (("mlp.down", "mlp.down_proj"), ("attention.o", "self_attn.o_proj")):
+        blocks, scale = (np.asarray(stored[f"layers.1.{name}{x}"]) for x in ("", "_scale"))
+        expected, units = of_file(tensors, f"model.layers.1.{source}.weight")
+        assert blocks.shape[0] == 4
+        assert np.concatenate(list(blocks), axis=1).tobytes() == expected.tobytes()
+        assert np.array_equal(scale, units)
+
+
+def of_file(tensors: files.Tensors, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of a matrix, and the scale of each of its channels."""
+    scale = next(x for key, x in tensors.items() if key.startswith(f"{name}_scale"))
+    scale = scale.astype(np.float32).reshape(-1)
+    return tensors[name], np.broadcast_to(scale, tensors[name].shape[:1])
+
+
+@pytest.mark.parametrize("plain", ["", PLAIN])
+def test_logits_are_those_of_the_same_codes_in_numpy(plain):
+    sp, tp = 2, 2
+    directory, config, _, numbers = written("compressed-tensors-tensor", plain)
+    with numpy_fp8.quantised(sp * tp, numbers.keys() - {f"{plain}.weight"}):
+        expected = numpy_llama.forward(config, numbers, PROMPT)["logits"]
+    for mode in dict.fromkeys((Mode(sp, sp), Mode(sp, 1))):
+        _, logits, _ = forward(directory, PROMPT, sp, tp, mode, "alias", formats=FP8)
+        far = np.abs(logits - expected).max(axis=-1)
+        # Where a number lies at the border of two codes, float32 and float64 may differ.
+        assert np.median(far) < 1e-3 and (logits.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_tokens_are_those_of_the_checkpoint_in_every_mode():
+    """Without being asked: a checkpoint of codes is computed with as codes."""
+    directory, config, _, numbers = written("fp8")
+    with numpy_fp8.quantised(2, numbers.keys()):
+        expected = numpy_llama.greedy(config, numbers, PROMPT, 8)
+    built = make(directory, 2, 1, num_blocks=42)
+    assert built.deployment.formats.weights == "fp8"
+    sampling = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
+    for seed in range(2):
+        built.engine.policy = RandomPolicy(seed)
+        built.engine.flush_prefix_cache()
+        assert tokens(run(built.engine, [PROMPT], sampling)[0, 0]) == expected
+    assert built.engine.stats().steps_by_mode.keys() >= {"base", "shift"}

@@ -1,0 +1,356 @@
+"""Quantised checkpoints: the numbers that they say, their own codes, and every way to be wrong."""
+
+import json
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import quantised_files as files
+
+from shiftjax.arch.config import Codes
+from shiftjax.weights.convert import convert
+from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.source import OF_CODES, OF_SCALE, CheckpointError, check_complete
+
+UP = "model.layers.1.mlp.up_proj"
+TINY = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@cache
+def written(format: str) -> tuple[HuggingFaceSource, files.Tensors, files.Tensors]:
+    """A source of a tiny checkpoint; the tensors that lie there, and the numbers that they say."""
+    directory = Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
+    _, stored, numbers = files.write(directory, format, **TINY)
+    return HuggingFaceSource(directory), stored, numbers
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("format", files.FORMATS)
+def test_a_matrix_is_what_its_tensors_say(format):
+    source, _, numbers = written(format)
+    check_complete(source)
+    assert source.tensors.keys() == numbers.keys()
+    for name, expected in numbers.items():
+        found = source.read(name)
+        assert found.dtype == source.tensors[name].dtype == np.float32
+        close(found, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(list(files.FORMATS)), st.tuples(*[st.integers(0, 96)] * 4), st.booleans())
+def test_every_range_is_read_alone(format, ends, is_down):
+    source, _, numbers = written(format)
+    name = f"model.layers.0.mlp.{'down' if is_down else 'up'}_proj.weight"
+    sizes = zip(ends[:2], ends[2:], numbers[name].shape, strict=True)
+    index = tuple(slice(*sorted((min(a, size), min(b, size)))) for a, b, size in sizes)
+    found = source.read(name, index)
+    assert found.flags.c_contiguous
+    close(found, numbers[name][index])
+
+
+@pytest.mark.parametrize("format", files.NATIVE)
+def test_codes_are_the_bytes_of_the_file(format):
+    source, stored, _ = written(format)
+    assert source.config.codes == Codes() and source.config.has_codes
+    coded = [name for name, x in stored.items() if x.dtype == files.E4M3]
+    assert len(coded) == 14
+    for name in coded:
+        codes, scales = source.read(name + OF_CODES), source.read(name + OF_SCALE)
+        assert codes.tobytes() == stored[name].tobytes()
+        scale = next(
+            stored[each] for each in (f"{name}_scale", f"{name}_scale_inv") if each in stored
+        )
+        scale = np.broadcast_to(scale.astype(np.float32).reshape(-1), codes.shape[:1])
+        assert scales.dtype == np.float32 and np.array_equal(scales, scale)
+        part = slice(5, 9), slice(3, 8)
+        assert source.read(name + OF_CODES, part).tobytes() == stored[name][part].tobytes()
+        assert np.array_equal(source.read(name + OF_SCALE, part[:1]), scale[5:9])
+
+
+@pytest.mark.parametrize("format", [*files.BLOCKS, *files.PLAIN])
+def test_what_no_device_computes_with_has_no_codes(format):
+    config = written(format)[0].config
+    assert not config.has_codes and (config.codes is not None) == (format in files.BLOCKS)
+
+
+@pytest.mark.parametrize("format", ["fp8", "awq"])
+def test_converted_it_is_plain(tmp_path, format):
+    source, _, numbers = written(format)
+    copy = HuggingFaceSource(convert(source.location, tmp_path / "plain", dtype="float32"))
+    assert copy.config.codes is None and copy.tensors.keys() == numbers.keys()
+    for name, expected in numbers.items():
+        close(copy.read(name), expected)
+
+
+def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
+    def edit(config, _):
+        del config["quantization_config"]
+        inner = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
+
+    _, _, numbers = files.write(tmp_path, "modelopt", edit=edit, **TINY)
+    source = HuggingFaceSource(tmp_path)
+    assert source.config.codes == Codes()
+    close(source.read(f"{UP}.weight"), numbers[f"{UP}.weight"])
+
+
+# ------------------------------------------------------------------------ what stays plain
+
+IGNORED = {
+    "name": [UP],
+    "expression": [r"re:.*layers\.1\.mlp\.up_proj$"],
+    "stars": ["model.layers.*.mlp.up_proj"],
+    "end": ["mlp.up_proj"],
+    "beginning": ["model.layers.1"],
+    "none": ["model.layers.1.mlp.up", "up_pro", "layers.11", r"re:up_proj"],
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+@pytest.mark.parametrize("format", ["compressed-tensors-channel", "fp8", "modelopt"])
+def test_what_is_left_out_stays_plain(tmp_path, format, kind):
+    names = {
+        "name": [UP],
+        "expression": [UP],
+        "stars": ["model.layers.0.mlp.up_proj", UP],
+        "end": ["model.layers.0.mlp.up_proj", UP],
+        "beginning": [f"model.layers.1.self_attn.{x}_proj" for x in "qkvo"]
+        + [f"model.layers.1.mlp.{x}_proj" for x in ("gate", "up", "down")],
+        "none": [],
+    }[kind]
+
+    def edit(config, _):
+        method = config["quantization_config"]
+        field = "modules_to_not_convert" if format == "fp8" else "ignore"
+        method[field] = ["lm_head", *IGNORED[kind]]
+
+    files.write(tmp_path, format, keep=lambda module: module in names, edit=edit, **TINY)
+    source = HuggingFaceSource(tmp_path)
+    check_complete(source)
+    assert source.config.codes == Codes(plain=tuple(f"{name}.weight" for name in names))
+
+
+def test_groups_have_schemes_of_their_own(tmp_path):
+    """The name of a module comes before an expression, and that before the class of all."""
+
+    def edit(config, stored):
+        groups = config["quantization_config"]["config_groups"]
+        eight = groups["group_0"]
+        four = {"weights": files.PLAIN["w4a16"][0]["config_groups"]["group_0"]["weights"]}
+        four["format"] = "pack-quantized"
+        groups["group_1"] = four | {"targets": [r"re:.*up_proj"]}
+        groups["group_2"] = eight | {"targets": ["model.layers.0.mlp.up_proj"]}
+        parts, numbers[UP] = files.packed(plain)
+        del stored[f"{UP}.weight"], stored[f"{UP}.weight_scale"]
+        stored |= {f"{UP}.{suffix}": part for suffix, part in parts.items()}
+
+    plain, numbers = np.random.default_rng(0).standard_normal((96, 48)).astype(np.float32), {}
+    files.write(tmp_path, "compressed-tensors-channel", edit=edit, **TINY)
+    source = HuggingFaceSource(tmp_path)
+    assert source.config.codes == Codes(plain=(f"{UP}.weight",))
+    close(source.read(f"{UP}.weight"), numbers[UP])
+
+
+# ------------------------------------------------------------------------ scales of KV
+
+KV_NAMES = {
+    "self_attn.k_scale": "self_attn.v_scale",
+    "self_attn.k_proj.k_scale": "self_attn.v_proj.v_scale",
+    "self_attn.k_proj.output_scale": "self_attn.v_proj.output_scale",
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1, 1)])
+@pytest.mark.parametrize("name", KV_NAMES)
+def test_scales_of_keys_and_values_have_one_name(tmp_path, name, shape):
+    def edit(config, stored):
+        for i in range(2):
+            stored[f"model.layers.{i}.{name}"] = np.full(shape, 0.5 + i, np.float16)
+            stored[f"model.layers.{i}.{KV_NAMES[name]}"] = np.full(shape, 0.25, np.float32)
+
+    files.write(tmp_path, "fp8", edit=edit, **TINY)
+    source = HuggingFaceSource(tmp_path)
+    check_complete(source)
+    size = int(np.prod(shape))
+    for x, value in (("k", 1.5), ("v", 0.25)):
+        scale = f"model.layers.1.self_attn.{x}_scale"
+        assert source.tensors[scale].shape == (size,)
+        assert source.read(scale).dtype == np.float32
+        assert np.array_equal(source.read(scale), np.full(size, value))
+
+
+# ------------------------------------------------------------------------ what is wrong
+
+
+def setting(**changes):
+    def edit(config, _):
+        config["quantization_config"] |= changes
+
+    return edit
+
+
+def weights_setting(**changes):
+    def edit(config, _):
+        config["quantization_config"]["config_groups"]["group_0"]["weights"] |= changes
+
+    return edit
+
+
+def tensor(suffix: str, change):
+    def edit(_, stored):
+        stored[f"{UP}.{suffix}"] = change(stored[f"{UP}.{suffix}"])
+
+    return edit
+
+
+def gone(suffix: str):
+    def edit(_, stored):
+        del stored[f"{UP}.{suffix}"]
+
+    return edit
+
+
+def added(suffix: str, value):
+    def edit(_, stored):
+        stored[f"{UP}.{suffix}"] = value
+
+    return edit
+
+
+def first(value: float):
+    def change(x):
+        x = x.copy()
+        x.reshape(-1)[0] = value
+        return x
+
+    return change
+
+
+def float_inputs(**changes):
+    def edit(config, _):
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        group["input_activations"] |= changes
+
+    return edit
+
+
+def unsaid(config, _):
+    del config["quantization_config"]
+
+
+WRONG = [
+    ("fp8", setting(quant_method="bitsandbytes"), "quant_method must be one of .*'bitsandbytes'"),
+    ("fp8", setting(quant_method=None), "quant_method must be one of"),
+    ("fp8", setting(activation_scheme="static"), "activation_scheme must be dynamic"),
+    ("fp8", setting(fmt="e5m2"), "fmt must be e4m3, found 'e5m2'"),
+    ("fp8", setting(modules_to_not_convert="lm_head"), "must be a list of names"),
+    ("fp8", setting(modules_to_not_convert=["re:("]), r"'re:\(' is no regular expression"),
+    ("fp8", setting(weight_block_size=[0, 128]), "weight_block_size must be two whole numbers"),
+    ("fp8", setting(weight_block_size=[32, 32]), r"weight_scale_inv: expected shape \[3, 2\]"),
+    ("fp8-blocks", setting(weight_block_size=[64, 64]), r"expected shape \[1, 1\], found \[2, 2\]"),
+    ("modelopt", setting(quant_algo="NVFP4"), "quant_algo must be FP8, found 'NVFP4'"),
+    ("awq", setting(bits=3), "bits must be 4, found 3"),
+    ("awq", setting(version="gemv"), "version must be gemm, found 'gemv'"),
+    ("gptq", setting(bits=3), "bits must be 2 or 4 or 8, found 3"),
+    ("gptq", setting(dynamic={"-:.*": {}}), "dynamic .* is not supported"),
+    ("gptq", setting(group_size=0), "group_size must be a whole number of at least 1"),
+    ("w4a16", setting(format="marlin-24"), "format must be .*, found 'marlin-24'"),
+    ("w4a16", setting(config_groups={}), "names no group"),
+    ("w4a16", setting(sparsity_config={"format": "sparse-24"}), "sparsity_config is not supp"),
+    ("w4a16", weights_setting(num_bits=3), "num_bits must be 4 or 8, found 3"),
+    ("w4a16", weights_setting(group_size=32), r"weight_scale: expected shape \[\d+, 2\]"),
+    ("w4a16", weights_setting(symmetric=False), "has no weight_zero_point beside it"),
+    ("w4a16-zeros", weights_setting(symmetric=True), "weight_zero_point: is of no use to packed"),
+    ("compressed-tensors-channel", weights_setting(num_bits=4), "num_bits must be 8, found 4"),
+    ("compressed-tensors-channel", float_inputs(dynamic=False), "dynamic must be True"),
+    ("compressed-tensors-channel", float_inputs(strategy="tensor"), "strategy must be token"),
+    ("fp8", gone("weight_scale_inv"), f"{UP}.weight: has no weight_scale beside it"),
+    ("gptq", gone("qzeros"), "has no qzeros beside it"),
+    ("fp8", gone("weight"), "has no weight beside it"),
+    ("w4a16", gone("weight_shape"), "has no weight_shape beside it"),
+    ("fp8", added("input_scale", np.ones(1, np.float32)), "input_scale: is of no use to fp8"),
+    (
+        "fp8",
+        added("weight_scale", np.ones(1, np.float32)),
+        "expected one weight_scale, found .*_scale_inv, too",
+    ),
+    *[
+        (format, tensor(suffix, first(value)), f"{suffix}: expected scales above 0, found 1 of")
+        for format, suffix in (
+            ("compressed-tensors-channel", "weight_scale"),
+            ("fp8", "weight_scale_inv"),
+            ("fp8-blocks", "weight_scale_inv"),
+            ("w8a8", "weight_scale"),
+            ("gptq", "scales"),
+        )
+        for value in (np.nan, np.inf, -np.inf, 0.0, -1.0)
+    ],
+    (
+        "fp8-channel",
+        tensor("weight_scale", lambda x: x[1:]),
+        r"weight_scale: expected shape .* or \[96\] or \[96, 1\], found \[95\]",
+    ),
+    (
+        "fp8",
+        tensor("weight", lambda x: x.astype(np.int8)),
+        "expected float8_e4m3fn, because quantization_config says fp8, found int8",
+    ),
+    (
+        "fp8",
+        tensor("weight", lambda x: x.astype(np.float32)),
+        f"{UP}.weight: expected it quantised",
+    ),
+    ("fp8", setting(modules_to_not_convert=[UP]), f"leaves {UP} out, found weight, weight_scale"),
+    ("fp8", unsaid, "found F8_E4M3, and config.json has no quantization_config"),
+    ("w4a16", unsaid, "found I32, and config.json has no quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("format", "edit", "message"), WRONG)
+def test_what_is_wrong_is_said_before_anything_is_loaded(tmp_path, format, edit, message):
+    files.write(tmp_path, format, edit=edit, **TINY)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        HuggingFaceSource(tmp_path)
+    assert all(line.startswith(str(tmp_path)) for line in caught.value.problems)
+
+
+def test_a_matrix_that_is_not_left_out_must_be_quantised(tmp_path):
+    files.write(tmp_path, "fp8", keep=lambda module: module == UP, **TINY)
+    words = f"{UP}.weight: expected it quantised, because quantization_config (fp8) does not leave"
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        HuggingFaceSource(tmp_path)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["quant_method", "bits", "group_size", "ignore", "config_groups", "format"]
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(list(files.FORMATS)),
+            lambda inner: (
+                st.lists(inner, max_size=2)
+                | st.dictionaries(st.sampled_from(["targets", "weights", "group_0"]), inner)
+            ),
+            max_leaves=4,
+        ),
+    )
+)
+def test_no_configuration_is_anything_but_read_or_refused(method):
+    source, _, _ = written("fp8")
+    directory = Path(source.location)
+    data = json.loads((directory / "config.json").read_text()) | {"quantization_config": method}
+    with tempfile.TemporaryDirectory() as copy:
+        (Path(copy) / "config.json").write_text(json.dumps(data))
+        (Path(copy) / "model.safetensors").symlink_to(directory / "model.safetensors")
+        with pytest.raises(CheckpointError):
+            HuggingFaceSource(Path(copy))
