@@ -146,10 +146,16 @@ class ParallelOptions:
     devices: int | None = option(
         None, "devices to use; on CPU that many virtual ones are made", low=1, high=1024
     )
-    weights: Literal["alias", "slice", "replicate"] = option(
+    weights: Literal["alias", "slice", "replicate", "gather"] = option(
         "alias",
-        "shift weights: a view of the base weights, a slice taken in the step, or a second copy",
+        "shift weights: a view of the base weights, a slice taken in the step, or a second copy; "
+        "gather: these alone are stored, and base steps gather them, layer by layer",
     )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each device stores SHIFT's weights alone, and BASE gathers them."""
+        return self.weights == "gather"
 
     @property
     def phases(self) -> tuple[Degrees, Degrees] | None:
@@ -218,19 +224,13 @@ class SchedulerOptions:
     shift_threshold: int | None = option(
         None,
         f"steps of more tokens run in base mode; default: {DEFAULT_SHIFT_THRESHOLD}, "
-        "or half of max_num_batched_tokens where that is less",
+        "or half of max_num_batched_tokens where that is less; with weights = gather where the "
+        "machine's costs say that it pays",
         flags=("--shift-parallel-threshold", "--shift-threshold"),
         low=0,
         high=1 << 20,
     )
     overlap: bool = option(True, "schedule a step while the one before it runs")
-
-    @property
-    def threshold_tokens(self) -> int:
-        """The threshold in force: `shift_threshold`, or its default."""
-        if self.shift_threshold is not None:
-            return self.shift_threshold
-        return min(DEFAULT_SHIFT_THRESHOLD, self.max_num_batched_tokens // 2)
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,14 @@ class EngineConfig:
         if problems:
             raise ConfigError(problems)
         return config
+
+    @property
+    def threshold_tokens(self) -> int | None:
+        """The threshold in force: `shift_threshold`, or its default; None: where costs say so."""
+        given = self.scheduler.shift_threshold
+        if given is not None or self.parallel.gathers:
+            return given
+        return min(DEFAULT_SHIFT_THRESHOLD, self.scheduler.max_num_batched_tokens // 2)
 
     def flat(self) -> dict[str, Any]:
         """Every setting by its flat name, in the order of the fields."""
@@ -370,11 +378,14 @@ def _machine_is_used(
     fleet: bool,
     fleet_policy: str,
     stages: str | None,
+    weights: str,
+    shift_threshold: int | None,
 ) -> str | None:
+    gathers_by_cost = weights == "gather" and policy == "threshold" and shift_threshold is None
     drafts_by_cost = speculation != "none" and draft_choice in ("auto", "cost")
     fleet_by_cost = fleet and fleet_policy == "cost"
     chosen_by_cost = policy == "cost" or drafts_by_cost or fleet_by_cost or stages == AUTO_STAGES
-    if machine is None or chosen_by_cost:
+    if machine is None or chosen_by_cost or gathers_by_cost:
         return None
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 

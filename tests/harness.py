@@ -106,7 +106,7 @@ def forward(
         llama = model.merge(weights.local(mode, params))
         rope = rope_tables(parallel.local_tokens(inputs.positions), source.config)
         context = Context(rope, inputs.attention, attention, parallel)
-        hidden, pools = llama(parallel.local_tokens(inputs.token_ids), pools, context)
+        hidden, pools = llama(inputs.token_ids, pools, context)
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = llama.take_rows(hidden[-1], rows, pools, context)
         logits = llama.logits(llama.normed(last), parallel)

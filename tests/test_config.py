@@ -14,7 +14,6 @@ from shiftjax.config import (
     CacheOptions,
     EngineConfig,
     ParallelOptions,
-    SchedulerOptions,
     rule_problems,
 )
 from shiftjax.options import ConfigError
@@ -78,7 +77,7 @@ def test_defaults_are_valid_and_frozen():
         ("dp", 0, "must be at least 1"),
         ("devices", 0, "must be at least 1"),
         ("devices", 10**30, "must be at most 1024, got a number of 100 bits"),
-        ("weights", "copy", "must be one of alias, slice, replicate"),
+        ("weights", "copy", "must be one of alias, slice, replicate, gather"),
         ("block_size", 0, "must be"),
         ("block_size", 24, "must be a power of two, got 24"),
         ("block_size", 1024, "must be at most 512"),
@@ -261,9 +260,15 @@ def test_a_rule_is_not_applied_to_a_broken_value():
 
 
 def test_the_default_threshold_leaves_room_for_both_modes():
-    assert SchedulerOptions().threshold_tokens == 256
-    assert SchedulerOptions(max_num_batched_tokens=100).threshold_tokens == 50
-    assert SchedulerOptions(shift_threshold=0).threshold_tokens == 0
+    for tokens, options in (
+        (256, {}),
+        (50, {"max_num_batched_tokens": 100}),
+        (0, {"shift_threshold": 0}),
+        (None, {"weights": "gather"}),  # the costs of the machine say
+        (99, {"weights": "gather", "shift_threshold": 99}),
+    ):
+        config = EngineConfig.from_options(**{"max_num_seqs": 8, **options})
+        assert config.threshold_tokens == tokens
 
 
 # ---------------------------------------------------------------- sources

@@ -262,7 +262,7 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
     text, sizes = compiled.as_text() or "", (bucket.tokens, bucket.rows)
-    moves = step_collectives(layout, step.mode, *sizes, formats.activation_bytes)
+    moves = step_collectives(layout, step.mode, *sizes, formats)
     costs = cost_model(target, deployment)
     return Compiled(
         memory.argument_size_in_bytes - memory.alias_size_in_bytes,

@@ -203,7 +203,7 @@ def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
     step = runner.compiled(program, mode)
     compiled = collectives(step.as_text() or "")
     formats = built.deployment.formats
-    moves = step_collectives(layout, mode, *program.bucket[:2], formats.activation_bytes)
+    moves = step_collectives(layout, mode, *program.bucket[:2], formats)
     machine = load_machine(machine_of(device_kind(runner)))
     costs = built.deployment.costs(machine, load_engine("shiftjax"))
     row = {

@@ -71,7 +71,7 @@ class Deployment:
     formats: Formats
     dp: int
     policy: str
-    threshold: int  # of policy="threshold": steps of more tokens run in BASE
+    threshold: int | None  # steps of more tokens run in BASE; None: where the costs say it pays
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -254,7 +254,7 @@ class Deployment:
         most = shifted = self.max_num_batched_tokens
         if self.sp == 1 or self.policy == "base":
             shifted = 0
-        elif self.policy == "threshold" and not self.token_buckets:
+        elif self.policy == "threshold" and not self.token_buckets and self.threshold is not None:
             shifted = min(most, self.threshold)
         rows = self.budgets.max_rows
         return temporary_bytes(self.layout, self.formats, most, shifted, rows)
@@ -341,14 +341,15 @@ def resolve(
         layout = Layout(model, widths[0], tp, widths[-1])
         dp, block_size = units // widths[0], layout.block_tokens(block_size)
     else:
-        layout = Layout(model, *choose_degrees(config.parallel, model, formats, devices))
+        degrees = choose_degrees(config.parallel, model, formats, devices)
+        layout = Layout(model, *degrees, gathers=config.parallel.gathers)
     deployment = Deployment(
         name="config",
         layout=layout,
         formats=formats,
         dp=dp,
         policy=scheduler.policy,
-        threshold=scheduler.threshold_tokens,
+        threshold=config.threshold_tokens,
         max_model_len=config.model.max_model_len or model.max_position_embeddings,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -522,6 +523,8 @@ def choose_degrees(
 ) -> tuple[int, int]:
     """(sp, tp) of a group, or of each stage of it: as configured; else by `base_rule`.
 
+    Where weights are gathered, a device stores 1/P of them whatever SP is, so that is P.
+
     Where the degrees leave it open, a group is the largest number of devices that all have a
     query head, a divisor of the machine's share if there is one. The options have passed
     `check_model`.
@@ -539,4 +542,5 @@ def choose_degrees(
         return size // tp, tp
     stages = (Layout(stage, 1, 1) for stage in stages_of(model, parallel.pp))
     most = max(weight_bytes(stage, formats) for stage in stages)
-    return base_rule(most, devices.total_bytes, size)
+    by_rule = base_rule(most, devices.total_bytes, size)
+    return (size, 1) if parallel.gathers else by_rule  # of which a device has 1/P, whatever SP

@@ -154,8 +154,32 @@ class CostPolicy:
         return best if seconds[last] - seconds[best] > doubt else last
 
 
-POLICIES: dict[str, Callable[[int, GroupCosts | None], Policy]] = {
-    "threshold": lambda threshold, costs: ThresholdPolicy(threshold),
+def shift_threshold(costs: GroupCosts, most: int = 1 << 16) -> int:
+    """The largest step, in tokens, that is quicker in SHIFT, if all larger ones are in BASE.
+
+    For prompt tokens; a step of decodes moves the crossing little, because attention costs the
+    same in both modes. 0 where SHIFT never wins, `most` where it always does.
+    """
+
+    base, shift = costs.layout.base, costs.layout.shift
+
+    def shift_wins(num_tokens: int) -> bool:
+        work = Work.prefill(num_tokens)
+        return costs.device_seconds(shift, work) < costs.device_seconds(base, work)
+
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if shift_wins(middle) else (low, middle - 1)
+    return low
+
+
+def _by_threshold(threshold: int | None, costs: GroupCosts | None) -> Policy:
+    return ThresholdPolicy(shift_threshold(_known(costs)) if threshold is None else threshold)
+
+
+POLICIES: dict[str, Callable[[int | None, GroupCosts | None], Policy]] = {
+    "threshold": _by_threshold,
     "cost": lambda threshold, costs: CostPolicy(_known(costs)),
     "oracle": lambda threshold, costs: CostPolicy(_known(costs), margin=0.0),  # of simulations
     "base": lambda threshold, costs: FixedPolicy(0),
@@ -163,11 +187,14 @@ POLICIES: dict[str, Callable[[int, GroupCosts | None], Policy]] = {
 }
 
 
-def make_policy(name: str, threshold: int, costs: GroupCosts | None = None) -> Policy:
-    """The policy of this name; `cost` needs `costs`. Raises `ValueError` with what is wrong."""
+def make_policy(name: str, threshold: int | None, costs: GroupCosts | None = None) -> Policy:
+    """The policy of this name; `cost` needs `costs`, and so does a threshold that follows from it.
+
+    Raises `ValueError` with what is wrong.
+    """
     if name not in POLICIES:
         raise ValueError(f"There is no policy {name!r}; choose one of {', '.join(POLICIES)}.")
-    if threshold < 0:
+    if threshold is not None and threshold < 0:
         raise ValueError(f"The shift threshold must be at least 0 tokens, not {threshold}.")
     return POLICIES[name](threshold, costs)
 
@@ -185,5 +212,5 @@ def wanted_modes(
 
 def _known(costs: GroupCosts | None) -> GroupCosts:
     if costs is None:
-        raise ValueError("The cost policy needs a cost model of the machine.")
+        raise ValueError("The policy needs a cost model of the machine.")
     return costs

@@ -5,10 +5,13 @@ A test counts the same in the compiled programs of the engine (tests/costs/test_
 
 from typing import Literal, NamedTuple
 
+from shiftjax.arch.formats import Formats
+from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import stored_weights
 
-Kind = Literal["all-reduce", "all-to-all", "all-gather"]
+Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
 LOGIT_BYTES = 4  # logits are float32
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 SAMPLE_BYTES = 12  # a sampled row's id, log-probability and is_finite, 4 bytes each
@@ -46,11 +49,29 @@ def entry_collectives(
 ) -> list[Collective]:
     """What comes before the first layer: the embedding's rows, summed over the devices that split
     the vocabulary; in later stages of a pipeline the columns of hidden states, gathered.
+
+    Where weights are gathered, all devices have rows of all tokens, and keep the sums of their own.
     """
     move = _reduce(layout, mode, num_tokens, activation_bytes, 1)
+    moves = [move]
     if not layout.model.is_first_stage:
-        move = move._replace(kind="all-gather")
-    return [move] if move.num_devices > 1 else []
+        moves = [move._replace(kind="all-gather")]
+    elif layout.gathers:
+        moves.append(move._replace(kind="reduce-scatter", num_devices=mode.sp))
+    return [move for move in moves if move.num_devices > 1]
+
+
+def weight_collectives(layout: Layout, mode: Mode, formats: Formats) -> list[Collective]:
+    """What gathering the layers' weights moves, one all-gather of each, where tokens are split.
+
+    w_layer / ways on each device, and the replicas of KV heads that its neighbours store. Of that
+    a device has 1 / sp already.
+    """
+    if not layout.gathers or mode.sp == 1:
+        return []
+    gathered = filter(layout.is_gathered, stored_weights(layout, formats.weights))
+    shards = (shard_bytes(weight, layout, formats, layout.shift) for weight in gathered)
+    return [Collective("all-gather", mode.sp, mode.sp * shard, 1) for shard in shards]
 
 
 def gather_collectives(
@@ -104,12 +125,14 @@ def guess_collectives(layout: Layout, num_seqs: int, activation_bytes: int) -> l
 
 
 def step_collectives(
-    layout: Layout, mode: Mode, num_tokens: int, num_rows: int, activation_bytes: int
+    layout: Layout, mode: Mode, num_tokens: int, num_rows: int, formats: Formats
 ) -> list[Collective]:
     """All collectives of a step, with those of every layer."""
+    activation_bytes = formats.activation_bytes
     layers = layer_collectives(layout, mode, num_tokens, activation_bytes)
     return [
         *_times(layers, layout.model.num_early_layers),
+        *weight_collectives(layout, mode, formats),
         *gather_collectives(layout, mode, num_tokens, activation_bytes),
         *entry_collectives(layout, mode, num_tokens, activation_bytes),
         *row_collectives(layout, mode, num_rows, activation_bytes),

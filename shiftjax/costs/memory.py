@@ -38,6 +38,7 @@ def temporary_bytes(
 
     BASE splits its `num_tokens` over SP; SHIFT's largest step has `num_shift_tokens`. The keys and
     values of late layers are made together, before and after the rotation, of all tokens at once.
+    Where BASE gathers its weights, it looks up the embeddings of all tokens, too.
     """
     hidden, inner = layout.model.hidden_size, layout.intermediate_size
     base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
@@ -45,22 +46,25 @@ def temporary_bytes(
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
     late_kv = 2 * layout.model.num_late_layers * layout.kv_heads_per_device * layout.model.head_dim
     gathered = 2 * max(num_tokens, num_shift_tokens) * (hidden + late_kv) if late_kv else 0
-    return max(base, shift, gathered) * formats.activation_bytes + logits
+    base = max(base, num_tokens * hidden) if layout.gathers else base
+    base = base * formats.activation_bytes + gathered_bytes(layout, formats)
+    return max(base, max(shift, gathered) * formats.activation_bytes) + logits
 
 
 def weight_bytes(layout: Layout, formats: Formats) -> int:
-    """Bytes of BASE's weights on a device; a tied head is the memory of the embedding."""
+    """Bytes of the stored weights on a device; a tied head is the memory of the embedding."""
     held = (weight for weight in stored_weights(layout, formats.weights) if weight.tied_to is None)
-    return sum(_shard_bytes(weight, layout, formats, layout.stored_in(weight)) for weight in held)
+    return sum(shard_bytes(weight, layout, formats, layout.stored_in(weight)) for weight in held)
 
 
 def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
     """Bytes that SHIFT's weights take beside those of BASE, by `weights` of the options.
 
     `replicate` is a copy of all that the modes split differently, a tied head included; of
-    `alias`, whose views take nothing, biases and scales are copied; `slice` has none.
+    `alias`, whose views take nothing, biases and scales are copied; `slice` has none, and where
+    the layout gathers SHIFT's are all that there is.
     """
-    if layout.sp == 1 or strategy == "slice":
+    if layout.sp == 1 or strategy == "slice" or layout.gathers:
         return 0
     copied = (
         weight
@@ -68,10 +72,22 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
         if weight.axes[0] is not None and (not weight.in_shift or weight.tied_to)
         if strategy == "replicate" or weight.kind in COPIED
     )
-    return sum(_shard_bytes(weight, layout, formats, layout.shift) for weight in copied)
+    return sum(shard_bytes(weight, layout, formats, layout.shift) for weight in copied)
 
 
-def _shard_bytes(weight: Weight, layout: Layout, formats: Formats, mode: Mode) -> int:
+def gathered_bytes(layout: Layout, formats: Formats) -> int:
+    """Bytes of gathered weights that a step of BASE holds at once: of two layers, the largest."""
+    if not layout.gathers or layout.sp == 1:
+        return 0
+    of_layers: dict[str, int] = {}
+    for weight in filter(layout.is_gathered, stored_weights(layout, formats.weights)):
+        layer = weight.name.split(".")[1]
+        size = shard_bytes(weight, layout, formats, layout.base)
+        of_layers[layer] = of_layers.get(layer, 0) + size
+    return sum(sorted(of_layers.values())[-2:])
+
+
+def shard_bytes(weight: Weight, layout: Layout, formats: Formats, mode: Mode) -> int:
     """Bytes of the part of one stored weight that a device has in a mode."""
     sizes = zip(weight.axes, weight.shape, strict=True)
     width = dtype_of(weight, formats).itemsize

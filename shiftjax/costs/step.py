@@ -23,6 +23,8 @@ collectives (`collectives.py`)
     whatever TP is, and O(n d / SP) for Ulysses: communication per computation grows as TP for TP
     and stays constant for SP
 norms, rotary, activation: bytes read and written over the memory's rate, on n' tokens
+gathered weights: all of a layer's over SP, while the layer before it computes; what they take
+    longer than its products is added, and that of the first layer whole. Virtual devices hide none
 late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all n tokens, one
     product with 2 m D columns for each of these layers, and before it n d gathered over SP
 host: added, or hidden behind the devices where the engine overlaps the two
@@ -46,6 +48,7 @@ from shiftjax.costs.collectives import (
     guess_collectives,
     layer_collectives,
     row_collectives,
+    weight_collectives,
 )
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.memory import kv_token_bytes
@@ -113,6 +116,8 @@ def send_seconds(ways: tuple[Transfer, ...], num_bytes: float) -> float:
 def transfer_seconds(ways: tuple[Transfer, ...], move: Collective) -> float:
     """Seconds of one collective by the quickest of the machine's algorithms."""
     devices = move.num_devices
+    if move.kind == "reduce-scatter":  # of what it gives back every device has sent all others'
+        move = move._replace(num_bytes=devices * move.num_bytes)
     ring = (2 if move.kind == "all-reduce" else 1) * (devices - 1) / devices * move.num_bytes
     volumes = {"ring": ring, "one_shot": (devices - 1) * move.num_bytes}
     return min(way.latency_seconds + volumes[way.volume] / way.bytes_per_second for way in ways)
@@ -138,10 +143,11 @@ class CostModel:
         formats: Formats,
         buckets: Sequence[Bucket] = (),
         widest: int = 0,
+        gathers: bool = False,
     ):
         self.buckets = sorted(buckets)
         self.model, self.machine, self.engine, self.formats = model, machine, engine, formats
-        self.layout = Layout(model, sp, tp, widest)
+        self.layout = Layout(model, sp, tp, widest, gathers)
         self._by_tokens: dict[tuple[Mode, int], StepCost] = {}
         self._by_rows: dict[tuple[Mode, int], StepCost] = {}
         self._contention = sp * tp if machine.shared_cores else 1
@@ -166,7 +172,8 @@ class CostModel:
     ) -> "CostModel":
         """The same for a layout, padded as it is."""
         sizes = layout.model, layout.sp, layout.tp
-        return cls(*sizes, machine, engine, formats, buckets, layout.widest)
+        own = layout.widest, layout.gathers
+        return cls(*sizes, machine, engine, formats, buckets, *own)
 
     @property
     def stages(self) -> list["CostModel"]:
@@ -270,6 +277,7 @@ class CostModel:
         layout, config, width = self.layout, self.model, self.formats.activation_bytes
         padded = round_up(num_tokens, mode.sp)
         cost, num_kernels = self._layers_cost(mode, padded, config.num_early_layers)
+        gathers = self._gather_seconds(mode, cost.matmul / max(1, config.num_early_layers))
         num_kernels += self.engine.kernels_per_step
         moves = entry_collectives(layout, mode, padded, width)
         moves += gather_collectives(layout, mode, padded, width)
@@ -277,13 +285,23 @@ class CostModel:
         cost = cost._replace(
             matmul=cost.matmul
             + (self._product(padded, config.hidden_size, late_kv) if late_kv else 0.0),
-            collectives=cost.collectives + self._move(moves),
+            collectives=cost.collectives + self._move(moves) + gathers,
             launch=num_kernels * self.machine.kernel_seconds * self._queueing,
         )
         if num_tokens <= self.engine.graph_tokens:
             return cost
         eager = num_kernels * self.engine.eager_kernel_seconds
         return cost._replace(launch=cost.launch + max(0.0, eager - cost.device))
+
+    def _gather_seconds(self, mode: Mode, products: float) -> float:
+        """What layers wait for their weights, each behind the `products` of the one before."""
+        moves = weight_collectives(self.layout, mode, self.formats)
+        if not moves:
+            return 0.0
+        count = self.model.num_early_layers
+        each = self._move(moves) / count
+        hidden = 0.0 if self.machine.shared_cores else products
+        return each + (count - 1) * max(0.0, each - hidden)
 
     def _layers_cost(self, mode: Mode, num_tokens: int, count: int) -> tuple[StepCost, int]:
         """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp."""
@@ -376,6 +394,7 @@ class CostModel:
             "all-reduce": self.machine.all_reduce,
             "all-to-all": self.machine.all_to_all,
             "all-gather": self.machine.all_gather,
+            "reduce-scatter": self.machine.all_gather,  # as many bytes, the other way
         }
         # On virtual devices the participants of a collective come one after the other.
         return sum(

@@ -89,6 +89,8 @@ def stored_spec(weight: Weight, layout: Layout) -> P:
     """Return the spec of a weight as it is stored, on the mesh of any group that has it."""
     if layout.widest:
         weight = weight._replace(in_shift=False)  # whole in every unit, for groups of any width
+    elif layout.gathers:
+        weight = weight._replace(in_shift=True)
     return weight_spec(weight, STORED_AXES)
 
 

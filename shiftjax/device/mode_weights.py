@@ -1,10 +1,12 @@
-"""The weights of a mode out of the stored ones, by one of three strategies.
+"""The weights of a mode out of the stored ones, by one of four strategies.
 
     alias       views of the stored shards: no memory (biases and scales, a few kilobytes that need
                 not be aligned, are copied)
     slice       the stored shards themselves, sliced inside the step; a control
     replicate   a separate copy, w / ways more per device: the published way (arXiv 2509.16495,
                 section 3.3.2) and a control
+    gather      the layout's: what SHIFT uses is all that is stored, and enters the steps of every
+                mode; those that split tokens gather the rest (`models/gathered.py`)
 
 LM head and late layers are split over all devices in every mode: they are no mode's alone, and are
 stored so, unless groups of other widths share them. A tied head is the embedding in that split.
@@ -34,7 +36,7 @@ class ModeWeights(NamedTuple):
 
     model: ModelDef
     layout: Layout
-    strategy: str  # alias, slice, replicate
+    strategy: str  # alias, slice, replicate; gather: `layout.gathers`, which counts
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -93,10 +95,11 @@ class ModeWeights(NamedTuple):
         return tuple(self._slice(weight, mode, array) for weight, array in weights)
 
     def _head(self, embedding: Any) -> Any:
-        if self.strategy == "slice" or self.layout.sp == 1 or self.layout.widest:
+        layout = self.layout  # if it gathers, the embedding is stored as the head
+        if self.strategy == "slice" or layout.sp == 1 or layout.widest or layout.gathers:
             return embedding
-        copy, shift = self.strategy == "replicate", self.layout.shift
-        return array_in_mode(embedding, "vocab", self.layout, shift, "lm_head", copy=copy)
+        copy = self.strategy == "replicate"
+        return array_in_mode(embedding, "vocab", layout, layout.shift, "lm_head", copy=copy)
 
     def _array(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
         if not self._is_viewed(weight, mode):
@@ -112,12 +115,14 @@ class ModeWeights(NamedTuple):
 
     def _is_viewed(self, weight: Weight, mode: Mode) -> bool:
         """Whether a mode has an array that is not the stored one."""
-        if weight.axes[0] is None or self.strategy == "slice":
+        if weight.axes[0] is None or self.strategy == "slice" or self.layout.gathers:
             return False
         return self._used_in(weight, mode) != self.layout.stored_in(weight)
 
     def _is_in_shift(self, weight: Weight) -> bool:
         """Whether it enters a step split over all devices; a tied head is sliced in the step."""
+        if self.layout.gathers:
+            return True
         return weight.in_shift and not (self.strategy == "slice" and weight.tied_to is not None)
 
     def _slice(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:

@@ -58,7 +58,8 @@ def define(layout: Layout, formats: Formats) -> ModelDef:
     stored = {weight.name: weight for weight in stored_weights(layout, formats.weights)}
     params = {
         tuple(name.split(".")): nnx.Param(
-            jax.ShapeDtypeStruct(weight.shape, dtype_of(weight, formats))
+            jax.ShapeDtypeStruct(weight.shape, dtype_of(weight, formats)),
+            gathered=weight.axes[0] if layout.is_gathered(weight) else None,
         )
         for name, weight in stored.items()
     }

@@ -224,10 +224,7 @@ class StepDef:
         context = Context(rope, inputs.attention, self.attention, parallel)
         if inputs.copies is not None:
             pools = copy_blocks(pools, inputs.copies)
-        if given:
-            x = parallel.from_stage_before(*given)
-        else:
-            x = model.embed_tokens(parallel.local_tokens(ids), parallel)
+        x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         hidden, pools = model.run_layers(x, pools, context)
         if not self.layout.model.is_last_stage:
             return pools, parallel.to_next_stage(hidden[-1])

@@ -22,6 +22,10 @@ and in SHIFT the all-reduce of n * d * b over all P that an MLP has.
 Between pipeline stages hidden states are split over all devices, so that n * d * b bytes cross in
 all. The next stage gathers its tokens' over the P / sp devices that split a weight.
 
+Where weights are stored as SHIFT uses them (`Layout.gathers`), BASE gathers every matrix of a layer
+over `sp`, w / TP on each device; the embedding is looked up by all devices for all tokens, and one
+reduce-scatter of n * d * b over `sp` leaves each with its own.
+
 SwiftKV's late layers run in SHIFT in every mode, on logit rows: one all-gather of n * d * b over
 `sp` comes before them, where tokens are split.
 """
@@ -78,10 +82,10 @@ class Parallel:
         """This device's place in the group, by which it has heads and experts."""
         return jax.lax.axis_index(ALL_AXES)
 
-    def sum_experts(
+    def sum_of_all(
         self, partial: Float[Array, "tokens hidden"]
     ) -> Float[Array, "tokens_sp hidden"]:
-        """Sum what the experts of all devices add to all tokens, each device keeping its tokens.
+        """Sum what all devices, say with their experts, add to all tokens; each keeps its own.
 
         Where tokens are split: one reduce-scatter over `sp`, then one all-reduce of the rest over
         the devices that split a weight. In SHIFT one all-reduce over all devices.
@@ -92,6 +96,24 @@ class Parallel:
         return self.reduce(own)
 
     @property
+    def gathers(self) -> bool:
+        """Whether the layers' weights come in SHIFT's shards, and have to be gathered."""
+        return self.layout.gathers and self.splits_tokens
+
+    def whole(self, shard: jax.Array, axis: str) -> jax.Array:
+        """Gather this mode's shard of a weight out of SHIFT's, along its first dimension, `axis`.
+
+        KV heads that several devices replicate arrive several times; one of each is kept.
+        """
+        gathered = _gather_bytes(shard) if shard.dtype.itemsize == 1 else _gather(shard)
+        if axis != "kv_heads":
+            return gathered
+        order, count = self.layout.kv_gather_order(self.mode), gathered.shape[0]
+        if order.shape[1] == count and (order == np.arange(count)).all():
+            return gathered
+        return gathered[jnp.asarray(order)[jax.lax.axis_index(WEIGHT_AXES)]]
+
+    @property
     def in_shift(self) -> "Parallel":
         """SHIFT inside a step of this mode: for layers that compute logit rows alone."""
         return Parallel(self.layout, self.layout.shift)
@@ -100,7 +122,7 @@ class Parallel:
         self, hidden: Float[Array, "tokens_sp hidden"]
     ) -> Float[Array, "tokens hidden"]:
         """Return the hidden states of all tokens on every device: one all-gather over `sp`."""
-        return jax.lax.all_gather(hidden, TOKEN_AXIS, tiled=True) if self.splits_tokens else hidden
+        return _gather(hidden) if self.splits_tokens else hidden
 
     def to_next_stage(
         self, hidden: Float[Array, "tokens_sp hidden"]
@@ -194,3 +216,13 @@ class Parallel:
         if self.layout.num_devices == 1:
             return own[None]
         return jax.lax.all_gather(own, ALL_AXES)
+
+
+def _gather(part: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(part, TOKEN_AXIS, tiled=True)
+
+
+def _gather_bytes(part: jax.Array) -> jax.Array:
+    """Gather codes, as what every link knows: where a type is unknown, XLA would widen it first."""
+    as_bytes = jax.lax.bitcast_convert_type(part, jnp.uint8)
+    return jax.lax.bitcast_convert_type(_gather(as_bytes), part.dtype)

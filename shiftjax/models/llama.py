@@ -20,6 +20,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.experts import ExpertWeights, own_experts, route
+from shiftjax.models.gathered import whole_layers
 from shiftjax.models.layers import (
     Context,
     LogitRows,
@@ -31,7 +32,7 @@ from shiftjax.models.layers import (
 )
 from shiftjax.models.products import Matrix, project_in, project_out
 from shiftjax.models.speculator import Speculator
-from shiftjax.parallel.grid import WEIGHT_AXES
+from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 from shiftjax.parallel.stored import SCALE
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
@@ -216,7 +217,7 @@ class MoE(Part):
         gains, chosen = route(x, self.router[...], self.config.experts)
         weights = self.experts.weights
         first = parallel.place * weights.gate.shape[0]
-        return parallel.sum_experts(own_experts(x, weights, gains, chosen, first, num_tokens))
+        return parallel.sum_of_all(own_experts(x, weights, gains, chosen, first, num_tokens))
 
 
 class DecoderLayer(nnx.Module):
@@ -291,18 +292,22 @@ class Llama(nnx.Module):
             self.speculator = Speculator(config, params["speculator"])
 
     def embed_tokens(
-        self, token_ids: Int[Array, " tokens"], parallel: Parallel
+        self, token_ids: Int[Array, " all_tokens"], parallel: Parallel
     ) -> Float[Array, "tokens hidden"]:
-        """Look tokens up in a table whose rows are split over the weight axes."""
-        return parallel.reduce(look_up(self.embed[...], token_ids, WEIGHT_AXES))
+        """Look the step's tokens up in a table whose rows devices split; returns this device's."""
+        if parallel.gathers:
+            return parallel.sum_of_all(look_up(self.embed[...], token_ids, ALL_AXES))
+        own = parallel.local_tokens(token_ids)
+        return parallel.reduce(look_up(self.embed[...], own, WEIGHT_AXES))
 
     def __call__(
-        self, token_ids: Int[Array, " tokens"], pools: list[LayerPool], context: Context
+        self, token_ids: Int[Array, " all_tokens"], pools: list[LayerPool], context: Context
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
         """Return the hidden states after the embedding and each early layer, and their pools.
 
-        `token_ids` are this device's (`Parallel.local_tokens`); the pools of early layers are
-        written. Unused hidden states cost nothing in a compiled step; parity tests read them.
+        `token_ids` are those of the step, hidden states of this device's tokens
+        (`Parallel.local_tokens`); the pools of early layers are written. Unused hidden states cost
+        nothing in a compiled step; parity tests read them.
         """
         return self.run_layers(self.embed_tokens(token_ids, context.parallel), pools, context)
 
@@ -311,7 +316,8 @@ class Llama(nnx.Module):
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
         """The same from hidden states on: those of the embedding, or of the stage before."""
         hidden, pools, run = [embedded], list(pools), _traced_once(context)
-        for i, layer in enumerate(self.layers[: self.config.num_early_layers]):
+        early = self.layers[: self.config.num_early_layers]
+        for i, layer in enumerate(whole_layers(early, hidden, context.parallel)):
             out, pools[i] = run(layer, hidden[-1], pools[i])
             hidden.append(out)
         return hidden, pools

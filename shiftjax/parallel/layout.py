@@ -47,12 +47,15 @@ class Layout:
 
     Groups of several widths can share what their units store. It is then stored whole in every
     unit and padded for the widest of them, of `widest` units; 0: the group has its weights alone.
+    With `gathers` all weights are stored as SHIFT uses them, 1/P on each device, and modes that
+    split tokens gather those of a layer when they come to it.
     """
 
     model: ModelConfig
     sp: int
     tp: int
     widest: int = 0
+    gathers: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -193,6 +196,20 @@ class Layout:
         ]
         return np.array(order, np.int32)
 
+    def kv_gather_order(self, mode: Mode) -> np.ndarray:
+        """Where each rank's KV heads are among those of its devices: int `[ranks, heads]`.
+
+        Heads of the devices one after the other, as a gather of SHIFT's shards brings them; one
+        that several replicate is taken from the first. For a head that none caches, which nobody
+        is sent, the first stands in.
+        """
+        ranks = []
+        for rank, wanted in enumerate(self.kv_heads_of_ranks(mode)):
+            devices = range(rank * mode.sp, (rank + 1) * mode.sp)
+            held = [head for device in devices for head in self.kv_heads_of(device)]
+            ranks.append([held.index(head) if head in held else 0 for head in wanted])
+        return np.array(ranks, np.int32)
+
     def stored(self, weight: Weight) -> Weight:
         """Return the weight as it is stored: padded, its KV heads replicated."""
         mode, sizes = self.stored_in(weight), zip(weight.axes, weight.shape, strict=True)
@@ -200,7 +217,12 @@ class Layout:
 
     def stored_in(self, weight: Weight) -> Mode:
         """Return the mode as whose steps split it a weight is stored."""
-        return self.shift if weight.in_shift and not self.widest else self.base
+        return self.shift if (weight.in_shift or self.gathers) and not self.widest else self.base
+
+    def is_gathered(self, weight: Weight) -> bool:
+        """Whether modes that split tokens gather a weight: those of layers that modes differ in."""
+        is_split = weight.axes[0] is not None and not weight.in_shift
+        return self.gathers and is_split and weight.kind != "table"
 
     def _stored_size(self, axis: str | None, size: int, mode: Mode) -> int:
         if axis == "heads":

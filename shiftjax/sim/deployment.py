@@ -68,7 +68,7 @@ def deploy(
     `policy` chooses the mode of a step: base, shift, threshold, cost, or oracle (the mode that
     is quicker in hindsight). Budgets that `settings` lack are a server's, not the engine's own.
     """
-    dp, *degrees = mesh
+    dp, sp, tp = mesh
     own: dict[str, Any] = {"threshold": DEFAULT_SHIFT_THRESHOLD, **SERVER_BUDGETS}
     own |= {"max_model_len": target.model.max_position_embeddings} | settings
     own.setdefault("max_draft_rows", draft_rows(own.get("drafts", NO_DRAFTS), own["max_num_seqs"]))
@@ -76,7 +76,7 @@ def deploy(
         own["token_buckets"] = doubling(own["max_num_batched_tokens"])
     return Deployment(
         name=name,
-        layout=Layout(target.model, *degrees),
+        layout=Layout(target.model, sp, tp),
         formats=target.formats,
         dp=dp,
         policy=policy,

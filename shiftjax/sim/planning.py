@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shiftjax.control.deployment import Deployment
+from shiftjax.control.policy import shift_threshold
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.step import Work
@@ -182,26 +183,6 @@ def stages_in_words(estimates: Sequence[Estimate]) -> str:
         f"stages: {best.deployment.name} has {more:.2f} times the tokens per second {than}, when "
         f"full, and {longer:.2f} times its time per token, when one request is alone"
     )
-
-
-def shift_threshold(costs: GroupCosts, most: int = 1 << 16) -> int:
-    """The largest step, in tokens, that is quicker in SHIFT, if all larger ones are in BASE.
-
-    For prompt tokens; a step of decodes moves the crossing little, because attention costs the
-    same in both modes. 0 where SHIFT never wins, `most` where it always does.
-    """
-
-    base, shift = costs.layout.base, costs.layout.shift
-
-    def shift_wins(num_tokens: int) -> bool:
-        work = Work.prefill(num_tokens)
-        return costs.device_seconds(shift, work) < costs.device_seconds(base, work)
-
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if shift_wins(middle) else (low, middle - 1)
-    return low
 
 
 def recommend(target: Target, **budgets: Any) -> tuple[Deployment, str]:

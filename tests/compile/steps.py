@@ -83,7 +83,7 @@ class Case(NamedTuple):
         if self.late_layers:
             early = self.num_layers - self.late_layers
             config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
-        return Layout(config, self.sp, self.tp, self.units)
+        return Layout(config, self.sp, self.tp, self.units, self.strategy == "gather")
 
     @property
     def pool(self) -> PoolOptions:

@@ -105,7 +105,7 @@ def test_a_stage_moves_what_the_costs_say(chip, place, compiled):
     """The ends alone embed and sample; the others gather what the stage before sends."""
     one: CompiledStep = compiled(chip, place)
     predicted: dict = {}
-    moves = step_collectives(one.step.layout, one.case.mode, *one.case.bucket[:2], BF16_BYTES)
+    moves = step_collectives(one.step.layout, one.case.mode, *one.case.bucket[:2], one.case.formats)
     for move in moves:
         key = move.kind, move.num_bytes
         predicted[key] = predicted.get(key, 0) + move.num_times

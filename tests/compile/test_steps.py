@@ -146,7 +146,7 @@ def test_the_pool_is_written_in_place(case, compiled):
 @every_case
 def test_collectives_are_the_papers_to_the_byte(case, compiled):
     one = compiled(case)
-    expected = expected_collectives(one.step.layout, case.mode, *case.bucket[:2], BF16_BYTES)
+    expected = expected_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats)
     assert collectives(one.text) == expected
 
 

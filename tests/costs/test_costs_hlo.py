@@ -46,6 +46,19 @@ def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
     check(sp, tp, sizes)
 
 
+@pytest.mark.parametrize(
+    ("sp", "tp", "heads", "options"),
+    [
+        (4, 1, "replicated", {"quantization": "fp8"}),
+        (2, 2, "padded", {}),
+    ],
+)
+def test_gathered_weights_cross_once_a_layer(sp, tp, heads, options):
+    num_heads, num_kv_heads = HEADS[heads]
+    sizes = ODD | {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    check(sp, tp, sizes | {"num_hidden_layers": 2}, weights="gather", **options)
+
+
 @pytest.mark.parametrize(("sp", "tp"), [(4, 2), (1, 8)])
 def test_late_layers_gather_once_and_reduce_rows(sp, tp):
     check(sp, tp, ODD | SWIFTKV)
@@ -72,16 +85,16 @@ def test_guesses_move_embeddings_and_best_tokens_alone(tmp_path, method, tie_lst
     check(4, 2, ODD, speculation="model", draft_model=str(where))
 
 
-def check(sp: int, tp: int, sizes: dict, **drafts: str) -> None:
+def check(sp: int, tp: int, sizes: dict, **settings: str) -> None:
     """Compare the compiled steps of every mode with what is predicted."""
     directory, _, _ = checkpoint(**sizes)
-    options = {"token_buckets": (24,), "max_num_batched_tokens": 24} | drafts
+    options = {"token_buckets": (24,), "max_num_batched_tokens": 24} | settings
     (runner,) = make(directory, sp, tp, **options).runners
     (program,) = runner.programs
     for mode in runner.step.layout.modes:
         predicted: Counter[tuple[str, int]] = Counter()
         layout, bucket = runner.step.layout, program.bucket
-        moves = step_collectives(layout, mode, *bucket[:2], FLOAT32_BYTES)
+        moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats)
         for move in moves + guess_collectives(layout, bucket.seqs, FLOAT32_BYTES):
             predicted[move.kind, move.num_bytes] += move.num_times
         assert collectives(runner.compiled(program, mode).as_text()) == predicted, mode

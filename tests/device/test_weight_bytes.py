@@ -32,7 +32,7 @@ MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
 
 
 def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> None:
-    layout = Layout(config, sp, tp)
+    layout = Layout(config, sp, tp, gathers=strategy == "gather")
     formats = Formats("fp8") if dtype == "fp8" else formats_of(dtype)
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
     weights = ModeWeights(define(layout, formats), layout, strategy)
@@ -63,6 +63,16 @@ def test_codes_and_scales_take_what_is_foretold(config, sp, tp):
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])
 def test_copies_of_codes_take_what_is_foretold(strategy):
     check(BIASED, 3, 2, strategy, "fp8")
+
+
+@pytest.mark.parametrize(("sp", "tp", "dtype"), [(4, 2, "bfloat16"), (3, 2, "fp8"), (8, 1, "fp8")])
+@pytest.mark.parametrize("config", [ODD, BIASED, SWIFTKV], ids=["untied", "biased", "swiftkv"])
+def test_what_is_gathered_is_stored_as_shift_uses_it(config, sp, tp, dtype):
+    """Just what plain TP over as many devices stores, and nothing beside it."""
+    check(config, sp, tp, "gather", dtype)
+    formats = Formats("fp8") if dtype == "fp8" else formats_of(dtype)
+    alone, gathers = Layout(config, 1, sp * tp), Layout(config, sp, tp, gathers=True)
+    assert weight_bytes(gathers, formats) == weight_bytes(alone, formats)
 
 
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])
