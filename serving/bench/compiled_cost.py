@@ -222,6 +222,7 @@ def _collective(
         "all-reduce": machine.all_reduce,
         "all-to-all": machine.all_to_all,
         "all-gather": machine.all_gather,
+        "reduce-scatter": machine.all_gather,  # the same way back
     }
     shape = program.done.get(one.name, one.shape)
     chosen, label, num_bytes = ways[kind], kind, shape_bytes(shape)

@@ -19,6 +19,7 @@ from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket, doubling, make_bucke
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
     Memory,
+    expert_bytes,
     kv_token_bytes,
     shift_copy_bytes,
     temporary_bytes,
@@ -497,15 +498,19 @@ def stage_problems(pp: int, model: ModelConfig) -> list[str]:
     return problems
 
 
-def base_rule(num_bytes: int, memory_bytes_per_device: int, num_devices: int) -> tuple[int, int]:
+def base_rule(
+    num_bytes: int, memory_bytes_per_device: int, num_devices: int, expert_bytes: int = 0
+) -> tuple[int, int]:
     """(sp, tp) by the rule: the least TP whose share of `num_bytes` fits, the rest SP.
 
-    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory. Raises
-    ConfigError when not even TP = num_devices fits.
+    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory. All devices split
+    the experts among the weights, `expert_bytes`, whatever TP is. Raises ConfigError when not even
+    TP = num_devices fits.
     """
     room = int(WEIGHT_SHARE * memory_bytes_per_device)
     for tp in range(1, num_devices + 1):
-        if num_devices % tp == 0 and num_bytes <= room * tp:
+        share = (num_bytes - expert_bytes) / tp + expert_bytes / num_devices
+        if num_devices % tp == 0 and share <= room:
             return num_devices // tp, tp
     raise ConfigError(
         [
@@ -540,7 +545,9 @@ def choose_degrees(
         return sp, size // sp
     if tp:
         return size // tp, tp
-    stages = (Layout(stage, 1, 1) for stage in stages_of(model, parallel.pp))
-    most = max(weight_bytes(stage, formats) for stage in stages)
-    by_rule = base_rule(most, devices.total_bytes, size)
+    most, of_experts = max(
+        (weight_bytes(Layout(stage, 1, 1), formats), expert_bytes(stage, formats))
+        for stage in stages_of(model, parallel.pp)
+    )
+    by_rule = base_rule(most, devices.total_bytes, size, of_experts)
     return (size, 1) if parallel.gathers else by_rule  # of which a device has 1/P, whatever SP

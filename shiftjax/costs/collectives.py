@@ -27,20 +27,29 @@ class Collective(NamedTuple):
 
 
 def layer_collectives(
-    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
+    layout: Layout,
+    mode: Mode,
+    num_tokens: int,
+    activation_bytes: int,
+    *,
+    has_experts: bool = False,
 ) -> list[Collective]:
     """What one decoder layer moves for a step of `num_tokens`, a multiple of the mode's sp.
 
     Both all-reduces (after o and after down) carry n / sp tokens over the devices that split a
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
     all-to-all carries q, k and v, n tokens of h + 2 m heads on each device, another the output,
-    n of h.
+    n of h. Experts want all tokens of a group on every device, and give sums of all of them back.
     """
     head = num_tokens * layout.model.head_dim * activation_bytes
     h, m = layout.heads_per_device, layout.kv_heads_per_device
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 2)]
     moves.append(Collective("all-to-all", mode.sp, head * (h + 2 * m), 1))
     moves.append(Collective("all-to-all", mode.sp, head * h, 1))
+    if has_experts:
+        tokens = num_tokens * layout.model.hidden_size * activation_bytes
+        moves.append(Collective("all-gather", mode.sp, tokens, 1))
+        moves.append(Collective("reduce-scatter", mode.sp, tokens // mode.sp, 1))
     return [move for move in moves if move.num_devices > 1]
 
 
@@ -129,9 +138,10 @@ def step_collectives(
 ) -> list[Collective]:
     """All collectives of a step, with those of every layer."""
     activation_bytes = formats.activation_bytes
-    layers = layer_collectives(layout, mode, num_tokens, activation_bytes)
+    size, num_sparse = (layout, mode, num_tokens, activation_bytes), layout.model.num_expert_layers
     return [
-        *_times(layers, layout.model.num_early_layers),
+        *_times(layer_collectives(*size), layout.model.num_early_layers - num_sparse),
+        *_times(layer_collectives(*size, has_experts=True), num_sparse),
         *weight_collectives(layout, mode, formats),
         *gather_collectives(layout, mode, num_tokens, activation_bytes),
         *entry_collectives(layout, mode, num_tokens, activation_bytes),

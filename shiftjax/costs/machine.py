@@ -89,6 +89,7 @@ class EngineOverhead:
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
+    expert_skew: float = 1.0  # of routing, beside chance: `costs.experts`
 
     def host(self, num_sequences: int, num_devices: int) -> float:
         """Seconds of the host per step."""

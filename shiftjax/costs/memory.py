@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Mode
@@ -39,6 +40,7 @@ def temporary_bytes(
     BASE splits its `num_tokens` over SP; SHIFT's largest step has `num_shift_tokens`. The keys and
     values of late layers are made together, before and after the rotation, of all tokens at once.
     Where BASE gathers its weights, it looks up the embeddings of all tokens, too.
+    So are experts computed: all tokens, their sums, and what each of a token's experts gives.
     """
     hidden, inner = layout.model.hidden_size, layout.intermediate_size
     base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
@@ -46,6 +48,10 @@ def temporary_bytes(
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
     late_kv = 2 * layout.model.num_late_layers * layout.kv_heads_per_device * layout.model.head_dim
     gathered = 2 * max(num_tokens, num_shift_tokens) * (hidden + late_kv) if late_kv else 0
+    if experts := layout.model.experts:
+        most = max(num_tokens if layout.sp > 1 else 0, num_shift_tokens)
+        of_experts = most * (3 + experts.per_token) * hidden
+        base, shift = base + of_experts, shift + of_experts
     base = max(base, num_tokens * hidden) if layout.gathers else base
     base = base * formats.activation_bytes + gathered_bytes(layout, formats)
     return max(base, max(shift, gathered) * formats.activation_bytes) + logits
@@ -55,6 +61,13 @@ def weight_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of the stored weights on a device; a tied head is the memory of the embedding."""
     held = (weight for weight in stored_weights(layout, formats.weights) if weight.tied_to is None)
     return sum(shard_bytes(weight, layout, formats, layout.stored_in(weight)) for weight in held)
+
+
+def expert_bytes(model: ModelConfig, formats: Formats) -> int:
+    """Bytes of all experts, which all devices of a group split, whatever its TP is."""
+    layout = Layout(model, 1, 1)
+    experts = (w for w in stored_weights(layout, formats.weights) if w.axes[0] == "experts")
+    return sum(shard_bytes(weight, layout, formats, layout.base) for weight in experts)
 
 
 def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:

@@ -13,8 +13,9 @@ matrix product, M x K by K x N (`matmul_seconds`)
         q, k, v: N = (h + 2 m) D / t, K = d      o: N = d, K = h D / t
         gate, up: N = 2 I / t, K = d             down: N = d, K = I / t
 mixture of experts
-    E experts of which a token uses k. n' tokens touch A = E (1 - (1 - k/E)^n') of them, so
-    A weights are read and each is a product of n' k / A rows. Experts are split like an MLP.
+    E experts of which a token uses k, E / P of them on a device in every mode. The products are
+    those of the device with the most to do (`experts.py`), of all n tokens: A experts are read, and
+    n k / P pairs of tokens and experts, or more, are multiplied with them.
 attention, per device and layer with h/P query and m KV heads
     decode  reads the context: 2 m D b bytes per token of it
     chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2
@@ -37,7 +38,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import Experts, ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
@@ -50,6 +51,7 @@ from shiftjax.costs.collectives import (
     row_collectives,
     weight_collectives,
 )
+from shiftjax.costs.experts import Load, most_loaded
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.parallel.grid import Mode
@@ -276,7 +278,10 @@ class CostModel:
         """
         layout, config, width = self.layout, self.model, self.formats.activation_bytes
         padded = round_up(num_tokens, mode.sp)
-        cost, num_kernels = self._layers_cost(mode, padded, config.num_early_layers)
+        num_sparse = config.num_expert_layers
+        cost, num_kernels = self._layers_cost(mode, padded, config.num_early_layers - num_sparse)
+        sparse, more = self._layers_cost(mode, padded, num_sparse, has_experts=True)
+        cost, num_kernels = StepCost(*map(sum, zip(cost, sparse, strict=True))), num_kernels + more
         gathers = self._gather_seconds(mode, cost.matmul / max(1, config.num_early_layers))
         num_kernels += self.engine.kernels_per_step
         moves = entry_collectives(layout, mode, padded, width)
@@ -303,38 +308,49 @@ class CostModel:
         hidden = 0.0 if self.machine.shared_cores else products
         return each + (count - 1) * max(0.0, each - hidden)
 
-    def _layers_cost(self, mode: Mode, num_tokens: int, count: int) -> tuple[StepCost, int]:
+    def _layers_cost(
+        self, mode: Mode, num_tokens: int, count: int, *, has_experts: bool = False
+    ) -> tuple[StepCost, int]:
         """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp."""
-        local = num_tokens // mode.sp
-        products, num_products = self._layer_products(mode, local)
-        moves = layer_collectives(self.layout, mode, num_tokens, self.formats.activation_bytes)
+        if not count:
+            return StepCost(), 0
+        local, width = num_tokens // mode.sp, self.formats.activation_bytes
+        products, num_products = self._layer_products(mode, local, num_tokens * has_experts)
+        moves = layer_collectives(self.layout, mode, num_tokens, width, has_experts=has_experts)
         kernels = num_products + 1 + self.engine.kernels_per_layer
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         cost = StepCost(
             matmul=count * products,
-            elementwise=count * self._elementwise_seconds(mode, num_tokens, local),
+            elementwise=count * self._elementwise_seconds(mode, num_tokens, has_experts),
             collectives=count * self._move(moves),
             launch=count * kernels * self.machine.kernel_seconds * self._queueing,
         )
         return cost, count * kernels
 
-    def _layer_products(self, mode: Mode, rows: int) -> tuple[float, int]:
-        """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device."""
-        layout, config, experts = self.layout, self.model, self.model.experts
+    def _layer_products(self, mode: Mode, rows: int, expert_tokens: int) -> tuple[float, int]:
+        """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device.
+
+        Of an MLP, or with experts of so many tokens.
+        """
+        layout, config = self.layout, self.model
         t = layout.ways(mode)
         hidden, heads = config.hidden_size, layout.num_heads // t * config.head_dim
         kv = len(layout.kv_heads_of_ranks(mode)[0])
         seconds = self._product(rows, hidden, heads + 2 * kv * config.head_dim)
         seconds += self._product(rows, heads, hidden)
-        if experts is None:
+        if not expert_tokens or config.experts is None:
             return seconds + self._mlp(rows, layout.intermediate_size // t), 4
-        seconds += self._product(rows, hidden, experts.num)
-        touched = experts.num * (1 - (1 - experts.per_token / experts.num) ** rows)
-        each = -(-experts.intermediate_size // t)
-        seconds += self._mlp(rows * experts.per_token / touched, each, touched)
+        experts = config.experts
+        seconds += self._product(expert_tokens, hidden, experts.num)
+        load = self._load(experts, expert_tokens)
+        seconds += self._mlp(load.pairs / load.experts, experts.intermediate_size, load.experts)
         if not experts.shared_intermediate_size:
             return seconds, 5
         return seconds + self._mlp(rows, -(-experts.shared_intermediate_size // t)), 7
+
+    def _load(self, experts: Experts, num_tokens: int) -> Load:
+        """What the most loaded device has to do for a layer of experts."""
+        return most_loaded(experts, self.layout.num_devices, num_tokens, self.engine.expert_skew)
 
     def _mlp(self, rows: float, intermediate: int, count: float = 1.0) -> float:
         hidden = self.model.hidden_size
@@ -356,16 +372,22 @@ class CostModel:
         shorter, longer = sorted((computing, reading))
         return longer + (1 - self.machine.memory_overlap) * shorter
 
-    def _elementwise_seconds(self, mode: Mode, num_tokens: int, local: int) -> float:
-        """Two norms with their residuals, rotary and cache write, activation; read and written."""
+    def _elementwise_seconds(self, mode: Mode, num_tokens: int, has_experts: bool) -> float:
+        """Two norms with their residuals, rotary and cache write, activation; read and written.
+
+        Of experts all pairs of all tokens are summed, whoever has them.
+        """
         layout, config, experts = self.layout, self.model, self.model.experts
-        t = layout.ways(mode)
-        width = layout.intermediate_size
-        if experts is not None:
-            width = experts.per_token * experts.intermediate_size
-            width += experts.shared_intermediate_size
+        t, local = layout.ways(mode), num_tokens // mode.sp
         h, m = layout.heads_per_device, layout.kv_heads_per_device
-        numbers = local * (8 * config.hidden_size + 3 * width // t)
+        numbers = local * 8 * config.hidden_size
+        if has_experts and experts is not None:
+            pairs = self._load(experts, num_tokens).pairs
+            numbers += int(3 * pairs * experts.intermediate_size)
+            numbers += local * 3 * experts.shared_intermediate_size // t
+            numbers += num_tokens * (experts.per_token + 1) * config.hidden_size
+        else:
+            numbers += local * 3 * layout.intermediate_size // t
         numbers += 2 * num_tokens * (h + 2 * m) * config.head_dim
         if mode.sp > 1:  # packed before and unpacked after both exchanges
             numbers += 4 * num_tokens * (2 * h + 2 * m) * config.head_dim

@@ -23,7 +23,7 @@ from shiftjax.control.resharding import PHASES, Phase
 from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
-from shiftjax.costs.memory import Memory, weight_bytes
+from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
 from shiftjax.costs.resharding import Reload, check_host_links
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.drafts.draft import NO_DRAFTS
@@ -282,7 +282,8 @@ def least_tp(target: Target) -> int:
     """TP of the base configuration, by the engine's own rule. Raises ConfigError if none fits."""
     model, machine = target.model, target.machine
     weights = weight_bytes(Layout(model, 1, 1), target.formats)
-    _, tp = base_rule(weights, int(machine.memory_bytes), machine.num_devices)
+    experts = expert_bytes(model, target.formats)
+    _, tp = base_rule(weights, int(machine.memory_bytes), machine.num_devices, experts)
     return tp
 
 

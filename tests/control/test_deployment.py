@@ -91,6 +91,12 @@ def test_the_base_is_the_least_tp_that_fits(weight_gib, num_devices, expected):
     assert base_rule(weight_gib * GIB, 80 * GIB, num_devices) == expected
 
 
+def test_all_devices_split_experts_whatever_tp_is():
+    assert base_rule(384 * GIB, 80 * GIB, 8, 384 * GIB) == (8, 1)
+    assert base_rule(300 * GIB, 80 * GIB, 8, 280 * GIB) == (4, 2)  # 20 / 2 + 280 / 8 of 48
+    assert base_rule(376 * GIB, 80 * GIB, 8, 280 * GIB) == (1, 8)
+
+
 def test_tp_is_a_divisor_even_where_a_smaller_number_would_fit():
     assert base_rule(150 * GIB, 80 * GIB, 6) == (1, 6)  # 4 would be enough
 

@@ -193,6 +193,29 @@ def test_few_tokens_touch_few_experts_and_many_all():
     assert many > 60 * (dense / 2)
 
 
+def test_every_mode_does_the_same_work_of_experts_and_base_moves_what_it_gathers():
+    model = replace(TINY, experts=Experts(num=64, per_token=4, intermediate_size=128))
+    group = costs(model=model, sp=8)
+    base, shift = (group._layer_products(mode, 8, 64)[0] for mode in (Mode(8, 8), Mode(8, 1)))
+    attention = [group._layer_products(mode, 8, 0)[0] for mode in (Mode(8, 8), Mode(8, 1))]
+    mlp = [group._mlp(8, 128), group._mlp(8, 16)]
+    own = [attention[i] - mlp[i] for i in range(2)]
+    assert base - own[0] == pytest.approx(shift - own[1])
+    moves = layer_collectives(group.layout, Mode(8, 8), 64, 2)
+    more = layer_collectives(group.layout, Mode(8, 8), 64, 2, has_experts=True)
+    assert more == [
+        *moves,
+        Collective("all-gather", 8, 64 * 64 * 2, 1),
+        Collective("reduce-scatter", 8, 8 * 64 * 2, 1),
+    ]
+
+
+def test_a_reduce_scatter_takes_as_long_as_the_gather_back():
+    ways = (Transfer(5.0, 10.0),)
+    gather = transfer_seconds(ways, Collective("all-gather", 8, 80, 1))
+    assert transfer_seconds(ways, Collective("reduce-scatter", 8, 10, 1)) == gather
+
+
 def test_weights_on_a_device():
     model, formats = PRESETS["llama-70b"], Formats("fp8")
     alone, split, wide = (

@@ -30,6 +30,15 @@ HEADS = {  # query and KV heads on 8 devices
     "padded": (9, 3),
 }
 SWIFTKV = {"model_type": "llama_swiftkv", "num_hidden_layers": 3, "num_key_value_layers": 1}
+EXPERTS = {  # in the second layer of two
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "decoder_sparse_step": 2,
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 # Odd sizes, so that no two kinds of collective happen to have the same bytes.
 ODD = {"hidden_size": 80, "intermediate_size": 272, "vocab_size": 331, "head_dim": 32}
 
@@ -62,6 +71,11 @@ def test_gathered_weights_cross_once_a_layer(sp, tp, heads, options):
 @pytest.mark.parametrize(("sp", "tp"), [(4, 2), (1, 8)])
 def test_late_layers_gather_once_and_reduce_rows(sp, tp):
     check(sp, tp, ODD | SWIFTKV)
+
+
+@pytest.mark.parametrize(("sp", "tp"), [(4, 2), (1, 8)])
+def test_experts_gather_tokens_and_scatter_their_sums(sp, tp):
+    check(sp, tp, ODD | EXPERTS)
 
 
 @pytest.mark.parametrize(("method", "tie_lstm_embs"), [("sum_rnn", True), ("sum_lstm", False)])
