@@ -5,6 +5,7 @@ converted, besides the arrays themselves where the device is the host. What is t
 and again is read once (`HostWeights`) and then costs the host no copy.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -22,13 +23,17 @@ from shiftjax.arch.weights import Weight, family_of, weights_of
 from shiftjax.device.mesh import named, stored_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
-from shiftjax.models.products import in_blocks, quantise, quantise_blocks
+from shiftjax.models.products import in_blocks, quantise, relative_error
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import SCALE, dtype_of, stored_weights
-from shiftjax.weights.source import OF_CODES, OF_SCALE, TensorSource, check_finite
+from shiftjax.weights.source import OF_CODES, OF_SCALE, CheckpointError, TensorSource, check_finite
 
 # What a checkpoint's own codes are made of, and their scales; all else is in a model's format.
 _OF_KIND = {"codes": FORMATS["fp8"].dtype, "scale": np.dtype(np.float32)}
+# Relative, in the mean over a matrix. No rounding to the 4 bits of e4m3 changes a number by more,
+# so above it many are too small beside their channel's largest to have a code: below 2^-18 of it.
+MOST_ADDED_ERROR = 1 / 16
+logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 Rows = Callable[[Weight, int, int], np.ndarray]  # rows of a weight as a checkpoint has them
 
@@ -78,7 +83,8 @@ def load(
     `mesh` may hold several groups (a leading axis `dp`), which then all get what is read once.
 
     Raises:
-        CheckpointError: a tensor holds values that are not finite.
+        CheckpointError: a tensor holds values that are not finite, or codes that must be made
+            anew would say other numbers than the checkpoint.
     """
     return load_rows(model, layout, mesh, partial(read_rows, source), progress)
 
@@ -89,6 +95,7 @@ def load_rows(
     """The same of weights whose rows come from elsewhere."""
     stored = {weight.name: weight for weight in model.declared}
     arrays: dict[str, jax.Array | None] = {}
+    errors: dict[str, jax.Array] = {}
     plain_weights = [layout.stored(weight) for weight in weights_of(layout.model)]
     for done, plain in enumerate(plain_weights):
         progress("weights", done, len(plain_weights))
@@ -99,50 +106,73 @@ def load_rows(
         if weight.kind != "codes":
             arrays[plain.name] = _load_one(plain, model.dtype, layout, mesh, rows)
             continue
-        scale = stored[f"{plain.name}{SCALE}"]
-        own = layout.model.has_codes
-        load_both = _load_codes if own else partial(_make_codes, model.dtype)
-        arrays[weight.name], arrays[scale.name] = load_both(
-            plain, weight, scale, layout, mesh, rows
-        )
+        parts = (weight, stored[f"{plain.name}{SCALE}"])
+        if layout.model.has_codes:
+            placed = _load_codes(plain, parts, layout, mesh, rows)
+        else:
+            values = _load_one(plain, model.dtype, layout, mesh, rows)
+            shardings = tuple(named(mesh, stored_spec(each, layout)) for each in parts)
+            num_blocks = weight.shape[0] if plain.transposed else 0
+            *placed, errors[plain.name] = _quantiser(num_blocks, shardings)(values)
+        arrays |= zip((each.name for each in parts), placed, strict=True)
+    if layout.model.codes is not None:
+        _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
     progress("weights", len(plain_weights), len(plain_weights))
     return tuple(arrays[weight.name] for weight in model.declared)
 
 
 def _load_codes(
-    plain: Weight, codes: Weight, scale: Weight, layout: Layout, mesh: Mesh, rows: Rows
-) -> tuple[jax.Array, jax.Array]:
+    plain: Weight, parts: tuple[Weight, Weight], layout: Layout, mesh: Mesh, rows: Rows
+) -> list[jax.Array]:
     """Place codes and scales of the checkpoint; devices cut row-parallel ones in blocks."""
+    codes, scale = parts
     as_read = plain._replace(kind="codes")
     array = _load_one(as_read, _OF_KIND["codes"], layout, mesh, rows)
     if plain.transposed:
         array = _cutter(codes.shape[0], named(mesh, stored_spec(codes, layout)))(array)
-    return array, _load_one(scale, _OF_KIND["scale"], layout, mesh, rows)
+    return [array, _load_one(scale, _OF_KIND["scale"], layout, mesh, rows)]
 
 
-def _make_codes(
-    dtype: np.dtype,
-    plain: Weight,
-    codes: Weight,
-    scale: Weight,
-    layout: Layout,
-    mesh: Mesh,
-    rows: Rows,
-) -> tuple[jax.Array, jax.Array]:
-    """Place plain numbers, of which devices make codes."""
-    shardings = tuple(named(mesh, stored_spec(each, layout)) for each in (codes, scale))
-    convert = _quantiser(codes.shape[0] if plain.transposed else 0, shardings)
-    return convert(_load_one(plain, dtype, layout, mesh, rows))
+def _check_errors(model: str, errors: dict[str, float]) -> None:
+    """Tell what codes differ by from what a checkpoint of other codes says.
+
+    Raises:
+        CheckpointError: a matrix has lost more than one rounding each of its numbers.
+    """
+    if not errors:
+        return
+    worst = max(errors, key=lambda name: errors[name])
+    logger.info(
+        "%s: codes are made anew, with a scale for each output channel, which adds "
+        "errors of %.2f%% to its numbers, %.2f%% in %s",
+        model,
+        100 * sum(errors.values()) / len(errors),
+        100 * errors[worst],
+        worst,
+    )
+    if errors[worst] > MOST_ADDED_ERROR:
+        raise CheckpointError(
+            f"{model}: {worst} cannot be had with a scale for each output channel: its numbers "
+            f"would change by {errors[worst]:.1%} in the mean, where {MOST_ADDED_ERROR:.1%} is the "
+            "limit; say --quantization none"
+        )
 
 
 @lru_cache(maxsize=64)
 def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, NamedSharding]) -> Any:
     """Return what makes codes and scale of a stored matrix, on the devices that have it.
 
-    `num_blocks` 0: a column-parallel one. One program for each shape.
+    And the relative error of what they say. `num_blocks` 0: a column-parallel matrix. One program
+    for each shape.
     """
-    convert = partial(quantise_blocks, num_blocks=num_blocks) if num_blocks else quantise
-    return jax.jit(convert, out_shardings=shardings)
+
+    def convert(values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        matrix = values.reshape(-1, values.shape[-1]).T if num_blocks else values
+        codes, scale = quantise(matrix)
+        error = relative_error(matrix, codes, scale)
+        return in_blocks(codes, num_blocks) if num_blocks else codes, scale, error
+
+    return jax.jit(convert, out_shardings=(*shardings, None))
 
 
 @lru_cache(maxsize=64)

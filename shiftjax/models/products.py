@@ -37,12 +37,19 @@ def quantise(
     return (wide / scale[..., None]).astype(CODE), scale
 
 
-def quantise_blocks(
-    x: Float[Array, "*inputs out"], num_blocks: int
-) -> tuple[Float8e4m3fn[Array, "blocks out in"], Float[Array, " out"]]:
-    """Return a row-parallel matrix as codes in blocks of inputs, and the scale of every output."""
-    codes, scale = quantise(x.reshape(-1, x.shape[-1]).T)
-    return in_blocks(codes, num_blocks), scale
+def relative_error(
+    x: Float[Array, "*rows width"],
+    codes: Float8e4m3fn[Array, "*rows width"],
+    scale: Float[Array, "*rows"],
+) -> Float[Array, ""]:
+    """Return by how much codes differ from numbers, relative to each: the mean of those not 0.
+
+    A number that has become 0 counts as 1, however small it is beside the others.
+    """
+    wide = jnp.abs(x.astype(jnp.float32))
+    far = jnp.abs(wide - jnp.abs(codes.astype(jnp.float32)) * scale[..., None])
+    errors = jnp.where(wide > 0, far / jnp.where(wide > 0, wide, 1), 0)
+    return jnp.mean(errors) / jnp.maximum(jnp.mean((wide > 0).astype(jnp.float32)), LEAST_SCALED)
 
 
 def in_blocks(

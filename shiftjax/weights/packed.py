@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from shiftjax.weights.quant_config import Kind, Scheme
@@ -19,7 +20,7 @@ from shiftjax.weights.source import TensorInfo
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])  # the highest of the 4 bits is the sign
-_E8M0_BIAS, _MX_BLOCK = 127, 32
+_E8M0, _MX_BLOCK = np.dtype(ml_dtypes.float8_e8m0fnu), 32
 _SCALE, _ZERO, _INPUT = "weight_scale", "weight_zero_point", "input_scale"
 _ORDERS = "g_idx", "weight_g_idx"
 
@@ -269,10 +270,10 @@ def _mxfp4(packed: Packed, experts: slice, inputs: slice, outputs: slice) -> np.
     first, last = inputs.start // _MX_BLOCK, _ceil(inputs.stop, _MX_BLOCK)
     blocks = slice(first, max(first, last))
     raw = packed.parts["blocks"].read(experts, outputs, blocks)
-    exponents = packed.parts["scales"].read(experts, outputs, blocks).view(np.uint8)
+    powers = packed.parts["scales"].read(experts, outputs, blocks).view(_E8M0).astype(np.float32)
     codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:3], _MX_BLOCK)
-    values = np.ldexp(_E2M1[codes], exponents[..., None].astype(np.int32) - _E8M0_BIAS)
-    values[exponents == 255] = np.nan  # which is what this exponent says
+    with np.errstate(over="ignore"):  # infinite, as one that is none is NaN: the loader refuses it
+        values = _E2M1[codes] * powers[..., None]
     values = values.reshape(*raw.shape[:2], raw.shape[2] * _MX_BLOCK)
     start = inputs.start - first * _MX_BLOCK
     return values[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)

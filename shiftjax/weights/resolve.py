@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -117,6 +118,8 @@ def _open(location: ModelLocation, seed: int, dtype: str) -> TensorSource:
 
         path = location.path
         config = read_config(path) if path else PRESETS[location.name.removeprefix(_RANDOM)]
+        if config.codes is not None:  # which are made of random numbers as of any others
+            config = replace(config, codes=replace(config.codes, are_made_anew=True))
         return RandomSource(config, seed, dtype)
     assert location.path is not None
     if location.kind == "gguf":

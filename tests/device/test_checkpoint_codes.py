@@ -21,6 +21,7 @@ from shiftjax.device.place import HostWeights, define, load, load_rows
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.source import CheckpointError
 
 FP8 = Formats("fp8", "float32", "float32")
 PROMPT = [5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150]
@@ -72,6 +73,46 @@ def test_codes_on_devices_are_the_bytes_of_the_file(format, from_host):
         assert blocks.shape[0] == 4
         assert np.concatenate(list(blocks), axis=1).tobytes() == expected.tobytes()
         assert np.array_equal(scale, units)
+
+
+@pytest.mark.parametrize("format", files.BLOCKS)
+def test_codes_of_blocks_are_made_anew_and_what_that_adds_is_told(format, caplog):
+    with caplog.at_level("INFO", "shiftjax.device.place"):
+        stored, numbers = loaded(format, 2, 2, "float32"), written(format)[3]
+    [record] = caplog.records
+    mean, most, worst = record.args[1:]
+    errors = {}
+    for name, source in (("mlp.up", "mlp.up_proj"), ("mlp.down", "mlp.down_proj")):
+        codes, scale = (np.asarray(stored[f"layers.1.{name}{x}"]) for x in ("", "_scale"))
+        if codes.ndim == 3:
+            codes = np.concatenate(list(codes), axis=1)
+        expected = numbers[f"model.layers.1.{source}.weight"]
+        far = np.abs(codes.astype(np.float64) * scale[:, None] - expected)
+        assert np.array_equal(
+            scale, np.abs(expected).max(1).astype(np.float32) * np.float32(1 / 448)
+        )
+        errors[name] = 100 * np.mean(far[expected != 0] / np.abs(expected[expected != 0]))
+    assert 1 < mean < most < 4 and all(error < most + 1e-3 for error in errors.values())
+    name = worst.removeprefix("layers.1.")
+    assert name not in errors or most == pytest.approx(errors[name], rel=1e-4)
+
+
+def test_what_no_scale_of_a_channel_can_say_is_refused(tmp_path):
+    """A block of one channel is far larger than its others, which all become zeros."""
+
+    def edit(_, stored):
+        stored[f"{PLAIN}.weight_scale_inv"] *= np.float32([[1e-7, 1]] * 3)
+
+    files.write(tmp_path, "fp8-blocks", edit=edit, **HEADS)
+    source = HuggingFaceSource(tmp_path)
+    layout, mesh = Layout(source.config, 1, 1), make_mesh(jax.devices()[:1], 1, 1)
+    words = r"layers\.1\.mlp\.up cannot be had with a scale .* by 6\d\.\d% .* 6\.2% .* none"
+    with pytest.raises(CheckpointError, match=words):
+        load(define(layout, FP8), layout, mesh, source, silent)
+    plain = define(layout, Formats("float32", "float32", "float32"))
+    arrays = load(plain, layout, mesh, source, silent)
+    names = [weight.name for weight in plain.declared]
+    assert np.isfinite(np.asarray(arrays[names.index("layers.1.mlp.up")])).all()
 
 
 def of_file(tensors: files.Tensors, name: str) -> tuple[np.ndarray, np.ndarray]:

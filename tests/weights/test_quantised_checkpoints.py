@@ -6,6 +6,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,14 @@ from hypothesis import strategies as st
 from oracle import quantised_files as files
 
 from shiftjax.arch.config import Codes
+from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.convert import convert
+from shiftjax.weights.fields import Fields
 from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.quant_config import parse_method
+from shiftjax.weights.quantised import Presented, present
+from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.safetensors_file import read_header
 from shiftjax.weights.source import OF_CODES, OF_SCALE, CheckpointError, check_complete
 
 UP = "model.layers.1.mlp.up_proj"
@@ -100,6 +107,12 @@ def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
     source = HuggingFaceSource(tmp_path)
     assert source.config.codes == Codes()
     close(source.read(f"{UP}.weight"), numbers[f"{UP}.weight"])
+
+
+def test_random_weights_of_such_a_configuration_are_made_codes():
+    directory = written("fp8")[0].location
+    source = open_source(resolve_model(f"random:{directory}"))
+    assert source.config.codes == Codes(are_made_anew=True)
 
 
 # ------------------------------------------------------------------------ what stays plain
@@ -354,3 +367,54 @@ def test_no_configuration_is_anything_but_read_or_refused(method):
         (Path(copy) / "model.safetensors").symlink_to(directory / "model.safetensors")
         with pytest.raises(CheckpointError):
             HuggingFaceSource(Path(copy))
+
+
+# ------------------------------------------------------------------------ single matrices
+
+
+def one(method: dict, tensors: files.Tensors, directory: Path) -> Presented:
+    """What is made of the tensors of a file that is no whole model."""
+    files.save(tensors, directory / "model.safetensors")
+    fields = Fields({"quantization_config": method}, "config.json")
+    parsed = parse_method(fields)
+    fields.raise_problems()
+    headers = read_header(directory / "model.safetensors", is_quantised=True)
+    return present(parsed, PRESETS["tiny"], headers)
+
+
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("exponents", [np.uint8, ml_dtypes.float8_e8m0fnu])
+def test_stacks_of_experts_in_mxfp4_are_as_unquantised_ones(tmp_path, exponents):
+    """`[experts, in, out]`, the way round that GPT-OSS has them in bfloat16."""
+    weight = np.random.default_rng(0).standard_normal((3, 20, 96))
+    tensors, numbers = files.mxfp4(weight)
+    tensors["scales"] = tensors["scales"].view(exponents)
+    bias = np.zeros((3, 20), np.float32)
+    stored = {f"{EXPERTS}_{suffix}": x for suffix, x in tensors.items()}
+    source = one({"quant_method": "mxfp4"}, stored | {f"{EXPERTS}_bias": bias}, tmp_path)
+    assert source.tensors.keys() == {EXPERTS, f"{EXPERTS}_bias"}
+    assert source.tensors[EXPERTS].shape == (3, 96, 20)
+    assert np.array_equal(source.read(EXPERTS), numbers)
+    part = slice(1, 2), slice(33, 70), slice(5, 9)
+    assert np.array_equal(source.read(EXPERTS, part), numbers[part])
+    assert np.array_equal(source.read(EXPERTS, (slice(0, 1), slice(40, 40))), numbers[:1, 40:40])
+
+
+def test_an_exponent_that_is_none_gives_no_number(tmp_path):
+    tensors, _ = files.mxfp4(np.ones((1, 8, 32)))
+    tensors["scales"][0, 3] = 255
+    stored = {f"{EXPERTS}_{suffix}": x for suffix, x in tensors.items()}
+    found = one({"quant_method": "mxfp4"}, stored, tmp_path).read(EXPERTS)
+    assert np.isnan(found[0, :, 3]).all() and np.isnan(found).sum() == 32
+
+
+def test_scales_of_blocks_may_be_powers_of_two(tmp_path):
+    """DeepSeek's `scale_fmt: ue8m0`."""
+    codes = np.arange(1, 49).reshape(4, 12).astype(files.E4M3)
+    scale = np.array([[0.5, 2, 0.25], [1, 4, 8]]).astype(ml_dtypes.float8_e8m0fnu)
+    method = {"quant_method": "fp8", "weight_block_size": [2, 4], "scale_fmt": "ue8m0"}
+    source = one(method, {"a.weight": codes, "a.weight_scale_inv": scale}, tmp_path)
+    wide = scale.astype(np.float32).repeat(2, 0).repeat(4, 1)
+    assert np.array_equal(source.read("a.weight"), codes.astype(np.float32) * wide)
