@@ -46,6 +46,15 @@ class Tiles(NamedTuple):
     expert: Int32[Array, " tiles"]
     first: Int32[Array, " tiles"]  # the first row: an index into `Routed.row`
     rows: Int32[Array, " tiles"]
+    begin: Int32[Array, " tiles"]  # the first tile of its expert, and how many that one has
+    siblings: Int32[Array, " tiles"]
+
+
+class Placed(NamedTuple):
+    """Where each pair is in the rows of all tiles laid end to end, and the other way round."""
+
+    pair: Int32[Array, "tiles rows"]  # of a row; of padding: some pair of the same tile, or 0
+    place: Int32[Array, " pairs"]  # of a pair; 0 of one that is not this device's
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
@@ -62,8 +71,26 @@ def divide_rows(sizes: Int32[Array, " experts"], pairs: int, tile: int) -> Tiles
     # A comparison with every end: a search by halves is a loop of launches on a GPU.
     expert = (ends[None, :] <= nth[:, None]).sum(axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, sizes.shape[0] - 1)
-    begin = (nth - (ends - tiles_of)[expert]) * tile  # within its expert
-    live = nth < ends[-1]
-    first = (jnp.cumsum(sizes) - sizes)[expert] + begin
-    rows = jnp.minimum(sizes[expert] - begin, tile)
-    return Tiles(ends[-1:], expert, jnp.where(live, first, 0), jnp.where(live, rows, 0))
+    begin, live = (ends - tiles_of)[expert], nth < ends[-1]
+    within = (nth - begin) * tile  # its expert
+    first = jnp.where(live, (jnp.cumsum(sizes) - sizes)[expert] + within, 0)
+    rows = jnp.where(live, jnp.minimum(sizes[expert] - within, tile), 0)
+    return Tiles(ends[-1:], expert, first, rows, begin, tiles_of[expert])
+
+
+def place_pairs(routed: Routed, tiles: Tiles, tile: int) -> Placed:
+    """Find where pairs are, of tiles of `tile` rows."""
+    nth = jnp.arange(tile, dtype=jnp.int32)
+    nth = jnp.minimum(nth[None, :], jnp.maximum(tiles.rows - 1, 0)[:, None])
+    pair = routed.row[tiles.first[:, None] + nth]
+    sorted_row = jnp.arange(routed.row.shape[0], dtype=jnp.int32)
+    before = jnp.cumsum(routed.sizes)
+    expert = (before[None, :] <= sorted_row[:, None]).sum(axis=1, dtype=jnp.int32)
+    is_own = expert < routed.sizes.shape[0]
+    expert = jnp.minimum(expert, routed.sizes.shape[0] - 1)
+    # Rows of an expert's tiles follow each other: only before its first is there any padding.
+    padded = -(-routed.sizes // tile) * tile
+    shift = (jnp.cumsum(padded) - padded) - (before - routed.sizes)
+    place = jnp.where(is_own, sorted_row + shift[expert], 0)
+    empty = jnp.zeros(routed.row.shape, jnp.int32)
+    return Placed(pair, empty.at[routed.row].set(place, unique_indices=True))

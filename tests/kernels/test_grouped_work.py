@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_work import divide_rows, most_tiles
+from pallas_kernels.grouped_work import Routed, divide_rows, most_tiles, place_pairs
 
 EXPERTS, PAIRS, TILE = 6, 200, 16
 SIZES = st.lists(st.integers(0, 33), min_size=EXPERTS, max_size=EXPERTS)
@@ -21,7 +21,7 @@ def tiles_of(sizes, pairs=PAIRS, tile=TILE):
 @settings(deadline=None)
 @given(SIZES)
 def test_every_row_is_in_one_tile_of_its_expert(sizes):
-    [count], expert, first, rows = tiles_of(sizes)
+    [count], expert, first, rows, begin, siblings = tiles_of(sizes)
     covered = [
         (e, row)
         for e, begin, n in zip(expert[:count], first[:count], rows[:count], strict=True)
@@ -32,6 +32,27 @@ def test_every_row_is_in_one_tile_of_its_expert(sizes):
     assert all(rows[:count] > 0) and all(rows[:count] <= TILE)
     assert not rows[count:].any() and not first[count:].any()
     assert expert.min() >= 0 and expert.max() < EXPERTS
+    live = expert[:count].tolist()
+    assert begin[:count].tolist() == [live.index(e) for e in live]
+    assert siblings[:count].tolist() == [live.count(e) for e in live]
+
+
+@jax.jit
+def place(row, sizes):
+    return place_pairs(Routed(row, sizes), divide_rows(sizes, PAIRS, TILE), TILE)
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(0, 99))
+def test_every_own_pair_has_a_place_in_a_tile_of_its_expert(sizes, seed):
+    row = np.random.default_rng(seed).permutation(PAIRS).astype(np.int32)
+    sizes = np.asarray(sizes, np.int32)
+    pair, places = (np.asarray(x) for x in place(row, sizes))
+    own = row[: sizes.sum()]
+    assert pair.reshape(-1)[places[own]].tolist() == own.tolist()
+    expert = tiles_of(sizes)[1]
+    assert expert[places[own] // TILE].tolist() == np.repeat(range(EXPERTS), sizes).tolist()
+    assert not places[row[sizes.sum() :]].any()
 
 
 @given(st.lists(st.integers(0, 99), min_size=1), st.integers(0, 40), st.integers(1, 64))
@@ -47,5 +68,5 @@ def test_there_is_no_more_room_than_some_sizes_need(sizes):
 
 
 def test_the_drawing_of_the_module_is_right():
-    count, expert, first, rows = (x.tolist() for x in tiles_of([2, 0, 5], 10, 4))
+    count, expert, first, rows, *_ = (x.tolist() for x in tiles_of([2, 0, 5], 10, 4))
     assert (count, expert[:3], first[:3], rows[:3]) == ([3], [0, 2, 2], [0, 2, 6], [2, 4, 1])

@@ -1,0 +1,133 @@
+"""The gated MLPs of a device's experts, for Hopper: rows sorted by expert, in a few launches.
+
+    collect     x[token] of every own pair, tile by tile      (grouped_rows)
+    gated       silu(gate x) * up x, in one pass              (grouped_product)
+    quantise    with codes: every row, over its whole width   (grouped_rows)
+    product     down h, times the pair's gain                 (grouped_product)
+
+and XLA's: the tiles (`grouped_work`), with codes those of x, and the order undone, which fuses with
+the sum over a token's experts.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_product import (
+    CHANNELS,
+    OVERHEAD_BYTES,
+    SHARED_MEMORY_LIMIT,
+    Inputs,
+    make_problem,
+    multiply_tiles,
+)
+from pallas_kernels.grouped_rows import (
+    BLOCKS_PER_CORE,
+    COLLECTED,
+    LARGEST_CODE,
+    LEAST_SCALED,
+    Launch,
+    collect_rows,
+    quantise_rows,
+)
+from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows, place_pairs
+from pallas_kernels.mosaic import FP8
+
+TILE_ROWS = 16, 32, 64, 128
+
+
+class GroupedConfig(NamedTuple):
+    """How the kernels use the chip; the result is the same."""
+
+    rows: int = 128  # of a tile: one of TILE_ROWS
+    num_blocks: int = 132  # thread blocks of the products: one for each multiprocessor
+    stages: int | None = None  # of shared memory; None: as many as fit
+
+
+def config_for(pairs: int, experts: int, cores: int = 132) -> GroupedConfig:
+    """Return settings for `pairs` shared between `experts`, of all devices.
+
+    Small tiles waste less on experts of few rows; large ones read a weight for more rows at once.
+    """
+    mean = pairs / experts
+    rows = next((n for n in TILE_ROWS if mean <= n), TILE_ROWS[-1])
+    return GroupedConfig(rows, cores)
+
+
+def grouped_mlp(
+    x: Float[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    routed: Routed,
+    gains: Float[Array, "tokens k"],
+    config: GroupedConfig | None = None,
+    interpret: Any = False,
+) -> Float[Array, "tokens k hidden"]:
+    """Return every own pair's gain * down(silu(gate x) * up x); other pairs are unspecified.
+
+    Without `config` experts are taken to have a fair share of all pairs. Sums are float32, what
+    lies between the products is x's type or codes of it. Raises ValueError for what the kernels
+    cannot do.
+    """
+    config = config or config_for(gains.size, weights.gate.shape[0])
+    check(x, weights, config)
+    rows, k = config.rows, gains.shape[1]
+    tiles = divide_rows(routed.sizes, gains.size, rows)
+    placed = place_pairs(routed, tiles, rows)
+    launch = Launch(BLOCKS_PER_CORE * config.num_blocks, interpret)
+    token, row_gains = placed.pair // k, gains.astype(jnp.float32).reshape(-1)[placed.pair]
+
+    def multiply(source: Any, gated: bool, matrices: Any, scales: Any, row_scale: Any) -> jax.Array:
+        problem = make_problem(
+            gated, rows, matrices[0], x.dtype, config.num_blocks, interpret, config.stages
+        )
+        return multiply_tiles(problem, Inputs(tiles, source, matrices, scales, row_scale))
+
+    gate_up, down = (weights.gate, weights.up), (weights.down,)
+    if weights.gate.dtype != FP8:
+        inner = multiply(collect_rows(x, token, tiles, launch), True, gate_up, None, None)
+        out = multiply(inner, False, down, None, row_gains)
+    else:
+        codes, scale = quantise(x)
+        of_inputs = weights.gate_scale, weights.up_scale
+        collected = collect_rows(codes, token, tiles, launch)
+        inner = multiply(collected, True, gate_up, of_inputs, scale[token])
+        codes, scale = quantise_rows(inner, row_gains, tiles, launch)
+        out = multiply(codes, False, down, (weights.down_scale,), scale.reshape(token.shape))
+    return out[placed.place].reshape(*gains.shape, x.shape[1])
+
+
+def quantise(
+    x: Float[Array, "tokens width"],
+) -> tuple[Float[Array, "tokens width"], Float[Array, " tokens"]]:
+    """Return e4m3 codes and the scale of every token, as `grouped_rows.quantise_rows` does."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), LEAST_SCALED) * (1 / LARGEST_CODE)
+    return (wide / scale[:, None]).astype(FP8), scale
+
+
+def check(x: jax.Array, weights: ExpertWeights, config: GroupedConfig) -> None:
+    """Raise ValueError for what the kernels cannot do."""
+    (_, width, hidden), dtype = weights.gate.shape, weights.gate.dtype
+    wrong = []
+    if hidden % CHANNELS or width % CHANNELS:
+        wrong.append(f"hidden {hidden} and width {width} must be multiples of {CHANNELS}")
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or dtype not in (x.dtype, FP8):
+        wrong.append(
+            f"x of {x.dtype} and weights of {dtype}: x must be bfloat16 or float16, the weights of "
+            f"the same type or {jnp.dtype(FP8)}"
+        )
+    if (dtype == FP8) != (weights.gate_scale is not None):
+        wrong.append(f"weights of {dtype} {'want' if dtype == FP8 else 'take no'} scales")
+    if config.rows not in TILE_ROWS:
+        sizes = ", ".join(map(str, TILE_ROWS))
+        wrong.append(f"tiles of {config.rows} rows; there are those of {sizes}")
+    if config.stages is not None and config.stages < 2:
+        wrong.append(f"{config.stages} stages of shared memory, where 2 are needed")
+    if (size := COLLECTED * hidden * dtype.itemsize) > SHARED_MEMORY_LIMIT - OVERHEAD_BYTES:
+        wrong.append(
+            f"hidden {hidden} takes {size} bytes of shared memory; there are {SHARED_MEMORY_LIMIT}"
+        )
+    if wrong:
+        raise ValueError("grouped_mlp: " + "; ".join(wrong))

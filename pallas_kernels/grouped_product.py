@@ -1,0 +1,329 @@
+"""Products of rows with the matrices of their experts, for Hopper, in Pallas Mosaic GPU.
+
+Transposed, weights on the long side of a matrix instruction: 64 output channels by as many rows as
+a tile has, 16 or 128, so that one kernel serves decodes, which read every weight once, and chunks:
+
+    gated       G = gate x^T, U = up x^T    a warpgroup: 64 channels of both, and silu(G) * U
+    plain       D = down h^T                a warpgroup: twice 64 channels
+
+A thread block stays on its multiprocessor and takes items (a tile, a block of channels) in turn.
+Three warpgroups: one fetches by TMA, a warp for each operand, into a ring that it keeps full across
+items; two compute. Items of an expert follow each other, all its tiles for one block of channels
+before the next block: tiles that run at the same time read the same weights, out of the cache.
+
+Rows of padding hold anything and give anything: no row touches another. Channels past the last
+are zeros when fetched, and dropped when written, by the copy engine.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_work import Tiles
+from pallas_kernels.mosaic import LOG2_E, WGMMA, Accumulator, swizzled
+
+WARPGROUPS = 2  # that compute
+CHANNELS = 64  # of a matrix instruction
+PART = WARPGROUPS * CHANNELS  # channels of one operand of an item
+PARTS = 2  # gate and up, or two neighbours of down
+COPIES = PARTS + 1  # that fill a stage
+SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
+OVERHEAD_BYTES = 2048  # barriers, and what aligning the buffers costs
+MAX_STAGES = 8
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # of a thread: 504 for the three warpgroups
+
+
+class Problem(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    gated: bool
+    rows: int  # of a tile
+    channels: int  # that come out
+    step: int  # of the contraction, in a stage of shared memory
+    steps: int
+    stages: int
+    dtype: DTypeLike  # of what comes out
+    num_blocks: int  # thread blocks
+    interpret: Any
+
+    @property
+    def width(self) -> int:
+        """Output channels of an item."""
+        return PART if self.gated else PARTS * PART
+
+    @property
+    def columns(self) -> int:
+        """Blocks of output channels."""
+        return -(-self.channels // self.width)
+
+
+class Inputs(NamedTuple):
+    """The kernel's arrays in global memory."""
+
+    tiles: Tiles
+    x: Any  # [tiles * rows, in]
+    weights: tuple[Any, ...]  # gate and up, or down: [experts, out, in]
+    scales: tuple[Any, ...] | None  # of the output channels [experts, out] float32, with codes
+    row_scale: Any  # [tiles, rows] float32: of the rows of x, and what results are to be times
+
+
+class Shared(NamedTuple):
+    """Shared memory, and barriers: `full` is said by copies, `free` by who has multiplied."""
+
+    weights: tuple[Any, ...]  # PARTS of [stages, PART, step]
+    x: Any  # [stages, rows, step]
+    out: Any  # [WARPGROUPS, rows, CHANNELS]
+    full: Any
+    free: Any
+
+
+class Item(NamedTuple):
+    """A tile, and a block of output channels."""
+
+    tile: jax.Array
+    column: jax.Array
+    expert: jax.Array
+
+
+def make_problem(
+    gated: bool,
+    rows: int,
+    weight: jax.Array,
+    dtype: DTypeLike,
+    num_blocks: int,
+    interpret: Any,
+    stages: int | None = None,
+) -> Problem:
+    """Describe a product with `weight` [experts, out, in]; None: as many stages as there is room.
+
+    Both sides are whole multiples of 64.
+    """
+    _, channels, contraction = weight.shape
+    item = weight.dtype.itemsize
+    step = next(n for n in (128 // item, 64) if contraction % n == 0)
+    left = SHARED_MEMORY_LIMIT - OVERHEAD_BYTES - WARPGROUPS * rows * CHANNELS * 2
+    most = min(left // ((PARTS * PART + rows) * step * item), MAX_STAGES)
+    steps = contraction // step
+    return Problem(gated, rows, channels, step, steps, stages or most, dtype, num_blocks, interpret)
+
+
+def multiply_tiles(problem: Problem, inputs: Inputs) -> Float[Array, "rows channels"]:
+    """Launch the kernel; rows of tiles that the step does not have are not written."""
+    arrays, tree = jax.tree.flatten(inputs)
+    stages, step = problem.stages, problem.step
+    dtype = inputs.x.dtype
+    shared = Shared(
+        weights=tuple(swizzled((stages, PART, step), dtype, step) for _ in range(PARTS)),
+        x=swizzled((stages, problem.rows, step), dtype, step),
+        out=swizzled((WARPGROUPS, problem.rows, CHANNELS), problem.dtype),
+        full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+    )
+    return plgpu.kernel(
+        functools.partial(_product_kernel, problem, tree),
+        out_type=jax.ShapeDtypeStruct((inputs.x.shape[0], problem.channels), problem.dtype),
+        scratch_types=[shared],
+        grid=(problem.num_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        kernel_name="grouped_gated" if problem.gated else "grouped_product",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=problem.interpret,
+    )(*arrays)
+
+
+def _product_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
+    *arrays, out, shared = refs
+    inputs = jax.tree.unflatten(tree, arrays)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        _compute(problem, inputs, out, shared, warpgroup)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        _fetch(problem, inputs, shared)
+
+
+def _count_items(problem: Problem, tiles: Tiles) -> jax.Array:
+    """Return how many items this thread block has."""
+    blocks = jnp.int32(problem.num_blocks)
+    items = tiles.total[0] * problem.columns
+    return lax.div(items - lax.axis_index("block") + blocks - 1, blocks)
+
+
+def _read_item(problem: Problem, tiles: Tiles, nth: jax.Array) -> Item:
+    """Read an item of this thread block; past the last, some that is in the table."""
+    columns, last = jnp.int32(problem.columns), tiles.expert.shape[0] - 1
+    index = lax.axis_index("block") + nth * problem.num_blocks
+    some = jnp.minimum(lax.div(index, columns), last)  # a tile of the right expert
+    begin, siblings = tiles.begin[some], jnp.maximum(tiles.siblings[some], 1)
+    within = index - begin * columns
+    column = lax.div(within, siblings)
+    tile = begin + within - column * siblings
+    return Item(jnp.minimum(tile, last), jnp.minimum(column, columns - 1), tiles.expert[some])
+
+
+def _fetch(problem: Problem, inputs: Inputs, shared: Shared) -> None:
+    """Keep the ring full: a warp for each part of the weights, one for the rows.
+
+    Single warps, as every thread that asks for a copy also arrives at its barrier.
+    """
+    first, second = 0, 0 if problem.gated else PART
+    gate, up = inputs.weights[0], inputs.weights[-1]
+    jobs = [
+        functools.partial(_copy_weights, problem, gate, first, shared.weights[0]),
+        functools.partial(_copy_weights, problem, up, second, shared.weights[1]),
+        functools.partial(_copy_rows, problem, inputs.x, shared.x),
+    ]
+
+    def by_warp(warp: jax.Array) -> None:
+        for i, job in enumerate(jobs):
+            pl.when(warp == i)(functools.partial(_stream, problem, inputs.tiles, shared, job))
+
+    plgpu.warp_map(by_warp)
+
+
+def _copy_weights(
+    problem: Problem, weights: Any, offset: int, ring: Any, item: Item, k: Any, slot: Any, full: Any
+) -> None:
+    channels = pl.ds(item.column * problem.width + offset, PART)
+    source = weights.at[item.expert, channels, pl.ds(k * problem.step, problem.step)]
+    plgpu.copy_gmem_to_smem(source, ring.at[slot], full)
+
+
+def _copy_rows(
+    problem: Problem, x: Any, ring: Any, item: Item, k: Any, slot: Any, full: Any
+) -> None:
+    rows = pl.ds(item.tile * problem.rows, problem.rows)
+    source = x.at[rows, pl.ds(k * problem.step, problem.step)]
+    plgpu.copy_gmem_to_smem(source, ring.at[slot], full)
+
+
+def _stream(problem: Problem, tiles: Tiles, shared: Shared, job: Any) -> None:
+    """Copy one operand of all items, each step as soon as there is room for it."""
+    stages = jnp.int32(problem.stages)
+
+    def copy_item(nth: jax.Array, count: jax.Array) -> jax.Array:
+        item = _read_item(problem, tiles, nth)
+
+        def copy_step(k: jax.Array, count: jax.Array) -> jax.Array:
+            slot = lax.rem(count, stages)
+            pl.when(count >= stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
+            job(item, k, slot, shared.full.at[slot])
+            return count + 1
+
+        return lax.fori_loop(0, problem.steps, copy_step, count)
+
+    count = lax.fori_loop(0, _count_items(problem, tiles), copy_item, jnp.int32(0))
+    for slot in range(problem.stages):  # until the last users have let go of them
+        pl.when(slot < count)(functools.partial(plgpu.barrier_wait, shared.free.at[slot]))
+
+
+def _compute(problem: Problem, inputs: Inputs, out: Any, shared: Shared, me: jax.Array) -> None:
+    """Multiply this block's items, one after the other; read which is next before it is needed."""
+
+    def run_item(nth: jax.Array, item: Item) -> Item:
+        upcoming = _read_item(problem, inputs.tiles, nth + 1)
+        sums = _multiply(problem, shared, me, nth * problem.steps)
+        _finish(problem, inputs, out, shared.out.at[me], me, item, sums)
+        return upcoming
+
+    first = _read_item(problem, inputs.tiles, jnp.int32(0))
+    lax.fori_loop(0, _count_items(problem, inputs.tiles), run_item, first)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _multiply(
+    problem: Problem, shared: Shared, me: jax.Array, before: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return the products [CHANNELS, rows] of both parts; `before` steps came before.
+
+    A stage is given back a step later: the products of two steps are under way.
+    """
+    mine, stages = pl.ds(me * CHANNELS, CHANNELS), jnp.int32(problem.stages)
+
+    def run_steps(*sums: Any) -> tuple[jax.Array, ...]:
+        def run_step(count: jax.Array, _: None) -> None:
+            slot = lax.rem(count, stages)
+            plgpu.barrier_wait(shared.full.at[slot])
+            for total, weights in zip(sums, shared.weights, strict=True):
+                plgpu.wgmma(total, weights.at[slot, mine], shared.x.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(PARTS)
+
+            @pl.when(count > before)
+            def _() -> None:
+                plgpu.barrier_arrive(shared.free.at[lax.rem(count - 1, stages)])
+
+        end = before + problem.steps
+        lax.fori_loop(before, end, run_step, None)
+        results = tuple(total[...] for total in sums)
+        plgpu.barrier_arrive(shared.free.at[lax.rem(end - 1, stages)])
+        return results
+
+    empty = Accumulator((CHANNELS, problem.rows), jnp.float32)
+    return pl.run_scoped(run_steps, *[empty] * PARTS)
+
+
+def _finish(
+    problem: Problem,
+    inputs: Inputs,
+    out: Any,
+    stage: Any,
+    me: jax.Array,
+    item: Item,
+    sums: tuple[jax.Array, ...],
+) -> None:
+    """Scale, activate, and write `sums` through `stage`, rows first again."""
+    first = item.column * problem.width + me * CHANNELS
+    second = first if problem.gated else first + PART
+    first_values, second_values = (
+        _scaled(problem, inputs, item, place, part, values)
+        for part, (place, values) in enumerate(zip((first, second), sums, strict=True))
+    )
+    if problem.gated:
+        activated = first_values / (1.0 + jnp.exp2(first_values * -LOG2_E))  # silu
+        _put(problem, out, stage, item, first, activated * second_values)
+    else:
+        _put(problem, out, stage, item, first, first_values)
+        _put(problem, out, stage, item, second, second_values)
+
+
+def _scaled(
+    problem: Problem, inputs: Inputs, item: Item, place: jax.Array, part: int, values: jax.Array
+) -> jax.Array:
+    """Return values [CHANNELS, rows] times the scales of their channels and of their rows."""
+    if inputs.scales is not None:
+        scales = inputs.scales[part if problem.gated else 0]
+        place = jnp.minimum(place, problem.channels - CHANNELS)  # past the last: of the last
+        of_channels = scales.at[item.expert, pl.ds(place, CHANNELS)]
+        of_channels = plgpu.load(of_channels, layout=WGMMA.reduce(1), optimized=False)
+        values = values * lax.broadcast_in_dim(of_channels, values.shape, [0])
+    if inputs.row_scale is not None:
+        of_rows = inputs.row_scale.at[item.tile]
+        of_rows = plgpu.load(of_rows, layout=WGMMA.reduce(0), optimized=False)
+        values = values * lax.broadcast_in_dim(of_rows, values.shape, [1])
+    return values
+
+
+def _put(
+    problem: Problem, out: Any, stage: Any, item: Item, place: jax.Array, values: jax.Array
+) -> None:
+    """Write values [CHANNELS, rows], turned, to the tile's rows and the channels from `place`."""
+    flipped = plgpu.layout_cast(values.astype(problem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was there before
+    stage.transpose((1, 0))[...] = flipped
+    plgpu.commit_smem()
+    rows = pl.ds(item.tile * problem.rows, problem.rows)
+    plgpu.copy_smem_to_gmem(stage, out.at[rows, pl.ds(place, CHANNELS)])

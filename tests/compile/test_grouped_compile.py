@@ -1,0 +1,104 @@
+"""The grouped product of experts, compiled for Hopper GPUs: what the compiler made of it."""
+
+from typing import Any, NamedTuple
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import entry
+
+aot.require()
+
+from pallas_kernels.grouped import GroupedConfig, grouped_mlp  # noqa: E402
+from pallas_kernels.grouped_work import ExpertWeights, Routed, most_tiles  # noqa: E402
+
+FP8 = jnp.float8_e4m3fn
+SM_REGISTERS = 65536
+THREADS = 3 * 128  # of a thread block of the products
+WGMMA, TMA_LOAD = r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.\dd\.shared"
+
+
+class Case(NamedTuple):
+    """The experts of one of 8 devices, and a step."""
+
+    hidden: int
+    width: int
+    experts: int
+    k: int
+    tokens: int
+    rows: int
+    weight_dtype: Any = jnp.bfloat16
+    chip: str = "h100"
+
+
+CASES = {
+    "Qwen3-30B-A3B, chunks": Case(2048, 768, 16, 8, 4096, 128),
+    "Qwen3-30B-A3B, decodes, codes": Case(2048, 768, 16, 8, 64, 16, FP8),
+    "Mixtral 8x7B on one device, decodes": Case(4096, 14336, 8, 2, 64, 16, chip="h200"),
+    "GPT-OSS 120B, chunks, codes": Case(2880, 2880, 16, 4, 4096, 128, FP8),
+}
+
+
+def struct(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def compile_case(case: Case) -> aot.Compiled:
+    """Compile the sum over a token's experts, as a layer has it."""
+    inner, outer = [(case.experts, n) for n in (case.width, case.hidden)]
+    weights = [(*inner, case.hidden), (*inner, case.hidden), (*outer, case.width)]
+    scales = [struct(n, jnp.float32) for n in (inner, inner, outer)]
+    weights = ExpertWeights(
+        *(struct(shape, case.weight_dtype) for shape in weights),
+        *(scales if case.weight_dtype == FP8 else []),
+    )
+    pairs = case.tokens, case.k
+    x = struct((case.tokens, case.hidden), jnp.bfloat16)
+    routed = Routed(struct((case.tokens * case.k,)), struct((case.experts,)))
+
+    def layer(x, weights, routed, gains, is_own):
+        parts = grouped_mlp(x, weights, routed, gains, GroupedConfig(case.rows))
+        parts = jnp.where(is_own[..., None], parts.astype(jnp.float32), 0)
+        return parts.sum(axis=1).astype(x.dtype)
+
+    arguments = x, weights, routed, struct(pairs, jnp.float32), struct(pairs, jnp.bool_)
+    mesh = aot.make_mesh(case.chip, (1,), ("x",))
+    return aot.compile_for(mesh, layer, *aot.on_device(mesh, arguments))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_products_fit_the_chip(name, capsys):
+    case = CASES[name]
+    with capsys.disabled():  # Mosaic prints what it takes
+        program = compile_case(case)
+    kernels = {kernel.name.split("_mosaic")[0]: kernel for kernel in program.kernels}
+    rest = ["grouped_collect"] + ["grouped_quantise"] * (case.weight_dtype == FP8)
+    assert sorted(kernels) == sorted([*rest, "grouped_gated", "grouped_product"])
+    item = jnp.dtype(case.weight_dtype).itemsize
+    for product, contraction in (("grouped_gated", case.hidden), ("grouped_product", case.width)):
+        kernel, step_bytes = kernels[product], 64 if contraction * item % 128 else 128
+        products = 2 * step_bytes // 32  # of both parts of the weights, 32 bytes at a time
+        assert kernel.count(WGMMA) in (products, 2 * products)  # a loop may be unrolled
+        assert kernel.count(TMA_LOAD) > 0
+        assert kernel.count(r"fence\.proxy\.async") > 0  # what the interpreter does not miss
+        assert THREADS * kernel.registers <= SM_REGISTERS
+    assert all(kernels[other].registers <= 40 for other in rest)
+    stage = (2 * 128 + case.rows) * 128
+    shared = max(program.shared_memory_bytes)
+    assert shared <= aot.SHARED_MEMORY_LIMIT < shared + stage  # as deep as fits
+    check_what_is_made(case, program)
+
+
+def check_what_is_made(case: Case, program: aot.Compiled) -> None:
+    """No weight is copied, no array of all pairs is made but for tiles, two of them at a time."""
+    made = entry(program.executable.as_text())
+    item = jnp.dtype(case.weight_dtype).itemsize
+    calls = [one for one in made if one.opcode == "custom-call"]
+    assert len(calls) == 3 + (case.weight_dtype == FP8)
+    rows = case.rows * most_tiles(case.tokens * case.k, case.experts, case.rows)
+    taken, inner, given = case.hidden * item, case.width * 2, case.hidden * 2
+    codes = case.width * item if item == 1 else 0
+    most = max(taken + inner, inner + codes, (codes or inner) + given)
+    small = 32 * (rows + case.tokens * case.k) + 4096
+    assert program.executable.memory_analysis().temp_size_in_bytes <= rows * most + small

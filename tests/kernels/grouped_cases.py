@@ -1,0 +1,132 @@
+"""Steps for the tests of the grouped product of experts, and what must come out, by definition."""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import INTERPRETER, interpreted
+
+from pallas_kernels import grouped
+from pallas_kernels.grouped_work import ExpertWeights, Routed
+
+FP8 = jnp.float8_e4m3fn
+OTHERS = -1  # an expert of another device
+
+
+class Case(NamedTuple):
+    """A step; defaults are small, as the interpreter is slow."""
+
+    chosen: Any  # [tokens, k]: the expert of every pair, or OTHERS
+    experts: int = 3
+    hidden: int = 64
+    width: int = 64
+    rows: int = 16
+    stages: int | None = 2
+    dtype: Any = jnp.bfloat16
+    weight_dtype: Any = jnp.bfloat16
+
+
+class Step(NamedTuple):
+    """The arrays of a case."""
+
+    x: Any
+    weights: ExpertWeights
+    routed: Routed
+    gains: Any
+
+
+def route(chosen: Any, experts: int) -> Routed:
+    """Sort pairs by expert, others' last."""
+    flat = np.asarray(chosen).reshape(-1)
+    order = np.argsort(np.where(flat == OTHERS, experts, flat), kind="stable")
+    sizes = np.bincount(flat[flat != OTHERS], minlength=experts)
+    return Routed(jnp.asarray(order, jnp.int32), jnp.asarray(sizes, jnp.int32))
+
+
+def make_step(case: Case, seed: int = 0, step: Step | None = None) -> Step:
+    """Make a step; the tokens that no own expert has, and matrices that no token has, are NaN.
+
+    Or make one of the first tokens of `step`.
+    """
+    if step is not None:
+        count = len(case.chosen)
+        routed = route(case.chosen, case.experts)
+        return Step(step.x[:count], step.weights, routed, step.gains[:count])
+    rng = np.random.default_rng(seed)
+    chosen = np.asarray(case.chosen)
+    x = rng.standard_normal((chosen.shape[0], case.hidden))
+    x[(chosen == OTHERS).all(axis=1)] = np.nan
+    shape = case.experts, case.width, case.hidden
+    matrices = [rng.standard_normal(shape) / case.hidden**0.5 for _ in range(2)]
+    matrices.append(rng.standard_normal((case.experts, case.hidden, case.width)) / case.width**0.5)
+    for matrix in matrices:
+        matrix[~np.isin(np.arange(case.experts), chosen)] = np.nan
+    scales = [None] * 3
+    if case.weight_dtype == FP8:
+        scales = [jnp.asarray(rng.uniform(0.5, 2, m.shape[:2]), jnp.float32) for m in matrices]
+    weights = ExpertWeights(*(jnp.asarray(m, case.weight_dtype) for m in matrices), *scales)
+    gains = jnp.asarray(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
+    return Step(jnp.asarray(x, case.dtype), weights, route(chosen, case.experts), gains)
+
+
+def run(case: Case, step: Step, module: ModuleType = grouped) -> np.ndarray:
+    """Run the kernels."""
+    config = grouped.GroupedConfig(case.rows, num_blocks=2, stages=case.stages)
+    return interpreted(lambda *arrays: module.grouped_mlp(*arrays, config, INTERPRETER), *step)
+
+
+def wide(x: Any) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def quantise(x: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return a row rounded to codes, and their scale: in float32, where there are ties."""
+    row = x.astype(np.float32)
+    scale = np.maximum(abs(row).max(), np.float32(1e-20)) * np.float32(1 / 448)
+    return np.asarray((row / scale).astype(FP8), np.float64), float(scale)
+
+
+def rounded(x: np.ndarray, case: Case) -> np.ndarray:
+    """Return a row as it lies between the products."""
+    x = np.asarray(x.astype(case.dtype), np.float64)
+    if case.weight_dtype != FP8:
+        return x
+    codes, scale = quantise(x)
+    return codes * scale
+
+
+def define(case: Case, step: Step, token: int, j: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a pair must come to, and how far off it may be, in float64.
+
+    Sums may be off by 2^-14 of what is added up; what is rounded after them goes either way where
+    the sums do not tell which, and the result is rounded once more.
+    """
+    expert = np.asarray(case.chosen)[token, j]
+    gate, up, down = (wide(matrix[expert]) for matrix in step.weights[:3])
+    if case.weight_dtype == FP8:
+        scales = [wide(scale[expert])[:, None] for scale in step.weights[3:]]
+        gate, up, down = (m * s for m, s in zip((gate, up, down), scales, strict=True))
+    x, gain = rounded(wide(step.x[token]), case), float(step.gains[token, j])
+    g, u = gate @ x, up @ x
+    of_sum = 2.0**-14
+    g_error, u_error = (of_sum * (abs(matrix) @ abs(x)) for matrix in (gate, up))
+    h = g / (1 + np.exp(-g)) * u
+    h_error = 1.1 * g_error * (abs(u) + u_error) + abs(g) * u_error  # |silu'| < 1.1, |silu g| < |g|
+    inner = rounded(h, case)
+    either = [abs(rounded(h + sign * h_error, case) - inner) for sign in (1, -1)]
+    error = abs(down) @ np.maximum(*either) + of_sum * (abs(down) @ abs(inner))
+    out = down @ inner
+    of_out = float(jnp.finfo(case.dtype).eps) / 2
+    return gain * out, gain * (error + of_out * (abs(out) + error)) + 1e-9
+
+
+def worst(case: Case, step: Step, out: np.ndarray) -> float:
+    """Return the largest error in units of what is allowed; infinity where one is not finite."""
+    chosen, most = np.asarray(case.chosen), 0.0
+    for token, j in np.argwhere(chosen != OTHERS):
+        expected, allowed = define(case, step, token, j)
+        if not np.isfinite(out[token, j]).all():
+            return np.inf
+        most = max(most, float((abs(out[token, j] - expected) / allowed).max()))
+    return most
