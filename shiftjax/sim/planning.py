@@ -18,6 +18,7 @@ from shiftjax.sim.deployment import (
     least_tp,
     memory_of,
     modes_of,
+    sizes_of,
 )
 from shiftjax.sim.stages import Batch, all_degrees, mixed_rate
 
@@ -108,35 +109,16 @@ def saturated_tokens_per_second(
 ) -> float:
     """Throughput of a stream that never ends, of all replicas.
 
-    With B sequences running, a step decodes B tokens and, since a request brings `prompt` tokens
-    every `output` steps, computes B prompt / output tokens of prompts. B is bounded by sequences,
-    by the step's tokens and by the KV cache, in which a sequence holds half its output on average.
-    Of a pipeline a request's share of steps that are not alike, see `stages.mixed_rate`.
+    As many sequences run as there are seats and KV for, a sequence holding half its output on
+    average; or fewer, where more would be padded to a step that is slower by more. What a step
+    holds is in `stages.mixed_rate`.
     """
-    if deployment.pp > 1:
-        batch = Batch.of([(workload.num_prompt_tokens, workload.num_output_tokens)])
-        fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs)
-        rate = mixed_rate(costs, deployment, batch, max(1.0, fits / deployment.pp))
-        return rate * (workload.num_prompt_tokens + workload.num_output_tokens)
-    prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
-    per_sequence = 1 + prompt / output
-    running = min(
-        deployment.max_num_seqs,
-        deployment.max_num_batched_tokens / per_sequence,
-        memory.num_kv_tokens / (prompt + output / 2),
-    )
-    running = max(1, int(running))
-    chunks = running * prompt / output
-    work = Work(
-        num_tokens=round(running + chunks),
-        num_rows=running,
-        num_sequences=running,
-        context_tokens=round(running * (prompt + output / 2)),
-        chunk_context_tokens=round(chunks),
-        attention_pairs=round(chunks * prompt / 2),
-    )
-    seconds = min(costs.seconds(mode, work) for mode in modes_of(costs, deployment))
-    return deployment.dp * work.num_tokens / seconds
+    batch = Batch.of([(workload.num_prompt_tokens, workload.num_output_tokens)])
+    fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs) / deployment.pp
+    fits = max(1.0, min(fits, deployment.max_num_batched_tokens / 2))
+    sizes = {fits, *(size for size in sizes_of(deployment) if size < fits)}
+    rate = max(mixed_rate(costs, deployment, batch, size) for size in sizes)
+    return rate * (workload.num_prompt_tokens + workload.num_output_tokens)
 
 
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:

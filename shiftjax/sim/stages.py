@@ -123,13 +123,9 @@ def mixed_rate(costs: GroupCosts, deployment: Deployment, batch: Batch, running:
     full = _seconds(costs, deployment, _with_decodes(_prompts(batch, round(room)), running, batch))
     decodes = _with_decodes(NOTHING, running, batch)
     if stages == 1:
-        prompt = (
-            batch.prompt
-            / (room + running)
-            * _seconds(costs, deployment, _prompts(batch, round(room + running)))
-        )
-        decode = batch.output / running * _seconds(costs, deployment, decodes)
-        return deployment.dp / (prompt + decode)
+        with_prompts = batch.prompt / room  # steps that a request's prompt takes
+        alone = max(0.0, batch.output / running - with_prompts)  # all decode in the former, too
+        return deployment.dp / (with_prompts * full + alone * _seconds(costs, deployment, decodes))
     part = min(batch.prompt, room)
     ending = running * stages / max(1.0, batch.output)
     mean = ending * batch.prompt / (stages * part)  # parts that come to a step

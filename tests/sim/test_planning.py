@@ -1,0 +1,71 @@
+"""The closed form of a plan: what the replay says, and that more of anything is never worse."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shiftjax.costs.machine_files import machine_names
+from shiftjax.sim.deployment import cost_model, memory_of, standard_deployments
+from shiftjax.sim.experiments import saturation_rate, target_from
+from shiftjax.sim.planning import (
+    Workload,
+    all_deployments,
+    estimate,
+    saturated_tokens_per_second,
+)
+
+BUDGETS = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
+ASKED = (  # each model, machine and engine with several of the others
+    ("llama-70b", "h200x8", "shiftjax", "fp8"),
+    ("llama-70b", "h200x8", "vllm", "fp8"),
+    ("qwen-32b", "a100x8", "shiftjax", "bfloat16"),
+    ("llama-8b", "l4x8", "shiftjax", "bfloat16"),
+    ("llama-8b", "a100x8", "vllm", "bfloat16"),
+    ("mistral-7b", "l4x8", "vllm", "bfloat16"),
+)
+
+
+@pytest.mark.parametrize(("model", "machine", "engine", "dtype"), ASKED)
+def test_plan_and_replay_agree(model, machine, engine, dtype):
+    names = {"model": model, "machine": machine, "engine": engine, "dtype": dtype}
+    target = target_from(names)
+    prompt, output = (1500, 60) if engine == "vllm" else (500, 100)
+    for name in ("tp", "oracle"):
+        deployment = standard_deployments(target, **BUDGETS)[name]
+        costs, memory = cost_model(target, deployment), memory_of(target, deployment)
+        workload = Workload(prompt, output)
+        planned = saturated_tokens_per_second(costs, deployment, memory, workload)
+        replayed = saturation_rate(target, deployment, prompt, output) * (prompt + output)
+        assert planned == pytest.approx(replayed, rel=0.1), name
+
+
+MORE = {
+    "memory_bytes": lambda machine, by: machine.memory_bytes * by,
+    "memory_bytes_per_second": lambda machine, by: machine.memory_bytes_per_second * by,
+    "matmul_flops": lambda machine, by: {n: f * by for n, f in machine.matmul_flops.items()},
+    "num_devices": lambda machine, by: machine.num_devices * 2,
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([name for name in machine_names() if name != "cpu"]),
+    st.sampled_from(["llama-8b", "qwen-32b", "llama-70b"]),
+    st.sampled_from(sorted(MORE)),
+    st.floats(1.05, 4.0),
+    st.sampled_from(list(itertools.product((100, 4096), (30, 1000)))),
+)
+def test_more_of_anything_never_predicts_less(machine, model, what, by, lengths):
+    target = target_from({"model": model, "machine": machine, "dtype": "bfloat16"})
+    larger = replace(target.machine, **{what: MORE[what](target.machine, by)})
+    tokens_per_second = [
+        max(
+            estimate(each, deployment, Workload(*lengths)).tokens_per_second
+            for deployment in all_deployments(each)
+        )
+        for each in (target, replace(target, machine=larger))
+    ]
+    assert tokens_per_second[1] >= tokens_per_second[0] * (1 - 1e-9)
