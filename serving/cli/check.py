@@ -123,7 +123,7 @@ def _mesh_rows(deployment: Deployment) -> dict[str, Any]:
     padded = f"{layout.num_heads} / {layout.num_kv_heads}"
     return {
         "groups (dp)": deployment.dp,
-        "base mode": f"sp {layout.sp}, tp {layout.tp}",
+        "base mode": f"sp {layout.sp}, tp {layout.tp}{', weights gathered' * layout.gathers}",
         "shift mode": f"sp 1, tp {layout.num_devices}",
         "query / KV heads": f"{model.num_heads} / {model.num_kv_heads}, padded to {padded}",
     }

@@ -41,6 +41,7 @@ from shiftjax.sim.planning import (
     Workload,
     all_deployments,
     estimate,
+    gather_in_words,
     recommend,
     stages_in_words,
 )
@@ -144,6 +145,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     best, reason = recommend(target, **settings)
     print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
     print(reason)
+    if words := gather_in_words(target, **settings):
+        print(words)
     if words := stages_in_words(estimates):
         print(words)
     fleets = _fleets(target, workload, settings, options)

@@ -4,6 +4,7 @@ The engine is built from a `Deployment`; `check`, `plan` and the simulator ask t
 it holds and does, with the memory of real devices or of a machine file.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -40,6 +41,7 @@ from shiftjax.parallel.fleet import (
 from shiftjax.parallel.grid import Grid
 from shiftjax.parallel.layout import Layout
 
+logger = logging.getLogger(__name__)
 MOST_DRAFT_ROWS = 256  # unless asked for; the LM head of a row costs what a small layer costs
 WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
 
@@ -550,4 +552,9 @@ def choose_degrees(
         for stage in stages_of(model, parallel.pp)
     )
     by_rule = base_rule(most, devices.total_bytes, size, of_experts)
+    if by_rule[0] == 1 < size and not parallel.gathers:
+        logger.info(
+            "the weights leave no room for SP: weights = gather stores as little, and gathers them "
+            "for steps of many tokens; `shiftjax plan` says from how many that pays"
+        )
     return (size, 1) if parallel.gathers else by_rule  # of which a device has 1/P, whatever SP

@@ -40,8 +40,10 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
-SIMULATED = MappingProxyType({"weights": "alias", "deterministic": False, "stages": None})
-"""Settings of which the replay knows one value."""
+SIMULATED = MappingProxyType(
+    {"weights": ("alias", "gather"), "deterministic": (False,), "stages": (None,)}
+)
+"""Settings of which the replay knows these values."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,22 @@ class Target:
 
 
 def deploy(
-    target: Target, name: str, mesh: tuple[int, int, int], policy: str, **settings: Any
+    target: Target,
+    name: str,
+    mesh: tuple[int, int, int],
+    policy: str,
+    *,
+    gathers: bool = False,
+    **settings: Any,
 ) -> Deployment:
     """A deployment on a mesh (DP, SP, TP) as an engine of the target's kind makes it.
 
     `policy` chooses the mode of a step: base, shift, threshold, cost, or oracle (the mode that
-    is quicker in hindsight). Budgets that `settings` lack are a server's, not the engine's own.
+    is quicker in hindsight). With `gathers`, devices store SHIFT's weights alone. Budgets that
+    `settings` lack are a server's, not the engine's own.
     """
     dp, sp, tp = mesh
+    copied = "replicate" if target.engine.copies_shift_weights else "alias"
     own: dict[str, Any] = {"threshold": DEFAULT_SHIFT_THRESHOLD, **SERVER_BUDGETS}
     own |= {"max_model_len": target.model.max_position_embeddings} | settings
     own.setdefault("max_draft_rows", draft_rows(own.get("drafts", NO_DRAFTS), own["max_num_seqs"]))
@@ -76,11 +86,11 @@ def deploy(
         own["token_buckets"] = doubling(own["max_num_batched_tokens"])
     return Deployment(
         name=name,
-        layout=Layout(target.model, sp, tp),
+        layout=Layout(target.model, sp, tp, gathers=gathers),
         formats=target.formats,
         dp=dp,
         policy=policy,
-        weights="replicate" if target.engine.copies_shift_weights else "alias",
+        weights="gather" if gathers else copied,
         **own,
     )
 
@@ -92,9 +102,9 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
     """
     given = config.flat()
     wrong = [
-        f"{name} = {given[name]} is not simulated, only {value} is: drop it"
-        for name, value in SIMULATED.items()
-        if given[name] != value
+        f"{name} = {given[name]} is not simulated, only {' and '.join(map(str, known))}: drop it"
+        for name, known in SIMULATED.items()
+        if given[name] not in known
     ]
     believed = config.scheduler.machine
     if believed is not None and load_machine(believed) != target.machine:
@@ -276,6 +286,17 @@ def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment
         "cost": replace(base, name="cost", policy="cost"),
         "oracle": replace(base, name="oracle", policy="oracle"),
     }
+
+
+def deploy_gathered(target: Target, name: str, policy: str = "cost", **settings: Any) -> Deployment:
+    """All devices as one group with SP alone, whose base steps gather their weights.
+
+    Raises ConfigError where the model has too few heads for that.
+    """
+    devices, heads = target.machine.num_devices, target.model.num_heads
+    if devices > heads:
+        raise ConfigError([f"{name}: sp = {devices} is more than {heads} query heads"])
+    return deploy(target, name, (1, devices, 1), policy, gathers=True, **settings)
 
 
 def least_tp(target: Target) -> int:

@@ -24,6 +24,7 @@ from shiftjax.sim.deployment import (
     cost_model,
     deploy_degrees,
     deploy_fleet,
+    deploy_gathered,
     deploy_phases,
     standard_deployments,
 )
@@ -80,11 +81,13 @@ def choose_deployments(
     for name in names:
         if name.split(":")[0] == FLEET:
             known[name] = deploy_fleet(target, name, options, **budgets)
+        elif name == "gather":
+            known[name] = deploy_gathered(target, name, **budgets)
         elif name not in known and (spelled := _spelled(name)):
             known[name] = _deploy(target, spelled, host_bytes, budgets)
     wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
     if wrong:
-        there = ", ".join([*known, FLEET, "degrees as pp4tp2, phases as pp8:tp8"])
+        there = ", ".join([*known, "gather", FLEET, "degrees as pp4tp2, phases as pp8:tp8"])
         raise ConfigError([f"{problem}; there are {there}" for problem in wrong])
     return [known[name] for name in names]
 

@@ -9,12 +9,14 @@ from shiftjax.control.policy import shift_threshold
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.step import Work
+from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import (
     Target,
     cost_model,
     deploy,
     deploy_degrees,
+    deploy_gathered,
     least_tp,
     memory_of,
     modes_of,
@@ -124,27 +126,60 @@ def saturated_tokens_per_second(
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     """Every (dp, sp, tp) of the machine with powers of two, and stages; those with SP shift.
 
-    Stages are as many as divide the layers, each with TP alone.
+    Stages are as many as divide the layers, each with TP alone. Where only TP over all devices has
+    room for the weights, there is SP with gathered ones, too.
     """
     devices = target.machine.num_devices
     sizes = [size for size in (2**k for k in range(devices.bit_length())) if devices % size == 0]
     most = target.model.num_heads
-    return [
-        deploy(
-            target,
-            f"dp{devices // (sp * tp)} sp{sp} tp{tp}",
-            (devices // (sp * tp), sp, tp),
-            "oracle" if sp > 1 else "base",
-            **budgets,
+    return (
+        [
+            deploy(
+                target,
+                f"dp{devices // (sp * tp)} sp{sp} tp{tp}",
+                (devices // (sp * tp), sp, tp),
+                "oracle" if sp > 1 else "base",
+                **budgets,
+            )
+            for sp in sizes
+            for tp in sizes
+            if devices % (sp * tp) == 0 and sp * tp <= most
+        ]
+        + [
+            deploy_degrees(target, degrees, **budgets)
+            for degrees in all_degrees(target)
+            if degrees.pp > 1 and degrees.sp == 1 and target.model.num_layers % degrees.pp == 0
+        ]
+        + gathered_deployments(target, **budgets)
+    )
+
+
+def gathered_deployments(target: Target, **budgets: Any) -> list[Deployment]:
+    """SP over all devices with gathered weights, if the weights leave it no room otherwise."""
+    devices, name = target.machine.num_devices, f"gather sp{target.machine.num_devices}"
+    try:
+        leaves_none = 1 < devices == least_tp(target)
+        return [deploy_gathered(target, name, "oracle", **budgets)] if leaves_none else []
+    except ConfigError:  # they fit nowhere, or there are too few heads
+        return []
+
+
+def gather_in_words(target: Target, **budgets: Any) -> str:
+    """What gathered weights offer where SP has no room, in a sentence or two; "" where it has."""
+    for gathered in gathered_deployments(target, **budgets):
+        costs, most = cost_model(target, gathered), gathered.max_num_batched_tokens
+        base, shift = costs.layout.base, costs.layout.shift
+        pays_from, work = shift_threshold(costs) + 1, Work.prefill(most)
+        text = (
+            f"offered: --weights gather --sp {gathered.sp} stores as little as TP {gathered.sp} "
+            f"({memory_of(target, gathered).weight_bytes / 1e9:.1f} GB a device) and computes "
+            f"steps of {pays_from:,} tokens or more in base mode, whose weights it gathers"
         )
-        for sp in sizes
-        for tp in sizes
-        if devices % (sp * tp) == 0 and sp * tp <= most
-    ] + [
-        deploy_degrees(target, degrees, **budgets)
-        for degrees in all_degrees(target)
-        if degrees.pp > 1 and degrees.sp == 1 and target.model.num_layers % degrees.pp == 0
-    ]
+        if pays_from > most:
+            return f"{text}: only with more than max_num_batched_tokens = {most:,}"
+        saved = 1 - costs.device_seconds(base, work) / costs.device_seconds(shift, work)
+        return f"{text}: {saved:.0%} less time for a step of {most:,}"
+    return ""
 
 
 def stages_in_words(estimates: Sequence[Estimate]) -> str:

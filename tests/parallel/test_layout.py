@@ -56,6 +56,21 @@ def test_every_device_gets_the_kv_head_of_its_query_heads(sp, tp, heads, kv_head
 
 
 @pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 2), (4, 4), (7, 1), (12, 6)])
+def test_the_kv_heads_of_a_rank_are_those_that_its_devices_store(sp, tp, heads, kv_heads):
+    """Of SHIFT's shards, gathered; but for heads that none of them caches, which nobody is sent."""
+    it = replace(layout(sp, tp, heads, kv_heads), gathers=True)
+    for mode in it.modes:
+        order = it.kv_gather_order(mode)
+        for rank, wanted in enumerate(it.kv_heads_of_ranks(mode)):
+            devices = range(rank * mode.sp, (rank + 1) * mode.sp)
+            gathered = [head for j in devices for head in it.kv_heads_of(j)]
+            got = [gathered[i] for i in order[rank]]
+            for mine, head in zip(got, wanted, strict=True):
+                assert mine == head or head not in gathered
+
+
+@pytest.mark.parametrize(("sp", "tp"), FACTORISATIONS)
 @pytest.mark.parametrize("axis", ["heads", "kv_heads", "intermediate", "vocab"])
 def test_the_shards_of_every_mode_lie_inside_the_base_shards(sp, tp, axis):
     """The claim behind `weights="alias"`, over checkpoint rows instead of memory."""

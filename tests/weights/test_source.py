@@ -31,6 +31,7 @@ PUBLISHED_PARAMETERS = {  # model cards, millions
     "llama-3.2-1b": 1236,
     "llama-3.1-8b": 8030,
     "llama-3.3-70b": 70_554,
+    "llama-3.1-405b": 405_853,
     "mistral-7b-v0.3": 7248,
     "qwen2.5-0.5b": 494,
     "qwen2.5-32b": 32_764,
