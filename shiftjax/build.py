@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -42,6 +42,7 @@ from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import dtype_of, stored_weights
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
+from shiftjax.weights.kv_scales import identify_scales
 from shiftjax.weights.source import TensorSource, check_complete
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ def build(
     devices, deployment = deploy(config, source.config, cache_dir)
     programs_dir = _use_cache_for([deployment], devices[0], cache_dir)
     check_complete(source)
+    (deployment,) = with_kv_scales([deployment], source)
     begin = time.perf_counter()
     check = _kernel_check(devices, progress, cache_dir)
     groups = place(deployment, devices, source, progress, check)
@@ -107,6 +109,8 @@ def _build_phases(
     devices, deployments = deploy_phases(config, source.config, cache_dir)
     programs_dir = _use_cache_for(list(deployments.values()), devices[0], cache_dir)
     check_complete(source)
+    scaled = with_kv_scales(list(deployments.values()), source)
+    deployments = dict(zip(deployments, scaled, strict=True))
     begin, load_seconds = time.perf_counter(), 0.0
     check = _kernel_check(devices, progress, cache_dir)
     groups: dict[Phase, list[Placed]] = {}
@@ -172,14 +176,26 @@ def deploy_phases(
     return devices, deployments
 
 
+def with_kv_scales(deployments: Sequence[Deployment], source: TensorSource) -> list[Deployment]:
+    """Deployments of one checkpoint that know which scales their KV cache has, if it has any.
+
+    Raises CheckpointError for scales that cannot be used.
+    """
+    if not FORMATS[deployments[0].formats.kv].has_scales:
+        return list(deployments)
+    name = identify_scales(source)
+    return [replace(deployment, kv_scales=name) for deployment in deployments]
+
+
 def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
     """Bytes of the weights in host memory, out of which each phase is loaded (`HostWeights`).
 
     Codes are made of them on the devices, but for those of a checkpoint.
     """
-    held = formats.weights if model.has_codes else formats.activations
+    plain = formats.activations
+    held = Formats(formats.weights if model.has_codes else plain, plain, plain)
     return sum(
-        weight.num_elements * dtype_of(weight, formats).itemsize
+        weight.num_elements * dtype_of(weight, held).itemsize
         for weight in stored_weights(Layout(model, 1, 1), held)
         if weight.tied_to is None
     )

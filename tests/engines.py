@@ -2,13 +2,16 @@
 
 import itertools
 import random
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import silent
 from oracle import numpy_llama
+from safetensors.numpy import save_file
 
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
@@ -28,6 +31,22 @@ def checkpoint(**overrides) -> tuple[Path, dict, dict]:
     directory = Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
     config, tensors = numpy_llama.random_checkpoint(directory, seed=7, **(MODEL | overrides))
     return directory, config, tensors
+
+
+@cache
+def scaled_checkpoint(**overrides) -> tuple[Path, dict, dict]:
+    """The same with scales of a KV cache: of K a head each, some too small, of V one for all."""
+    plain, config, tensors = checkpoint(**overrides)
+    directory, rng = Path(tempfile.mkdtemp(prefix="shiftjax-test-")), np.random.default_rng(3)
+    scales = {}
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}.self_attn"
+        heads = 2.0 ** rng.uniform(-9, -5, config["num_key_value_heads"])  # 448 are 0.9 to 14
+        scales[f"{at}.k_scale"] = heads.astype(np.float32)
+        scales[f"{at}.v_scale"] = np.float32(rng.uniform(0.01, 0.02, 1))
+    shutil.copy(plain / "config.json", directory)
+    save_file(tensors | scales, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory, config, tensors | scales
 
 
 def make(directory: Path, sp: int, tp: int, cache: Path | None = None, **options) -> Built:

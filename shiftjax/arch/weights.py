@@ -35,7 +35,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     source: str  # the checkpoint's tensor, by Hugging Face's name
-    kind: Literal["matrix", "table", "norm", "bias", "codes", "scale"] = "matrix"
+    kind: Literal["matrix", "table", "norm", "bias", "codes", "scale", "kv_scale"] = "matrix"
     transposed: bool = False
     tied_to: str | None = None  # the weight whose memory it shares
     in_shift: bool = False  # split over all devices in every mode, as SHIFT splits it
@@ -340,6 +340,25 @@ def family_of(config: ModelConfig) -> Family:
 def weights_of(config: ModelConfig) -> tuple[Weight, ...]:
     """Return every weight of the model, in the order of checkpoints."""
     return (*family_of(config).weights(config), *_speculator(config))
+
+
+@cache
+def kv_scales_of(config: ModelConfig) -> tuple[Weight, ...]:
+    """Return what a KV cache of codes is in units of: for each layer, the scales of K and of V.
+
+    Attention has a device's heads in all modes, so all devices split them in every mode. A
+    checkpoint may have them or not, so they are none of `weights_of`.
+    """
+    first = config.stage.first if config.stage else 0
+    shape, axes = (config.num_kv_heads, 2), ("kv_heads", None)
+    scales = Weight("", shape, axes, "", "kv_scale", in_shift=True)
+    return tuple(
+        scales._replace(
+            name=f"layers.{index}.attention.kv_scale",
+            stacked=tuple(f"model.layers.{first + index}.self_attn.{n}_scale" for n in "kv"),
+        )
+        for index in range(config.num_layers)
+    )
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -23,7 +23,8 @@ class BlockTables:
     """Block tables of one group over its device pool and, with `host`, a host tier.
 
     What falls out of the device's prefix cache goes to the host's, and is restored from there when
-    it is asked for again. `model` keeps the hashes of different weights apart.
+    it is asked for again. `model` keeps the hashes of different weights apart, `kv` those of KV in
+    different formats.
     Prefixes are hashed every `hash_size` tokens, of which a block holds some whole number, so that
     groups whose blocks differ in size share the hashes of a sequence; default: every block.
     """
@@ -35,6 +36,7 @@ class BlockTables:
         model: str = "",
         prefix_caching: bool = True,
         hash_size: int = 0,
+        kv: str = "",
     ):
         self.device = device
         self.host = host
@@ -45,7 +47,7 @@ class BlockTables:
         self.num_host_query_tokens = 0  # that the device did not have
         self.num_host_hit_tokens = 0
         self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
-        self._model = model
+        self._identity = model, kv
         self._evicted: list[tuple[int, CachedPrefix]] = []  # since the last plan
         self._forks: dict[Sequence, list[list[int]]] = {}  # blocks that paths in flight have alone
 
@@ -323,7 +325,7 @@ class BlockTables:
     def _hashes(self, sequence: Sequence) -> list[bytes]:
         """The hash of every full block: that of what it ends with, which is chained to the rest."""
         request, hashes = sequence.request, sequence.block_hashes
-        root = b"" if hashes else root_hash(self._model, request.adapter, request.cache_salt)
+        root = b"" if hashes else root_hash(*self._identity, request.adapter, request.cache_salt)
         extend_hashes(hashes, root, sequence.token_ids, self._hash_size)
         several = self.block_size // self._hash_size
         return hashes if several == 1 else hashes[several - 1 :: several]

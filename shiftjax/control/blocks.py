@@ -16,9 +16,12 @@ from dataclasses import dataclass
 DIGEST_BYTES = 16
 
 
-def root_hash(model: str, adapter: str | None, salt: str | None) -> bytes:
-    """The parent of every first block: KV is shared only below the same root."""
-    identity = repr((model, adapter, salt)).encode()
+def root_hash(model: str, kv: str, adapter: str | None, salt: str | None) -> bytes:
+    """The parent of every first block: KV is shared only below the same root.
+
+    `kv` says what numbers KV is kept in: the same tokens have other blocks in other formats.
+    """
+    identity = repr((model, kv, adapter, salt)).encode()
     return hashlib.blake2b(identity, digest_size=DIGEST_BYTES).digest()
 
 

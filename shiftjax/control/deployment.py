@@ -96,6 +96,7 @@ class Deployment:
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices
     parks: bool = False  # computes prompts alone (`control/resharding.py`)
+    kv_scales: str = ""  # name of the scales of a KV cache of codes: equal ones have equal names
 
     @cached_property
     def stages(self) -> "tuple[Deployment, ...]":
@@ -217,6 +218,7 @@ class Deployment:
             max_num_batched_tokens=self.max_num_batched_tokens,
             eos_token_ids=model.eos_token_ids,
             model=model.name,
+            kv=f"{self.formats.kv} {self.kv_scales}",
             prefix_caching=self.prefix_caching,
             preemption=self.preemption,
             max_draft_rows=self.max_draft_rows,

@@ -86,6 +86,7 @@ class Scheduler:
             config.model,
             config.prefix_caching,
             config.hash_size,
+            config.kv,
         )
         self.requests: dict[str, list[Sequence]] = {}  # unfinished ones, with all continuations
         self.num_waiting_tokens = 0  # prompt tokens of the waiting sequences

@@ -24,6 +24,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     model: str = ""
+    kv: str = ""  # what KV is kept in: a format, and the scales of one that has some
     prefix_caching: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     watermark: float = 0.01

@@ -78,7 +78,7 @@ def weight_collectives(layout: Layout, mode: Mode, formats: Formats) -> list[Col
     """
     if not layout.gathers or mode.sp == 1:
         return []
-    gathered = filter(layout.is_gathered, stored_weights(layout, formats.weights))
+    gathered = filter(layout.is_gathered, stored_weights(layout, formats))
     shards = (shard_bytes(weight, layout, formats, layout.shift) for weight in gathered)
     return [Collective("all-gather", mode.sp, mode.sp * shard, 1) for shard in shards]
 

@@ -59,14 +59,14 @@ def temporary_bytes(
 
 def weight_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of the stored weights on a device; a tied head is the memory of the embedding."""
-    held = (weight for weight in stored_weights(layout, formats.weights) if weight.tied_to is None)
+    held = (weight for weight in stored_weights(layout, formats) if weight.tied_to is None)
     return sum(shard_bytes(weight, layout, formats, layout.stored_in(weight)) for weight in held)
 
 
 def expert_bytes(model: ModelConfig, formats: Formats) -> int:
     """Bytes of all experts, which all devices of a group split, whatever its TP is."""
     layout = Layout(model, 1, 1)
-    experts = (w for w in stored_weights(layout, formats.weights) if w.axes[0] == "experts")
+    experts = (w for w in stored_weights(layout, formats) if w.axes[0] == "experts")
     return sum(shard_bytes(weight, layout, formats, layout.base) for weight in experts)
 
 
@@ -81,7 +81,7 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
         return 0
     copied = (
         weight
-        for weight in stored_weights(layout, formats.weights)
+        for weight in stored_weights(layout, formats)
         if weight.axes[0] is not None and (not weight.in_shift or weight.tied_to)
         if strategy == "replicate" or weight.kind in COPIED
     )
@@ -93,7 +93,7 @@ def gathered_bytes(layout: Layout, formats: Formats) -> int:
     if not layout.gathers or layout.sp == 1:
         return 0
     of_layers: dict[str, int] = {}
-    for weight in filter(layout.is_gathered, stored_weights(layout, formats.weights)):
+    for weight in filter(layout.is_gathered, stored_weights(layout, formats)):
         layer = weight.name.split(".")[1]
         size = shard_bytes(weight, layout, formats, layout.base)
         of_layers[layer] = of_layers.get(layer, 0) + size

@@ -26,6 +26,7 @@ from shiftjax.models.families import FORWARD
 from shiftjax.models.products import in_blocks, quantise, relative_error
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import SCALE, dtype_of, stored_weights
+from shiftjax.weights.kv_scales import read_scale
 from shiftjax.weights.source import OF_CODES, OF_SCALE, CheckpointError, TensorSource, check_finite
 
 # What a checkpoint's own codes are made of, and their scales; all else is in a model's format.
@@ -60,7 +61,7 @@ class ModelDef:
 def define(layout: Layout, formats: Formats) -> ModelDef:
     """Define the model of a layout without allocating anything."""
     config = layout.model
-    stored = {weight.name: weight for weight in stored_weights(layout, formats.weights)}
+    stored = {weight.name: weight for weight in stored_weights(layout, formats)}
     params = {
         tuple(name.split(".")): nnx.Param(
             jax.ShapeDtypeStruct(weight.shape, dtype_of(weight, formats)),
@@ -117,6 +118,8 @@ def load_rows(
         arrays |= zip((each.name for each in parts), placed, strict=True)
     if layout.model.codes is not None:
         _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
+    for scales in (weight for weight in model.declared if weight.kind == "kv_scale"):
+        arrays[scales.name] = _load_one(scales, np.dtype(np.float32), layout, mesh, rows)
     progress("weights", len(plain_weights), len(plain_weights))
     return tuple(arrays[weight.name] for weight in model.declared)
 
@@ -204,6 +207,8 @@ class HostWeights:
 
     def __call__(self, weight: Weight, first: int, last: int) -> np.ndarray:
         """Rows [first, last) of a weight that has one part. Raises CheckpointError like `load`."""
+        if weight.kind == "kv_scale":
+            return read_rows(self._source, weight, first, last)
         name = tensor_of(weight)
         if name not in self._held:
             self._held[name] = self._read(weight)
@@ -245,6 +250,9 @@ def _make_shards(
         return {each: _shard_of(block, mine, dtype) for each, mine in spans}
     tail = weight.shape[1:]
     shards = {each: aligned_zeros((len(mine), *tail), dtype) for each, mine in spans}
+    if weight.kind == "kv_scale":  # also of heads that are padding: 0 / 0 would be NaN
+        for shard in shards.values():
+            shard[:] = 1
     for nth, part in enumerate(weight.parts):
         block = rows(part, first, last)
         for each, mine in spans:
@@ -283,6 +291,8 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
     """
     if weight.axes[0] == "experts":
         return _read_experts(source, weight, first, last)
+    if weight.kind == "kv_scale":
+        return read_scale(source, weight.source, source.config.num_kv_heads)[first:last]
     tail, per_row = weight.shape[1:], _rows_of_tensor(weight)
     info, name = source.tensors[weight.source], tensor_of(weight)
     index = (slice(first * per_row, last * per_row),)

@@ -78,7 +78,13 @@ class Attention(Part):
     o_bias: nnx.Param  # with output_bias
     q_norm: nnx.Param  # with qk_norm
     k_norm: nnx.Param
-    terms = LayerTerms()
+    kv_scale: nnx.Param  # with a KV cache of codes
+
+    @property
+    def terms(self) -> LayerTerms:
+        """What attention must know of this layer."""
+        scales = getattr(self, "kv_scale", None)
+        return LayerTerms(kv_scales=None if scales is None else scales[...].T)
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
@@ -139,6 +145,7 @@ class SwiftKV(Part):
         self,
         hidden: Float[Array, "tokens hidden"],
         pools: list[LayerPool],
+        terms: list[LayerTerms],
         rope: Rope,
         context: Context,
     ) -> list[LayerPool]:
@@ -154,8 +161,8 @@ class SwiftKV(Part):
         keys = apply_rope(keys.reshape(x.shape[0], -1, kv.shape[-1]), rope).reshape(keys.shape)
         slots = context.metadata.slot_mapping
         return [
-            context.backend.write(pool, keys[:, :, i], values[:, :, i], slots, LayerTerms())
-            for i, pool in enumerate(pools)
+            context.backend.write(pool, keys[:, :, i], values[:, :, i], slots, own)
+            for i, (pool, own) in enumerate(zip(pools, terms, strict=True))
         ]
 
 
@@ -339,7 +346,8 @@ class Llama(nnx.Module):
         config, early = self.config, self.config.num_early_layers
         hidden = context.parallel.gather_tokens(hidden)
         rope = rope_tables(rows.positions, config)
-        late = self.swiftkv(hidden, pools[early:], rope, context)
+        terms = [layer.attention.terms for layer in self.layers[early:]]
+        late = self.swiftkv(hidden, pools[early:], terms, rope, context)
         metadata = context.metadata._replace(work=rows.late.work)
         rope = rope_tables(rows.positions[rows.tokens], config)
         of_rows = Context(rope, metadata, context.backend, context.parallel.in_shift)

@@ -16,11 +16,11 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.weights import Weight, weights_of
+from shiftjax.arch.weights import Weight, kv_scales_of, weights_of
 from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
-COPIED = ("bias", "scale")  # kinds so small that a mode has a copy of its shard, not a view
+COPIED = ("bias", "scale", "kv_scale")  # kinds so small that modes have copies, not views
 _SPLIT = ("heads", "kv_heads", "intermediate", "experts")
 
 
@@ -38,15 +38,20 @@ def is_quantised(weight: Weight, model: ModelConfig) -> bool:
     return can_be_codes(weight) and weight.parts[0].source not in plain
 
 
-def stored_weights(layout: Layout, weight_format: str) -> tuple[Weight, ...]:
-    """Every weight of the layout's model as devices store it, in the order of the model's."""
+def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
+    """Every weight of the layout's model as devices store it, in the order of the model's.
+
+    With the scales of a KV cache of codes.
+    """
     stored: list[Weight] = []
     for weight in weights_of(layout.model):
         plain = layout.stored(weight)
-        if FORMATS[weight_format].has_scales and is_quantised(weight, layout.model):
+        if FORMATS[formats.weights].has_scales and is_quantised(weight, layout.model):
             stored += quantised(plain, layout)
         else:
             stored.append(plain)
+    if FORMATS[formats.kv].has_scales:
+        stored += [layout.stored(scales) for scales in kv_scales_of(layout.model)]
     return tuple(stored)
 
 
@@ -65,6 +70,6 @@ def quantised(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
 
 def dtype_of(weight: Weight, formats: Formats) -> np.dtype:
     """What a stored weight is made of."""
-    if weight.kind == "scale":
+    if weight.kind in ("scale", "kv_scale"):
         return np.dtype(np.float32)
     return FORMATS[formats.weights if weight.kind == "codes" else formats.activations].dtype

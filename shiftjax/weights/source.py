@@ -95,8 +95,11 @@ def bounds(info: TensorInfo, index: tuple[slice, ...]) -> tuple[slice, ...]:
     return tuple(ranges)
 
 
-def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[slice]]:
+def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[slice, ...]]:
     """Cut a tensor into ranges of whole rows of at most `chunk_bytes` (one row at least)."""
+    if not info.shape:
+        yield ()
+        return
     rows = info.shape[0]
     step = max(1, chunk_bytes * rows // max(1, info.num_bytes))
     for start in range(0, rows, step):

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shiftjax.control.blocks import BlockAllocator, extend_hashes, root_hash
 
 BLOCK_SIZE = 2
-ROOT = root_hash("model", None, None)
+ROOT = root_hash("model", "fp8 1", None, None)
 
 
 def hashes_of(token_ids: list[int], root: bytes = ROOT) -> list[bytes]:
@@ -118,9 +118,15 @@ def test_equal_hashes_of_other_tokens_are_a_miss():
 
 
 @pytest.mark.parametrize(
-    "other", [("other", None, None), ("model", "a", None), ("model", None, "a")]
+    "other",
+    [
+        ("other", "fp8 1", None, None),
+        ("model", "fp8 2", None, None),
+        ("model", "fp8 1", "a", None),
+        ("model", "fp8 1", None, "a"),
+    ],
 )
-def test_model_adapter_and_salt_keep_prefixes_apart(other):
+def test_model_formats_of_kv_adapter_and_salt_keep_prefixes_apart(other):
     allocator, token_ids, table = filled()
     assert allocator.match(hashes_of(token_ids), token_ids, 3) == table
     assert not allocator.match(hashes_of(token_ids, root_hash(*other)), token_ids, 3)

@@ -228,7 +228,8 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
     buckets the first has rows alone: the kernels' steps of decodes have no tiles.
     """
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    directory, *_ = engines.checkpoint(**{"num_hidden_layers": 1} | sizes | model)
+    make_checkpoint = engines.scaled_checkpoint if kv_dtype == "fp8" else engines.checkpoint
+    directory, *_ = make_checkpoint(**{"num_hidden_layers": 1} | sizes | model)
 
     def choose(layout, device, dtype, kv_dtype, block_size, **_):
         if name == "xla":
@@ -266,7 +267,7 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
             {"model_type": "llama_swiftkv", "num_hidden_layers": 2, "num_key_value_layers": 1},
         ),
     ],
-    ids=["two buckets", "sliding window", "fp8 pools", "a late layer"],
+    ids=["two buckets", "sliding window", "fp8 pools with scales", "a late layer"],
 )
 def test_consecutive_steps_through_the_kernels_are_those_of_xla(
     monkeypatch, kv_dtype, buckets, model
