@@ -91,4 +91,5 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, shape: tuple[int, ...]) ->
 def _rope(shape: tuple[int, ...], config: ModelConfig) -> Rope:
     """Rotary tables of whole texts, one after the other."""
     batch, window = shape
-    return rope_tables(jnp.tile(jnp.arange(window, dtype=jnp.int32), batch), config)
+    (rope,) = rope_tables(jnp.tile(jnp.arange(window, dtype=jnp.int32), batch), config)
+    return rope

@@ -15,7 +15,7 @@ from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.place import define, load
 from shiftjax.device.pool import PoolOptions, as_stored, in_shape, make_pools
-from shiftjax.models.attention_backend import xla_attention
+from shiftjax.models.attention_backend import loops_of
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.parallel.grid import Mode
@@ -93,7 +93,7 @@ def forward(
     params = weights.of(mode, weights.with_head(load(model, layout, mesh, source, silent)))
     size = max(len(token_ids), least_size)
     tokens = round_up(size, sp * tp)
-    attention = xla_attention(source.config.head_dim, source.config.windows, BLOCK_SIZE)
+    attention = loops_of(source.config, BLOCK_SIZE)
     kv = FORMATS[model.formats.kv].dtype
     pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, kv)
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
@@ -104,8 +104,8 @@ def forward(
     def run(params, pools, inputs):
         pools = in_shape(pools, layout, BLOCK_SIZE)
         llama = model.merge(weights.local(mode, params))
-        rope = rope_tables(parallel.local_tokens(inputs.positions), source.config)
-        context = Context(rope, inputs.attention, attention, parallel)
+        ropes = rope_tables(parallel.local_tokens(inputs.positions), source.config)
+        context = Context(ropes, inputs.attention, attention, parallel)
         hidden, pools = llama(inputs.token_ids, pools, context)
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = llama.take_rows(hidden[-1], rows, pools, context)

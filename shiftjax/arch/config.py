@@ -9,15 +9,32 @@ from typing import Literal
 class RopeScaling:
     """Rotary frequencies stretched for long contexts.
 
-    `linear` divides every frequency by `factor`; `llama3` divides the low frequencies only and
-    blends between the two wavelengths (Llama 3.1 model card, `rope_type: llama3`).
+    `linear` divides every frequency by `factor`; `llama3` divides those only that turn less than
+    `low_freq_factor` times over the original context, keeps those that turn more than
+    `high_freq_factor` times, and blends between the two (Llama 3.1 model card). `yarn` does so with
+    its beta_slow and beta_fast, blending by place (arXiv 2309.00071, section 3.2); `truncate`
+    rounds the ends of that range to whole places. `longrope` divides each frequency by a number of
+    its own (arXiv 2402.13753). `attention_factor` multiplies cosines and sines.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # of longrope: up to the original context
+    long_factors: tuple[float, ...] = ()  # beyond it
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How layers of one kind attend: how far back, and with which rotary positions."""
+
+    sliding_window: int | None = None
+    rope_theta: float | None = 10_000.0  # None: without positions
+    rope_scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,7 @@ class ModelConfig:
     """
 
     name: str
-    architecture: str  # Hugging Face model_type: llama, llama_swiftkv, qwen2, qwen3, bert ...
+    architecture: str  # Hugging Face model_type: llama, qwen3, gemma3_text, bert ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -109,7 +126,21 @@ class ModelConfig:
     attention_bias: bool = False  # bias on q, k and v (Qwen2)
     output_bias: bool = False  # bias on o (Llama's attention_bias sets this too)
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim on q and k before rope (Qwen3)
+    qk_norm: bool = False  # RMSNorm on q and k before rope, over head_dim (Qwen3)
+    wide_qk_norm: bool = False  # over all heads together instead (OLMo 2)
+    norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
+    norm_in_float32: bool = False  # and are rounded after the weight is applied, not before
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    scaled_embedding: bool = False  # times the square root of hidden_size (Gemma)
+    query_scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    attention_soft_cap: float | None = None  # cap * tanh(score / cap) (Gemma 2)
+    logit_soft_cap: float | None = None  # the same of logits
+    attention_sinks: bool = False  # a logit for each head that takes part in softmax (GPT-OSS)
+    rotary_dim: int | None = None  # only the first so many of head_dim are rotated; None: all
+    rope_interleaved: bool = False  # neighbours are rotated against each other, not halves (GLM)
+    # Kinds of attention, repeated over the layers of the whole model. Empty: all layers attend as
+    # `sliding_window`, `rope_theta` and `rope_scaling` say, which else mean nothing.
+    layer_kinds: tuple[LayerKind, ...] = ()
     experts: Experts | None = None  # in place of the MLP, in all layers but some
     encoder: Encoder | None = None  # None: a decoder
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
@@ -119,11 +150,6 @@ class ModelConfig:
     stage: Stage | None = None  # `num_layers` are those of this stage; None: the whole model
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The windows that its layers have, each once; None: such layers see everything."""
-        return (self.sliding_window,)
 
     @property
     def has_codes(self) -> bool:
@@ -149,6 +175,31 @@ class ModelConfig:
     def num_expert_layers(self) -> int:
         """Layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """How each of its layers attends, in order."""
+        alike = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
+        cycle, first = self.layer_kinds or (alike,), self.stage.first if self.stage else 0
+        return tuple(cycle[(first + i) % len(cycle)] for i in range(self.num_layers))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct sliding windows of its layers, in order of first use."""
+        return tuple(dict.fromkeys(kind.sliding_window for kind in self.kinds))
+
+    @property
+    def ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
+        """The distinct rotary embeddings of its layers: theta and scaling."""
+        pairs = ((kind.rope_theta, kind.rope_scaling) for kind in self.kinds)
+        return tuple(
+            dict.fromkeys((theta, scaling) for theta, scaling in pairs if theta is not None)
+        )
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention multiplies the products of queries and keys with."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property
     def is_first_stage(self) -> bool:

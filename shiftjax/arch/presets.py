@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shiftjax.arch.config import Encoder, Experts, ModelConfig, RopeScaling
+from shiftjax.arch.config import Encoder, Experts, LayerKind, ModelConfig, RopeScaling
+from shiftjax.arch.traits import traits_of
 
 _COLUMNS = (
     "hidden_size",
@@ -19,7 +20,8 @@ _COLUMNS = (
 def preset(name: str, family: Mapping[str, Any], *sizes: int, **more: Any) -> ModelConfig:
     """A model of a family: hidden, intermediate, layers, heads, KV heads, head_dim, and more."""
     shape = dict(zip(_COLUMNS, sizes, strict=True))
-    return ModelConfig(**{"name": name, **family, **shape, **more})
+    fields = {"name": name, **family, **shape, **more}
+    return ModelConfig(**{**traits_of(fields["architecture"]), **fields})
 
 
 # What the models of a family have in common.
@@ -74,21 +76,67 @@ _QWEN2 = _QWEN | {
     "max_position_embeddings": 32_768,
     "attention_bias": True,
 }
-_QWEN3 = _QWEN | {"architecture": "qwen3", "max_position_embeddings": 40_960, "qk_norm": True}
+_QWEN3 = _QWEN | {"architecture": "qwen3", "max_position_embeddings": 40_960}
 _QWEN3_MOE = _QWEN3 | {"architecture": "qwen3_moe"}
 _MIXTRAL = _MISTRAL | {"architecture": "mixtral", "vocab_size": 32_000}
+_GEMMA3 = {
+    "architecture": "gemma3_text",
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_ids": (1, 106),
+}
+_PHI4 = {
+    "architecture": "phi3",
+    "vocab_size": 100_352,
+    "max_position_embeddings": 16_384,
+    "rope_theta": 250_000.0,
+    "bos_token_id": 100_257,
+    "eos_token_ids": (100_265,),
+}
+_GLM4 = {
+    "architecture": "glm4",
+    "vocab_size": 151_552,
+    "max_position_embeddings": 32_768,
+    "attention_bias": True,
+    "rotary_dim": 64,
+    "eos_token_ids": (151_329, 151_336, 151_338),
+}
+_OLMO2 = {
+    "architecture": "olmo2",
+    "vocab_size": 100_352,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500_000.0,
+    "bos_token_id": 100_257,
+    "eos_token_ids": (100_257,),
+}
+
+
+def _gemma3_kinds(window: int, scaling: RopeScaling | None = None) -> dict[str, Any]:
+    """Five layers with a window and then one without, whose positions turn more slowly."""
+    kinds = LayerKind(window, 10_000.0), LayerKind(None, 1_000_000.0, scaling)
+    return {"layer_kinds": (kinds[0],) * 5 + kinds[1:]}
+
+
 _LESS = {"rope_scaling": RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)}
 _TIED = {"tie_word_embeddings": True}
+
+_GEMMA3_1B = _gemma3_kinds(512) | {"vocab_size": 262_144, "max_position_embeddings": 32_768}
+_GEMMA3_27B = _gemma3_kinds(1024, RopeScaling("linear", 8.0)) | {"query_scale": 168**-0.5}
+_TINY_GEMMA3 = {"architecture": "gemma3_text", "tie_word_embeddings": True} | _gemma3_kinds(16)
+_TINY_GLM4 = {"architecture": "glm4", "attention_bias": True, "rotary_dim": 4}
 
 _PRESETS = (
     preset("tiny", _TINY, 64, 128, 2, 8, 4, 8),
     preset("tiny-qwen2", _TINY, 64, 128, 2, 8, 4, 8, architecture="qwen2", attention_bias=True),
-    preset("tiny-qwen3", _TINY, 64, 128, 2, 8, 4, 16, architecture="qwen3", qk_norm=True),
+    preset("tiny-qwen3", _TINY, 64, 128, 2, 8, 4, 16, architecture="qwen3"),
     preset("tiny-mistral", _TINY, 64, 128, 2, 8, 4, 8, architecture="mistral", sliding_window=32),
     preset(
         *("tiny-qwen3-moe", _TINY, 64, 128, 2, 8, 4, 16),
         architecture="qwen3_moe",
-        qk_norm=True,
         experts=Experts(num=16, per_token=4, intermediate_size=32),
     ),
     preset(
@@ -96,6 +144,10 @@ _PRESETS = (
         architecture="mixtral",
         experts=Experts(num=8, per_token=2, intermediate_size=128),
     ),
+    preset("tiny-gemma3", _TINY, 64, 128, 6, 8, 4, 8, **_TINY_GEMMA3),
+    preset("tiny-olmo2", _TINY, 64, 128, 2, 8, 4, 8, architecture="olmo2"),
+    preset("tiny-phi3", _TINY, 64, 128, 2, 8, 4, 8, architecture="phi3"),
+    preset("tiny-glm4", _TINY, 64, 128, 2, 8, 4, 8, **_TINY_GLM4),
     preset("tiny-bert", _TINY_BERT, 64, 128, 2, 4, 4, 16),
     preset("minilm-l6", _MINILM, 384, 1536, 6, 12, 12, 32),
     preset("smollm2-135m", _SMOLLM2, 576, 1536, 30, 9, 3, 64, **_TIED),
@@ -117,6 +169,11 @@ _PRESETS = (
         *("mixtral-8x7b", _MIXTRAL, 4096, 14_336, 32, 32, 8, 128),
         experts=Experts(num=8, per_token=2, intermediate_size=14_336),
     ),
+    preset("gemma-3-1b", _GEMMA3, 1152, 6912, 26, 4, 1, 256, **_GEMMA3_1B),
+    preset("gemma-3-27b", _GEMMA3, 5376, 21_504, 62, 32, 16, 128, **_GEMMA3_27B),
+    preset("phi-4", _PHI4, 5120, 17_920, 40, 40, 10, 128),
+    preset("glm-4-9b", _GLM4, 4096, 13_696, 40, 32, 2, 128),
+    preset("olmo-2-7b", _OLMO2, 4096, 11_008, 32, 32, 32, 128),
 )
 
 _SHORT_NAMES = {

@@ -79,6 +79,32 @@ class Weight(NamedTuple):
         return {self.source: shape[::-1] if self.transposed else shape}
 
 
+# A layer's norms of hidden states, before or after what they are named for, by its checkpoint's.
+_NORMS_BEFORE = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_AROUND = {
+    "input_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gemma2": _NORMS_AROUND,
+        "gemma3_text": _NORMS_AROUND,
+        "glm4": {
+            "input_norm": "input_layernorm",
+            "attention_out_norm": "post_self_attn_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_out_norm": "post_mlp_layernorm",
+        },
+        "olmo2": {
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        },
+    }
+)
+
+
 class Family(NamedTuple):
     """Architectures of one forward pass: `models/families.py` has it under this name."""
 
@@ -134,8 +160,8 @@ def _swiftkv(config: ModelConfig) -> Iterator[Weight]:
 
 def _llama_layer(config: ModelConfig, has_experts: bool = False) -> Iterator[Weight]:
     hidden, head_dim = config.hidden_size, config.head_dim
-    yield _norm("input_norm", hidden, "input_layernorm")
-    yield _norm("mlp_norm", hidden, "post_attention_layernorm")
+    for name, source in NORMS.get(config.architecture, _NORMS_BEFORE).items():
+        yield _norm(name, hidden, source)
     for name, axis, num_heads, has_bias in (
         ("q", "heads", config.num_heads, config.attention_bias),
         ("k", "kv_heads", config.num_kv_heads, config.attention_bias),
@@ -151,8 +177,22 @@ def _llama_layer(config: ModelConfig, has_experts: bool = False) -> Iterator[Wei
     else:
         yield from _mlp("mlp", (config.intermediate_size, hidden), "mlp", config.mlp_bias)
     if config.qk_norm:
-        yield _norm("attention.q_norm", head_dim, "self_attn.q_norm")
-        yield _norm("attention.k_norm", head_dim, "self_attn.k_norm")
+        yield from _qk_norms(config)
+    if config.attention_sinks:  # attention has its own heads in every mode, as SHIFT splits them
+        shape, axes, source = (config.num_heads, 1), ("heads", None), "self_attn.sinks"
+        yield Weight("attention.sinks", shape, axes, source, "bias", in_shift=True)
+
+
+def _qk_norms(config: ModelConfig) -> Iterator[Weight]:
+    """The norms of queries and keys: one for each head of a device, or of what all heads are."""
+    for name, axis, num_heads in (
+        ("q", "heads", config.num_heads),
+        ("k", "kv_heads", config.num_kv_heads),
+    ):
+        norm = _norm(f"attention.{name}_norm", config.head_dim, f"self_attn.{name}_norm")
+        if config.wide_qk_norm:
+            norm = norm._replace(shape=(num_heads, config.head_dim), axes=(axis, None))
+        yield norm
 
 
 class ExpertNames(NamedTuple):
@@ -318,10 +358,13 @@ def _numbered_norm(name: str, index: int, width: int, source: str) -> Iterator[W
 
 
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
+_DECODERS = (
+    *("llama", "llama_swiftkv", "mistral", "qwen2", "qwen3"),
+    *("qwen3_moe", "mixtral"),
+    *("gemma2", "gemma3_text", "olmo2", "phi3", "glm", "glm4"),
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"llama": _LLAMA, "llama_swiftkv": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
-    | {"qwen3_moe": _LLAMA, "mixtral": _LLAMA}
-    | {"bert": _BERT, "roberta": _BERT, "xlm-roberta": _BERT}
+    dict.fromkeys(_DECODERS, _LLAMA) | dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT)
 )
 """The family of every `ModelConfig.architecture`."""
 

@@ -220,8 +220,8 @@ class StepDef:
         model = self.model.merge(self.weights.local(mode, params))
         ids = inputs.token_ids
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
-        rope = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
-        context = Context(rope, inputs.attention, self.attention, parallel)
+        ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
+        context = Context(ropes, inputs.attention, self.attention, parallel)
         if inputs.copies is not None:
             pools = copy_blocks(pools, inputs.copies)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)

@@ -70,6 +70,18 @@ class LayerTerms:
     kv_scales: Float[Any, "2 kv_heads"] | None = None
 
 
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys."""
+
+    scale: float | Float[Array, "1 kv_heads 1 1"]
+    soft_cap: float | None  # cap * tanh(scaled / cap) (Gemma 2)
+
+    def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the scores that softmax is taken of."""
+        scaled = products * self.scale
+        return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled / self.soft_cap)
+
+
 class RowMetadata(NamedTuple):
     """What layers that compute logit rows alone must know of them."""
 
@@ -133,20 +145,21 @@ def ragged_paged_attention(
     work: AttentionWork,
     *,
     scale: float,
+    soft_cap: float | None = None,
     sliding_window: int | None = None,
     kv_scales: KVScales | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
     """softmax(scale * q k^T) v of every token over the keys of its own sequence, causal.
 
-    With `sliding_window` a token sees that many keys at most, itself included; the work must have
-    been divided with the same, and with the same `sizes`. Rows of padding tokens are zeros. Slots
-    that hold no token of the context may hold anything, NaN included. `kv_scales` are those with
-    which the pool was written.
+    Scores are capped by `soft_cap`. With `sliding_window` a token sees that many keys at most,
+    itself included; the work must have been divided with the same, and with the same `sizes`. Rows
+    of padding tokens are zeros. Slots that hold no token of the context may hold anything, NaN
+    included. `kv_scales` are those with which the pool was written.
     """
-    of_rows = {"scale": scale, "kv_scales": kv_scales, "sizes": sizes}
+    of_rows = {"scale": scale, "soft_cap": soft_cap, "kv_scales": kv_scales, "sizes": sizes}
     out = row_attention(q, pool, block_tables, work.rows, **of_rows)
-    own = scale, sliding_window, kv_scales, sizes
+    own = scale, soft_cap, sliding_window, kv_scales, sizes
     return _prefill(q, out, pool, block_tables, work.tiles, *own)
 
 
@@ -190,7 +203,7 @@ def _attend(
     block_ids: Int32[Array, "lanes per_chunk"],
     seen: jax.Array,
     exists: jax.Array,
-    scale: float | Float[Array, "1 kv_heads 1 1"],
+    scores: Scores,
 ) -> State:
     """Take one chunk of context into the softmax.
 
@@ -206,11 +219,11 @@ def _attend(
     keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
     v = jnp.where(keep.reshape(v.shape), v, 0)
     k, v = (x.reshape(lanes, kv_heads, per_chunk * block_size, head_dim) for x in (k, v))
-    scores = jnp.einsum("lkrd,lkcd->lkrc", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None], scores * scale, -jnp.inf)
-    maximum = jnp.maximum(state.maximum, scores.max(axis=-1))
+    products = jnp.einsum("lkrd,lkcd->lkrc", q, k, preferred_element_type=jnp.float32)
+    masked = jnp.where(seen[:, None], scores(products), -jnp.inf)
+    maximum = jnp.maximum(state.maximum, masked.max(axis=-1))
     decay = jnp.exp(state.maximum - maximum)
-    p = jnp.exp(scores - maximum[..., None])
+    p = jnp.exp(masked - maximum[..., None])
     pv = jnp.einsum("lkrc,lkcd->lkrd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     total = state.total * decay + p.sum(axis=-1)
     return State(maximum, total, state.weighted * decay[..., None] + pv)
@@ -238,6 +251,7 @@ def row_attention(
     work: RowWork,
     *,
     scale: float,
+    soft_cap: float | None = None,
     kv_scales: KVScales | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
@@ -248,7 +262,7 @@ def row_attention(
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
     k_scale, v_scale = _of_each(kv_scales)
-    num_rows, logit_scale = work.row_count.shape[0], _scaled(scale, k_scale)
+    num_rows, scores = work.row_count.shape[0], Scores(_scaled(scale, k_scale), soft_cap)
     waves, lanes = work.job_row.shape
     chunk = whole_blocks(sizes.row_loop(num_rows).chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
@@ -268,7 +282,7 @@ def row_attention(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
             seen = exists[:, None]
-            return _attend(state, lane_q, pool, block_ids, seen, exists, logit_scale)
+            return _attend(state, lane_q, pool, block_ids, seen, exists, scores)
 
         state = _empty(q, lanes, kv_heads, heads // kv_heads)
         return lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
@@ -332,6 +346,7 @@ def _prefill(
     block_tables: jax.Array,
     work: TileWork,
     scale: float,
+    soft_cap: float | None,
     sliding_window: int | None,
     kv_scales: KVScales | None,
     sizes: LoopSizes,
@@ -341,7 +356,7 @@ def _prefill(
     kv_heads, block_size = pool[0].shape[1:3]
     q_per_kv, tile = heads // kv_heads, tile_tokens(tokens, sizes)
     k_scale, v_scale = _of_each(kv_scales)
-    logit_scale = _scaled(scale, k_scale)
+    scores = Scores(_scaled(scale, k_scale), soft_cap)
     chunk = whole_blocks(sizes.tile_chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
     spans = work.tile_start, work.tile_begin, work.tile_end, work.tile_shift
@@ -363,7 +378,7 @@ def _prefill(
             if sliding_window is not None:
                 seen &= key > query - sliding_window
             block_ids = _take(_take(tables, seq), c)[None]
-            return _attend(state, tile_q, pool, block_ids, seen[None], exists, logit_scale)
+            return _attend(state, tile_q, pool, block_ids, seen[None], exists, scores)
 
         state = _empty(q, 1, kv_heads, tile * q_per_kv)
         new = _normalized(lax.fori_loop(chunk_begin, chunk_end, run_round, state))

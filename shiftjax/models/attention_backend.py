@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.rows import Rows
+from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
@@ -73,13 +74,19 @@ def xla_attention(
     block_size: int,
     platform: str = "cpu",
     *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
     deterministic: bool = False,
 ) -> AttentionBackend:
     """Return the XLA loops, as large as a round of them should be on a platform.
 
+    `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores.
+
     `deterministic` ones never split the context of a row, nor take more of it where rows are few.
     """
-    sizes, scale = loop_sizes(platform, deterministic), head_dim**-0.5
+    sizes = loop_sizes(platform, deterministic)
+    scale = head_dim**-0.5 if scale is None else scale
+    options = {"scale": scale, "soft_cap": soft_cap, "sizes": sizes}
 
     def for_each_window(divide: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         own = {"block_size": block_size, "sizes": sizes} | kwargs
@@ -88,11 +95,11 @@ def xla_attention(
     def attend(q, pool, metadata, terms):
         work, tables = metadata.work[terms.window], metadata.block_tables
         own = {"sliding_window": windows[terms.window], "kv_scales": terms.kv_scales}
-        return ragged_paged_attention(q, pool, tables, work, scale=scale, sizes=sizes, **own)
+        return ragged_paged_attention(q, pool, tables, work, **options, **own)
 
     def attend_rows(q, pool, block_tables, work, terms):
         work, own = work[terms.window], {"kv_scales": terms.kv_scales}
-        return row_attention(q, pool, block_tables, work, scale=scale, sizes=sizes, **own)
+        return row_attention(q, pool, block_tables, work, **options, **own)
 
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, slot_mapping, terms.kv_scales)
@@ -145,8 +152,23 @@ def choose_attention(
             device.device_kind,
             reason,
         )
-    sizes = layout.model.head_dim, layout.model.windows, block_size, device.platform
-    return xla_attention(*sizes, deterministic=deterministic)._replace(reason=reason)
+    loops = loops_of(layout.model, block_size, device.platform, deterministic=deterministic)
+    return loops._replace(reason=reason)
+
+
+def loops_of(
+    model: ModelConfig, block_size: int, platform: str = "cpu", *, deterministic: bool = False
+) -> AttentionBackend:
+    """Return the XLA loops of a model."""
+    return xla_attention(
+        model.head_dim,
+        model.windows,
+        block_size,
+        platform,
+        scale=model.attention_scale,
+        soft_cap=model.attention_soft_cap,
+        deterministic=deterministic,
+    )
 
 
 def why_not(device: Device) -> str | None:
@@ -202,11 +224,11 @@ def pallas_attention(
     from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
     from pallas_kernels.call import AttentionOptions, PagedKV
 
-    windows, scale = layout.model.windows, layout.model.head_dim**-0.5
+    model, windows = layout.model, layout.model.windows
 
     def options(terms: LayerTerms) -> AttentionOptions:
-        own = scales(terms)
-        return AttentionOptions(scale, windows[terms.window], None, *own, interpret=interpret)
+        scores = model.attention_scale, windows[terms.window], model.attention_soft_cap
+        return AttentionOptions(*scores, *scales(terms), interpret=interpret)
 
     def scales(terms: LayerTerms) -> tuple[Any, Any]:
         return (1.0, 1.0) if terms.kv_scales is None else (terms.kv_scales[0], terms.kv_scales[1])

@@ -171,6 +171,17 @@ class Parallel:
         got = jax.lax.all_to_all(send, TOKEN_AXIS, split_axis=0, concat_axis=0)
         return got.swapaxes(0, 1).reshape(got.shape[1], -1, got.shape[-1])
 
+    def kv_head_shares(self) -> Float[Array, " kv_heads"]:
+        """Return 1 / (how many times all devices that split weights hold it) of each KV head here.
+
+        A sum over heads, weighed so and reduced, counts every head once.
+        """
+        ranks = np.array(self.layout.kv_heads_of_ranks(self.mode))
+        shares = (1 / np.bincount(ranks.reshape(-1))[ranks]).astype(np.float32)
+        if self.layout.ways(self.mode) == 1:
+            return jnp.asarray(shares[0])
+        return jnp.asarray(shares)[jax.lax.axis_index(WEIGHT_AXES)]
+
     def _replicate(self, heads: AllKvHeads) -> Float[Array, "tokens_sp sent_heads head_dim"]:
         """Lay out the KV heads in the order in which the devices of `sp` want them."""
         order = self.layout.kv_send_order(self.mode)

@@ -1,13 +1,13 @@
 """What decoder layers share: a step's context, norms, rotary embedding, matrix products."""
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
+from shiftjax.arch.rotary import rope_frequencies, rotary_dim
 from shiftjax.models.attention import AttentionMetadata, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
@@ -34,7 +34,7 @@ class Context(NamedTuple):
     For layers that compute logit rows alone, tokens are these rows, and `metadata.work` theirs.
     """
 
-    rope: Rope
+    ropes: tuple[Rope, ...]  # one for each of the model's `ropes`
     metadata: AttentionMetadata
     backend: AttentionBackend
     parallel: Parallel
@@ -54,49 +54,89 @@ def look_up(
 
 
 def rms_norm(
-    x: Float[Array, "... width"], weight: Float[Array, " width"], eps: float
+    x: Float[Array, "... width"],
+    weight: Float[Array, " width"],
+    eps: float,
+    *,
+    in_float32: bool = False,
 ) -> Float[Array, "... width"]:
-    """Root-mean-square norm (arXiv 1910.07467), in float32, returned in the type of `x`."""
+    """Root-mean-square norm (arXiv 1910.07467), in float32, returned in the type of `x`.
+
+    It is rounded before the weight is applied, or, with `in_float32`, after: each as the models
+    that have it were trained.
+    """
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-    # Rounded before the weight is applied, as the published models were trained.
-    return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
+    return weighted(wide * scale, weight, x.dtype, in_float32=in_float32)
 
 
-def rope_frequencies(config: ModelConfig) -> list[float]:
-    """Return the head_dim / 2 rotary frequencies in radians per position, scaling applied."""
-    exponents = (2 * i / config.head_dim for i in range(config.head_dim // 2))
-    frequencies = [config.rope_theta**-e for e in exponents]
-    if config.rope_scaling is None:
-        return frequencies
-    return [_scale_frequency(f, config.rope_scaling) for f in frequencies]
+def weighted(
+    normed: Float[Array, "... width"], weight: Float[Array, "..."], dtype: Any, *, in_float32: bool
+) -> Float[Array, "... width"]:
+    """Return float32 numbers of unit size times a norm's weight, which has the last dimensions."""
+    weight = weight.reshape((1,) * (normed.ndim - weight.ndim) + weight.shape)
+    if in_float32:
+        return (normed * weight.astype(jnp.float32)).astype(dtype)
+    return normed.astype(dtype) * weight.astype(dtype)
 
 
-def _scale_frequency(frequency: float, scaling: RopeScaling) -> float:
-    """Slow one rotary frequency down (Llama 3.1: only where the wavelength is long)."""
-    slow = frequency / scaling.factor
-    if scaling.kind == "linear":
-        return slow
-    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = min(1.0, max(0.0, (turns - low) / (high - low)))
-    return blend * frequency + (1 - blend) * slow
+def norm_weight(weight: Float[Array, "..."], config: ModelConfig) -> Float[Array, "..."]:
+    """Return what a norm multiplies by: its weight, or 1 more, in float32."""
+    return 1.0 + weight.astype(jnp.float32) if config.norm_offset else weight
 
 
-def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> Rope:
-    """Return cosine and sine of every token's rotary angles, float32."""
-    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+def norm(
+    x: Float[Array, "... width"], weight: Float[Array, " width"], config: ModelConfig
+) -> Float[Array, "... width"]:
+    """Apply a norm of the model."""
+    in_float32, weight = config.norm_in_float32, norm_weight(weight, config)
+    return rms_norm(x, weight, config.rms_norm_eps, in_float32=in_float32)
+
+
+def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Return cap * tanh(x / cap), which is about x where that is small; None: x (Gemma 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[Rope, ...]:
+    """Return cosine and sine of every token's rotary angles, float32, for each of `ropes`."""
+    tables = (_rope_table(positions, config, *rope) for rope in config.ropes)
     # The barrier keeps XLA from recomputing sines inside every layer that uses them.
-    return jax.lax.optimization_barrier(Rope(jnp.cos(angles), jnp.sin(angles)))
+    return jax.lax.optimization_barrier(tuple(tables))
+
+
+def _rope_table(
+    positions: Int[Array, " tokens"],
+    config: ModelConfig,
+    theta: float,
+    scaling: RopeScaling | None,
+) -> Rope:
+    longest = config.max_position_embeddings
+    frequencies = rope_frequencies(theta, scaling, rotary_dim(config), longest)
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None]
+    gain = 1.0 if scaling is None else scaling.attention_factor
+    return Rope(gain * jnp.cos(angles), gain * jnp.sin(angles))
 
 
 def apply_rope(
-    x: Float[Array, "tokens heads head_dim"], rope: Rope
+    x: Float[Array, "tokens heads head_dim"], rope: Rope, *, interleaved: bool = False
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Rotate the halves of each head against each other (arXiv 2104.09864), in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate the halves of each head against each other (arXiv 2104.09864), in float32.
+
+    With `interleaved`, each number against its neighbour. What a table is too narrow for, the end
+    of every head, stays as it is.
+    """
+    width = 2 * rope.cos.shape[-1]
+    wide, rest = x[..., :width].astype(jnp.float32), x[..., width:]
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
     cos, sin = (table[:, None] for table in rope)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    parts = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        rotated = jnp.stack(parts, axis=-1).reshape(wide.shape)
+    else:
+        rotated = jnp.concatenate(parts, axis=-1)
+    rotated = rotated.astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

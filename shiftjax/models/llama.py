@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama, Mistral, SmolLM2, Qwen2, Qwen3, by flags of the config.
+"""The decoder of the Llama family: Mistral, Qwen, Gemma, Phi, GLM, OLMo 2, by flags of config.
 
 With SwiftKV the last layers compute nothing but the rows whose logits are wanted, because their
 keys and values follow from what the early layers give: `take_rows`.
@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.experts import ExpertWeights, own_experts, route
@@ -27,8 +28,11 @@ from shiftjax.models.layers import (
     Rope,
     apply_rope,
     look_up,
-    rms_norm,
+    norm,
+    norm_weight,
     rope_tables,
+    soft_cap,
+    weighted,
 )
 from shiftjax.models.products import Matrix, project_in, project_out
 from shiftjax.models.speculator import Speculator
@@ -36,6 +40,8 @@ from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 from shiftjax.parallel.stored import SCALE
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
+LAYER_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 class Part(nnx.Module):
@@ -80,22 +86,29 @@ class Attention(Part):
     k_norm: nnx.Param
     kv_scale: nnx.Param  # with a KV cache of codes
 
+    def __init__(self, config: ModelConfig, params: Params, kind: LayerKind):
+        super().__init__(config, params)
+        self.kind = kind
+
     @property
     def terms(self) -> LayerTerms:
         """What attention must know of this layer."""
         scales = getattr(self, "kv_scale", None)
-        return LayerTerms(kv_scales=None if scales is None else scales[...].T)
+        window = self.config.windows.index(self.kind.sliding_window)
+        return LayerTerms(window, kv_scales=None if scales is None else scales[...].T)
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
-        config, (rope, metadata, backend, parallel) = self.config, context
+        _, metadata, backend, parallel = context
         q, k, v = (self._heads(x, name) for name in ("q", "k", "v"))
-        if config.qk_norm:
-            q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
-            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if self.config.wide_qk_norm:
+            q, k = self._normed_together(q, k, parallel)
+        elif self.config.qk_norm:
+            q = norm(q, self.q_norm[...], self.config)
+            k = norm(k, self.k_norm[...], self.config)
+        q, k = self._rotated(q, context), self._rotated(k, context)
         q, k, v = parallel.scatter_heads(q, k, v)
         pool = backend.write(pool, k, v, metadata.slot_mapping, self.terms)
         out = backend.attend(q, pool, metadata, self.terms)
@@ -109,6 +122,40 @@ class Attention(Part):
         if not self.config.attention_bias:
             return heads
         return heads + getattr(self, f"{name}_bias")[...][None]
+
+    def _rotated(
+        self, x: Float[Array, "tokens heads head_dim"], context: Context
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Turn heads by their positions, as layers of this kind do."""
+        config, kind = self.config, self.kind
+        if kind.rope_theta is None:
+            return x
+        rope = context.ropes[config.ropes.index((kind.rope_theta, kind.rope_scaling))]
+        return apply_rope(x, rope, interleaved=config.rope_interleaved)
+
+    def _normed_together(
+        self,
+        q: Float[Array, "tokens heads head_dim"],
+        k: Float[Array, "tokens kv_heads head_dim"],
+        parallel: Parallel,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens kv_heads head_dim"]]:
+        """Norm queries, and keys, by the mean over the heads of all devices (OLMo 2).
+
+        KV heads that several devices hold count once; padded heads are zeros and none of the mean.
+        """
+        config, share = self.config, parallel.kv_head_shares()
+        wide_q, wide_k = q.astype(jnp.float32), k.astype(jnp.float32)
+        squares = jnp.stack(
+            [(wide_q**2).sum((1, 2)), ((wide_k**2).sum(2) * share[None]).sum(1)], axis=1
+        )
+        counts = np.array([config.num_heads, config.num_kv_heads], np.float32) * config.head_dim
+        scale = jax.lax.rsqrt(parallel.reduce(squares) / counts[None] + config.rms_norm_eps)
+
+        def weigh(x: Array, scale: Array, param: nnx.Param) -> Array:
+            weight, in_float32 = norm_weight(param[...], config), config.norm_in_float32
+            return weighted(x * scale[:, None, None], weight, q.dtype, in_float32=in_float32)
+
+        return weigh(wide_q, scale[:, 0], self.q_norm), weigh(wide_k, scale[:, 1], self.k_norm)
 
     def _output(
         self, out: Float[Array, "tokens heads head_dim"], parallel: Parallel
@@ -125,8 +172,8 @@ class LateAttention(Attention):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
-        rope, metadata, backend, parallel = context
-        q = apply_rope(self._heads(x, "q"), rope)
+        _, metadata, backend, parallel = context
+        q = self._rotated(self._heads(x, "q"), context)
         out = backend.attend_rows(q, pool, metadata.block_tables, metadata.work, self.terms)
         return self._output(out, parallel), pool
 
@@ -153,7 +200,7 @@ class SwiftKV(Part):
 
         One product, whose columns are heads, then layers (keys of all, values of all).
         """
-        x = rms_norm(hidden, self.norm[...], self.config.rms_norm_eps)
+        x = norm(hidden, self.norm[...], self.config)
         kv = self._out(x, "kv")
         if self.config.attention_bias:
             kv = kv + self.kv_bias[...][None]
@@ -167,7 +214,7 @@ class SwiftKV(Part):
 
 
 class MLP(Part):
-    """The gated feed-forward part: down(silu(gate x) * up x)."""
+    """The gated feed-forward part: down(silu(gate x) * up x), or with another activation."""
 
     gate: nnx.Param
     up: nnx.Param
@@ -184,7 +231,7 @@ class MLP(Part):
         gate, up = self._out(x, "gate"), self._out(x, "up")
         if self.config.mlp_bias:
             gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
-        out = parallel.reduce(self._in(jax.nn.silu(gate) * up, "down"))
+        out = parallel.reduce(self._in(ACTIVATIONS[self.config.activation](gate) * up, "down"))
         return out + self.down_bias[...][None] if self.config.mlp_bias else out
 
 
@@ -228,22 +275,31 @@ class MoE(Part):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each beside a residual, with norms before, after or around them."""
 
-    def __init__(self, config: ModelConfig, params: Params, attention: type[Attention]):
-        self.eps = config.rms_norm_eps
-        self.input_norm, self.mlp_norm = params["input_norm"], params["mlp_norm"]
-        self.attention = attention(config, params["attention"])
+    def __init__(
+        self, config: ModelConfig, params: Params, attention: type[Attention], kind: LayerKind
+    ):
+        self.config = config
+        for name in LAYER_NORMS:
+            if name in params:
+                setattr(self, name, params[name])
+        self.attention = attention(config, params["attention"], kind)
         self.mlp = (MoE if "experts" in params["mlp"] else MLP)(config, params["mlp"])
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the layer's output and its pool."""
-        normed = rms_norm(x, self.input_norm[...], self.eps)
-        out, pool = self.attention(normed, pool, context)
-        x = x + out
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context), pool
+        out, pool = self.attention(self._normed(x, "input_norm"), pool, context)
+        x = x + self._normed(out, "attention_out_norm")
+        out = self.mlp(self._normed(x, "mlp_norm"), context)
+        return x + self._normed(out, "mlp_out_norm"), pool
+
+    def _normed(self, x: Float[Array, "tokens hidden"], name: str) -> Float[Array, "tokens hidden"]:
+        """Apply one of the layer's norms; as it is where it has none of this name."""
+        param = getattr(self, name, None)
+        return x if param is None else norm(x, param[...], self.config)
 
 
 RunLayer = Callable[
@@ -253,12 +309,12 @@ RunLayer = Callable[
 
 
 def _traced_once(context: Context) -> RunLayer:
-    """Return what runs a layer in this context: traced for the first, the others are calls of it.
+    """Return what runs a layer in this context: traced once for each kind, the others are calls.
 
     XLA puts the calls in place, so the program is the same. Python would otherwise spend most of
     a start that finds its programs compiled on tracing 30 equal layers.
     """
-    rope, metadata, backend, parallel = context
+    ropes, metadata, backend, parallel = context
 
     @functools.partial(jax.jit, static_argnums=0)
     def call(
@@ -266,15 +322,15 @@ def _traced_once(context: Context) -> RunLayer:
         params: Any,  # nnx.State, whose hints beartype warns of
         x: Float[Array, "tokens hidden"],
         pool: LayerPool,
-        rope: Rope,
+        ropes: tuple[Rope, ...],
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return nnx.merge(graphdef, params)(x, pool, Context(rope, metadata, backend, parallel))
+        return nnx.merge(graphdef, params)(x, pool, Context(ropes, metadata, backend, parallel))
 
     def run(
         layer: DecoderLayer, x: Float[Array, "tokens hidden"], pool: LayerPool
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return call(*nnx.split(layer), x, pool, rope, metadata)
+        return call(*nnx.split(layer), x, pool, ropes, metadata)
 
     return run
 
@@ -289,9 +345,10 @@ class Llama(nnx.Module):
             self.embed = params["embed"]
         if config.is_last_stage:
             self.norm, self.lm_head = params["norm"], params["lm_head"]
-        kinds = [Attention] * early + [LateAttention] * config.num_late_layers
+        attentions = [Attention] * early + [LateAttention] * config.num_late_layers
+        of_layers = enumerate(zip(attentions, config.kinds, strict=True))
         self.layers = nnx.List(
-            [DecoderLayer(config, layers[str(index)], kind) for index, kind in enumerate(kinds)]
+            [DecoderLayer(config, layers[str(index)], *each) for index, each in of_layers]
         )
         if config.num_kv_layers is not None:
             self.swiftkv = SwiftKV(config, params["swiftkv"])
@@ -302,6 +359,14 @@ class Llama(nnx.Module):
         self, token_ids: Int[Array, " all_tokens"], parallel: Parallel
     ) -> Float[Array, "tokens hidden"]:
         """Look the step's tokens up in a table whose rows devices split; returns this device's."""
+        embedded = self._looked_up(token_ids, parallel)
+        if not self.config.scaled_embedding:
+            return embedded
+        return embedded * jnp.asarray(self.config.hidden_size**0.5, embedded.dtype)
+
+    def _looked_up(
+        self, token_ids: Int[Array, " all_tokens"], parallel: Parallel
+    ) -> Float[Array, "tokens hidden"]:
         if parallel.gathers:
             return parallel.sum_of_all(look_up(self.embed[...], token_ids, ALL_AXES))
         own = parallel.local_tokens(token_ids)
@@ -345,12 +410,12 @@ class Llama(nnx.Module):
             return context.parallel.take_rows(hidden, rows.tokens), pools
         config, early = self.config, self.config.num_early_layers
         hidden = context.parallel.gather_tokens(hidden)
-        rope = rope_tables(rows.positions, config)
+        (rope,) = rope_tables(rows.positions, config)  # SwiftKV's layers are of one kind
         terms = [layer.attention.terms for layer in self.layers[early:]]
         late = self.swiftkv(hidden, pools[early:], terms, rope, context)
         metadata = context.metadata._replace(work=rows.late.work)
-        rope = rope_tables(rows.positions[rows.tokens], config)
-        of_rows = Context(rope, metadata, context.backend, context.parallel.in_shift)
+        ropes = rope_tables(rows.positions[rows.tokens], config)
+        of_rows = Context(ropes, metadata, context.backend, context.parallel.in_shift)
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run = _traced_once(of_rows)
@@ -365,7 +430,7 @@ class Llama(nnx.Module):
 
     def normed(self, rows: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
         """Return rows after the last layer as the LM head reads them."""
-        return rms_norm(rows, self.norm[...], self.config.rms_norm_eps)
+        return norm(rows, self.norm[...], self.config)
 
     def logits(
         self, normed: Float[Array, "rows hidden"], parallel: Parallel
@@ -373,4 +438,4 @@ class Llama(nnx.Module):
         """Return float32 logits of normed rows, each device holding its share."""
         head = self.lm_head[...]
         logits = jnp.einsum("ti,oi->to", normed, head, preferred_element_type=jnp.float32)
-        return parallel.rows_from_vocab(logits)
+        return parallel.rows_from_vocab(soft_cap(logits, self.config.logit_soft_cap))

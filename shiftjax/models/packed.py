@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from shiftjax.models.attention import AttentionMetadata, LayerPool
+from shiftjax.arch.config import ModelConfig
+from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.bert import PerToken
 from shiftjax.models.exchange import Parallel
@@ -30,30 +31,32 @@ def decode_rows(
     config, (rows, width) = model.config, owners.shape
     layout = Layout(config, 1, 1)
     sees = (owners[:, :, None] == owners[:, None, :]) & jnp.tri(width, dtype=bool)[None]
-    if config.sliding_window is not None:
-        distance = positions[:, :, None] - positions[:, None, :]
-        sees &= distance < config.sliding_window
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = tuple(sees if each is None else sees & (distance < each) for each in config.windows)
     nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
     context = Context(
         rope_tables(positions.reshape(-1), config),
         nothing,
-        packed_attention(sees),
+        packed_attention(seen, config),
         Parallel(layout, layout.shift),
     )
     hidden, _ = model(token_ids.reshape(-1), _no_pools(model, rows * width), context)
     return model.normed(hidden[-1]).reshape(rows, width, -1)
 
 
-def packed_attention(sees: Bool[Array, "rows width width"]) -> AttentionBackend:
-    """Return attention inside of rows; `sees[r, t, u]`: token t attends to token u."""
-    rows, width, _ = sees.shape
+def packed_attention(
+    seen: tuple[Bool[Array, "rows width width"], ...], config: ModelConfig
+) -> AttentionBackend:
+    """Return attention inside of rows; `seen[w][r, t, u]`: in window w token t attends to u."""
+    rows, width, _ = seen[0].shape
 
     def write(pool: LayerPool, k: jax.Array, v: jax.Array, *_: Any) -> LayerPool:
         return k[:, :, None], v[:, :, None]
 
-    def attend(q: jax.Array, pool: LayerPool, *_: Any) -> jax.Array:
+    def attend(q: jax.Array, pool: LayerPool, _: Any, terms: LayerTerms) -> jax.Array:
         in_rows = (x.reshape(rows, width, -1, q.shape[-1]) for x in (q, *pool))
-        out = jax.nn.dot_product_attention(*in_rows, mask=sees[:, None])
+        mask, scale = seen[terms.window][:, None], config.attention_scale
+        out = jax.nn.dot_product_attention(*in_rows, mask=mask, scale=scale)
         return out.reshape(q.shape)
 
     def unused(*_: Any) -> Any:

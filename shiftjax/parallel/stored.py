@@ -20,7 +20,7 @@ from shiftjax.arch.weights import Weight, kv_scales_of, weights_of
 from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
-COPIED = ("bias", "scale", "kv_scale")  # kinds so small that modes have copies, not views
+COPIED = ("bias", "scale", "norm", "kv_scale")  # so small that modes have copies, not views
 _SPLIT = ("heads", "kv_heads", "intermediate", "experts")
 
 

@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.arch.config import ModelConfig, RopeScaling
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.traits import traits_of
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
 from shiftjax.weights.fields import Fields, read_json
+from shiftjax.weights.hf_layers import layers_json, read_layers
 from shiftjax.weights.quant_config import codes_of, parse_method, with_modelopt
 from shiftjax.weights.source import CheckpointError
 
@@ -19,13 +21,44 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     **ENCODERS,
 }
+# The text model of these is a part of the file, of an architecture of its own.
+_WITH_IMAGES = {"gemma3": "gemma3_text"}
 _LLAMA = ("llama", "llama_swiftkv")
-# What transformers assumes where a file says nothing.
-_HEAD_DIM = {"qwen3": 128}
-_MISTRAL_SLIDING_WINDOW = 4096
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_GEMMA = ("gemma2", "gemma3_text")
+_GLM = ("glm", "glm4")
+_NO_BIAS = ("mistral", "mixtral", "phi3")
+# What transformers assumes where a file says nothing; published files of Gemma 3 say little.
+_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    "glm": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5},
+}
 
 
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
@@ -47,37 +80,38 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
 
     Raises CheckpointError with one line per problem; `file` is for these messages.
     """
-    fields = Fields(data, file)
     architecture = data.get("model_type")
+    if architecture in _WITH_IMAGES:
+        data, architecture = _text_part(data, file), _WITH_IMAGES[architecture]
+    fields = Fields(_DEFAULTS.get(str(architecture), {}) | data, file)
     if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+        known = ", ".join([*ARCHITECTURES, *_WITH_IMAGES])
         raise CheckpointError(f"{file}: model_type must be one of {known}, found {architecture!r}")
     if architecture in ENCODERS:
         return parse_encoder(fields, name, architecture)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, architecture)
     method = parse_method(fields)
-    rope_theta, rope_scaling = _rope(fields)
     bos = fields.token_ids("bos_token_id")
     if len(bos) > 1:
         fields.problem(f"bos_token_id must be one token id, found {list(bos)}")
-    attention_bias = architecture not in ("mistral", "mixtral") and fields.flag("attention_bias")
+    attention_bias = architecture not in _NO_BIAS and fields.flag("attention_bias")
+    shape = _attention_shape(fields, architecture)
     config = ModelConfig(
         name=name,
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         intermediate_size=fields.count("intermediate_size"),
         max_position_embeddings=fields.count("max_position_embeddings"),
-        **_attention_shape(fields, architecture),
+        **shape,
+        **read_layers(fields, architecture, shape["head_dim"]),
+        **traits_of(architecture),
+        **_gemma_scales(fields, architecture, shape["head_dim"]),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=attention_bias or architecture == "qwen2",
-        output_bias=attention_bias and architecture != "qwen2",
+        output_bias=attention_bias and architecture not in ("qwen2", *_GLM),
         mlp_bias=architecture in _LLAMA and fields.flag("mlp_bias"),
-        qk_norm=architecture in ("qwen3", "qwen3_moe"),
         experts=parse_experts(fields, architecture),
-        sliding_window=_sliding_window(fields, architecture),
         num_kv_layers=_num_kv_layers(fields, architecture),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
@@ -86,19 +120,45 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     return replace(config, codes=codes_of(method, config))
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _text_part(data: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return the text model's part of a file, with the ids that stand outside of it."""
+    text = data.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{file}: text_config must be an object, found {text!r}")
+    ids = {name: data[name] for name in ("bos_token_id", "eos_token_id") if data.get(name)}
+    return ids | text
+
+
+def _gemma_scales(fields: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
+    """Return Gemma's scale of queries and its soft caps."""
+    if architecture not in _GEMMA:
+        return {}
+    scale = fields.positive("query_pre_attn_scalar")
+    caps = (
+        ("attention_soft_cap", "attn_logit_softcapping"),
+        ("logit_soft_cap", "final_logit_softcapping"),
+    )
+    found = {ours: fields.positive(name) for ours, name in caps if fields.has(name)}
+    return found if scale == head_dim else {"query_scale": scale**-0.5} | found
+
+
+def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     """Options that change the result and that we do not compute are never dropped in silence."""
-    activation = fields.data.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        fields.problem(f"hidden_act must be silu, found {activation!r}")
-    if fields.data.get("partial_rotary_factor") not in (None, 1, 1.0):
-        fields.problem("partial_rotary_factor must be 1")
+    if architecture in _GEMMA:
+        name, known = "hidden_activation", ("gelu_pytorch_tanh",)
+    else:
+        name, known = "hidden_act", ("silu", "swish")
+    activation = fields.data.get(name, known[0])
+    if activation not in known:
+        fields.problem(f"{name} must be {known[0]}, found {activation!r}")
+    if fields.data.get("use_bidirectional_attention"):
+        fields.problem("use_bidirectional_attention must be false: only causal models generate")
 
 
 def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     # A null means one KV head per query head; the default of an absent field differs by model.
-    all_heads = architecture in _LLAMA or "num_key_value_heads" in fields.data
+    all_heads = architecture in (*_LLAMA, "olmo2", "phi3") or "num_key_value_heads" in fields.data
     kv_heads = fields.count("num_key_value_heads", heads if all_heads else None)
     head_dim = fields.count("head_dim", _HEAD_DIM.get(architecture, max(1, hidden // heads)))
     if not fields.problems:
@@ -117,57 +177,6 @@ def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     }
 
 
-def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling, from `rope_parameters` (transformers 5) or the older two fields."""
-    parameters = fields.data.get("rope_parameters") or fields.data.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        fields.problem(f"rope_scaling must be an object, found {parameters!r}")
-        return 1.0, None
-    inner = Fields(parameters, f"{fields.file}: rope_scaling")
-    inner.problems = fields.problems
-    owner = inner if inner.has("rope_theta") else fields
-    theta = owner.positive("rope_theta", 10_000.0)
-    if inner.data.get("partial_rotary_factor") not in (None, 1, 1.0):
-        inner.problem("partial_rotary_factor must be 1")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", inner.positive("factor"))
-    if kind == "llama3":
-        return theta, _llama3_scaling(inner)
-    inner.problem(f"rope_type must be default, linear or llama3, found {kind!r}")
-    return theta, None
-
-
-def _llama3_scaling(fields: Fields) -> RopeScaling:
-    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
-    if high <= low and not fields.problems:
-        fields.problem(f"high_freq_factor {high} must be above low_freq_factor {low}")
-    original = fields.count("original_max_position_embeddings")
-    return RopeScaling("llama3", fields.positive("factor"), low, high, original)
-
-
-def _sliding_window(fields: Fields, architecture: str) -> int | None:
-    """The window of all layers; a model in which only some layers have one is refused."""
-    if architecture in _LLAMA:
-        return None
-    if architecture == "mixtral":
-        return fields.count("sliding_window") if fields.has("sliding_window") else None
-    if architecture == "mistral" and "sliding_window" not in fields.data:
-        return _MISTRAL_SLIDING_WINDOW
-    if architecture != "mistral" and not fields.flag("use_sliding_window"):
-        return None
-    if not fields.has("sliding_window"):
-        return None
-    num_layers = fields.count("num_hidden_layers")
-    num_sliding = _num_sliding_layers(fields, architecture, num_layers)
-    if num_sliding not in (0, num_layers):
-        fields.problem(f"a sliding window in {num_sliding} of {num_layers} layers is not supported")
-    window = fields.count("sliding_window")
-    return window if num_sliding else None
-
-
 def _num_kv_layers(fields: Fields, architecture: str) -> int | None:
     """SwiftKV's layers with keys and values of their own: the first ones, by default all."""
     if architecture != "llama_swiftkv":
@@ -181,18 +190,6 @@ def _num_kv_layers(fields: Fields, architecture: str) -> int | None:
             "key_value_group_size must be 1: late layers that share KV are not supported"
         )
     return num_kv_layers
-
-
-def _num_sliding_layers(fields: Fields, architecture: str, num_layers: int) -> int:
-    kinds = fields.data.get("layer_types")
-    if kinds is None:
-        if architecture == "mistral":
-            return num_layers
-        return max(0, num_layers - fields.count("max_window_layers", 28, minimum=0))
-    if not isinstance(kinds, list) or set(map(str, kinds)) - {_FULL, _SLIDING}:
-        fields.problem(f"layer_types must be a list of {_FULL} and {_SLIDING}, found {kinds!r}")
-        return 0
-    return kinds.count(_SLIDING)
 
 
 def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -217,40 +214,35 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_json(config.rope_scaling),
+        **layers_json(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": _ids_json(config.eos_token_ids),
         "torch_dtype": dtype,
     }
-    if config.architecture in (*_LLAMA, "qwen3", "qwen3_moe"):
+    if config.architecture not in (*_NO_BIAS, "qwen2"):
         data["attention_bias"] = config.attention_bias
     if config.architecture in _LLAMA:
         data["mlp_bias"] = config.mlp_bias
-    else:
-        data["sliding_window"] = config.sliding_window
+    if config.architecture in _GEMMA:
+        data |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": _query_scalar(config),
+            "attn_logit_softcapping": config.attention_soft_cap,
+            "final_logit_softcapping": config.logit_soft_cap,
+        }
     if config.architecture == "llama_swiftkv":
         data["num_key_value_layers"] = config.num_kv_layers
-    if config.architecture in ("qwen2", "qwen3", "qwen3_moe"):
-        data |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
     data |= experts_to_json(config)
     if parse_config(data, config.name, "config.json") != replace(config, codes=None):
         raise CheckpointError(f"{config.name}: no config.json of {config.architecture} can say it")
     return data
 
 
-def _rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    data: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        data |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    return data
+def _query_scalar(config: ModelConfig) -> int | float:
+    """Return the number whose inverse square root queries are multiplied with."""
+    scalar = config.attention_scale**-2
+    return round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar
 
 
 def _ids_json(ids: tuple[int, ...]) -> int | list[int] | None:

@@ -9,13 +9,17 @@ import numpy as np
 
 from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.hf_config import read_config, read_json, to_json
+from shiftjax.weights.hf_names import places_of, stacks_of
 from shiftjax.weights.quant_config import read_method
 from shiftjax.weights.quantised import present
 from shiftjax.weights.safetensors_file import read_header, write_file
 from shiftjax.weights.source import (
+    OF_CODES,
+    OF_SCALE,
     CheckpointError,
     TensorInfo,
     TensorSource,
+    bounds,
     check_finite,
     is_ignored,
     row_chunks,
@@ -40,11 +44,19 @@ class HuggingFaceSource:
         method = read_method(directory)
         headers = read_headers(directory, is_quantised=method is not None)
         self._quantised = present(method, self.config, headers)
-        self.tensors: Mapping[str, TensorInfo] = self._quantised.tensors
+        tensors, self._places = places_of(self.config, self._quantised.tensors)
+        self.tensors: Mapping[str, TensorInfo] = tensors
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
-        return self._quantised.read(name, index)
+        matrix = name.removesuffix(OF_CODES).removesuffix(OF_SCALE)
+        stored, first = self._places[matrix]
+        if self.tensors[matrix] != self._quantised.tensors[stored]:  # some rows of a stack
+            info = self.tensors[matrix]
+            shape = info.shape[:1] if name.endswith(OF_SCALE) else info.shape
+            rows, *rest = bounds(info._replace(shape=shape), index)
+            index = slice(rows.start + first, rows.stop + first), *rest
+        return self._quantised.read(f"{stored}{name.removeprefix(matrix)}", index)
 
 
 def read_headers(directory: Path, *, is_quantised: bool = False) -> dict[str, TensorInfo]:
@@ -132,13 +144,15 @@ def save_huggingface(
     `dtype` None keeps what is stored (float32 for quantised tensors). Every value is checked to
     be finite after the cast. Peak host memory: 64 MiB of rows and their cast copy.
     """
-    tensors = write_config(source, directory, dtype)
+    parts = write_config(source, directory, dtype)
+    stacks = stacks_of(source.config, parts)
+    tensors = {name: _stacked([parts[part] for part in each]) for name, each in stacks.items()}
     shards = _plan_shards(tensors, max_shard_bytes)
     for file, names in shards.items():
         write_file(
             directory / file,
             {name: tensors[name] for name in names},
-            lambda name: cast_chunks(source, name, tensors[name].dtype),
+            lambda name: _chunks(source, stacks[name], tensors[name].dtype),
         )
     if len(shards) > 1:
         total = sum(info.num_bytes for info in tensors.values())
@@ -166,6 +180,17 @@ def cast_chunks(source: TensorSource, name: str, dtype: np.dtype) -> Iterator[np
             piece = source.read(name, rows).astype(dtype, copy=False)
         check_finite(name, piece, info.file)
         yield piece
+
+
+def _stacked(parts: list[TensorInfo]) -> TensorInfo:
+    """Return the tensor that has the rows of all parts."""
+    rows = sum(part.shape[0] for part in parts) if parts[0].shape else 1
+    return parts[0]._replace(shape=(rows, *parts[0].shape[1:]) if parts[0].shape else ())
+
+
+def _chunks(source: TensorSource, names: tuple[str, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
+    for name in names:
+        yield from cast_chunks(source, name, dtype)
 
 
 def in_groups(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:

@@ -24,6 +24,20 @@ def test_parameters_are_those_that_were_published(name, billions):
     assert layer_parameters(config) == pytest.approx(num_parameters(config) - tables, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gemma-3-1b", 999_885_952),
+        ("gemma-3-27b", 27_009_346_304),  # of the 27,432,406,640 published, 423 M see images
+        ("phi-4", 14_659_507_200),
+        ("glm-4-9b", 9_400_279_040),
+        ("olmo-2-7b", 7_298_617_344),
+    ],
+)
+def test_parameters_of_other_families_are_those_of_their_checkpoints(name, count):
+    assert num_parameters(PRESETS[name]) == count
+
+
 def test_a_tied_head_is_no_tensor_and_no_parameter_of_its_own():
     tied = replace(TINY, tie_word_embeddings=True)
     assert [w.tied_to for w in weights_of(tied) if w.name == "lm_head"] == ["embed"]

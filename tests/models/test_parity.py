@@ -19,16 +19,19 @@ def assert_close(got: np.ndarray, expected: np.ndarray, what: str) -> None:
     assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
 
 
-EVERYWHERE = [(1, 1, Mode(1, 1), "alias"), (2, 2, Mode(2, 2), "alias")]
-# Biases, norms per head and replicated heads are what a split could get wrong.
+HERE = (1, 1, Mode(1, 1), "alias")
+BASE = (2, 2, Mode(2, 2), "alias")
+# Biases, norms of heads one by one and together, replicated heads: what a split could get wrong.
 SPLITS = [
     (2, 2, Mode(2, 1), "alias"),
     (4, 2, Mode(4, 2), "alias"),
     (3, 2, Mode(3, 1), "slice"),
     (3, 2, Mode(3, 3), "slice"),
 ]
-CASES = [(name, *mesh) for name in MODELS for mesh in EVERYWHERE] + [
-    (name, *mesh) for name in ("llama_bias", "qwen3", "qwen3_moe") for mesh in SPLITS
+CASES = [(name, *BASE) for name in MODELS]
+CASES += [(name, *HERE) for name in ("llama", "llama3_rope", "mistral", "qwen2", "gemma3_text")]
+CASES += [
+    (name, *mesh) for name in ("llama_bias", "qwen3", "qwen3_moe", "olmo2") for mesh in SPLITS
 ]
 
 

@@ -62,6 +62,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,  # small enough that all three bands occur
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
+LITTLE = {"intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,  # with these, frequencies of a short head lie in all three bands
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.3, 2.1],
+    "long_factor": [1.0, 2.0, 8.0],
+    "attention_factor": 1.25,
+}
 
 # name: Hugging Face model_type, what differs from COMMON
 MODELS: dict[str, tuple[str, dict]] = {
@@ -103,6 +121,50 @@ MODELS: dict[str, tuple[str, dict]] = {
         "mixtral",
         SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     ),
+    "phi3_longrope": (
+        "phi3",
+        LITTLE | {"original_max_position_embeddings": 512, "rope_parameters": LONGROPE},
+    ),
+    "glm": ("glm", LITTLE | {"rope_parameters": HALF_ROPE}),
+    "olmo2": ("olmo2", LITTLE),
+    "phi3": ("phi3", LITTLE | {"sliding_window": 8}),
+    "qwen2_windows_yarn": (
+        "qwen2",
+        LITTLE
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": YARN_ROPE,
+        },
+    ),
+    "glm4": ("glm4", LITTLE | {"rope_parameters": HALF_ROPE}),
+    "gemma3_text": (
+        "gemma3_text",
+        LITTLE
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": LINEAR_ROPE | {"rope_theta": 1_000_000.0},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        LITTLE
+        | {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,  # so small that scores come near them
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -115,7 +177,7 @@ def build(model_type: str, overrides: dict, generator: torch.Generator) -> torch
         for name, parameter in model.named_parameters():
             x = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                x = 1 + 0.3 * x
+                x = 0.3 * x + (not model_type.startswith("gemma"))  # whose norms add 1
             elif name.endswith(".bias"):
                 x = 0.3 * x
             elif "embed_tokens" in name:  # small, or a tied model only repeats its last token

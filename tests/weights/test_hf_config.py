@@ -1,13 +1,14 @@
 """config.json: what transformers writes is understood, what we cannot compute is refused."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import edit_json
 
-from shiftjax.arch.config import RopeScaling
+from shiftjax.arch.config import LayerKind, RopeScaling
 from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import parse_config, read_config, to_json
@@ -39,6 +40,16 @@ UNDERSTOOD = {  # file written by transformers: fields that differ from the plai
     "mistral_full": {"architecture": "mistral", "head_dim": 16},
     "qwen2": {"architecture": "qwen2", "attention_bias": True},
     "qwen2_windows": {"architecture": "qwen2", "attention_bias": True, "sliding_window": 16},
+    "qwen2_mixed_windows": {
+        "architecture": "qwen2",
+        "attention_bias": True,
+        "layer_kinds": (LayerKind(), LayerKind(16)),
+    },
+    "llama_yarn": {
+        "rope_scaling": RopeScaling(
+            "yarn", 2.0, 1.0, 32.0, 256, attention_factor=0.1 * math.log(2) + 1
+        ),
+    },
     "qwen3": {
         "architecture": "qwen3",
         "head_dim": 16,
@@ -71,6 +82,42 @@ def test_configs_of_transformers(name, fields):
         eos_token_ids=() if name.startswith("qwen") else (2,),
     )
     assert load(name) == replace(plain, **fields)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-1b", "gemma-3-27b", "phi-4", "glm-4-9b", "olmo-2-7b"])
+def test_published_configs_are_the_presets(name):
+    assert load(name) == PRESETS[name]
+
+
+def test_layers_repeat_in_the_shortest_list():
+    kinds = load("gemma-3-1b", sliding_window_pattern=3).layer_kinds
+    assert [kind.sliding_window for kind in kinds] == [512, 512, None]
+    assert [kind.rope_theta for kind in kinds] == [1e4, 1e4, 1e6]
+    listed = ["sliding_attention"] + ["full_attention"] * 25
+    assert len(load("gemma-3-1b", layer_types=listed).layer_kinds) == 26
+    config = load("gemma-3-1b", layer_types=["sliding_attention"] * 26)
+    assert (config.layer_kinds, config.sliding_window, config.rope_theta) == ((), 512, 1e4)
+
+
+def test_the_context_that_a_model_was_trained_with_stands_in_either_place():
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    scaling = {"type": "su", **factors}
+    old = load("phi-4", rope_scaling=scaling, original_max_position_embeddings=4096)
+    inside = scaling | {"original_max_position_embeddings": 4096}
+    new = load("phi-4", rope_scaling=inside, original_max_position_embeddings=...)
+    assert old == new
+    assert old.rope_scaling is not None
+    assert old.rope_scaling.factor == 4
+    assert old.rope_scaling.attention_factor == pytest.approx(math.sqrt(1 + 2 / 12))
+
+
+def test_mscale_of_yarn():
+    scaling = YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}
+    found = load("llama", rope_parameters=..., rope_scaling=scaling).rope_scaling
+    assert found is not None
+    assert found.attention_factor == pytest.approx(
+        (0.05 * math.log(2) + 1) / (0.1 * math.log(2) + 1)
+    )
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
@@ -106,6 +153,8 @@ def test_defaults_of_absent_fields():
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 64}
 SWIFTKV = {"model_type": "llama_swiftkv"}
 REFUSED = [
     ("llama", {"model_type": "falcon"}, "model_type must be one of llama, llama_swiftkv, mistral"),
@@ -117,7 +166,18 @@ REFUSED = [
     ("llama", {"quantization_config": {"bits": 4}}, "quant_method must be one of"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must"),
-    ("llama_yarn", {}, "rope_type must be default, linear or llama3, found 'yarn'"),
+    (
+        "llama_yarn",
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        "rope_type must be default, linear",
+    ),
+    ("gemma-3-1b", {"hidden_activation": "gelu"}, "hidden_activation must be gelu_pytorch_tanh"),
+    ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be"),
+    ("gemma-3-1b", {"rope_parameters": {"sliding_attention": YARN}}, "sliding_attention must be"),
+    ("gemma-3-27b", {"text_config": None}, "text_config must be an object, found None"),
+    ("glm-4-9b", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be 1, found 1.5"),
+    ("glm-4-9b", {"partial_rotary_factor": 0.508}, "must be an even number of elements"),
+    ("phi-4", {"rope_scaling": LONGROPE}, "short_factor must be a list of 64 numbers above 0"),
     ("llama", {"rope_parameters": "llama3"}, "rope_scaling must be an object"),
     ("llama", {"rope_parameters": LLAMA3}, "low_freq_factor is missing"),
     (
@@ -143,7 +203,7 @@ REFUSED = [
     ("llama", {"eos_token_id": [1, -2]}, "eos_token_id must be a token id or a list"),
     ("llama", {"bos_token_id": [1, 2]}, "bos_token_id must be one token id"),
     ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads is missing"),
-    ("qwen2_mixed_windows", {}, "a sliding window in 1 of 2 layers is not supported"),
+    ("qwen2_mixed_windows", {"layer_types": ["full_attention"]}, "must have 2 entries, found 1"),
     ("qwen2_windows", {"layer_types": ["linear_attention"] * 2}, "layer_types must be a list of"),
 ]
 

@@ -1,0 +1,247 @@
+"""How the layers of a Hugging Face model attend: windows and rotary embeddings of `config.json`.
+
+Which layers have a window is a list (`layer_types`), a pattern, or said by the architecture; rotary
+embeddings are `rope_parameters` (transformers 5, by kind of layer where there are two) or the older
+`rope_scaling`, `rope_theta` and `rope_local_base_freq`.
+"""
+
+import math
+from typing import Any
+
+from shiftjax.arch.config import LayerKind, ModelConfig, RopeScaling
+from shiftjax.weights.fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ALL_SLIDE = ("mistral", "mixtral", "phi3")
+_MAY_SLIDE = ("qwen2", "qwen3", "qwen3_moe")  # where `use_sliding_window` says so
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # every such layer sees everything
+# What transformers assumes where a file says nothing.
+_MISTRAL_SLIDING_WINDOW = 4096
+_LOCAL_THETA = 10_000.0
+_PARTIAL = {"phi3": 1.0, "glm": 0.5, "glm4": 0.5}  # architectures that rotate a part of a head
+
+Rope = tuple[float, RopeScaling | None]
+
+
+def read_layers(fields: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
+    """Return the fields of ModelConfig that say how layers attend; problems go to `fields`."""
+    full, rotary_dim = _rope(fields, architecture, head_dim)
+    sliding = _local_rope(fields, architecture, full)
+    window = _window(fields, architecture)
+    num_layers = fields.count("num_hidden_layers")
+    has_window = _have_window(fields, architecture, num_layers) if window else [False] * num_layers
+    kinds = [LayerKind(window, *sliding) if each else LayerKind(None, *full) for each in has_window]
+    return {"rotary_dim": rotary_dim, **kinds_as_fields(kinds)}
+
+
+def kinds_as_fields(kinds: list[LayerKind]) -> dict[str, Any]:
+    """Return how layers attend as ModelConfig says it: alike, or in the shortest repeated list."""
+    if len(set(kinds)) == 1:
+        (kind,) = set(kinds)
+        return {
+            "sliding_window": kind.sliding_window,
+            "rope_theta": kind.rope_theta,
+            "rope_scaling": kind.rope_scaling,
+        }
+    lengths = range(2, len(kinds) + 1)
+    period = next(n for n in lengths if all(k == kinds[i % n] for i, k in enumerate(kinds)))
+    return {"layer_kinds": tuple(kinds[:period])}
+
+
+def layers_json(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of `config.json` that say it, in the layout of transformers 4."""
+    sliding = [kind for kind in config.kinds if kind.sliding_window]
+    full = [kind for kind in config.kinds if not kind.sliding_window] or sliding
+    data: dict[str, Any] = {
+        "rope_theta": full[0].rope_theta,
+        "rope_scaling": _scaling_json(full[0].rope_scaling),
+    }
+    architecture = config.architecture
+    if architecture in _PARTIAL:
+        data["partial_rotary_factor"] = (config.rotary_dim or config.head_dim) / config.head_dim
+    if architecture == "gemma3_text":
+        data["rope_local_base_freq"] = sliding[0].rope_theta if sliding else _LOCAL_THETA
+    if architecture in (*_ALL_SLIDE, *_MAY_SLIDE, *_PATTERNS):
+        data["sliding_window"] = sliding[0].sliding_window if sliding else None
+    if architecture in _MAY_SLIDE:
+        data |= {"use_sliding_window": bool(sliding), "max_window_layers": 0}
+    if config.layer_kinds or architecture in _PATTERNS:
+        data["layer_types"] = [SLIDING if kind.sliding_window else FULL for kind in config.kinds]
+    return data
+
+
+def _window(fields: Fields, architecture: str) -> int | None:
+    """Return the window of the layers that have one."""
+    if architecture == "mistral" and "sliding_window" not in fields.data:
+        return _MISTRAL_SLIDING_WINDOW
+    if architecture in _MAY_SLIDE and not fields.flag("use_sliding_window"):
+        return None
+    if architecture not in (*_ALL_SLIDE, *_MAY_SLIDE, *_PATTERNS):
+        return None
+    return fields.count("sliding_window") if fields.has("sliding_window") else None
+
+
+def _have_window(fields: Fields, architecture: str, num_layers: int) -> list[bool]:
+    """Return whether each layer has the window."""
+    kinds = fields.data.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or set(map(str, kinds)) - {FULL, SLIDING}:
+            fields.problem(f"layer_types must be a list of {FULL} and {SLIDING}, found {kinds!r}")
+        elif len(kinds) != num_layers:
+            fields.problem(f"layer_types must have {num_layers} entries, found {len(kinds)}")
+        else:
+            return [kind == SLIDING for kind in kinds]
+        return [False] * num_layers
+    if architecture in _PATTERNS:
+        name = "sliding_window_pattern"
+        name = name if fields.has(name) else f"_{name}"  # as transformers 4.52 and later write it
+        every = fields.count(name, _PATTERNS[architecture])
+        return [(i + 1) % every != 0 for i in range(num_layers)]
+    first = fields.count("max_window_layers", 28, minimum=0) if architecture in _MAY_SLIDE else 0
+    return [i >= first for i in range(num_layers)]
+
+
+def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int | None]:
+    """Return the rotary embedding of layers that see everything, and the width that it has."""
+    parameters = _parameters(fields, FULL)
+    if parameters is None:
+        return (1.0, None), None
+    inner = _inner(fields, parameters)
+    owner = inner if inner.has("rope_theta") else fields
+    theta = owner.positive("rope_theta", 10_000.0)
+    rotary_dim = _rotary_dim(fields, inner, architecture, head_dim)
+    return (theta, _scaling(fields, inner, architecture, rotary_dim or head_dim)), rotary_dim
+
+
+def _local_rope(fields: Fields, architecture: str, full: Rope) -> Rope:
+    """Return that of layers with a window: Gemma 3's have one of their own."""
+    if architecture != "gemma3_text":
+        return full
+    own = (fields.data.get("rope_parameters") or {}).get(SLIDING) or {}
+    inner = _inner(fields, own)
+    if own.get("rope_type", "default") != "default":
+        inner.problem(f"rope_type of {SLIDING} must be default, found {own['rope_type']!r}")
+    if inner.has("rope_theta"):
+        return inner.positive("rope_theta"), None
+    return fields.positive("rope_local_base_freq", _LOCAL_THETA), None
+
+
+def _parameters(fields: Fields, kind: str) -> dict[str, Any] | None:
+    """Return the parameters of a kind of layers; None, and a problem, where they are none."""
+    parameters = fields.data.get("rope_parameters") or fields.data.get("rope_scaling") or {}
+    if isinstance(parameters, dict) and kind in parameters:
+        parameters = parameters[kind] or {}
+    if isinstance(parameters, dict):
+        return parameters
+    fields.problem(f"rope_scaling must be an object, found {parameters!r}")
+    return None
+
+
+def _inner(fields: Fields, parameters: dict[str, Any]) -> Fields:
+    """Return typed access to rotary parameters, whose problems are those of the file."""
+    inner = Fields(parameters, f"{fields.file}: rope_scaling")
+    inner.problems = fields.problems
+    return inner
+
+
+def _rotary_dim(fields: Fields, inner: Fields, architecture: str, head_dim: int) -> int | None:
+    name = "partial_rotary_factor"
+    owner = inner if inner.has(name) else fields
+    part = owner.positive(name, _PARTIAL.get(architecture, 1.0))
+    if part != 1 and (architecture not in _PARTIAL or part > 1):
+        owner.problem(f"{name} must be 1, found {part}")
+    rotary_dim = int(head_dim * part)
+    if rotary_dim % 2:
+        owner.problem(f"{name} {part} of head_dim {head_dim} must be an even number of elements")
+    return None if rotary_dim == head_dim else rotary_dim
+
+
+def _scaling(
+    fields: Fields, inner: Fields, architecture: str, rotary_dim: int
+) -> RopeScaling | None:
+    kind = inner.data.get("rope_type", inner.data.get("type", "default"))
+    if kind == "su" or (kind == "yarn" and architecture == "phi3"):  # as Phi-3's first files say
+        kind = "longrope"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", inner.positive("factor"))
+    if kind == "llama3":
+        return _llama3(inner)
+    if kind == "yarn":
+        return _yarn(fields, inner)
+    if kind == "longrope":
+        return _longrope(fields, inner, rotary_dim)
+    inner.problem(
+        f"rope_type must be default, linear, llama3, yarn or longrope, found {kind!r}; leave the "
+        "field out to use the model up to the context that it was trained with"
+    )
+    return None
+
+
+def _llama3(fields: Fields) -> RopeScaling:
+    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+    if high <= low and not fields.problems:
+        fields.problem(f"high_freq_factor {high} must be above low_freq_factor {low}")
+    original = fields.count("original_max_position_embeddings")
+    return RopeScaling("llama3", fields.positive("factor"), low, high, original)
+
+
+def _original(fields: Fields, inner: Fields) -> int:
+    """Return the context that the model was trained with first."""
+    name = "original_max_position_embeddings"
+    owner = fields if fields.has(name) else inner
+    return owner.count(name, fields.count("max_position_embeddings"))
+
+
+def _yarn(fields: Fields, inner: Fields) -> RopeScaling:
+    """Scaling of arXiv 2309.00071; `attention_factor` as there, or by DeepSeek's two `mscale`."""
+    original = _original(fields, inner)
+    factor = inner.positive("factor", fields.count("max_position_embeddings") / original)
+    low, high = inner.positive("beta_slow", 1.0), inner.positive("beta_fast", 32.0)
+
+    def gain(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    usual = gain(1.0)
+    if inner.has("mscale") and inner.has("mscale_all_dim"):
+        usual = gain(inner.positive("mscale")) / gain(inner.positive("mscale_all_dim"))
+    gain_of_file = inner.positive("attention_factor", usual)
+    truncate = inner.flag("truncate") if inner.has("truncate") else True
+    return RopeScaling("yarn", factor, low, high, original, gain_of_file, truncate)
+
+
+def _longrope(fields: Fields, inner: Fields, rotary_dim: int) -> RopeScaling:
+    """Scaling of arXiv 2402.13753, a divisor for each frequency."""
+    original = _original(fields, inner)
+    factor = inner.positive("factor", fields.count("max_position_embeddings") / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    gain = inner.positive("attention_factor", usual)
+    divisors = [_divisors(inner, f"{kind}_factor", rotary_dim // 2) for kind in ("short", "long")]
+    return RopeScaling("longrope", factor, 1.0, 4.0, original, gain, True, *divisors)
+
+
+def _divisors(fields: Fields, name: str, count: int) -> tuple[float, ...]:
+    values = fields.data.get(name)
+    is_list = isinstance(values, list) and all(type(v) in (int, float) and v > 0 for v in values)
+    if not isinstance(values, list) or not is_list or len(values) != count:
+        fields.problem(f"{name} must be a list of {count} numbers above 0")
+        return (1.0,) * count
+    return tuple(map(float, values))
+
+
+def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    data: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return data
+    data["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.kind == "llama3":
+        return data | {"low_freq_factor": low, "high_freq_factor": high}
+    data["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "yarn":
+        return data | {"beta_slow": low, "beta_fast": high, "truncate": scaling.truncate}
+    factors = {"short_factor": scaling.short_factors, "long_factor": scaling.long_factors}
+    return data | {name: list(values) for name, values in factors.items()}

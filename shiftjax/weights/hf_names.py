@@ -1,0 +1,98 @@
+"""Tensors of Hugging Face checkpoints that are stored under other names, or several as one.
+
+Phi-3 and GLM stack projections of one input; a part of the rows is then a tensor of ours. What has
+a text model beside an encoder of images puts names in front of it.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.weights.source import CheckpointError, TensorInfo
+
+_QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")
+_STACKS = {"phi3": dict([_QKV, _GATE_UP]), "glm": dict([_GATE_UP]), "glm4": dict([_GATE_UP])}
+_PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
+_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
+_TEXT_HEAD = re.compile(r"language_model\.lm_head\.")
+_OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a tensor of ours is."""
+
+    name: str  # of the stored tensor
+    first: int  # of its rows
+
+
+def places_of(
+    config: ModelConfig, stored: Mapping[str, TensorInfo]
+) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
+    """Return the tensors by our names, and where each is stored.
+
+    Tensors of an encoder of images are left out, which is logged. Raises CheckpointError for a
+    stack whose rows are not those of its parts.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    places: dict[str, Place] = {}
+    of_images = [name for name in stored if _OF_IMAGES.match(name)]
+    if of_images:
+        words = "%s: %d tensors of images are not loaded: the model takes text alone"
+        logger.info(words, config.name, len(of_images))
+    for name, info in stored.items():
+        if _OF_IMAGES.match(name):
+            continue
+        ours = _TEXT_HEAD.sub("lm_head.", _TEXT.sub("model.", name, count=1), count=1)
+        for part, first, rows in _parts(config, ours, info):
+            tensors[part] = info._replace(shape=(rows, *info.shape[1:])) if info.shape else info
+            places[part] = Place(name, first)
+    return tensors, places
+
+
+def stacks_of(config: ModelConfig, names: Mapping[str, TensorInfo]) -> dict[str, tuple[str, ...]]:
+    """Return what a checkpoint of this architecture has, and the tensors of ours in each."""
+    stacks = _STACKS.get(config.architecture, {})
+    stack_of = {part: stack for stack, parts in stacks.items() for part in parts}
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        match = _PROJECTION.fullmatch(name)
+        if match and match[2] in stack_of:
+            stack = stack_of[match[2]]
+            parts = (f"{match[1]}.{part}.{match[3]}" for part in stacks[stack])
+            found[f"{match[1]}.{stack}.{match[3]}"] = tuple(part for part in parts if part in names)
+        else:
+            found[name] = (name,)
+    return found
+
+
+def _parts(config: ModelConfig, name: str, info: TensorInfo) -> Iterator[tuple[str, int, int]]:
+    """Name, first row and rows of each tensor of ours in a stored one."""
+    match, stacks = _PROJECTION.fullmatch(name), _STACKS.get(config.architecture, {})
+    if not match or match[2] not in stacks:
+        yield name, 0, info.shape[0] if info.shape else 1
+        return
+    rows = [_rows(config, part) for part in stacks[match[2]]]
+    is_shared = info.shape in ((), (1,))  # a scale of the whole stack
+    if not is_shared and info.shape[0] != sum(rows):
+        raise CheckpointError(
+            f"{info.file}: tensor {name}: expected {' + '.join(map(str, rows))} rows, "
+            f"found {info.shape[0]}"
+        )
+    first = 0
+    for part, count in zip(stacks[match[2]], rows, strict=True):
+        yield f"{match[1]}.{part}.{match[3]}", first, 1 if is_shared else count
+        first += 0 if is_shared else count
+
+
+def _rows(config: ModelConfig, projection: str) -> int:
+    heads = {
+        "q_proj": config.num_heads,
+        "k_proj": config.num_kv_heads,
+        "v_proj": config.num_kv_heads,
+    }
+    part = projection.rpartition(".")[2]
+    return heads[part] * config.head_dim if part in heads else config.intermediate_size

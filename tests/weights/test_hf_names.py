@@ -1,0 +1,75 @@
+"""Tensors under other names, or stacked in one: what is read is what a model has, and back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import random_tensors, write_config
+from safetensors.numpy import load_file, save_file
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.arch.weights import expected_tensors
+from shiftjax.weights.huggingface import HuggingFaceSource, save_huggingface
+from shiftjax.weights.source import CheckpointError, check_complete
+
+PARITY = Path(__file__).parent.parent / "data" / "parity"
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm4", "glm"])
+def test_stacked_projections_are_read_in_parts_and_written_as_they_were(name, tmp_path):
+    source = HuggingFaceSource(PARITY / name)
+    check_complete(source)
+    stored, config = load_file(PARITY / name / "model.safetensors"), source.config
+    layer, width = "model.layers.1", config.intermediate_size
+    stack = stored[f"{layer}.mlp.gate_up_proj.weight"]
+    np.testing.assert_array_equal(source.read(f"{layer}.mlp.gate_proj.weight"), stack[:width])
+    np.testing.assert_array_equal(source.read(f"{layer}.mlp.up_proj.weight"), stack[width:])
+    part = source.read(f"{layer}.mlp.up_proj.weight", (slice(3, 7), slice(1, 9)))
+    np.testing.assert_array_equal(part, stack[width + 3 : width + 7, 1:9])
+    with pytest.raises(ValueError, match="is no range"):  # of the part, though one of the stack
+        source.read(f"{layer}.mlp.gate_proj.weight", (slice(0, width + 1),))
+    save_huggingface(source, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == stored.keys()
+    for key, tensor in stored.items():
+        np.testing.assert_array_equal(written[key], tensor)
+
+
+def test_parts_may_be_stored_as_they_are_used(tmp_path):
+    config = PRESETS["tiny-phi3"]
+    write_config(tmp_path, config)
+    tensors = random_tensors(config)
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = HuggingFaceSource(tmp_path)
+    check_complete(source)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    np.testing.assert_array_equal(source.read(name), tensors[name])
+
+
+def test_a_stack_of_other_rows_is_refused(tmp_path):
+    config = PRESETS["tiny-phi3"]
+    write_config(tmp_path, config)
+    stack = np.zeros((100, config.hidden_size), np.float32)
+    save_file({"model.layers.0.self_attn.qkv_proj.weight": stack}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight: expected 64 \+ 32 \+ 32 rows"):
+        HuggingFaceSource(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_sees_images(prefix, tmp_path, caplog):
+    config = replace(PRESETS["tiny-gemma3"], tie_word_embeddings=False)
+    write_config(tmp_path, config)
+    tensors = random_tensors(config)
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    renamed["language_model.lm_head.weight"] = renamed.pop("lm_head.weight")
+    renamed["vision_tower.vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
+    renamed["model.multi_modal_projector.mm_soft_emb_norm.weight"] = np.ones(4, np.float32)
+    save_file(renamed, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO"):
+        source = HuggingFaceSource(tmp_path)
+    assert "2 tensors of images are not loaded" in caplog.text
+    check_complete(source)
+    assert set(source.tensors) == set(expected_tensors(config))
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(source.read(name), tensor)
