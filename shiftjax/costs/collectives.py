@@ -6,6 +6,7 @@ A test counts the same in the compiled programs of the engine (tests/costs/test_
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.formats import Formats
+from shiftjax.costs.experts import room_of_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -14,6 +15,7 @@ from shiftjax.parallel.stored import stored_weights
 Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
 LOGIT_BYTES = 4  # logits are float32
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
+FLAG_BYTES = EXPERT_BYTES = 4  # whether the exchange of a layer has room; an expert's number
 SAMPLE_BYTES = 12  # a sampled row's id, log-probability and is_finite, 4 bytes each
 
 
@@ -43,13 +45,46 @@ def layer_collectives(
     """
     head = num_tokens * layout.model.head_dim * activation_bytes
     h, m = layout.heads_per_device, layout.kv_heads_per_device
-    moves = [_reduce(layout, mode, num_tokens, activation_bytes, 2)]
+    moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
     moves.append(Collective("all-to-all", mode.sp, head * (h + 2 * m), 1))
     moves.append(Collective("all-to-all", mode.sp, head * h, 1))
     if has_experts:
-        tokens = num_tokens * layout.model.hidden_size * activation_bytes
-        moves.append(Collective("all-gather", mode.sp, tokens, 1))
-        moves.append(Collective("reduce-scatter", mode.sp, tokens // mode.sp, 1))
+        exchanges = room_of_exchange(layout, mode, num_tokens) > 0
+        move_experts = exchange_of_experts if exchanges else gather_of_experts
+        moves += move_experts(layout, mode, num_tokens, activation_bytes)
+    return [move for move in moves if move.num_devices > 1]
+
+
+def gather_of_experts(
+    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
+) -> list[Collective]:
+    """What a layer of experts moves that all tokens are brought to, and their sums back."""
+    tokens = num_tokens * layout.model.hidden_size * activation_bytes
+    moves = [
+        _reduce(layout, mode, num_tokens, activation_bytes, 1),
+        Collective("all-gather", mode.sp, tokens, 1),
+        Collective("reduce-scatter", mode.sp, tokens // mode.sp, 1),
+    ]
+    return [move for move in moves if move.num_devices > 1]
+
+
+def exchange_of_experts(
+    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
+) -> list[Collective]:
+    """What it moves where pairs go to their experts and back: room for so many to each device.
+
+    With them goes which expert it is. Whether anybody lacks room is known to all before that; a
+    step in which somebody does moves what `gather_of_experts` says instead. Last come the tokens
+    that neighbours have computed.
+    """
+    devices, row = layout.num_devices, layout.model.hidden_size * activation_bytes
+    rows = devices * room_of_exchange(layout, mode, num_tokens)
+    moves = [
+        Collective("all-reduce", devices, FLAG_BYTES, 1),
+        Collective("all-to-all", devices, rows * row, 2),
+        Collective("all-to-all", devices, rows * EXPERT_BYTES, 1),
+        Collective("all-gather", layout.ways(mode), num_tokens // mode.sp * row, 1),
+    ]
     return [move for move in moves if move.num_devices > 1]
 
 

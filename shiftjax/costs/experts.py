@@ -11,10 +11,16 @@ Routers that prefer some experts add to that: `skew`, the pairs of the most load
 of an average one with many tokens; 1 where nothing is known of the traffic.
 """
 
+import math
 from statistics import NormalDist
 from typing import NamedTuple
 
 from shiftjax.arch.config import Experts
+from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
+
+ROOM = 2.0  # of an exchange, over what random routing takes on average
+SPREAD = 4.0
 
 
 class Load(NamedTuple):
@@ -35,6 +41,26 @@ def most_loaded(experts: Experts, num_devices: int, num_tokens: int, skew: float
     pairs = _most(chosen * share, chosen * share * (1 - share), num_devices) * skew
     # Somebody has an expert of the first token, and nobody reads more experts than it has.
     return Load(min(max(pairs, 1.0), chosen), min(max(read, 1.0), own))
+
+
+def room_of_exchange(layout: Layout, mode: Mode, num_tokens: int) -> int:
+    """Rows that each device keeps free for each other one, to exchange pairs with; 0: gather.
+
+    n k / P^2 pairs go from a device to another on average; there is room for ROOM times as many and
+    for SPREAD standard deviations more, or for all that it could send. A device then receives
+    P * room rows of width d and sends them back, where gathering brings n rows and scatters as
+    many. What moves fewer is done.
+    """
+    experts, devices = layout.model.experts, layout.num_devices
+    if experts is None or mode.sp == 1 or num_tokens % devices:
+        return 0
+    pairs = num_tokens // devices * experts.per_token  # of a device's own tokens
+    mean = pairs / devices
+    room = min(pairs, math.ceil(max(ROOM * mean, mean + SPREAD * mean**0.5)))
+    moved = 2 * room * (devices - 1) + num_tokens // mode.sp * (1 - 1 / layout.ways(mode))
+    gathered = 2 * num_tokens * (1 - 1 / mode.sp)
+    gathered += 2 * num_tokens // mode.sp * (1 - 1 / layout.ways(mode))
+    return room if moved < gathered else 0
 
 
 def _most(mean: float, variance: float, count: int) -> float:

@@ -17,7 +17,10 @@ them needs all tokens on every device, so in place of its second all-reduce it h
     all-gather      n * d * b over sp
     reduce-scatter  (n / sp) * d * b over sp, and an all-reduce of as much over the P / sp devices
 
-and in SHIFT the all-reduce of n * d * b over all P that an MLP has.
+and in SHIFT the all-reduce of n * d * b over all P that an MLP has. Where a token has few experts
+its pairs go to them and back instead, if that is fewer bytes: two all-to-alls over all P with room
+for r pairs from each device to each, P * r * d * b, and an all-gather of the tokens that neighbours
+have computed, (n / sp) * d * b over the P / sp devices (`costs.experts.room_of_exchange`).
 
 Between pipeline stages hidden states are split over all devices, so that n * d * b bytes cross in
 all. The next stage gathers its tokens' over the P / sp devices that split a weight.
@@ -35,7 +38,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXIS, WEIGHT_AXES, Mode
 from shiftjax.parallel.layout import Layout
@@ -94,6 +97,32 @@ class Parallel:
             return self.reduce(partial)
         own = jax.lax.psum_scatter(partial, TOKEN_AXIS, scatter_dimension=0, tiled=True)
         return self.reduce(own)
+
+    def own_part(self, local: jax.Array) -> jax.Array:
+        """Return the part of its tokens that this device has to itself.
+
+        The devices that split a weight have the same tokens, as many as they can share evenly.
+        """
+        ways = self.layout.ways(self.mode)
+        if ways == 1:
+            return local
+        count = local.shape[0] // ways
+        start = jax.lax.axis_index(WEIGHT_AXES) * count
+        return jax.lax.dynamic_slice_in_dim(local, start, count)
+
+    def whole_part(self, own: jax.Array) -> jax.Array:
+        """Undo `own_part`: one all-gather over the devices that split a weight."""
+        if self.layout.ways(self.mode) == 1:
+            return own
+        return jax.lax.all_gather(own, WEIGHT_AXES, tiled=True)
+
+    def exchange(self, to_all: Shaped[Array, "devices rows ..."]) -> jax.Array:
+        """Give every device its part, and return what all have for this one: one all-to-all."""
+        return jax.lax.all_to_all(to_all, ALL_AXES, split_axis=0, concat_axis=0)
+
+    def any_of_all(self, flag: Bool[Array, ""]) -> Bool[Array, ""]:
+        """Whether any device says so: an all-reduce of 4 bytes."""
+        return jax.lax.pmax(flag.astype(jnp.int32), ALL_AXES) > 0
 
     @property
     def gathers(self) -> bool:

@@ -7,12 +7,16 @@ that no token has chosen. `jax.lax.ragged_dot` is not used: XLA makes a dense pr
 experts of it, on CPUs and on GPUs.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows
 from shiftjax.arch.config import Experts
+from shiftjax.costs.experts import room_of_exchange
+from shiftjax.models.exchange import Parallel
 from shiftjax.models.products import Matrix, project_out
 
 TILE_ROWS = 16  # pairs that are multiplied together, all of one expert
@@ -35,24 +39,101 @@ def route(
     return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1), chosen
 
 
-def own_experts(
-    x: Float[Array, "tokens hidden"],
-    weights: ExpertWeights,
-    gains: Float[Array, "tokens k"],
-    chosen: Int32[Array, "tokens k"],
-    first: Int[Array, ""],
-    num_tokens: Int[Array, ""],
-) -> Float[Array, "tokens hidden"]:
-    """Return what the experts of this device, `first` and those after it, add to every token.
+class ExpertLayer(NamedTuple):
+    """What a layer of experts has on this device, and what it must know of the step."""
 
-    The first `num_tokens` tokens are real; padding chooses no expert, so that none is read for it.
+    experts: Experts
+    router: Float[Array, "experts hidden"]
+    weights: ExpertWeights
+    num_tokens: Int[Array, ""]  # of the step; those behind them are padding
+    parallel: Parallel
+
+    @property
+    def num_own(self) -> int:
+        """Experts that this device has, those that are padding included."""
+        return self.weights.gate.shape[0]
+
+
+def expert_layer(
+    x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer
+) -> Float[Array, "tokens_sp hidden"]:
+    """Return what their experts make of this device's tokens.
+
+    Where tokens are split, either all of them come to every device, or pairs go to the devices of
+    their experts: what moves fewer bytes (`costs.experts.room_of_exchange`). The exchange has room
+    for more pairs than a device gets on average; a step in which it is too small gathers.
     """
-    num = weights.gate.shape[0]
-    is_real = jnp.arange(x.shape[0]) < num_tokens
-    is_own = (chosen >= first) & (chosen < first + num) & is_real[:, None]
-    routed = sort_pairs(jnp.where(is_own, chosen - first, num), num)
-    parts = tile_loop(x, weights, routed, gains).astype(jnp.float32)
-    return jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
+    parallel = layer.parallel
+    room = room_of_exchange(parallel.layout, parallel.mode, x.shape[0] * parallel.mode.sp)
+    if not room:
+        return _gather(x, layer)
+    sent = _send(x, layer, room)
+    # Every device takes the same branch, so there are collectives in both.
+    return jax.lax.cond(
+        parallel.any_of_all(sent.overflows),
+        lambda: _gather(x, layer),
+        lambda: _exchange(x, layer, sent, room),
+    )
+
+
+def _gather(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer) -> jax.Array:
+    """All tokens on every device: each adds what its own experts give."""
+    x = layer.parallel.gather_tokens(x)
+    gains, chosen = route(x, layer.router, layer.experts)
+    own = chosen - layer.parallel.place * layer.num_own
+    is_real = jnp.arange(x.shape[0]) < layer.num_tokens
+    is_own = (own >= 0) & (own < layer.num_own) & is_real[:, None]
+    routed = sort_pairs(jnp.where(is_own, own, layer.num_own), layer.num_own)
+    parts = tile_loop(x, layer.weights, routed, gains).astype(jnp.float32)
+    partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
+    return layer.parallel.sum_of_all(partial)
+
+
+class Sent(NamedTuple):
+    """The pairs of the tokens that this device sends, and where they lie in what it sends."""
+
+    gains: Float[Array, "tokens_own k"]  # 0: of padding
+    expert: Int32[Array, "tokens_own k"]
+    device: Int32[Array, "tokens_own k"]  # all of them: of padding
+    place: Int32[Array, "tokens_own k"]  # among those to the same device
+    overflows: Bool[Array, ""]
+
+
+def _send(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, room: int) -> Sent:
+    """Route the tokens of which this device is the sender; neighbours have the same tokens."""
+    parallel, num_devices = layer.parallel, layer.parallel.layout.num_devices
+    own = parallel.own_part(x)
+    gains, chosen = route(own, layer.router, layer.experts)
+    index = parallel.own_part(parallel.local_tokens(jnp.arange(x.shape[0] * parallel.mode.sp)))
+    is_real = (index < layer.num_tokens)[:, None]
+    device = jnp.where(is_real, chosen // layer.num_own, num_devices)
+    sorted_pairs = sort_pairs(device, num_devices)
+    starts = jnp.cumsum(sorted_pairs.sizes) - sorted_pairs.sizes
+    rank = jnp.zeros(device.size, jnp.int32).at[sorted_pairs.row].set(jnp.arange(device.size))
+    place = rank.reshape(device.shape) - starts[jnp.minimum(device, num_devices - 1)]
+    overflows = sorted_pairs.sizes.max() > room
+    return Sent(jnp.where(is_real, gains, 0), chosen, device, place, overflows)
+
+
+def _exchange(
+    x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, sent: Sent, room: int
+) -> jax.Array:
+    """Pairs go to the devices of their experts and come back, all tokens to their neighbours."""
+    parallel, shape = layer.parallel, (layer.parallel.layout.num_devices, room)
+    own, (num, k) = parallel.own_part(x), sent.gains.shape
+    at = sent.device, sent.place
+    rows = jnp.broadcast_to(own[:, None], (num, k, own.shape[1]))
+    send = jnp.zeros((*shape, own.shape[1]), x.dtype).at[at].set(rows, mode="drop")
+    nobody = jnp.full(shape, layer.num_own, jnp.int32)
+    expert = nobody.at[at].set(sent.expert % layer.num_own, mode="drop")
+    got, expert = (parallel.exchange(each).reshape(-1, *each.shape[2:]) for each in (send, expert))
+    routed = sort_pairs(expert[:, None], layer.num_own)
+    parts = tile_loop(got, layer.weights, routed, jnp.ones((got.shape[0], 1), jnp.float32))
+    back = parallel.exchange(parts.reshape(send.shape))
+    parts = back.at[at].get(mode="fill", fill_value=0).astype(jnp.float32)
+    is_sent = (sent.device < shape[0])[..., None]
+    out = jnp.where(is_sent, parts * sent.gains[..., None], 0).sum(axis=1).astype(x.dtype)
+    return parallel.whole_part(out)
 
 
 def sort_pairs(expert: Int[Array, "tokens k"], num_experts: int) -> Routed:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.experts import ExpertWeights, own_experts, route
+from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.gathered import whole_layers
 from shiftjax.models.layers import (
     Context,
@@ -264,14 +264,11 @@ class MoE(Part):
     def __call__(
         self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"]:
-        """Return the (reduced) output: in every mode by all tokens on every device."""
+        """Return the (reduced) output."""
         assert self.config.experts is not None
-        parallel, num_tokens = context.parallel, context.metadata.query_start_loc[-1]
-        x = parallel.gather_tokens(x)
-        gains, chosen = route(x, self.router[...], self.config.experts)
-        weights = self.experts.weights
-        first = parallel.place * weights.gate.shape[0]
-        return parallel.sum_of_all(own_experts(x, weights, gains, chosen, first, num_tokens))
+        num_tokens = context.metadata.query_start_loc[-1]
+        own = self.config.experts, self.router[...], self.experts.weights
+        return expert_layer(x, ExpertLayer(*own, num_tokens, context.parallel))
 
 
 class DecoderLayer(nnx.Module):

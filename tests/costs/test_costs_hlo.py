@@ -15,7 +15,8 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import Weight, weights_of
-from shiftjax.costs.collectives import guess_collectives, step_collectives
+from shiftjax.costs.collectives import gather_of_experts, guess_collectives, step_collectives
+from shiftjax.costs.experts import room_of_exchange
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.mesh import group_mesh
 from shiftjax.device.mover import compile_exchange
@@ -78,6 +79,11 @@ def test_experts_gather_tokens_and_scatter_their_sums(sp, tp):
     check(sp, tp, ODD | EXPERTS)
 
 
+def test_few_experts_of_a_token_are_exchanged():
+    """Beside the exchange, the program has the gather of a step in which somebody lacks room."""
+    check(4, 2, ODD | EXPERTS | {"num_experts_per_tok": 1})
+
+
 @pytest.mark.parametrize(("method", "tie_lstm_embs"), [("sum_rnn", True), ("sum_lstm", False)])
 def test_guesses_move_embeddings_and_best_tokens_alone(tmp_path, method, tie_lstm_embs):
     kind = {"sum_rnn": "MLP", "sum_lstm": "LSTM"}[method]
@@ -109,6 +115,10 @@ def check(sp: int, tp: int, sizes: dict, **settings: str) -> None:
         predicted: Counter[tuple[str, int]] = Counter()
         layout, bucket = runner.step.layout, program.bucket
         moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats)
+        if room_of_exchange(layout, mode, bucket.tokens):
+            size = layout, mode, bucket.tokens, FLOAT32_BYTES
+            count = layout.model.num_expert_layers
+            moves += [m._replace(num_times=count) for m in gather_of_experts(*size)]
         for move in moves + guess_collectives(layout, bucket.seqs, FLOAT32_BYTES):
             predicted[move.kind, move.num_bytes] += move.num_times
         assert collectives(runner.compiled(program, mode).as_text()) == predicted, mode

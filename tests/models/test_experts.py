@@ -15,6 +15,7 @@ from oracle import numpy_experts, numpy_llama
 
 from shiftjax.arch.config import Experts
 from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.experts import room_of_exchange
 from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.attention_backend import xla_attention
@@ -27,9 +28,12 @@ from shiftjax.parallel.layout import Layout
 
 TOKENS, REAL = 48, 43  # the rest is padding
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
-EXPERTS = Experts(num=16, per_token=4, intermediate_size=24)
-CONFIG = replace(PRESETS["tiny-qwen3-moe"], hidden_size=32, experts=EXPERTS)
-HF = {"model_type": "qwen3_moe", "num_experts_per_tok": 4, "norm_topk_prob": True}
+CONFIGS = {  # by experts of a token: of 4, modes that split tokens gather, of 1 they exchange
+    k: replace(PRESETS["tiny-qwen3-moe"], hidden_size=32, experts=Experts(16, k, 24))
+    for k in (1, 4)
+}
+NUM, WIDTH, HIDDEN = 16, 24, 32
+HF = {"model_type": "qwen3_moe", "norm_topk_prob": True}
 TOLERANCE = 2e-5
 
 
@@ -47,38 +51,38 @@ class Case(NamedTuple):
 def case(routing: str) -> Case:
     """`one device`: all tokens go to its experts; `one expert`: one has nearly all weight."""
     rng = np.random.default_rng(5)
-    num, width, hidden = EXPERTS.num, EXPERTS.intermediate_size, CONFIG.hidden_size
-    sizes = (TOKENS, hidden), (num, hidden), (num, width, hidden), (num, width, hidden)
-    drawn = [rng.standard_normal(size) / size[-1] ** 0.5 for size in (*sizes, (num, hidden, width))]
+    sizes = (TOKENS, HIDDEN), (NUM, HIDDEN), (NUM, WIDTH, HIDDEN), (NUM, WIDTH, HIDDEN)
+    drawn = [rng.standard_normal(size) / size[-1] ** 0.5 for size in (*sizes, (NUM, HIDDEN, WIDTH))]
     found = Case(*(each.astype(np.float32) for each in drawn))
     found.x[:, 0] = 1
     if routing == "one device":
         found.router[:] = 0  # of equal logits the first are chosen
     elif routing == "one expert":
-        found.router[:, 0] = np.where(np.arange(num) == 11, 30, 0)
+        found.router[:, 0] = np.where(np.arange(NUM) == 11, 30, 0)
     return found
 
 
-def expected(one: Case) -> np.ndarray:
+def expected(one: Case, k: int = 4) -> np.ndarray:
     """What the oracle makes of the real tokens."""
     tensors = {"layer.mlp.gate.weight": one.router.astype(np.float64)}
-    for e in range(EXPERTS.num):
+    for e in range(NUM):
         for part in ("gate", "up", "down"):
             name = f"layer.mlp.experts.{e}.{part}_proj.weight"
             tensors[name] = getattr(one, part)[e].astype(np.float64)
-    return numpy_experts.feed_forward(one.x[:REAL].astype(np.float64), HF, tensors, "layer")
+    config, x = HF | {"num_experts_per_tok": k}, one.x[:REAL].astype(np.float64)
+    return numpy_experts.feed_forward(x, config, tensors, "layer")
 
 
 @cache
-def compiled(sp: int, tp: int, mode: Mode):
+def compiled(sp: int, tp: int, mode: Mode, k: int = 4):
     """The layer of experts in a mode, as a function of global arrays and the number of tokens."""
-    layout = Layout(CONFIG, sp, tp)
+    layout = Layout(CONFIGS[k], sp, tp)
     parallel = Parallel(layout, mode)
     nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
 
     def run(x, router, gate, up, down, num_tokens):
         experts = {"gate": nnx.Param(gate), "up": nnx.Param(up), "down": nnx.Param(down)}
-        layer = MoE(CONFIG, {"router": nnx.Param(router), "experts": experts})
+        layer = MoE(CONFIGS[k], {"router": nnx.Param(router), "experts": experts})
         metadata = nothing._replace(query_start_loc=num_tokens[None])
         rope = Rope(x, x)
         return layer(x, Context(rope, metadata, xla_attention(16, (None,), 4), parallel))
@@ -90,10 +94,12 @@ def compiled(sp: int, tp: int, mode: Mode):
     return jax.jit(mapped)
 
 
-MODES = [(sp, tp, mode) for sp, tp in MESHES for mode in Layout(CONFIG, sp, tp).modes]
+MODES = [(sp, tp, mode) for sp, tp in MESHES for mode in Layout(CONFIGS[4], sp, tp).modes]
+EXCHANGES = [(8, 1, Mode(8, 8)), (4, 2, Mode(4, 4))]
+ROUTINGS = ["random", "one device", "one expert"]
 
 
-@pytest.mark.parametrize("routing", ["random", "one device", "one expert"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("sp", "tp", "mode"), MODES)
 def test_every_mode_gives_what_the_oracle_gives(sp, tp, mode, routing):
     one = case(routing)
@@ -101,15 +107,27 @@ def test_every_mode_gives_what_the_oracle_gives(sp, tp, mode, routing):
     np.testing.assert_allclose(got[:REAL], expected(one), atol=TOLERANCE)
 
 
-def test_padding_is_sent_to_no_expert():
-    one = case("random")
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("sp", "tp", "mode"), EXCHANGES)
+def test_an_exchange_drops_nothing_whatever_the_routing(sp, tp, mode, routing):
+    """Of random routing it has room; a step in which all tokens go to one device gathers."""
+    one, layout = case(routing), Layout(CONFIGS[1], sp, tp)
+    assert 0 < room_of_exchange(layout, mode, TOKENS) < TOKENS // 8 == 6
+    text = compiled(sp, tp, mode, 1).lower(*one, np.int32(REAL)).as_text()
+    assert "all_to_all" in text and "reduce_scatter" in text
+    got = np.asarray(compiled(sp, tp, mode, 1)(*one, np.int32(REAL)))
+    np.testing.assert_allclose(got[:REAL], expected(one, 1), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_padding_is_sent_to_no_expert(k):
+    one, layer = case("random"), compiled(4, 2, Mode(4, 4), k)
     ruined = one._replace(x=one.x.copy())
     ruined.x[REAL:] = np.nan
-    got = np.asarray(compiled(4, 2, Mode(4, 4))(*ruined, np.int32(REAL)))
-    np.testing.assert_allclose(got[:REAL], expected(one), atol=TOLERANCE)
+    got = np.asarray(layer(*ruined, np.int32(REAL)))
+    np.testing.assert_allclose(got[:REAL], expected(one, k), atol=TOLERANCE)
     assert (got[REAL:] == 0).all()
-    none = compiled(4, 2, Mode(4, 4))(*ruined, np.int32(0))
-    assert not np.asarray(none).any()
+    assert not np.asarray(layer(*ruined, np.int32(0))).any()
 
 
 def test_pairs_are_sorted_by_expert_and_each_counts_once():
@@ -121,9 +139,9 @@ def test_pairs_are_sorted_by_expert_and_each_counts_once():
 
 @pytest.mark.parametrize("norm_topk", [True, False])
 def test_weights_are_parts_of_the_softmax(norm_topk):
-    one, experts = case("random"), replace(EXPERTS, norm_topk=norm_topk)
+    one, experts = case("random"), Experts(NUM, 4, WIDTH, norm_topk=norm_topk)
     gains, chosen = route(jnp.asarray(one.x), jnp.asarray(one.router), experts)
-    config = HF | {"norm_topk_prob": norm_topk}
+    config = HF | {"norm_topk_prob": norm_topk, "num_experts_per_tok": 4}
     for token in range(TOKENS):
         want = numpy_experts.choose(one.x[token].astype(float), one.router.astype(float), config)
         assert np.asarray(chosen)[token].tolist() == want[0]
