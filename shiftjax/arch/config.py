@@ -91,6 +91,7 @@ class Codes:
 
     plain: tuple[str, ...] = ()  # those that it has plain all the same: `Weight.source` of each
     are_made_anew: bool = False  # at load, because its scales are none of output channels
+    have_input_scales: bool = False  # of activations, one a matrix; else those of every token
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,17 @@ class Weight(NamedTuple):
     The dimension that devices split comes first, so that a shard is contiguous. Checkpoints hold
     every matrix as `[out, in]`, so one whose input is split is `transposed`.
 
-    A `table` is the embedding or the LM head. `codes` are a quantised matrix and `scale` what they
-    are in units of (`parallel/stored.py`); checkpoints have neither.
+    A `table` is the embedding or the LM head. `codes` are a quantised matrix, `scale` what they are
+    in units of and `input_scale` what its inputs are (`parallel/stored.py`).
     """
 
     name: str  # the path to it in its module: layers.0.attention.q
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     source: str  # the checkpoint's tensor, by Hugging Face's name
-    kind: Literal["matrix", "table", "norm", "bias", "codes", "scale", "kv_scale"] = "matrix"
+    kind: Literal[
+        "matrix", "table", "norm", "bias", "codes", "scale", "input_scale", "kv_scale"
+    ] = "matrix"
     transposed: bool = False
     tied_to: str | None = None  # the weight whose memory it shares
     in_shift: bool = False  # split over all devices in every mode, as SHIFT splits it

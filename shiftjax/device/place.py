@@ -25,12 +25,22 @@ from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
 from shiftjax.models.products import in_blocks, quantise, relative_error
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import SCALE, dtype_of, stored_weights
+from shiftjax.parallel.stored import INPUTS, SCALE, dtype_of, stored_weights
 from shiftjax.weights.kv_scales import read_scale
-from shiftjax.weights.source import OF_CODES, OF_SCALE, CheckpointError, TensorSource, check_finite
+from shiftjax.weights.source import (
+    OF_CODES,
+    OF_INPUTS,
+    OF_SCALE,
+    CheckpointError,
+    TensorSource,
+    check_finite,
+)
 
 # What a checkpoint's own codes are made of, and their scales; all else is in a model's format.
-_OF_KIND = {"codes": FORMATS["fp8"].dtype, "scale": np.dtype(np.float32)}
+_OF_KIND = {"codes": FORMATS["fp8"].dtype} | dict.fromkeys(
+    ("scale", "input_scale"), np.dtype(np.float32)
+)
+_NAME_OF_KIND = {"codes": OF_CODES, "scale": OF_SCALE, "input_scale": OF_INPUTS}
 # Relative, in the mean over a matrix. No rounding to the 4 bits of e4m3 changes a number by more,
 # so above it many are too small beside their channel's largest to have a code: below 2^-18 of it.
 MOST_ADDED_ERROR = 1 / 16
@@ -107,7 +117,8 @@ def load_rows(
         if weight.kind != "codes":
             arrays[plain.name] = _load_one(plain, model.dtype, layout, mesh, rows)
             continue
-        parts = (weight, stored[f"{plain.name}{SCALE}"])
+        names = (f"{plain.name}{suffix}" for suffix in ("", SCALE, INPUTS))
+        parts = tuple(stored[name] for name in names if name in stored)
         if layout.model.has_codes:
             placed = _load_codes(plain, parts, layout, mesh, rows)
         else:
@@ -125,15 +136,15 @@ def load_rows(
 
 
 def _load_codes(
-    plain: Weight, parts: tuple[Weight, Weight], layout: Layout, mesh: Mesh, rows: Rows
+    plain: Weight, parts: tuple[Weight, ...], layout: Layout, mesh: Mesh, rows: Rows
 ) -> list[jax.Array]:
     """Place codes and scales of the checkpoint; devices cut row-parallel ones in blocks."""
-    codes, scale = parts
+    codes, *scales = parts
     as_read = plain._replace(kind="codes")
     array = _load_one(as_read, _OF_KIND["codes"], layout, mesh, rows)
     if plain.transposed:
         array = _cutter(codes.shape[0], named(mesh, stored_spec(codes, layout)))(array)
-    return [array, _load_one(scale, _OF_KIND["scale"], layout, mesh, rows)]
+    return [array, *(_load_one(each, _OF_KIND["scale"], layout, mesh, rows) for each in scales)]
 
 
 def _check_errors(model: str, errors: dict[str, float]) -> None:
@@ -162,7 +173,7 @@ def _check_errors(model: str, errors: dict[str, float]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, NamedSharding]) -> Any:
+def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, ...]) -> Any:
     """Return what makes codes and scale of a stored matrix, on the devices that have it.
 
     And the relative error of what they say. `num_blocks` 0: a column-parallel matrix. One program
@@ -296,7 +307,9 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
     tail, per_row = weight.shape[1:], _rows_of_tensor(weight)
     info, name = source.tensors[weight.source], tensor_of(weight)
     index = (slice(first * per_row, last * per_row),)
-    index += (slice(None),) * (len(info.shape) - 1 if weight.kind != "scale" else 0)
+    index += (slice(None),) * (
+        len(info.shape) - 1 if weight.kind not in ("scale", "input_scale") else 0
+    )
     block = source.read(name, index[::-1] if weight.transposed else index)
     check_finite(name, block, info.file)
     return (block.T if weight.transposed else block).reshape(last - first, *tail)
@@ -314,7 +327,7 @@ def _read_experts(source: TensorSource, weight: Weight, first: int, last: int) -
 
 def tensor_of(weight: Weight) -> str:
     """The name by which a source reads a weight of one part: a matrix, its codes or its scale."""
-    return weight.source + {"codes": OF_CODES, "scale": OF_SCALE}.get(weight.kind, "")
+    return weight.source + _NAME_OF_KIND.get(weight.kind, "")
 
 
 def _rows_of_tensor(weight: Weight) -> int:
@@ -327,6 +340,8 @@ def _num_rows(source: TensorSource, weight: Weight) -> int:
     if weight.axes[0] == "experts":
         assert source.config.experts is not None
         return source.config.experts.num
+    if weight.kind == "input_scale":
+        return 1
     shape = source.tensors[weight.source].shape
     return shape[-1 if weight.transposed else 0] // _rows_of_tensor(weight)
 

@@ -37,7 +37,7 @@ from shiftjax.models.layers import (
 from shiftjax.models.products import Matrix, project_in, project_out
 from shiftjax.models.speculator import Speculator
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
-from shiftjax.parallel.stored import SCALE
+from shiftjax.parallel.stored import INPUTS, SCALE
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
 LAYER_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
@@ -55,7 +55,7 @@ class Part(nnx.Module):
     def _out(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "..."]:
         """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
         values, scale = getattr(self, name)[...], self._scale(name)
-        matrix = Matrix(values.reshape(-1, values.shape[-1]), scale)
+        matrix = Matrix(values.reshape(-1, values.shape[-1]), scale, self._scale(name, INPUTS))
         return project_out(x, matrix).reshape(x.shape[0], *values.shape[:-1])
 
     def _in(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "tokens out"]:
@@ -63,11 +63,11 @@ class Part(nnx.Module):
         values, scale = getattr(self, name)[...], self._scale(name)
         if scale is None:
             values = values.reshape(-1, values.shape[-1])
-        return project_in(x, Matrix(values, scale))
+        return project_in(x, Matrix(values, scale, self._scale(name, INPUTS)))
 
-    def _scale(self, name: str) -> Float[Array, " out"] | None:
-        """Return what a matrix is in units of; None: it is not quantised."""
-        scale = getattr(self, f"{name}{SCALE}", None)
+    def _scale(self, name: str, suffix: str = SCALE) -> Float[Array, " out"] | None:
+        """Return what a matrix is in units of, or its inputs; None: they have no such scale."""
+        scale = getattr(self, f"{name}{suffix}", None)
         return None if scale is None else scale[...].reshape(-1)
 
 

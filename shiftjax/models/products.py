@@ -22,6 +22,7 @@ class Matrix(NamedTuple):
 
     values: Array  # `[out, in]`; row-parallel ones `[in, out]`, or codes `[blocks, out, in]`
     scale: Float[Array, " out"] | None = None  # None: the values are plain
+    inputs: Float[Array, " 1"] | None = None  # what inputs are in units of; None: each row's own
 
 
 def quantise(
@@ -63,7 +64,7 @@ def project_out(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "t
     """Multiply by a column-parallel matrix."""
     if matrix.scale is None:
         return jnp.einsum("ti,oi->to", x, matrix.values)
-    codes, scale = quantise(x)
+    codes, scale = _activations(x, matrix)
     out = _product(codes, matrix.values) * scale[:, None]
     return (out * matrix.scale[None]).astype(x.dtype)
 
@@ -73,9 +74,20 @@ def project_in(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "to
     if matrix.scale is None:
         return jnp.einsum("ti,io->to", x, matrix.values)
     blocks = matrix.values
-    codes, scale = quantise(x.reshape(x.shape[0], blocks.shape[0], -1))
+    codes, scale = _activations(x.reshape(x.shape[0], blocks.shape[0], -1), matrix)
     parts = [_product(codes[:, i], blocks[i]) * scale[:, i, None] for i in range(blocks.shape[0])]
     return (sum(parts[1:], parts[0]) * matrix.scale[None]).astype(x.dtype)
+
+
+def _activations(
+    x: Float[Array, "*rows width"], matrix: Matrix
+) -> tuple[Float8e4m3fn[Array, "*rows width"], Float[Array, "*rows"]]:
+    """Return codes of a matrix's inputs and their scales; what a fixed one cannot say saturates."""
+    if matrix.inputs is None:
+        return quantise(x)
+    scale = matrix.inputs[0]
+    codes = jnp.clip(x.astype(jnp.float32) / scale, -LARGEST_CODE, LARGEST_CODE).astype(CODE)
+    return codes, jnp.broadcast_to(scale, x.shape[:-1])
 
 
 def _product(

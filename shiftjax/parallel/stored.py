@@ -5,6 +5,7 @@ code times the scale. How it is stored follows from the way that devices split i
 
     column-parallel   codes [out, in], scale [out], both split by outputs
     row-parallel      codes [blocks, out, in / blocks], scale [out] on every device
+    input scales      [1], of checkpoints that have them; else every token has its own in a step
     experts           codes [experts, out, in], scale [experts, out], both split by experts
 
 A block is the part of the inputs that one device has where all of them split it, so a shard of any
@@ -20,6 +21,7 @@ from shiftjax.arch.weights import Weight, kv_scales_of, weights_of
 from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
+INPUTS = "_input_scale"  # after the name of the matrix whose inputs it scales
 COPIED = ("bias", "scale", "norm", "kv_scale")  # so small that modes have copies, not views
 _SPLIT = ("heads", "kv_heads", "intermediate", "experts")
 
@@ -55,8 +57,16 @@ def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     return tuple(stored)
 
 
-def quantised(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
-    """The codes of a stored matrix, and their scale."""
+def quantised(plain: Weight, layout: Layout) -> tuple[Weight, ...]:
+    """The codes of a stored matrix, their scale, and that of its inputs where there is one."""
+    codes = layout.model.codes
+    if codes is None or not codes.have_input_scales:
+        return _codes_and_scale(plain, layout)
+    inputs = Weight(f"{plain.name}{INPUTS}", (1,), (None,), plain.source, "input_scale")
+    return *_codes_and_scale(plain, layout), inputs
+
+
+def _codes_and_scale(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
     codes = plain._replace(kind="codes")
     scale = plain._replace(name=f"{plain.name}{SCALE}", kind="scale", transposed=False)
     if not plain.transposed:
@@ -70,6 +80,6 @@ def quantised(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
 
 def dtype_of(weight: Weight, formats: Formats) -> np.dtype:
     """What a stored weight is made of."""
-    if weight.kind in ("scale", "kv_scale"):
+    if weight.kind in ("scale", "input_scale", "kv_scale"):
         return np.dtype(np.float32)
     return FORMATS[formats.weights if weight.kind == "codes" else formats.activations].dtype

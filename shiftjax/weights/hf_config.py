@@ -10,7 +10,7 @@ from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_enc
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
 from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.hf_layers import layers_json, read_layers
-from shiftjax.weights.quant_config import codes_of, parse_method, with_modelopt
+from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
 from shiftjax.weights.source import CheckpointError
 
 ARCHITECTURES = {
@@ -121,12 +121,12 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
 
 
 def _text_part(data: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the text model's part of a file, with the ids that stand outside of it."""
+    """Return the text model's part of a file, with what stands outside of it."""
     text = data.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(f"{file}: text_config must be an object, found {text!r}")
-    ids = {name: data[name] for name in ("bos_token_id", "eos_token_id") if data.get(name)}
-    return ids | text
+    outside = ("bos_token_id", "eos_token_id", FIELD)
+    return {name: data[name] for name in outside if data.get(name)} | text
 
 
 def _gemma_scales(fields: Fields, architecture: str, head_dim: int) -> dict[str, Any]:

@@ -53,6 +53,15 @@ def places_of(
     return tensors, places
 
 
+def stored_name(config: ModelConfig, name: str) -> str:
+    """Return the tensor of a checkpoint of this architecture that has this one of ours."""
+    match = _PROJECTION.fullmatch(name)
+    stacks = _STACKS.get(config.architecture, {}) if match else {}
+    found = (stack for stack, parts in stacks.items() if match and match[2] in parts)
+    stack = next(found, None)
+    return name if match is None or stack is None else f"{match[1]}.{stack}.{match[3]}"
+
+
 def stacks_of(config: ModelConfig, names: Mapping[str, TensorInfo]) -> dict[str, tuple[str, ...]]:
     """Return what a checkpoint of this architecture has, and the tensors of ours in each."""
     stacks = _STACKS.get(config.architecture, {})

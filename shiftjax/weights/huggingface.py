@@ -15,6 +15,7 @@ from shiftjax.weights.quantised import present
 from shiftjax.weights.safetensors_file import read_header, write_file
 from shiftjax.weights.source import (
     OF_CODES,
+    OF_INPUTS,
     OF_SCALE,
     CheckpointError,
     TensorInfo,
@@ -49,9 +50,10 @@ class HuggingFaceSource:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
-        matrix = name.removesuffix(OF_CODES).removesuffix(OF_SCALE)
+        matrix = name.removesuffix(OF_CODES).removesuffix(OF_SCALE).removesuffix(OF_INPUTS)
         stored, first = self._places[matrix]
-        if self.tensors[matrix] != self._quantised.tensors[stored]:  # some rows of a stack
+        is_part = self.tensors[matrix] != self._quantised.tensors[stored]
+        if is_part and not name.endswith(OF_INPUTS):  # some rows of a stack, whose inputs are one
             info = self.tensors[matrix]
             shape = info.shape[:1] if name.endswith(OF_SCALE) else info.shape
             rows, *rest = bounds(info._replace(shape=shape), index)

@@ -280,7 +280,7 @@ def _mxfp4(packed: Packed, experts: slice, inputs: slice, outputs: slice) -> np.
 
 
 LAYOUTS: Mapping[Kind, Layout] = {
-    "fp8": Layout("weight", _SCALE, (), "float8_e4m3fn", _same_shape, _of_channels, _fp8),
+    "fp8": Layout("weight", _SCALE, (_INPUT,), "float8_e4m3fn", _same_shape, _of_channels, _fp8),
     "fp8_blocks": Layout(
         "weight", _SCALE, (), "float8_e4m3fn", _same_shape, _of_blocks, _fp8_blocks
     ),

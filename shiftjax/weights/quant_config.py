@@ -14,7 +14,9 @@ from typing import Any, Literal
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.parallel.stored import can_be_codes
+from shiftjax.weights.errors import CheckpointError
 from shiftjax.weights.fields import Fields, read_json
+from shiftjax.weights.hf_names import stored_name
 
 Kind = Literal["fp8", "fp8_blocks", "int8", "packed", "gptq", "awq", "mxfp4"]
 FIELD = "quantization_config"
@@ -34,6 +36,7 @@ class Scheme:
     has_zeros: bool = False  # there are zero points
     zero_offset: int = 0  # what is added to a stored zero point
     is_computed_with: bool = False  # inputs become codes, too: products are of codes
+    has_input_scale: bool = False  # in units of a number of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -112,19 +115,28 @@ def codes_of(method: Method | None, config: ModelConfig) -> Codes | None:
     """The layers' matrices that a checkpoint has as e4m3 codes; None: it is as if it had none."""
     if method is None:
         return None
-    schemes = {each: scheme_of(method, each) for each in weights_of(config) if can_be_codes(each)}
+    matrices = (each for each in weights_of(config) if can_be_codes(each))
+    schemes = {each: scheme_of(method, config, each) for each in matrices}
     computed = {each: one for each, one in schemes.items() if one and one.is_computed_with}
     plain = tuple(_source(each) for each in schemes if each not in computed)
     if not computed:
         return None
     in_blocks = any(one.kind != "fp8" for one in computed.values())
-    return Codes(plain, are_made_anew=in_blocks)
+    fixed = [each for each, one in computed.items() if one.has_input_scale]
+    stacked = [each for each in fixed if each.stacked or each.axes[0] == "experts"]
+    if stacked or 0 < len(fixed) < len(computed):
+        which = _source(stacked[0]) if stacked else "some matrices alone"
+        raise CheckpointError(
+            f"{config.name}: {FIELD}: static scales of the inputs of {which} are not supported; "
+            "use a checkpoint with dynamic ones"
+        )
+    return Codes(plain, are_made_anew=in_blocks, have_input_scales=bool(fixed))
 
 
-def scheme_of(method: Method, weight: Weight) -> Scheme | None:
+def scheme_of(method: Method, config: ModelConfig, weight: Weight) -> Scheme | None:
     """The scheme of a weight of the table; experts are alike."""
     one = weight.of_expert(0) if weight.axes[0] == "experts" else weight
-    return method.scheme_of(_source(one).removesuffix(".weight"))
+    return method.scheme_of(stored_name(config, _source(one)).removesuffix(".weight"))
 
 
 def _source(weight: Weight) -> str:
@@ -215,14 +227,16 @@ def _float_scheme(weights: Fields, inputs: Fields) -> Scheme:
     if inputs.data:
         _must(inputs, "num_bits", 8)
         _must(inputs, "type", "float")
-        _must(inputs, "dynamic", True)
-        _must(inputs, "strategy", *(("group",) if strategy == "block" else ("token",)))
+        dynamic = _must(inputs, "dynamic", True, *([] if strategy == "block" else [False]))
+        kind = "tensor" if not dynamic else "group" if strategy == "block" else "token"
+        _must(inputs, "strategy", kind)
     computed = bool(inputs.data)
+    fixed = computed and not inputs.data.get("dynamic")
     if strategy == "block":
         return Scheme(
             "fp8_blocks", block=_block(weights, "block_structure"), is_computed_with=computed
         )
-    return Scheme("fp8", is_computed_with=computed)
+    return Scheme("fp8", is_computed_with=computed, has_input_scale=fixed)
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int]:
@@ -239,10 +253,12 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
 
 def _fp8(fields: Fields) -> Method:
     """transformers' own fp8: a scale a matrix, a channel, or a block (DeepSeek, Qwen3-FP8)."""
-    _must(fields, "activation_scheme", None, "dynamic")
+    in_blocks = fields.has("weight_block_size")
+    schemes = (None, "dynamic") if in_blocks else (None, "dynamic", "static")
+    fixed = _must(fields, "activation_scheme", *schemes) == "static"
     _must(fields, "fmt", None, "e4m3")
-    scheme = Scheme("fp8", is_computed_with=True)
-    if fields.has("weight_block_size"):
+    scheme = Scheme("fp8", is_computed_with=True, has_input_scale=fixed)
+    if in_blocks:
         block = _block(fields, "weight_block_size")
         scheme = Scheme("fp8_blocks", block=block, is_computed_with=True)
     ignored = _names(fields, "modules_to_not_convert", "ignored_layers")
@@ -255,7 +271,10 @@ def _modelopt(fields: Fields) -> Method:
     _must(inner, "quant_algo", "FP8")
     _must(inner, "kv_cache_quant_algo", None, "FP8")
     ignored = _names(inner, "exclude_modules", "ignore")
-    return Method("modelopt", ((_ALL, Scheme("fp8", is_computed_with=True)),), ignored + _HEAD)
+    group = _part(_part(inner, "config_groups"), "group_0")
+    fixed = _part(group, "input_activations").data.get("dynamic") is not True
+    scheme = Scheme("fp8", is_computed_with=True, has_input_scale=fixed)
+    return Method("modelopt", ((_ALL, scheme),), ignored + _HEAD)
 
 
 def _awq(fields: Fields) -> Method:

@@ -19,11 +19,13 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import DTYPES
 from shiftjax.arch.weights import weights_of
 from shiftjax.parallel.stored import can_be_codes
+from shiftjax.weights.hf_names import stored_name
 from shiftjax.weights.packed import LAYOUTS, Layout, Packed, Part, Shape, spread
 from shiftjax.weights.quant_config import FIELD, Method, Scheme, scheme_of
 from shiftjax.weights.safetensors_file import read_range
 from shiftjax.weights.source import (
     OF_CODES,
+    OF_INPUTS,
     OF_SCALE,
     CheckpointError,
     TensorInfo,
@@ -61,6 +63,8 @@ class Presented(NamedTuple):
             scales = self.packed[name.removesuffix(OF_SCALE)].scales
             assert scales is not None
             return np.array(scales[index])
+        if name.endswith(OF_INPUTS):
+            return _whole(self.packed[name.removesuffix(OF_INPUTS)].parts["input_scale"]).reshape(1)
         matrix = name.removesuffix(OF_CODES)
         index = bounds(self.tensors[matrix], index)
         if name in self.kv_scales:
@@ -164,8 +168,12 @@ def _not_as_said(
             known = ", ".join(DTYPES)
             yield f"{info.file}: tensor {name}: expected {known}, found {info.dtype}"
     matrices = (weight for weight in weights_of(config) if can_be_codes(weight))
-    tensors = ((name, scheme_of(method, each)) for each in matrices for name in each.tensors)
-    for name, scheme in tensors:
+    tensors = (
+        (stored_name(config, name), scheme_of(method, config, each))
+        for each in matrices
+        for name in each.tensors
+    )
+    for name, scheme in dict.fromkeys(tensors):
         module = name.removesuffix(_WEIGHT)
         if method.scheme_of(module) != scheme:
             yield f"{name}: {FIELD} says otherwise of it than of the other experts of its layer"
@@ -194,8 +202,10 @@ def _open(name: str, scheme: Scheme, parts: Mapping[str, Part]) -> Packed:
             f"quantization_config says {scheme.kind}, found {codes.info.dtype}"
         )
     unused = parts.keys() - {layout.codes, layout.scale, *layout.others}
-    if not scheme.has_zeros and scheme.kind in ("int8", "packed"):
+    if not scheme.has_zeros:
         unused |= parts.keys() & {"weight_zero_point"}
+    if not scheme.has_input_scale and scheme.kind == "fp8":
+        unused |= parts.keys() & {"input_scale"}
     problems = [
         f"{parts[suffix].info.file}: tensor {parts[suffix].name}: is of no use to {scheme.kind}, "
         "as quantization_config calls it"
@@ -208,7 +218,9 @@ def _open(name: str, scheme: Scheme, parts: Mapping[str, Part]) -> Packed:
     if problems:
         raise CheckpointError(*problems)
     scale = parts[layout.scale]
-    problems = list(_wrong_scales(scale)) if scheme.kind != "mxfp4" else []
+    scales = [scale] if scheme.kind != "mxfp4" else []
+    scales += [parts["input_scale"]] if scheme.has_input_scale else []
+    problems = [problem for part in scales for problem in _wrong_scales(part)]
     if problems:
         raise CheckpointError(*problems)
     if scheme.kind == "fp8":
@@ -238,7 +250,8 @@ def _wrong_scales(part: Part) -> Iterator[str]:
 
 def _needed(layout: Layout, scheme: Scheme) -> set[str]:
     zeros = {"qzeros", "weight_zero_point"} if scheme.has_zeros else set()
-    return set(layout.others) & (zeros | {"weight_shape"})
+    inputs = {"input_scale"} if scheme.has_input_scale else set()
+    return set(layout.others) & (zeros | inputs | {"weight_shape"})
 
 
 def _wrong_shapes(

@@ -119,7 +119,8 @@ def _open(location: ModelLocation, seed: int, dtype: str) -> TensorSource:
         path = location.path
         config = read_config(path) if path else PRESETS[location.name.removeprefix(_RANDOM)]
         if config.codes is not None:  # which are made of random numbers as of any others
-            config = replace(config, codes=replace(config.codes, are_made_anew=True))
+            codes = replace(config.codes, are_made_anew=True, have_input_scales=False)
+            config = replace(config, codes=codes)
         return RandomSource(config, seed, dtype)
     assert location.path is not None
     if location.kind == "gguf":

@@ -22,7 +22,7 @@ _KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_scale")
 _ORIGINAL = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qkv]_proj\.(?:weight|bias)")
 _CHUNK_BYTES = 64 << 20
 # After the name of a matrix that a checkpoint has as e4m3 codes: what `read` has of it, too.
-OF_CODES, OF_SCALE = ".codes", ".scale"
+OF_CODES, OF_SCALE, OF_INPUTS = ".codes", ".scale", ".input_scale"
 logger = logging.getLogger(__name__)
 
 
@@ -63,9 +63,10 @@ class TensorSource(Protocol):
 
         Dimensions that `index` leaves out are read whole. Steps other than 1 and ranges outside
         the tensor raise ValueError. Of a matrix that is stored as codes (`config.has_codes`) its
-        name + OF_CODES are these, e4m3 of the same shape, and its name + OF_SCALE their units,
-        float32 `[out]`. Peak host memory: the range, times about four while a quantised tensor is
-        expanded; nothing else stays resident (files are memory-mapped).
+        name + OF_CODES are these, e4m3 of the same shape, its name + OF_SCALE their units, float32
+        `[out]`, and its name + OF_INPUTS those of its inputs, `[1]`, if there are any. Peak host
+        memory: the range, times about four while a quantised tensor is expanded; nothing else stays
+        resident (files are memory-mapped).
         """
         ...
 

@@ -115,6 +115,19 @@ def test_what_no_scale_of_a_channel_can_say_is_refused(tmp_path):
     assert np.isfinite(np.asarray(arrays[names.index("layers.1.mlp.up")])).all()
 
 
+@pytest.mark.parametrize("mode", [Mode(2, 2), Mode(2, 1)])
+def test_inputs_are_in_units_of_the_checkpoint(mode):
+    directory, config, _, numbers = written("fp8-static")
+    with numpy_fp8.quantised(4, numbers.keys(), 0.01):
+        expected = numpy_llama.forward(config, numbers, PROMPT)["logits"]
+    with numpy_fp8.quantised(4, numbers.keys()):
+        own = numpy_llama.forward(config, numbers, PROMPT)["logits"]
+    _, logits, _ = forward(directory, PROMPT, 2, 2, mode, "alias", formats=FP8)
+    far = np.abs(logits - expected).max(axis=-1)
+    assert np.median(far) < 1e-3 and (logits.argmax(-1) == expected.argmax(-1)).all()
+    assert np.abs(logits - own).max() > 10 * np.median(far)
+
+
 def of_file(tensors: files.Tensors, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Codes of a matrix, and the scale of each of its channels."""
     scale = next(x for key, x in tensors.items() if key.startswith(f"{name}_scale"))
@@ -140,7 +153,7 @@ def test_tokens_are_those_of_the_checkpoint_in_every_mode():
     directory, config, _, numbers = written("fp8")
     with numpy_fp8.quantised(2, numbers.keys()):
         expected = numpy_llama.greedy(config, numbers, PROMPT, 8)
-    built = make(directory, 2, 1, num_blocks=42)
+    built = make(directory, 2, 1, num_blocks=42, token_buckets=[32], max_num_seqs=2)
     assert built.deployment.formats.weights == "fp8"
     sampling = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
     for seed in range(2):

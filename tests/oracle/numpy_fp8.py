@@ -25,11 +25,13 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def quantised(num_blocks: int, coded: Collection[str] | None = None):
+def quantised(
+    num_blocks: int, coded: Collection[str] | None = None, input_scale: float | None = None
+):
     """While it lasts, products have codes; inputs of o and down are scaled in so many blocks.
 
     `coded` are the tensors of a checkpoint that are numbers of codes already, others are plain.
-    Inputs of an expert's down are scaled whole.
+    Inputs of an expert's down are scaled whole. With `input_scale` all inputs are in its units.
     """
     plain_linear = numpy_llama.linear
 
@@ -41,7 +43,10 @@ def quantised(num_blocks: int, coded: Collection[str] | None = None):
         if name.endswith(ROW_PARALLEL):
             blocks = num_blocks
         parts = np.split(x, blocks, axis=-1)
-        y = np.concatenate([rounded(part) for part in parts], axis=-1) @ weight.T
+        codes = [rounded(part) for part in parts]
+        if input_scale is not None:
+            codes = [saturated(part, np.array(input_scale)) * input_scale for part in parts]
+        y = np.concatenate(codes, axis=-1).astype(np.float64) @ weight.T
         return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
     def multiply(matrix: np.ndarray, x: np.ndarray) -> np.ndarray:

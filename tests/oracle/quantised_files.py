@@ -194,6 +194,16 @@ def _ints(bits: int, group: int | None = None, *, symmetric: bool = True, **more
     return {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy, **more}
 
 
+def with_inputs(pack: Packer, scale: float = 0.01) -> Packer:
+    """With a scale of the matrix's inputs beside it, too small for some of them."""
+
+    def packer(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        tensors, numbers = pack(weight)
+        return tensors | {"input_scale": np.array(scale, np.float32)}, numbers
+
+    return packer
+
+
 _TOKEN = _floats("token", dynamic=True)
 _GPTQ = {"quant_method": "gptq", "sym": False, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
@@ -215,7 +225,15 @@ NATIVE: dict[str, tuple[dict, Packer]] = {
     "fp8-channel": (_FP8, partial(fp8, scales="flat")),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
-        partial(fp8, scales="scalar"),
+        with_inputs(partial(fp8, scales="scalar")),
+    ),
+    "compressed-tensors-static": (
+        _compressed("float-quantized", _floats("tensor"), _floats("tensor", dynamic=False)),
+        with_inputs(partial(fp8, scales="tensor")),
+    ),
+    "fp8-static": (
+        _FP8 | {"activation_scheme": "static"},
+        with_inputs(partial(fp8, scales="scalar")),
     ),
 }
 BLOCKS: dict[str, tuple[dict, Packer]] = {

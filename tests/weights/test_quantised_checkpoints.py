@@ -3,8 +3,9 @@
 import json
 import re
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -22,9 +23,10 @@ from shiftjax.weights.quant_config import parse_method
 from shiftjax.weights.quantised import Presented, present
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.safetensors_file import read_header
-from shiftjax.weights.source import OF_CODES, OF_SCALE, CheckpointError, check_complete
+from shiftjax.weights.source import OF_CODES, OF_INPUTS, OF_SCALE, CheckpointError, check_complete
 
 UP = "model.layers.1.mlp.up_proj"
+STATIC = ("modelopt", "compressed-tensors-static", "fp8-static")
 TINY = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -66,7 +68,8 @@ def test_every_range_is_read_alone(format, ends, is_down):
 @pytest.mark.parametrize("format", files.NATIVE)
 def test_codes_are_the_bytes_of_the_file(format):
     source, stored, _ = written(format)
-    assert source.config.codes == Codes() and source.config.has_codes
+    static = format in STATIC
+    assert source.config.codes == Codes(have_input_scales=static) and source.config.has_codes
     coded = [name for name, x in stored.items() if x.dtype == files.E4M3]
     assert len(coded) == 14
     for name in coded:
@@ -77,6 +80,8 @@ def test_codes_are_the_bytes_of_the_file(format):
         )
         scale = np.broadcast_to(scale.astype(np.float32).reshape(-1), codes.shape[:1])
         assert scales.dtype == np.float32 and np.array_equal(scales, scale)
+        if static:
+            assert source.read(name + OF_INPUTS).tolist() == [np.float32(0.01)]
         part = slice(5, 9), slice(3, 8)
         assert source.read(name + OF_CODES, part).tobytes() == stored[name][part].tobytes()
         assert np.array_equal(source.read(name + OF_SCALE, part[:1]), scale[5:9])
@@ -105,7 +110,7 @@ def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
 
     _, _, numbers = files.write(tmp_path, "modelopt", edit=edit, **TINY)
     source = HuggingFaceSource(tmp_path)
-    assert source.config.codes == Codes()
+    assert source.config.codes == Codes(have_input_scales=True)
     close(source.read(f"{UP}.weight"), numbers[f"{UP}.weight"])
 
 
@@ -148,7 +153,8 @@ def test_what_is_left_out_stays_plain(tmp_path, format, kind):
     files.write(tmp_path, format, keep=lambda module: module in names, edit=edit, **TINY)
     source = HuggingFaceSource(tmp_path)
     check_complete(source)
-    assert source.config.codes == Codes(plain=tuple(f"{name}.weight" for name in names))
+    plain = tuple(f"{name}.weight" for name in names)
+    assert source.config.codes == Codes(plain, have_input_scales=format in STATIC)
 
 
 def test_groups_have_schemes_of_their_own(tmp_path):
@@ -170,6 +176,48 @@ def test_groups_have_schemes_of_their_own(tmp_path):
     source = HuggingFaceSource(tmp_path)
     assert source.config.codes == Codes(plain=(f"{UP}.weight",))
     close(source.read(f"{UP}.weight"), numbers[UP])
+
+
+@pytest.mark.parametrize("left_out", [[], ["model.layers.1.mlp.gate_up_proj"]])
+def test_stacks_are_quantised_and_left_out_by_the_names_that_files_have(tmp_path, left_out):
+    """Phi-3 has q, k and v in one matrix, and gate and up."""
+
+    def edit(config, stored):
+        config["quantization_config"]["modules_to_not_convert"] = left_out
+        config |= {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+        for i in range(2):
+            for stack, parts in (
+                ("self_attn.qkv", ["self_attn.q", "self_attn.k", "self_attn.v"]),
+                ("mlp.gate_up", ["mlp.gate", "mlp.up"]),
+            ):
+                found = [f"model.layers.{i}.{part}_proj.weight" for part in parts]
+                name = f"model.layers.{i}.{stack}_proj"
+                whole = np.concatenate([numbers.pop(each) for each in found]).astype(np.float32)
+                for each in found:
+                    del stored[each], stored[f"{each}_scale"], stored[f"{each[:-6]}input_scale"]
+                if name in left_out:
+                    numbers[name] = stored[f"{name}.weight"] = whole
+                    continue
+                new, numbers[name] = files.with_inputs(partial(files.fp8, scales="flat"))(whole)
+                stored |= {f"{name}.{suffix}": x for suffix, x in new.items()}
+
+    numbers = {}
+    static = files.with_inputs(partial(files.fp8, scales="flat"))
+    with patch.dict(files.FORMATS, fused=(files.NATIVE["fp8-static"][0], static)):
+        numbers |= files.write(tmp_path, "fused", **TINY)[2]
+        files.write(tmp_path, "fused", edit=edit, **TINY)
+    source = HuggingFaceSource(tmp_path)
+    check_complete(source)
+    parts = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    plain = tuple(parts) if left_out else ()
+    assert source.config.codes == Codes(plain, have_input_scales=True)
+    whole = numbers["model.layers.1.mlp.gate_up_proj"]
+    close(np.concatenate([source.read(name) for name in parts]), whole)
+    v = "model.layers.0.self_attn.v_proj.weight"
+    close(source.read(v, (slice(3, 9),)), numbers["model.layers.0.self_attn.qkv_proj"][99:105])
+    codes, scale = source.read(v + OF_CODES), source.read(v + OF_SCALE)
+    close(codes.astype(np.float32) * scale[:, None], source.read(v))
+    assert source.read(v + OF_INPUTS).tolist() == [np.float32(0.01)]
 
 
 # ------------------------------------------------------------------------ scales of KV
@@ -262,7 +310,12 @@ def unsaid(config, _):
 WRONG = [
     ("fp8", setting(quant_method="bitsandbytes"), "quant_method must be one of .*'bitsandbytes'"),
     ("fp8", setting(quant_method=None), "quant_method must be one of"),
-    ("fp8", setting(activation_scheme="static"), "activation_scheme must be dynamic"),
+    ("fp8", setting(activation_scheme="static"), "has no input_scale beside it"),
+    ("fp8", setting(activation_scheme="token"), "activation_scheme must be dynamic or static"),
+    ("fp8-blocks", setting(activation_scheme="static"), "activation_scheme must be dynamic, found"),
+    ("fp8-static", tensor("input_scale", lambda x: -x), "input_scale: expected scales above 0"),
+    ("fp8-static", tensor("input_scale", lambda x: x.repeat(2)), r"expected shape \[\] or \[1\]"),
+    ("fp8-static", setting(activation_scheme="dynamic"), "input_scale: is of no use to fp8"),
     ("fp8", setting(fmt="e5m2"), "fmt must be e4m3, found 'e5m2'"),
     ("fp8", setting(modules_to_not_convert="lm_head"), "must be a list of names"),
     ("fp8", setting(modules_to_not_convert=["re:("]), r"'re:\(' is no regular expression"),
@@ -283,7 +336,8 @@ WRONG = [
     ("w4a16", weights_setting(symmetric=False), "has no weight_zero_point beside it"),
     ("w4a16-zeros", weights_setting(symmetric=True), "weight_zero_point: is of no use to packed"),
     ("compressed-tensors-channel", weights_setting(num_bits=4), "num_bits must be 8, found 4"),
-    ("compressed-tensors-channel", float_inputs(dynamic=False), "dynamic must be True"),
+    ("compressed-tensors-channel", float_inputs(dynamic="local"), "dynamic must be True or False"),
+    ("compressed-tensors-channel", float_inputs(dynamic=False), "strategy must be tensor"),
     ("compressed-tensors-channel", float_inputs(strategy="tensor"), "strategy must be token"),
     ("fp8", gone("weight_scale_inv"), f"{UP}.weight: has no weight_scale beside it"),
     ("gptq", gone("qzeros"), "has no qzeros beside it"),
