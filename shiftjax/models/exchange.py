@@ -134,7 +134,7 @@ class Parallel:
 
         KV heads that several devices replicate arrive several times; one of each is kept.
         """
-        gathered = _gather_bytes(shard) if shard.dtype.itemsize == 1 else _gather(shard)
+        gathered = _gather_codes(shard) if shard.dtype.itemsize == 1 else _gather(shard)
         if axis != "kv_heads":
             return gathered
         order, count = self.layout.kv_gather_order(self.mode), gathered.shape[0]
@@ -262,7 +262,14 @@ def _gather(part: jax.Array) -> jax.Array:
     return jax.lax.all_gather(part, TOKEN_AXIS, tiled=True)
 
 
-def _gather_bytes(part: jax.Array) -> jax.Array:
-    """Gather codes, as what every link knows: where a type is unknown, XLA would widen it first."""
-    as_bytes = jax.lax.bitcast_convert_type(part, jnp.uint8)
-    return jax.lax.bitcast_convert_type(_gather(as_bytes), part.dtype)
+def _gather_codes(part: jax.Array) -> jax.Array:
+    """Gather codes: on a CPU as bytes, because XLA widens there what it has no collective for.
+
+    Elsewhere as they are: a product reads a block of them in place, of bytes a copy.
+    """
+
+    def as_bytes(part: jax.Array) -> jax.Array:
+        whole = _gather(jax.lax.bitcast_convert_type(part, jnp.uint8))
+        return jax.lax.bitcast_convert_type(whole, part.dtype)
+
+    return jax.lax.platform_dependent(part, cpu=as_bytes, default=_gather)

@@ -69,12 +69,14 @@ class Case(NamedTuple):
     late_layers: int = 0  # of them, SwiftKV's
     gpu_options: str = "auto"
     units: int = 0  # of the fleet, of which this is a group of `sp` units; 0: all devices are one
+    num_tokens: int = PREFILL.tokens  # of a base step
     model: ModelConfig | None = None  # in the place of Llama-70B: a stage of it, say
 
     @property
     def bucket(self) -> Bucket:
         """A prefill step in BASE, a decode step in SHIFT."""
-        return PREFILL if self.mode.sp == self.sp > 1 else DECODE
+        prefill = PREFILL._replace(tokens=self.num_tokens)
+        return prefill if self.mode.sp == self.sp > 1 else DECODE
 
     @property
     def layout(self) -> Layout:

@@ -146,7 +146,7 @@ def test_the_pool_is_written_in_place(case, compiled):
 @every_case
 def test_collectives_are_the_papers_to_the_byte(case, compiled):
     one = compiled(case)
-    expected = expected_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats)
+    expected = expected_collectives(one.step.layout, case.mode, *case.bucket[:2], BF16_BYTES)
     assert collectives(one.text) == expected
 
 
@@ -250,7 +250,7 @@ def test_late_layers_read_the_pools_where_they_are(case, compiled):
     assert one.text.count(KERNEL) == KERNELS["bf16"] + TILES[case.bucket] + late
     assert " conditional(" in one.text
     predicted = Counter()
-    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], BF16_BYTES):
+    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats):
         predicted[move.kind, move.num_bytes] += move.num_times
     assert collectives(one.text) == predicted
 
