@@ -28,6 +28,7 @@ from pallas_kernels.grouped_rows import (
     COLLECTED,
     LARGEST_CODE,
     LEAST_SCALED,
+    MOST_COLUMNS,
     Launch,
     collect_rows,
     quantise_rows,
@@ -125,9 +126,8 @@ def check(x: jax.Array, weights: ExpertWeights, config: GroupedConfig) -> None:
         wrong.append(f"tiles of {config.rows} rows; there are those of {sizes}")
     if config.stages is not None and config.stages < 2:
         wrong.append(f"{config.stages} stages of shared memory, where 2 are needed")
-    if (size := COLLECTED * hidden * dtype.itemsize) > SHARED_MEMORY_LIMIT - OVERHEAD_BYTES:
-        wrong.append(
-            f"hidden {hidden} takes {size} bytes of shared memory; there are {SHARED_MEMORY_LIMIT}"
-        )
+    left = (SHARED_MEMORY_LIMIT - OVERHEAD_BYTES) // (COLLECTED * dtype.itemsize)
+    if hidden > (most := min(left, MOST_COLUMNS)):
+        wrong.append(f"hidden {hidden} is more than the {most} of rows that can be collected")
     if wrong:
         raise ValueError("grouped_mlp: " + "; ".join(wrong))

@@ -21,6 +21,7 @@ from pallas_kernels.mosaic import FP8, store
 
 COLLECTED = 8  # rows that a thread block collects at a time
 COLUMNS = 64  # of a box: the copy engine takes 256 at most along an axis, so rows are two axes
+MOST_COLUMNS = 256 * COLUMNS
 QUANTISED = 4  # rows that a thread block quantises at a time: one for each warp
 LANES = 32
 BLOCKS_PER_CORE = 4

@@ -10,6 +10,7 @@ not lie in the cache of the chip: the calls of a chain walk through different bl
     prefill   bound by the matrix units: operations of the causal half, against a large GEMM
     kv write  bound by memory, and for few tokens by the launch: bytes of keys and values, read and
               written once each, against a copy
+    experts   `measure_experts`: decodes by memory, chunks by the matrix units
 """
 
 import math
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Int32
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
@@ -102,6 +104,35 @@ class WriteShape(NamedTuple):
     def amount(self) -> int:
         """Bytes of keys and values in 2-byte elements, read and written."""
         return 2 * 2 * 2 * self.tokens * self.kv_heads * self.head_dim
+
+
+class ExpertsShape(NamedTuple):
+    """Tokens, each with `k` experts of `experts`, the first `own` of which are this device's."""
+
+    tokens: int
+    hidden: int = 2048  # these are of one of 8 devices with Qwen3-30B-A3B
+    width: int = 768
+    experts: int = 128
+    own: int = 16
+    k: int = 8
+    dtype: str = "bfloat16"  # of the weights
+    unit: str = "TFLOP/s"
+    kernel = "experts"
+
+    def chosen(self) -> Int32[np.ndarray, "tokens k"]:
+        """Draw the experts of every token, all alike; -1 for those that are not own."""
+        rng = np.random.default_rng(0)
+        order = rng.random((self.tokens, self.experts)).argsort(axis=1)[:, : self.k]
+        return np.where(order < self.own, order, -1).astype(np.int32)
+
+    @property
+    def amount(self) -> int:
+        """Operations of the own pairs; in GB/s, bytes of the weights of experts that have any."""
+        chosen, size = self.chosen(), 3 * self.hidden * self.width
+        own = chosen[chosen >= 0]
+        if self.unit == "TFLOP/s":
+            return 2 * size * len(own)
+        return size * len(np.unique(own)) * jnp.dtype(self.dtype).itemsize
 
 
 Shape = DecodeShape | PrefillShape | WriteShape
@@ -236,7 +267,7 @@ def trace(shape: Shape, config: KernelConfig) -> None:
     jax.eval_shape(one)
 
 
-def row_of(shape: Shape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
+def row_of(shape: Shape | ExpertsShape, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
     """Return a row of results; the prediction is the ceiling's."""
     is_compute = shape.unit == "TFLOP/s"
     ceiling = ceilings.flops_per_second if is_compute else ceilings.bytes_per_second

@@ -1,11 +1,13 @@
-"""Ragged paged attention by its definition, in NumPy: what every implementation must agree with."""
+"""What the kernels compute by its definition, in NumPy: every implementation must agree with it."""
 
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float64, Int
+from ml_dtypes import float8_e4m3fn
 
 from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.grouped_work import ExpertWeights
 
 
 def ragged_paged_attention(
@@ -42,3 +44,35 @@ def ragged_paged_attention(
         p /= np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
         out[begin:end] = np.einsum("htc,chd->thd", p, v)
     return out
+
+
+def experts(
+    x: Float[Any, "tokens hidden"],
+    weights: ExpertWeights,
+    chosen: Int[Any, "tokens k"],
+    gains: Float[Any, "tokens k"],
+) -> Float64[np.ndarray, "tokens k hidden"]:
+    """Return gain * down(silu(gate x) * up x) of every expert that is chosen; -1 gives zeros.
+
+    Where weights are codes, what they multiply is rounded to codes, a scale a row.
+    """
+    out, are_codes = np.zeros((*np.shape(chosen), x.shape[1])), weights.gate_scale is not None
+    for expert in np.unique(np.asarray(chosen)[np.asarray(chosen) >= 0]):
+        gate, up, down = (np.asarray(matrix[expert]).astype(np.float64) for matrix in weights[:3])
+        rows = np.asarray(x)[(chosen == expert).any(axis=1)].astype(np.float64)
+        if are_codes:
+            scales = (np.asarray(scale)[expert, :, None] for scale in weights[3:])
+            gate, up, down = (m * s for m, s in zip((gate, up, down), scales, strict=True))
+            rows = rounded_to_codes(rows)
+        gated = rows @ gate.T
+        inner = gated / (1 + np.exp(-gated)) * (rows @ up.T)
+        if are_codes:
+            inner = rounded_to_codes(inner)
+        out[chosen == expert] = inner @ down.T
+    return out * np.asarray(gains)[..., None]
+
+
+def rounded_to_codes(x: Float64[np.ndarray, "rows width"]) -> Float64[np.ndarray, "rows width"]:
+    """Round to e4m3 codes in units of a row's largest number / 448."""
+    scale = np.maximum(abs(x).max(axis=1, keepdims=True), 1e-20) / 448
+    return (x / scale).astype(float8_e4m3fn).astype(np.float64) * scale

@@ -13,6 +13,9 @@ from tune_kernels import candidates_for
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig
+from pallas_kernels.grouped import TILE_ROWS, GroupedConfig
+from pallas_kernels.measure import Effort, ExpertsShape
+from pallas_kernels.measure_experts import experts_error
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.step_work import KernelConfig, StepWork, divide_step
@@ -31,6 +34,9 @@ PADDING = 7  # tokens, and sequences, beyond the real ones
 # Relative error in the norm: rounding of the probabilities and of the output.
 LIMITS = {jnp.bfloat16: 5e-3, jnp.float16: 1e-3}
 FP8 = jnp.float8_e4m3fn
+# The same, of what experts add; codes that fall to the other side of a tie are off by 6%.
+EXPERT_LIMITS = {"bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
+SMALL_EXPERTS, SMALL_TILES = ExpertsShape(6, 64, 64, 4, 2, 2), GroupedConfig(16, 2)
 RUNS = 3  # of every step: a race shows as bits that differ
 
 
@@ -196,6 +202,19 @@ def judged(attend: Any, kernel: Kernel, steps: dict[str, Step], name: str) -> di
         error = float(np.linalg.norm(out - step.expected) / np.linalg.norm(step.expected))
     right = error < LIMITS[kernel.dtype] and same_bits
     return {"error": error, "same_bits": same_bits, "right": right}
+
+
+def expert_rows(effort: Effort, *, dry: bool) -> Iterator[dict[str, Any]]:
+    """Yield the error of experts in tiles of every size, bfloat16 and codes, against float64."""
+    shape = SMALL_EXPERTS if dry else ExpertsShape(600, own=16)
+    configs = [SMALL_TILES] if dry else [GroupedConfig(rows) for rows in TILE_ROWS]
+    for dtype, config in itertools.product(EXPERT_LIMITS, configs):
+        row = {"kernel": {"experts": dtype, "rows": config.rows}}
+        try:
+            error = experts_error(shape._replace(dtype=dtype), config, effort)
+            yield row | {"error": error, "right": error < EXPERT_LIMITS[dtype]}
+        except Exception as problem:  # the compiler's, or the chip's
+            yield row | {"failed": str(problem).strip()[:400]}
 
 
 def view_rows() -> Iterator[dict[str, Any]]:

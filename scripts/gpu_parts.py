@@ -163,6 +163,23 @@ def kernel_times(kind: str, run: Run) -> Iterator[Row]:
             yield row | {"failed": f"{type(error).__name__}: {error}"[:400]}
 
 
+def experts(run: Run) -> Iterator[Row]:
+    """Experts of one device: right against float64 in tiles of every size, then how fast."""
+    from gpu_checks import SMALL_TILES, expert_rows
+    from gpu_predictions import DRY_EXPERTS, EXPERTS
+
+    from pallas_kernels.measure import row_of
+    from pallas_kernels.measure_experts import experts_seconds
+
+    yield from expert_rows(run.effort, dry=run.dry)
+    for name, shape in (DRY_EXPERTS if run.dry else EXPERTS).items():
+        try:
+            seconds = experts_seconds(shape, SMALL_TILES if run.dry else None, run.effort)
+            yield {"row": name} | row_of(shape, seconds, run.ceilings)
+        except Exception as error:  # the other shapes' times are wanted all the same
+            yield {"row": name, "failed": f"{type(error).__name__}: {error}"[:400]}
+
+
 def correctness(nth: int, run: Run) -> Iterator[Row]:
     """Every configuration of the kernels against float64."""
     from gpu_checks import attention_rows, kernels
@@ -174,9 +191,10 @@ def correctness(nth: int, run: Run) -> Iterator[Row]:
 def traces(_: Run) -> Iterator[Row]:
     """Trace all that a run and its tuning would run: what a GPU's time must not be spent on."""
     from gpu_checks import kernels, refusal
-    from gpu_predictions import SHAPES
+    from gpu_predictions import EXPERTS, SHAPES
 
     from pallas_kernels.measure import trace
+    from pallas_kernels.measure_experts import trace_experts
     from pallas_kernels.tuned import safe_config
 
     for kernel in kernels():
@@ -186,6 +204,9 @@ def traces(_: Run) -> Iterator[Row]:
         for name, (shape, settings) in shapes.items():
             trace(shape, config._replace(**{kind: getattr(config, kind)._replace(**settings)}))
             yield {"row": name}
+    for name, shape in EXPERTS.items():
+        trace_experts(shape)
+        yield {"row": name}
 
 
 def tuning(kernel: str, nth: int, run: Run) -> Iterator[Row]:
@@ -269,6 +290,7 @@ PARTS: tuple[Part, ...] = (
     Part("ceilings", ceilings, 12, 45),
     Part("decode", partial(kernel_times, "decode"), 35, 80),
     Part("prefill", partial(kernel_times, "prefill"), 45, 90),
+    Part("experts", experts, 60, 120),
     *(
         Part(f"engine: {n}", partial(engine, options), 85 if first else 45, 150 if first else 90)
         for first, (n, options) in zip((True, False, False, False), ENGINES.items(), strict=True)

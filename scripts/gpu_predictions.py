@@ -15,7 +15,7 @@ from typing import Any
 
 from bench_cases import BF16_BYTES, decode_bytes, prefill_flops
 
-from pallas_kernels.measure import DecodeShape, PrefillShape, Shape
+from pallas_kernels.measure import DecodeShape, ExpertsShape, PrefillShape, Shape
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.machine import Machine, Transfer
@@ -27,6 +27,11 @@ PREFILL_RATE = (350e12, 500e12, 620e12)  # FLOP/s at head dim 128; FlashAttentio
 PING_PONG_GAIN = 1.1  # FlashAttention-3, arXiv 2407.08608, section 3.1: 570 to 620-640 TFLOP/s
 LAUNCHES, LOOP_LAUNCHES = 14, 60  # of a layer, as compiled; with 4 rounds of the loops instead
 GRAPH_US, STREAM_US = 1.0, 2.5  # from one kernel to the next one: in a CUDA graph, and launched
+# Of experts: what launches and the first bytes take; shares of the GEMM that full tiles have, of a
+# copy; and how many more bytes than the rows' own are read and written around the products.
+EXPERTS_FIXED_US = (12.0, 22.0, 40.0)
+EXPERTS_PRODUCT = (0.9, 0.75, 0.55)
+EXPERTS_ROW_TRAFFIC = (2.0, 5.0, 8.0)
 BLOCKED_US = (150.0, 400.0, 900.0)  # host and launch, where the sampler makes the host wait
 LOOP_TRAFFIC = (2.0, 3.0, 6.0)  # keys and values are read, written side by side, and read again
 # Small messages on 8 GPUs: 12 us, and 50 us for 4 MiB on H100 (vLLM pull request 42324).
@@ -51,6 +56,18 @@ SHAPES: Shapes = {
         )
     },
 }
+_FP8 = "float8_e4m3fn"
+_DECODES, _CHUNK = ExpertsShape(64, unit="GB/s"), ExpertsShape(4096)
+EXPERTS = {  # of one of 8 devices, each with an eighth of them
+    "Qwen3-30B-A3B, 64 tokens": _DECODES,
+    "Qwen3-30B-A3B, 64 tokens, fp8": _DECODES._replace(dtype=_FP8),
+    "GPT-OSS-120B, 64 tokens, fp8": _DECODES._replace(dtype=_FP8, hidden=2880, width=2880, k=4),
+    "Qwen3-30B-A3B, 4,096 tokens": _CHUNK,
+    "Qwen3-30B-A3B, 16,384 tokens": _CHUNK._replace(tokens=16_384),
+    "Qwen3-30B-A3B, 4,096 tokens, fp8": _CHUNK._replace(dtype=_FP8),
+    "Mixtral 8x7B, 4,096 tokens": ExpertsShape(4096, 4096, 14_336, experts=8, own=1, k=2),
+}
+DRY_EXPERTS = {"dry": ExpertsShape(6, 64, 64, 4, 2, 2, _FP8, "GB/s")}
 _SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 DRY_SHAPES: Shapes = {
     "decode": {"dry": (DecodeShape(2, 64, **_SMALL), {})},
@@ -61,7 +78,7 @@ DRY_SHAPES: Shapes = {
 def predictions(chip: str) -> list[dict[str, Any]]:
     """Return the predictions for `h100` or `h200`; machines are those of 8 GPUs with NVLink."""
     machine = load_machine(f"{chip}x8")
-    tables = (_ceilings, _kernels, _engine, _all_reduces, _large)
+    tables = (_ceilings, _kernels, _experts, _engine, _all_reduces, _large)
     return [row for table in tables for row in table(machine)]
 
 
@@ -100,6 +117,36 @@ def _kernels(machine: Machine) -> list[dict[str, Any]]:
             decides = "4 times higher: the chunk is not split over keys"
         rows.append(_row("prefill", name, "us", bounds, decides))
     return rows
+
+
+def _experts(machine: Machine) -> list[dict[str, Any]]:
+    """Decodes read weights; chunks multiply tiles of 128 rows, the last of an expert not full."""
+    copy = COPY * machine.memory_bytes_per_second
+    rows = []
+    for name, shape in EXPERTS.items():
+        if shape.unit == "GB/s":
+            seconds = [share * shape.amount / copy for share in (1.0, 1.1, 1.35)]
+            decides = "higher by a constant: launches of the division; by a factor: stages, tiles"
+        else:
+            seconds = _chunk_seconds(shape, machine, copy)
+            decides = "higher: the last wave of items, then rows collected and put in order"
+        bounds = (1e6 * one + us for one, us in zip(seconds, EXPERTS_FIXED_US, strict=True))
+        rows.append(_row("experts", name, "us", bounds, decides))
+    return rows
+
+
+def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[float]:
+    chosen = shape.chosen()
+    sizes = [int((chosen == expert).sum()) for expert in range(shape.own)]
+    tiles = sum(-(-size // 128) for size in sizes)
+    is_fp8 = shape.dtype == _FP8
+    peak = GEMM * machine.matmul_flops["bfloat16"] * (1.6 if is_fp8 else 1.0)
+    products = shape.amount * tiles * 128 / sum(sizes) / peak
+    row_bytes = BF16_BYTES * sum(sizes) * (shape.hidden + shape.width) / copy
+    return [
+        products / share + traffic * row_bytes
+        for share, traffic in zip(EXPERTS_PRODUCT, EXPERTS_ROW_TRAFFIC, strict=True)
+    ]
 
 
 def _decode_seconds(model: ModelConfig, batch: int, machine: Machine, devices: int = 1) -> float:

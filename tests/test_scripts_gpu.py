@@ -69,8 +69,9 @@ def test_a_dry_run_goes_through_every_part(dry_rows):
     assert [row["row"] for row in by_part["engine: pallas, one graph"]] == ENGINE
     smoke = by_part["smoke: 1 KV head"]
     assert smoke and all(row["right"] and row["same_bits"] for row in smoke)
-    for name in ("decode", "prefill"):
-        assert by_part[name][0]["us"] > 0 and by_part[name][0]["predicted_us"] > 0
+    for name in ("decode", "prefill", "experts"):
+        assert by_part[name][-1]["us"] > 0 and by_part[name][-1]["predicted_us"] > 0
+    assert [row["right"] for row in by_part["experts"][:-1]] == [True, True]  # bfloat16, codes
     switches = [row for row in dry_rows if row.get("row") == "switch"]
     assert [(row["sp"], row["tp"]) for row in switches] == [(1, 1), (2, 1)]
     assert all(row["same_tokens"] == row["batch"] for row in switches)
@@ -80,6 +81,7 @@ def test_a_dry_run_traces_all_that_a_run_would_compile(dry_rows):
     """The candidates of the tuning, too; the kernels refuse none of them."""
     traced = [row for row in dry_rows if row["part"] == gpu_parts.DRY.name]
     shapes = [name for some in gpu_predictions.SHAPES.values() for name in some]
+    shapes += gpu_predictions.EXPERTS
     assert [row["row"] for row in traced if "row" in row] == shapes
     configurations = [row for row in traced if "kernel" in row]
     assert len(configurations) == len(gpu_checks.kernels())
@@ -104,6 +106,8 @@ def test_every_row_of_a_run_has_a_prediction_and_the_file_is_the_commands():
         assert all(row["low"] <= row["predicted"] <= row["high"] for row in rows)
         for kind, shapes in gpu_predictions.SHAPES.items():
             assert [row["row"] for row in rows if row["part"] == kind] == list(shapes)
+        experts = [row["row"] for row in rows if row["part"] == "experts"]
+        assert experts == list(gpu_predictions.EXPERTS)
         parts = {part.name for part in gpu_parts.PARTS}
         assert {row["part"] for row in rows} <= parts
         assert {f"engine: {name}" for name in gpu_parts.ENGINES} <= {row["part"] for row in rows}

@@ -76,7 +76,7 @@ def test_tiles_are_as_large_as_experts_have_rows(pairs, experts, rows):
         (dict(weight_dtype=jnp.float16), "x of bfloat16 and weights of float16"),
         (dict(rows=24), "tiles of 24 rows; there are those of 16, 32, 64, 128"),
         (dict(stages=1), "1 stages"),
-        (dict(hidden=16384), "hidden 16384 takes 262144 bytes of shared memory"),
+        (dict(hidden=16384), "hidden 16384 is more than the 14400 of rows"),
     ],
 )
 def test_what_it_cannot_take_is_said(change, message):

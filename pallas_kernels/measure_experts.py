@@ -1,0 +1,83 @@
+"""How fast the experts of one device are, and whether they are right, as `measure` asks it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
+from pallas_kernels.grouped_work import ExpertWeights, Routed
+from pallas_kernels.measure import Calls, Effort, ExpertsShape, chain_seconds
+from pallas_kernels.mosaic import FP8
+
+
+def route(shape: ExpertsShape) -> tuple[Routed, np.ndarray]:
+    """Return the pairs of a step, sorted, and the experts that they were sorted by."""
+    chosen = shape.chosen()
+    flat = np.where(chosen < 0, shape.own, chosen).reshape(-1)
+    sizes = np.bincount(flat, minlength=shape.own + 1)[: shape.own]
+    order = np.argsort(flat, kind="stable")
+    return Routed(order.astype(np.int32), sizes.astype(np.int32)), chosen
+
+
+def make_weights(shape: ExpertsShape) -> ExpertWeights:
+    """Return random weights that keep the size of what they multiply; on the default device."""
+
+    @jax.jit
+    def make(seed: jax.Array) -> ExpertWeights:
+        keys, (inner, outer) = jax.random.split(seed, 3), (shape.width, shape.hidden)
+        sizes = [(shape.own, inner, outer)] * 2 + [(shape.own, outer, inner)]
+        matrices = [
+            (jax.random.normal(key, size, jnp.bfloat16) * jnp.bfloat16(size[2] ** -0.5))
+            for key, size in zip(keys, sizes, strict=True)
+        ]
+        if jnp.dtype(shape.dtype) != FP8:
+            return ExpertWeights(*matrices)
+        scales = [jnp.full(size[:2], 2.0**-7, jnp.float32) for size in sizes]
+        return ExpertWeights(*[(m * jnp.bfloat16(128)).astype(FP8) for m in matrices], *scales)
+
+    return make(jax.random.key(1))
+
+
+def experts_calls(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> Calls:
+    """Return calls of a layer's experts, each of which adds their sum to x."""
+    routed, chosen = route(shape)
+    config = config or config_for(chosen.size, shape.experts)
+
+    def call(x, weights, routed, gains, is_own):
+        parts = grouped_mlp(x, weights, routed, gains, config, effort.interpret)
+        parts = jnp.where(is_own[..., None], parts.astype(jnp.float32), 0)
+        return x + parts.sum(axis=1).astype(x.dtype)
+
+    x = jax.random.normal(jax.random.key(2), (shape.tokens, shape.hidden), jnp.bfloat16)
+    gains = np.full(chosen.shape, 1 / shape.k, np.float32)
+    return Calls(call, x, [(make_weights(shape), routed, gains, chosen >= 0)])
+
+
+def experts_seconds(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> float:
+    """Time the experts of a layer. Weights are several times what the chip caches: one turn."""
+    return chain_seconds(experts_calls(shape, config, effort), effort)
+
+
+def experts_error(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> float:
+    """Return the relative error of a call's sum over experts in the norm, against float64."""
+    calls = experts_calls(shape, config, effort)
+    (turn,) = calls.turns
+    out = np.asarray(jax.jit(calls.call)(calls.first, *turn), np.float64)
+    weights, _, gains, _ = turn
+    x = np.asarray(calls.first)
+    parts = reference.experts(x, weights, shape.chosen(), gains)
+    expected = x.astype(np.float64) + parts.sum(axis=1)
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(parts.sum(axis=1)))
+
+
+def trace_experts(shape: ExpertsShape) -> Any:
+    """Trace what `experts_seconds` would time, computing nothing; raises what that would."""
+
+    def one() -> Any:
+        call, first, turns = experts_calls(shape, None, Effort())
+        return call(first, *jax.tree.map(jnp.asarray, turns[0]))
+
+    return jax.eval_shape(one)
