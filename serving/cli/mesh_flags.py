@@ -10,6 +10,7 @@ from shiftjax.config import SERVER_BUDGETS, SETTINGS
 from shiftjax.costs.machine_files import engine_names, machine_names
 
 Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
+PERCENTILES = (50, 90, 99)
 MODEL, COMPARED = "llama-70b", "dp,tp,sp,shift"
 _CONFIG = "the engine's settings: `config` in the table; flags win over it, all else follows it"
 
@@ -23,6 +24,7 @@ def add_commands(subparsers: Any, add: Add) -> None:
     parser.add_argument(
         "--compile", nargs="?", const="", metavar="SPxTP,...", help="compile the steps, see docs"
     )
+    _add_goal(parser.add_argument_group("the least GPUs for a load", "given the first three:"))
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
     mesh = add(subparsers, "mesh", None, "compare mesh configurations")
     commands = mesh.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -31,6 +33,19 @@ def add_commands(subparsers: Any, add: Add) -> None:
     run = add(commands, "run", "cli.mesh_run.run_file", text)
     run.add_argument("file", type=Path, help="YAML file of experiments, see docs/simulator.md")
     run.add_argument("--out", type=Path, default=Path("mesh-results"), metavar="DIR")
+
+
+def _add_goal(group: Any) -> None:
+    group.add_argument("--rate", type=float, help="requests/s")
+    group.add_argument("--ttft", type=float, help="seconds to the first token, at most")
+    group.add_argument("--tpot", type=float, help="seconds per token after it, at most")
+    text = "share of requests that get both: 50, 90 or 99, default 90"
+    group.add_argument("--percentile", type=int, choices=PERCENTILES, default=90, help=text)
+    text = "of a device and hour: 2.5, or h200x8=4,l4x8=0.8; then the least cost is found"
+    group.add_argument("--gpu-price", metavar="DOLLARS", help=text)
+    text = "file of requests, instead of --input and --output; --rate is its own by default"
+    group.add_argument("--trace", help=text)
+    group.add_argument("--window", metavar="START:SECONDS", help="of the trace; default 0:900")
 
 
 def _add_simulate(commands: Any, add: Add) -> None:
@@ -65,7 +80,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add_model_word(parser)
     machines, engines = ", ".join(machine_names()), ", ".join(engine_names())
     parser.add_argument("--config", metavar="FILE", help=_CONFIG)
-    parser.add_argument("--model", help=f"preset, default {MODEL}")
+    parser.add_argument("--model", help=f"preset, or a config.json; default {MODEL}")
     parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
     parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
     dtypes = ", ".join((*SETTINGS["dtype"].choices[1:], "fp8"))  # the first is "auto"

@@ -5,11 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from serving.bench.flags import meshes_of
+from serving.cli.advise import is_asked, least_gpus
 from serving.cli.mesh_flags import COMPARED, MODEL
 from serving.run.flags import read_settings
+from shiftjax.arch.config import ModelConfig
 from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
@@ -75,17 +78,20 @@ class Asked(NamedTuple):
     fleet: FleetOptions = NO_FLEET
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _asked(arguments: argparse.Namespace, machine: str | None = None) -> Asked:
     flags = {name: getattr(arguments, name, None) for name in FLAGS}
     flags = {name: value for name, value in flags.items() if value is not None}
     if getattr(arguments, "no_prefix_caching", False):
         flags["prefix_caching"] = False
     drafts = getattr(arguments, "acceptance", None) is not None
-    target = {"machine": arguments.machine, "engine": arguments.engine}
+    target = {"machine": machine or arguments.machine, "engine": arguments.engine}
     if arguments.config is None:
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
         fleet = _fleet_options(arguments, EngineConfig())
-        return Asked(target_from({"model": MODEL} | flags | target), settings, [], fleet)
+        named = {"model": MODEL} | flags | target
+        if str(named["model"]).endswith(".json"):
+            named["model"] = _model_of(Path(named["model"]))
+        return Asked(target_from(named), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
     target |= {"model": config.model.model.removeprefix("random:"), "dtype": config.model.dtype}
     target |= {"kv_cache_dtype": config.cache.kv_cache_dtype}
@@ -97,6 +103,18 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         raise ConfigError(["--acceptance needs speculation in --config"])
     settings = {name: getattr(own, name) for name in SHARED}
     return Asked(asked, settings, [own], _fleet_options(arguments, config))
+
+
+def _model_of(path: Path) -> ModelConfig:
+    """The model of a Hugging Face `config.json`. Raises ConfigError."""
+    from shiftjax.weights.errors import CheckpointError
+    from shiftjax.weights.fields import read_json
+    from shiftjax.weights.hf_config import parse_config
+
+    try:
+        return parse_config(read_json(path), path.resolve().parent.name, str(path))
+    except CheckpointError as error:
+        raise ConfigError(error.problems) from None
 
 
 def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:
@@ -133,16 +151,25 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Print what every (DP, PP, SP, TP) would hold and do, and which one to take."""
-    if min(arguments.input, arguments.output) < 1:
-        raise ConfigError(["--input and --output must be at least 1 token"])
+    if is_asked(arguments):
+        trace = arguments.trace
+        requests = None if trace is None else _window_of(trace, arguments.window)
+        asked = _asked(arguments, machine=arguments.machine.partition(",")[0])
+        _workload(arguments, asked.target)
+        return least_gpus(arguments, asked.target, asked.settings, requests)
     target, settings, own, options = _asked(arguments)
-    workload = Workload(arguments.input, arguments.output)
+    workload = _workload(arguments, target)
     deployments = [*own, *all_deployments(target, **settings)]
     print(_heading(target, workload))
     estimates = [estimate(target, deployment, workload) for deployment in deployments]
     rows = [one.row() for one in estimates]
     print(as_text(rows))
-    best, reason = recommend(target, **settings)
+    recommended = recommend(target, workload, **settings)
+    if recommended is None:
+        total = f"{workload.num_prompt_tokens:,} + {workload.num_output_tokens:,} tokens"
+        print(f"\nnothing is recommended: no deployment has room for a request of {total}")
+        return 1
+    best, reason = recommended
     print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
     print(reason)
     if words := gather_in_words(target, **settings):
@@ -159,6 +186,17 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
             write_rows(arguments.out, "kernels", kernels)
         _plan_report(target, estimates).save(arguments.out / "report.html")
     return 0
+
+
+def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
+    """Raises ConfigError for requests that there cannot be."""
+    prompt, output, most = arguments.input, arguments.output, target.model.max_position_embeddings
+    if min(prompt, output) < 1:
+        raise ConfigError(["--input and --output must be at least 1 token"])
+    if prompt + output > most:
+        words = f"{prompt:,} + {output:,} tokens are more than the {most:,} of {target.model.name}"
+        raise ConfigError([f"--input and --output: {words}"])
+    return Workload(prompt, output)
 
 
 def _heading(target: Target, workload: Workload) -> str:
@@ -338,9 +376,13 @@ def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
         return trace_from({"kind": arguments.trace} | options)
     if arguments.set:
         raise ConfigError(["--set is for synthetic traces: " + ", ".join(SYNTHETIC)])
-    start, _, seconds = (arguments.window or WINDOW).partition(":")
+    return _window_of(arguments.trace, arguments.window)
+
+
+def _window_of(trace: str, window: str | None) -> list[TraceRequest]:
+    start, _, seconds = (window or WINDOW).partition(":")
     bounds = {"start": _number(start, "--window"), "seconds": _number(seconds, "--window")}
-    return trace_from({"file": arguments.trace} | bounds)
+    return trace_from({"file": trace} | bounds)
 
 
 def _number(text: str, where: str) -> float | int:

@@ -30,8 +30,10 @@ MODELS = MappingProxyType(dict(PRESETS) | {each.name: each for each in _PLANNED}
 """Models by name; the engine loads those of `PRESETS` only."""
 
 
-def find_model(name: str) -> ModelConfig:
-    """The model of this name. Raises ConfigError with the nearest one."""
+def find_model(name: str | ModelConfig) -> ModelConfig:
+    """The model of this name, if it is one. Raises ConfigError with the nearest one."""
+    if isinstance(name, ModelConfig):
+        return name
     if name not in MODELS:
         raise ConfigError([f"{unknown_name(name, MODELS, 'model')}; known: {', '.join(MODELS)}"])
     return MODELS[name]

@@ -202,18 +202,27 @@ def stages_in_words(estimates: Sequence[Estimate]) -> str:
     )
 
 
-def recommend(target: Target, **budgets: Any) -> tuple[Deployment, str]:
-    """The base configuration by the rule, with its threshold, and the reason in one sentence."""
-    tp = least_tp(target)
-    sp = target.machine.num_devices // tp
-    shifting = deploy(target, "recommended", (1, sp, tp), "threshold", **budgets)
-    memory, costs = memory_of(target, shifting), cost_model(target, shifting)
-    threshold = shift_threshold(costs) if sp > 1 else 0
+def recommend(target: Target, workload: Workload, **budgets: Any) -> tuple[Deployment, str] | None:
+    """The base configuration by the rule, with its threshold, and the reason in one sentence.
+
+    TP is the least that leaves room for one request; None where no TP does.
+    """
+    tp, num = least_tp(target), target.machine.num_devices
+    needed = workload.num_prompt_tokens + workload.num_output_tokens
+    while True:
+        shifting = deploy(target, "recommended", (1, num // tp, tp), "threshold", **budgets)
+        memory, costs = memory_of(target, shifting), cost_model(target, shifting)
+        if memory.num_kv_tokens >= needed:
+            break
+        if tp == num:
+            return None
+        tp = next(larger for larger in range(tp + 1, num + 1) if num % larger == 0)
+    threshold = shift_threshold(costs) if shifting.sp > 1 else 0
     weights = (memory.weight_bytes + memory.shift_weight_bytes) / 1e9
     reason = (
         f"TP {tp} is the least whose share of the weights ({weights:.1f} GB of "
         f"{target.machine.memory_bytes / 1e9:.0f} GB) leaves room for KV "
-        f"({memory.num_kv_tokens:,} tokens); SP takes the rest ({sp}), because what it moves per "
-        f"token shrinks with SP. Steps of up to {threshold} tokens are quicker in SHIFT."
+        f"({memory.num_kv_tokens:,} tokens); SP takes the rest ({shifting.sp}), because what it "
+        f"moves per token shrinks with SP. Steps of up to {threshold} tokens are quicker in SHIFT."
     )
     return replace(shifting, threshold=threshold), reason

@@ -14,6 +14,7 @@ from shiftjax.arch.weights import layer_parameters
 from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import spelled
+from shiftjax.sim.advice import Trial
 from shiftjax.sim.experiments import SweepPoint
 from shiftjax.sim.metrics import (
     arrangements,
@@ -63,6 +64,10 @@ class Report:
         )
         table = f"<table><tr>{head}</tr>{body}</table>"
         self._parts.append(f"<h2>{html.escape(heading)}</h2><div>{table}</div>")
+
+    def text(self, words: str) -> None:
+        """Add a paragraph."""
+        self._parts.append(f"<p>{html.escape(words)}</p>")
 
     def plot(self, heading: str, figure: "Figure") -> None:
         """Add a figure as an image inside the page."""
@@ -165,6 +170,23 @@ def frontier(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         x = [point["tokens_per_second"] for point in points]
         axes.plot(x, [point["completion_p50_seconds"] for point in points], "o-", label=name)
     _finish(axes, "tokens/s (input and output)", "median completion, s", log=True)
+    return figure
+
+
+def pareto(trials: Sequence[Trial]) -> "Figure":
+    """Tokens per second of a device against those of a user; filled: the limits are kept."""
+    figure, (axes,) = new_axes()
+    for machine in dict.fromkeys(trial.target.machine.name for trial in trials):
+        own = [trial for trial in trials if trial.target.machine.name == machine and trial.tpot]
+        x = [1 / trial.tpot for trial in own]
+        y = [trial.tokens_per_second / trial.target.machine.num_devices for trial in own]
+        (line,) = axes.plot(x, y, "o", mfc="none", label=machine)
+        kept = [place for place, trial in enumerate(own) if trial.meets]
+        colour = line.get_color()
+        axes.plot([x[place] for place in kept], [y[place] for place in kept], "o", color=colour)
+        for place in kept:
+            axes.annotate(own[place].deployment.name, (x[place], y[place]), fontsize=7)
+    _finish(axes, "tokens/s of a user (1 / time per token)", "tokens/s of a device", log=True)
     return figure
 
 

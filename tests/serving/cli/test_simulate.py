@@ -37,6 +37,54 @@ def test_plan_says_what_it_took_by_default(capsys):
     assert "1000 prompt and 250 output tokens" in first
 
 
+ADVICE = ("plan", "--model", "llama-8b", "--machine", "l4x8,h100x8", "--input", "500")
+LIMITS = ("--rate", "5", "--ttft", "1", "--tpot", "0.05")
+
+
+def test_plan_finds_the_least_gpus_and_writes_them_down(capsys, tmp_path):
+    argv = [*ADVICE, *LIMITS, "--output", "30", "--gpu-price", "l4x8=0.8,h100x8=2.5"]
+    assert main([*argv, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    data = json.loads((tmp_path / "advice.json").read_text())
+    assert data["advice"] in out and "for a million tokens in and out" in out
+    assert data["goal"] == {"rate": 5.0, "ttft": 1.0, "tpot": 0.05, "percentile": 90}
+    assert data["best"]["ttft_seconds"] <= 1.0 and data["best"]["meets"] is True
+    rows = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert data["best"] in rows
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<img") == 1 and len(list(tmp_path.glob("*.svg"))) == 1
+
+
+def test_plan_answers_for_a_trace(capsys, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, 40)
+    argv = ["plan", "--model", "llama-8b", "--trace", str(trace), "--ttft", "1", "--tpot", "0.05"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "Take 1 devices of h200x8 as 1 x 1 with --sp 1 --tp 1, for 1.02564 requests/s" in out
+
+
+def test_plan_ends_with_1_where_nothing_is_quick_enough(capsys):
+    assert main([*ADVICE, "--rate", "5", "--ttft", "1e-5", "--tpot", "1e-5"]) == 1
+    assert "Nothing that was tried answers 5 requests/s" in capsys.readouterr().out
+
+
+def test_plan_recommends_nothing_that_has_no_room(capsys):
+    argv = ["plan", "--model", "llama-8b", "--machine", "l4x8", "--dtype", "bfloat16"]
+    assert main([*argv, "--input", "1000000000"]) == 2
+    assert "are more than the 131,072 of llama-3.1-8b" in capsys.readouterr().err
+    assert main([*argv, "--input", "100000"]) == 0
+    assert "recommended: --sp 4 --tp 2" in capsys.readouterr().out  # TP 1 has room for less
+
+
+def test_a_model_may_be_a_config_json(capsys):
+    parity = Path(__file__).parents[2] / "data/configs"
+    assert main(["plan", "--model", str(parity / "olmo-2-7b.json"), "--input", "100"]) == 0
+    assert capsys.readouterr().out.startswith("configs (bfloat16, KV bfloat16) on h200x8")
+    assert main(["plan", "--model", "/absent/config.json"]) == 2
+    assert "/absent/config.json: cannot be read" in capsys.readouterr().err
+
+
 def test_plan_says_where_a_format_has_no_products(capsys):
     assert main(["plan", "--machine", "a100x8", "--dtype", "fp8", "--model", "llama-8b"]) == 0
     assert "a100x8 has no fp8 products: weights are stored in it" in capsys.readouterr().out
@@ -173,6 +221,13 @@ def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
         ((*QUICK, "--kv-cache-dtype", "fp4"), "'fp4' is none of"),
         (("plan", "--max-num-seqs", "0"), "max_num_seqs must be at least 1"),
         (("plan", "--input", "0"), "at least 1 token"),
+        (("plan", "--rate", "5"), "--ttft, --tpot is missing"),
+        (("plan", "--gpu-price", "5"), "--rate, --ttft, --tpot is missing"),
+        (("plan", "--rate", "nan", "--ttft", "1", "--tpot", "1"), "--rate must be a number above"),
+        ((*ADVICE, *LIMITS, "--gpu-price", "l4x8=1"), "--gpu-price has no price of h100x8"),
+        ((*ADVICE, *LIMITS, "--gpu-price", "cheap"), "'cheap' is no price"),
+        ((*ADVICE, *LIMITS, "--gpu-price", "-1"), "--gpu-price must be above 0"),
+        ((*ADVICE, *LIMITS, "--window", "0:9"), "--window is for --trace"),
         (("mesh", "simulat"), "did you mean simulate?"),
     ],
 )

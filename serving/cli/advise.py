@@ -1,0 +1,107 @@
+"""`shiftjax plan --rate`: the least GPUs for a load."""
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shiftjax.costs.machine_files import load_machine
+from shiftjax.options import ConfigError
+from shiftjax.sim.advice import Advice, Goal, Load, advise, even_load, in_words, load_of
+from shiftjax.sim.deployment import Target
+from shiftjax.sim.experiments import as_text, write_rows
+from shiftjax.sim.report import Report, pareto
+from shiftjax.sim.trace import TraceRequest
+
+NEEDED = ("rate", "ttft", "tpot")
+
+
+def is_asked(arguments: argparse.Namespace) -> bool:
+    """Whether the flags ask for it. Raises ConfigError where they are not all there."""
+    given = {name: getattr(arguments, name) for name in (*NEEDED, "gpu_price", "trace", "window")}
+    if all(value is None for value in given.values()):
+        return False
+    if given["trace"] is not None and given["rate"] is None:
+        given["rate"] = 1.0  # its own
+    missing = ", ".join(f"--{name}" for name in NEEDED if given[name] is None)
+    if missing:
+        raise ConfigError([f"to find the least GPUs for a load, {missing} is missing"])
+    if given["window"] is not None and given["trace"] is None:
+        raise ConfigError(["--window is for --trace"])
+    wrong = [f"--{name}" for name in NEEDED if not 0 < given[name] < math.inf]
+    if wrong:
+        raise ConfigError([f"{name} must be a number above 0" for name in wrong])
+    return True
+
+
+def least_gpus(
+    arguments: argparse.Namespace,
+    target: Target,
+    settings: Mapping[str, Any],
+    requests: Sequence[TraceRequest] | None,
+) -> int:
+    """Print the advice and all that was tried; 1 where nothing answers the load."""
+    names = arguments.machine.split(",")
+    targets = [replace(target, machine=load_machine(name)) for name in names]
+    prices = _prices(arguments.gpu_price, [each.machine.name for each in targets])
+    load = even_load(arguments.input, arguments.output) if requests is None else load_of(requests)
+    rate = arguments.rate or _rate_of(requests or ())
+    goal = Goal(rate, arguments.ttft, arguments.tpot, arguments.percentile)
+    advice = advise(targets, load, goal, prices, **settings)
+    rows = [trial.row(prices) for trial in advice.trials]
+    if rows:
+        print(as_text(rows), end="\n\n")
+    print(in_words(advice, prices))
+    if arguments.out:
+        _write(arguments, advice, load, prices, rows)
+    return 0 if advice.best else 1
+
+
+def _rate_of(requests: Sequence[TraceRequest]) -> float:
+    return len(requests) / requests[-1].arrival_seconds
+
+
+def _prices(text: str | None, machines: Sequence[str]) -> dict[str, float]:
+    """Dollars of a device and hour by machine; empty: none were given. Raises ConfigError."""
+    if text is None:
+        return {}
+    parts = [part.partition("=") for part in text.split(",")]
+    pairs = {name: value for name, _, value in parts} if "=" in text else {}
+    try:
+        prices = {name: float(pairs[name] if pairs else text) for name in machines}
+    except KeyError as error:
+        raise ConfigError([f"--gpu-price has no price of {error.args[0]}"]) from None
+    except ValueError:
+        raise ConfigError([f"--gpu-price: {text!r} is no price, nor prices by machine"]) from None
+    if unknown := [name for name in pairs if name not in machines]:
+        raise ConfigError([f"--gpu-price names {unknown[0]}, which --machine does not"])
+    if not all(0 < price < math.inf for price in prices.values()):
+        raise ConfigError(["--gpu-price must be above 0"])
+    return prices
+
+
+def _write(
+    arguments: argparse.Namespace,
+    advice: Advice,
+    load: Load,
+    prices: Mapping[str, float],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    out = arguments.out
+    write_rows(out, "trials", rows)
+    data = {
+        "goal": advice.goal._asdict(),
+        "mean_lengths": vars(load.mean),
+        "advice": in_words(advice, prices),
+        "best": advice.best.row(prices) if advice.best else None,
+        "not_tried": advice.reasons,
+    }
+    (out / "advice.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    report = Report("the least GPUs for a load")
+    report.text(in_words(advice, prices))
+    report.table("tried", rows)
+    if rows:
+        report.plot("tokens per second of a device and of a user", pareto(advice.trials))
+    report.save(out / "report.html")
