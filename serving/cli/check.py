@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.formats import formats_of
+from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
 from shiftjax.build import deploy, deploy_phases, host_copy_bytes
@@ -50,7 +50,7 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
         deployments = {f"{phase}: ": deployment for phase, deployment in phases.items()}
     here, deployment = measure(devices), next(iter(deployments.values()))
     rows |= {
-        "computed in": deployment.formats.activations,
+        "computed in": _formats(deployment.formats),
         "sizes of steps": f"{', '.join(map(str, deployment.token_buckets))} tokens",
         "longest sequence": f"{deployment.max_model_len} tokens",
         **_device_rows(here),
@@ -62,6 +62,11 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
         of_phase = _deployment_rows(config, each, devices, here)
         rows |= {f"{phase}{name}": value for name, value in of_phase.items()}
     return rows
+
+
+def _formats(formats: Formats) -> str:
+    matrices = "" if formats.weights == formats.activations else f", matrices in {formats.weights}"
+    return f"{formats.activations}{matrices}"
 
 
 def _deployment_rows(

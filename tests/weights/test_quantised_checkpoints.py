@@ -26,6 +26,7 @@ from shiftjax.weights.safetensors_file import read_header
 from shiftjax.weights.source import OF_CODES, OF_INPUTS, OF_SCALE, CheckpointError, check_complete
 
 UP = "model.layers.1.mlp.up_proj"
+GOLDEN = Path(__file__).parent.parent / "data" / "quantised"
 STATIC = ("modelopt", "compressed-tensors-static", "fp8-static")
 TINY = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -429,11 +430,27 @@ def test_no_configuration_is_anything_but_read_or_refused(method):
 def one(method: dict, tensors: files.Tensors, directory: Path) -> Presented:
     """What is made of the tensors of a file that is no whole model."""
     files.save(tensors, directory / "model.safetensors")
+    return opened(method, directory / "model.safetensors")
+
+
+def opened(method: dict, file: Path) -> Presented:
     fields = Fields({"quantization_config": method}, "config.json")
     parsed = parse_method(fields)
     fields.raise_problems()
-    headers = read_header(directory / "model.safetensors", is_quantised=True)
-    return present(parsed, PRESETS["tiny"], headers)
+    return present(parsed, PRESETS["tiny"], read_header(file, is_quantised=True))
+
+
+CASES = json.loads((GOLDEN / "cases.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_the_formats_owners(name):
+    """compressed-tensors' and transformers' own, written by `tests/oracle/make_quantised.py`."""
+    source = opened(CASES[name], GOLDEN / f"{name}.safetensors")
+    [matrix] = source.tensors.keys() - {"expected"}
+    assert matrix == ("experts.proj" if name == "mxfp4" else "proj.weight")
+    np.testing.assert_allclose(source.read(matrix), source.read("expected"), rtol=1e-6)
+    assert source.read("expected").any()
 
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from harness import held_bytes
 from kit import run_command
+from oracle import quantised_files
 
 from serving.cli.check import make_plan
 from serving.cli.main import make_parser
@@ -95,6 +96,33 @@ def test_there_is_nothing_to_plan_of_an_encoder(capsys, command):
     code, out, lines = run_command(capsys, *command, "minilm-l6")
     assert (code, out, len(lines)) == (2, "", 1)
     assert "minilm-l6 is an encoder, which every device holds whole" in lines[0]
+
+
+def test_check_counts_the_codes_of_a_checkpoint(tmp_path):
+    _, stored, _ = quantised_files.write(tmp_path, "fp8-channel")
+    options = {"model": str(tmp_path), "tp": 1, "sp": 1, "dtype": "bfloat16", "max_model_len": 64}
+    codes, plain = (
+        make_plan(config, open_files(config))
+        for config in (
+            EngineConfig.from_options(**options, quantization=each) for each in ("auto", "none")
+        )
+    )
+    numbers = sum(x.size for name, x in stored.items() if not name.endswith("_scale"))
+    coded = sum(x.size for x in stored.values() if x.itemsize == 1)
+    scales = sum(x.size for name, x in stored.items() if name.endswith("_scale"))
+    assert plain["computed in"] == "bfloat16"
+    assert codes["computed in"] == "bfloat16, matrices in fp8"
+    assert plain["weights"] == f"{2 * numbers / 2**20:,.1f} MiB"
+    assert codes["weights"] == f"{(2 * numbers - coded + 4 * scales) / 2**20:,.1f} MiB"
+
+
+def test_check_says_what_is_wrong_with_a_quantised_checkpoint(tmp_path, capsys):
+    def edit(_, stored):
+        stored["model.layers.0.mlp.up_proj.weight_scale"][3] = float("nan")
+
+    quantised_files.write(tmp_path, "fp8-channel", edit=edit)
+    code, _, [line] = run_command(capsys, "check", "--model", str(tmp_path))
+    assert code == 3 and "up_proj.weight_scale: expected scales above 0, found 1 of 96" in line
 
 
 def test_check_refuses_what_the_model_cannot_do(capsys):
