@@ -10,7 +10,7 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import quantised_files as files
 
@@ -18,6 +18,7 @@ from shiftjax.arch.config import Codes
 from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.convert import convert
 from shiftjax.weights.fields import Fields
+from shiftjax.weights.hf_config import parse_config
 from shiftjax.weights.huggingface import HuggingFaceSource
 from shiftjax.weights.quant_config import parse_method
 from shiftjax.weights.quantised import Presented, present
@@ -390,6 +391,24 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(tmp_path, format, edit,
     assert all(line.startswith(str(tmp_path)) for line in caught.value.problems)
 
 
+def test_experts_of_a_layer_are_quantised_alike():
+    """Of a stack in which one expert were plain, devices could not have the codes."""
+    left_out = "model.layers.0.mlp.experts.3.up_proj"
+    data = {"quant_method": "fp8", "modules_to_not_convert": [left_out]}
+    method = parse_method(Fields({"quantization_config": data}, "config.json"))
+    with pytest.raises(CheckpointError) as caught:
+        present(method, PRESETS["tiny-qwen3-moe"], {})
+    words = "quantization_config says otherwise of it than of the other experts of its layer"
+    assert caught.value.problems == (f"{left_out}.weight: {words}",)
+
+
+def test_what_stands_outside_of_the_text_model_is_of_it():
+    """Gemma 3 with images has a configuration of its text model, and the quantisation beside it."""
+    data = json.loads((GOLDEN.parent / "configs" / "gemma-3-27b.json").read_text())
+    data["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": ["vision"]}
+    assert parse_config(data, "gemma", "config.json").codes == Codes()
+
+
 def test_a_matrix_that_is_not_left_out_must_be_quantised(tmp_path):
     files.write(tmp_path, "fp8", keep=lambda module: module == UP, **TINY)
     words = f"{UP}.weight: expected it quantised, because quantization_config (fp8) does not leave"
@@ -413,6 +432,7 @@ def test_a_matrix_that_is_not_left_out_must_be_quantised(tmp_path):
         ),
     )
 )
+@example({"quant_method": "fp8"})
 def test_no_configuration_is_anything_but_read_or_refused(method):
     source, _, _ = written("fp8")
     directory = Path(source.location)
@@ -420,8 +440,12 @@ def test_no_configuration_is_anything_but_read_or_refused(method):
     with tempfile.TemporaryDirectory() as copy:
         (Path(copy) / "config.json").write_text(json.dumps(data))
         (Path(copy) / "model.safetensors").symlink_to(directory / "model.safetensors")
-        with pytest.raises(CheckpointError):
-            HuggingFaceSource(Path(copy))
+        try:
+            found = HuggingFaceSource(Path(copy))
+        except CheckpointError:
+            return
+        assert method["quant_method"] == "fp8"  # which it is: all else is refused
+        assert found.read(f"{UP}.weight").tobytes() == source.read(f"{UP}.weight").tobytes()
 
 
 # ------------------------------------------------------------------------ single matrices
