@@ -1,9 +1,10 @@
 """What fp8 changes in a model's answers: perplexity and likeliest tokens on a text, against plain.
 
-    python scripts/quantised_quality.py [MODEL] [--text FILE] [--windows 16]
+    python scripts/quantised_quality.py [MODEL] [--text FILE] [--windows 16] [--kv-cache-dtype fp8]
 
-Every window of the text is a prompt of its own, whose log-probabilities are asked for; each line
-that is printed is JSON. The text is this project's design unless another is given.
+With `--kv-cache-dtype` the formats are tried with such a KV cache, too. Every window of the text is
+a prompt of its own, whose log-probabilities are asked for; each line that is printed is JSON. The
+text is this project's design unless another is given.
 """
 
 import argparse
@@ -45,9 +46,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs/design.md")
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--kv-cache-dtype", help="of the KV cache, beside that of the model")
     arguments = parser.parse_args()
-    text, plain = arguments.text.read_text(), None
-    for name, options in FORMATS.items():
+    text, plain, formats = arguments.text.read_text(), None, dict(FORMATS)
+    if kv := arguments.kv_cache_dtype:
+        formats |= {f"{n}, KV {kv}": each | {"kv_cache_dtype": kv} for n, each in FORMATS.items()}
+    for name, options in formats.items():
         logprobs, likeliest = judge(arguments.model, text, arguments.windows, options)
         row = {"format": name, "tokens": len(logprobs)}
         row["perplexity"] = round(math.exp(-logprobs.mean()), 4)

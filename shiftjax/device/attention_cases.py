@@ -155,6 +155,7 @@ class Inputs(NamedTuple):
     tables: np.ndarray  # [seqs, blocks_per_seq]
     lens: np.ndarray  # [seqs]
     starts: np.ndarray  # [seqs + 1]
+    terms: LayerTerms
 
     def metadata(self, step: Step, kernels: AttentionBackend) -> AttentionMetadata:
         """What an implementation is told of the step, its own division of it included."""
@@ -193,15 +194,18 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
     starts = np.full(num_seqs + 1, sum(step.new), np.int32)
     starts[: len(step.new) + 1] = np.cumsum((0, *step.new))
     q = rng.standard_normal((num_tokens, shape.heads, shape.head_dim)).astype(dtype)
-    return Inputs(q, pool, tables, lens, starts)
+    kv_scales = None
+    if FORMATS[shape.kv_dtype].has_scales:
+        kv_scales = 2 ** rng.uniform(-1, 1, (2, shape.kv_heads)).astype(np.float32)
+    return Inputs(q, pool, tables, lens, starts, LayerTerms(kv_scales=kv_scales))
 
 
 def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
     """Make `attend` one program of all devices; each computes the same, [devices, tokens, ...]."""
     return jax.shard_map(
-        lambda q, pool, metadata: attend(q, pool, metadata, LayerTerms())[None],
+        lambda q, pool, metadata, terms: attend(q, pool, metadata, terms)[None],
         mesh=rows_mesh(devices),
-        in_specs=(replicated_spec(),) * 3,
+        in_specs=(replicated_spec(),) * 4,
         out_specs=devices_spec(),
         check_vma=False,
     )
@@ -211,7 +215,7 @@ def compiled(
     step: Step, inputs: Inputs, kernels: AttentionBackend, devices: Sequence[Device]
 ) -> Callable[[], np.ndarray]:
     """Compile a step for all devices; what comes back runs it."""
-    arrays = inputs.q, inputs.pool, inputs.metadata(step, kernels)
+    arrays = inputs.q, inputs.pool, inputs.metadata(step, kernels), inputs.terms
     arguments = jax.device_put(arrays, named(rows_mesh(devices), replicated_spec()))
     program = jax.jit(on_each(kernels.attend, devices)).lower(*arguments).compile()
     return lambda: np.asarray(program(*arguments))

@@ -19,7 +19,8 @@ from jaxtyping import Array, Int
 
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.device.mesh import named, pool_spec
-from shiftjax.models.attention import Blocks, LayerPool, pool_shape
+from shiftjax.models.attention import BYTE, Blocks, LayerPool, pool_shape
+from shiftjax.models.products import CODE
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
@@ -61,7 +62,9 @@ def abstract_pools(
 ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """Describe the pools: what compiling a step needs to know of them."""
     elements = layout.kv_heads_per_device * block_size * layout.model.head_dim
-    shape = num_blocks, layout.num_devices * elements
+    shape, platform = (num_blocks, layout.num_devices * elements), mesh.devices.flat[0].platform
+    if platform == "cpu" and dtype == CODE:
+        dtype = BYTE  # or each step would widen all of it (`models/attention.py`)
     pool = jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, pool_spec()))
     return [(pool, pool) for _ in range(layout.model.num_layers)]
 

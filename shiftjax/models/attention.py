@@ -8,7 +8,7 @@ that of Flash-Decoding (Dao et al., 2023).
 
 Pools of fp8 hold e4m3 codes in units of a scale for each KV head. The products are with the codes,
 which activations' formats hold exactly, and the scales are applied to scores and to the output: as
-the kernels do.
+the kernels do. A CPU moves no fp8 but in float16, all of a pool: there pools are bytes.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn, Int32
+from jaxtyping import Array, Float, Float8e4m3fn, Int32, UInt8
 
 from shiftjax.models.attention_work import (
     CPU_SIZES,
@@ -41,9 +41,10 @@ __all__ = [
     "write_kv",
 ]
 
+BYTE = jnp.dtype(jnp.uint8)
 LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
 
-Blocks = Float[Array, "blocks kv_heads block_size head_dim"]
+Blocks = Float[Array, "blocks kv_heads block_size head_dim"] | UInt8[Array, "blocks kv_heads ..."]
 LayerPool = tuple[Blocks, Blocks]  # K and V of one layer
 KVScales = Float[Array, "2 kv_heads"]  # what a code of K, and of V, is in units of
 
@@ -121,11 +122,17 @@ def write_kv(
 
     def put(blocks, rows, scale):
         slots = blocks.at[block, :, offset]
-        rows = _coded(rows, scale) if blocks.dtype == CODE else rows.astype(blocks.dtype)
+        rows = _coded(rows, scale) if _are_codes(blocks) else rows
+        rows = lax.bitcast_convert_type(rows, BYTE) if blocks.dtype == BYTE else rows
+        rows = rows.astype(blocks.dtype)
         return slots.set(rows, mode="promise_in_bounds", wrap_negative_indices=False)
 
     k_scale, v_scale = _of_each(kv_scales)
     return put(pool[0], k, k_scale), put(pool[1], v, v_scale)
+
+
+def _are_codes(blocks: Blocks) -> bool:
+    return blocks.dtype in (CODE, BYTE)
 
 
 def _coded(
@@ -213,8 +220,8 @@ def _attend(
     lanes, per_chunk = block_ids.shape
     _, kv_heads, block_size, head_dim = pool[0].shape
     k, v = (_gather_chunk(blocks, block_ids) for blocks in pool)
-    if k.dtype == CODE:
-        k, v = k.astype(q.dtype), v.astype(q.dtype)
+    if _are_codes(pool[0]):
+        k, v = (lax.bitcast_convert_type(x, CODE).astype(q.dtype) for x in (k, v))
     keep = exists.reshape(lanes, 1, per_chunk, block_size, 1)
     keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
     v = jnp.where(keep.reshape(v.shape), v, 0)

@@ -22,7 +22,7 @@ def test_chunks_beside_decodes_are_one_program_of_two_gpus(name):
     backend = {"kernels": kernels, "loops": loops}[name]
     *_, step = steps_of(SHAPE, Cases())
     inputs = make_inputs(SHAPE, step)
-    arrays = inputs.q, inputs.pool, inputs.metadata(step, backend)
+    arrays = inputs.q, inputs.pool, inputs.metadata(step, backend), inputs.terms
     mesh = rows_mesh(devices)
     program = aot.compile_for(mesh, on_each(backend.attend, devices), *aot.on_device(mesh, arrays))
     text = program.executable.as_text()

@@ -46,6 +46,17 @@ def wrong_scale(shape: Shape) -> AttentionBackend:
     return kernels._replace(attend=attend)
 
 
+def swapped_scales(shape: Shape) -> AttentionBackend:
+    """Codes of keys are in units of those of values."""
+    kernels = right(shape)
+
+    def attend(q, pool, metadata, terms):
+        swapped = replace(terms, kv_scales=terms.kv_scales[::-1])
+        return kernels.attend(q, pool, metadata, swapped)
+
+    return kernels._replace(attend=attend)
+
+
 def _then(shape: Shape, function) -> AttentionBackend:
     """XLA's loops, which are quick to compile, and a function of NumPy arrays after them."""
     loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)

@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import engines
+import faulty_attention
 import jax
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from shiftjax.device.attention_cases import (
     Trial,
     make_inputs,
     steps_of,
+    try_step,
     wrong_with,
 )
 from shiftjax.device.attention_check import (
@@ -144,6 +146,14 @@ def test_an_engine_tries_the_kernels_that_it_would_use(monkeypatch):
     options = {"dtype": "bfloat16", "block_size": 16, "attention": "pallas"}
     with pytest.raises(ConfigError, match=r"attention = pallas: .* check: 9 decodes .* compile"):
         engines.make(directory, 1, 1, **options)
+
+
+def test_kernels_are_tried_with_the_scales_of_codes():
+    shape = replace(SHAPE, kv_dtype="fp8")
+    step, devices = next(steps_of(shape, FEW)), jax.devices()[:1]
+    assert try_step(step, shape, faulty_attention.right(shape), devices) is None
+    problem = try_step(step, shape, faulty_attention.swapped_scales(shape), devices)
+    assert problem is not None and "is off by" in problem.problem
 
 
 def test_the_setting_xla_tries_nothing(tmp_path, caplog):

@@ -19,7 +19,7 @@ from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.request import SamplingParams
-from shiftjax.models.attention import AttentionMetadata, LayerTerms
+from shiftjax.models.attention import BYTE, AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
 from shiftjax.models.gpu_software import Assembler
 from shiftjax.options import ConfigError
@@ -221,6 +221,25 @@ def test_a_context_longer_than_its_table_is_refused():
 # ------------------------------------------------------------------------- in the engine
 
 
+def of_bytes(kernels):
+    """The same over pools of a CPU, where codes are held as bytes."""
+
+    def codes_of(pool):
+        of_codes = pool[0].dtype == BYTE
+        return tuple(jax.lax.bitcast_convert_type(x, FP8) if of_codes else x for x in pool)
+
+    def attend(q, pool, *more):
+        return kernels.attend(q, codes_of(pool), *more)
+
+    def write(pool, *more):
+        new = kernels.write(codes_of(pool), *more)
+        return tuple(
+            jax.lax.bitcast_convert_type(x, y.dtype) for x, y in zip(new, pool, strict=True)
+        )
+
+    return kernels._replace(attend=attend, write=write)
+
+
 def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -> list[tuple]:
     """Serve two prompts with one implementation: (token, log-probability) of what they become.
 
@@ -234,7 +253,7 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
     def choose(layout, device, dtype, kv_dtype, block_size, **_):
         if name == "xla":
             return choose_attention(layout, device, dtype, kv_dtype, block_size)
-        return pallas_attention(layout, FEW_BLOCKS, block_size, interpret=INTERPRETED)
+        return of_bytes(pallas_attention(layout, FEW_BLOCKS, block_size, interpret=INTERPRETED))
 
     monkeypatch.setattr("shiftjax.device.groups.choose_attention", choose)
     # One step at a time: the interpreter keeps the state of a kernel outside of the program.
