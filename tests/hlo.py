@@ -30,6 +30,7 @@ __all__ = [
     "matrices",
     "product_flops",
     "shape_bytes",
+    "sizes_of",
     "weight_moves",
 ]
 MOVES = ("slice", "dynamic-slice", "copy", "transpose", "copy-start")

@@ -22,6 +22,7 @@ from hlo import (
     launches,
     matrices,
     shape_bytes,
+    sizes_of,
     weight_moves,
 )
 
@@ -69,6 +70,8 @@ KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the
 TILES = {PREFILL: 2, DECODE: 0}  # more of them, for tiles of chunks: prefill, its combination
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
 MAX_LAUNCHES = {"base": (22, 40), "shift": (16, 40)}
+# More of a layer with codes of KV: their scales, as kernels of rows and of tiles take them.
+SCALES = {"base": 3, "shift": 1}
 MAX_QUANTISING = {1: 3, 2: 11, 4: 15, 8: 18}  # more of a layer, by the blocks that a device has
 
 FLEET = [case for fleet in FLEETS for case in fleet_cases(*fleet)]
@@ -76,6 +79,7 @@ EVERY = [*cases("bf16"), *cases("fp8"), *FLEET]
 ALIAS = Case(4, 2, Mode(4, 1))
 SLICE, MORE_LAYERS = ALIAS._replace(strategy="slice"), ALIAS._replace(num_layers=4)
 XLA = ALIAS._replace(attention="xla", num_layers=1)
+XLA_FP8 = XLA._replace(size="fp8")
 PLAIN = ALIAS._replace(gpu_options="none", num_layers=1)
 LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
 
@@ -92,7 +96,7 @@ every_case = pytest.mark.parametrize("case", EVERY, ids=name_of)
 def compiled() -> Iterator[Compiler]:
     """The program of a case; all of them are on their way from the first test on."""
     compiler = Compiler()
-    for case in (*EVERY, SLICE, MORE_LAYERS, XLA, PLAIN, *LATE):
+    for case in (*EVERY, SLICE, MORE_LAYERS, XLA, XLA_FP8, PLAIN, *LATE):
         compiler.want(case)
     yield compiler
     compiler.stop()
@@ -187,7 +191,8 @@ def test_every_layer_has_its_kernels_and_few_launches(case, compiled):
     assert one.text.count(KERNEL) == case.num_layers * (KERNELS[case.size] + TILES[case.bucket])
     found, (each, beside) = launches(one.text), MAX_LAUNCHES[case.mode.label]
     if case.size == "fp8":
-        each += KERNELS["fp8"] - KERNELS["bf16"] + MAX_QUANTISING[case.mode.sp]
+        each += KERNELS["fp8"] - KERNELS["bf16"] + SCALES[case.mode.label]
+        each += MAX_QUANTISING[case.mode.sp]
     assert len(found) <= case.num_layers * each + beside
     assert not [i for i in found if i.opcode == "while"]
 
@@ -295,6 +300,18 @@ def test_codes_are_multiplied_as_they_are(case, compiled):
     for *outer, rows, columns in shards:
         for sizes in (f"{rows},{columns}", f"{rows * math.prod(outer)},{columns}"):
             assert not re.search(rf"(f32|bf16|f16)\[(\d+,)?{sizes}\]", one.text), sizes
+
+
+@pytest.mark.parametrize("case", [*cases("fp8"), XLA_FP8], ids=name_of)
+def test_a_pool_of_codes_is_never_held_in_a_wider_format(case, compiled):
+    """By kernels nor by loops; its scales are arrays of the table."""
+    one = compiled(case)
+    assert sum(weight.kind == "kv_scale" for weight in one.step.model.declared) == case.num_layers
+    codes = one.pools[0][0]
+    assert codes.dtype == "float8_e4m3fn"
+    size = math.prod(codes.sharding.shard_shape(codes.shape))
+    shapes = [i.shape for i in instructions(one.text) if not i.shape.startswith(("(", "f8e4m3fn"))]
+    assert size not in {math.prod(sizes_of(shape)) for shape in shapes}
 
 
 def test_the_simulators_preset_has_as_many_kernels(compiled):
