@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shiftjax.arch.formats import FORMATS, formats_of
+from shiftjax.arch.formats import ALIASES, FORMATS, formats_of
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.phases import are_modes
 from shiftjax.costs.machine_files import load_engine, load_machine
@@ -49,6 +49,7 @@ def target_from(options: Mapping[str, Any]) -> Target:
     """
     dtype = options.get("dtype") or "bfloat16"
     kv = options.get("kv_cache_dtype") or "auto"
+    kv = ALIASES.get(kv, kv)
     wrong = [name for name in (dtype, kv) if name not in (*FORMATS, "auto")]
     if wrong:
         raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMATS)}"])

@@ -29,7 +29,7 @@ def test_plan_prints_every_configuration_and_a_recommendation(capsys):
 
 
 def test_plan_says_what_it_took_by_default(capsys):
-    assert main(["plan", "--input", "1000", "--kv-cache-dtype", "fp8"]) == 0
+    assert main(["plan", "--input", "1000", "--kv-cache-dtype", "fp8_e4m3"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(
         "llama-3.3-70b (bfloat16, KV fp8) on h200x8 (host: 2,048 GiB, 50 GB/s a"
