@@ -137,6 +137,9 @@ def test_settings_and_models_that_do_not_fit_are_refused_in_words():
     directory, _, _ = checkpoint(model_type="llama_swiftkv", num_key_value_layers=1)
     with pytest.raises(ConfigError, match="computes its last layers for output tokens only"):
         Embedder(str(directory))
+    gemma2 = Path(__file__).parent / "data" / "parity" / "gemma2"
+    with pytest.raises(ConfigError, match="gemma2 has a soft cap of attention: it generates"):
+        Embedder(str(gemma2))
     with pytest.raises(ConfigError) as caught:
         Embedder("random:tiny-bert", block_size=32, policy="base", devices=99, max_model_len=65)
     assert [line.split(",")[0] for line in caught.value.problems] == [

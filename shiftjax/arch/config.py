@@ -180,14 +180,23 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """How each of its layers attends, in order."""
-        alike = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
-        cycle, first = self.layer_kinds or (alike,), self.stage.first if self.stage else 0
-        return tuple(cycle[(first + i) % len(cycle)] for i in range(self.num_layers))
+        first = self.stage.first if self.stage else 0
+        return tuple(map(self._kind_of, range(first, first + self.num_layers)))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct sliding windows of its layers, in order of first use."""
-        return tuple(dict.fromkeys(kind.sliding_window for kind in self.kinds))
+        """The distinct sliding windows of the whole model's layers, in order of first use.
+
+        Of a stage, too: a step's work is divided once, for all stages.
+        """
+        count = self.stage.num_all if self.stage else self.num_layers
+        return tuple(dict.fromkeys(self._kind_of(i).sliding_window for i in range(count)))
+
+    def _kind_of(self, layer: int) -> LayerKind:
+        """How a layer of the whole model attends."""
+        if self.layer_kinds:
+            return self.layer_kinds[layer % len(self.layer_kinds)]
+        return LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
 
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import RandomPolicy, make, run, tokens
+from engines import RandomPolicy, build_tiny, make, run, tokens
 
 from shiftjax.control.request import SamplingParams
 
@@ -28,3 +28,13 @@ def test_tokens_are_those_of_transformers_under_random_modes(name, sp, tp):
     for i in range(2):
         assert tokens(events[i, 0]) == expected[f"greedy_{i}"].tolist()
     assert min(built.engine.stats().mode_switches.values()) > 0
+
+
+def test_stages_whose_layers_have_other_windows_take_the_work_of_their_own():
+    expected = np.load(PARITY / "gemma3_text" / "expected.npz")
+    built = build_tiny(PARITY / "gemma3_text", pp=2, sp=1, tp=1)  # two kinds, then one of them
+    prompts = [expected[f"token_ids_{i}"].tolist() for i in range(2)]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    events = run(built.engine, prompts, [sampling] * 2)
+    for i in range(2):
+        assert tokens(events[i, 0]) == expected[f"greedy_{i}"].tolist()
