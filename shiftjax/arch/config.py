@@ -4,6 +4,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -52,6 +54,7 @@ class Experts:
     shared_intermediate_size: int = 0  # of an expert that every token uses; 0: there is none
     norm_topk: bool = True  # the weights of a token's experts sum to one
     dense_layers: tuple[int, ...] = ()  # of the whole model: these have an MLP instead
+    has_bias: bool = False  # of the router, and of each expert's matrices (gpt-oss)
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class ModelConfig:
     wide_qk_norm: bool = False  # over all heads together instead (OLMo 2)
     norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
     norm_in_float32: bool = False  # and are rounded after the weight is applied, not before
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    activation: Activation = "silu"  # of the MLP's gate, and of experts'
     scaled_embedding: bool = False  # times the square root of hidden_size (Gemma)
     query_scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attention_soft_cap: float | None = None  # cap * tanh(score / cap) (Gemma 2)

@@ -1,5 +1,6 @@
 """Published architectures by name: shapes for planning, measuring and random weights. No JAX."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -113,6 +114,20 @@ _OLMO2 = {
     "bos_token_id": 100_257,
     "eos_token_ids": (100_257,),
 }
+_GPT_OSS = {
+    "architecture": "gpt_oss",
+    "vocab_size": 201_088,
+    "max_position_embeddings": 131_072,
+    "attention_bias": True,
+    "output_bias": True,
+    "eos_token_ids": (200_002,),
+}
+
+
+def _gpt_oss(window: int, theta: float, scaling: RopeScaling, experts: Experts) -> dict[str, Any]:
+    """Layers with a window and without one take turns."""
+    kinds = LayerKind(window, theta, scaling), LayerKind(None, theta, scaling)
+    return {"layer_kinds": kinds, "experts": experts}
 
 
 def _gemma3_kinds(window: int, scaling: RopeScaling | None = None) -> dict[str, Any]:
@@ -126,6 +141,18 @@ _TIED = {"tie_word_embeddings": True}
 
 _GEMMA3_1B = _gemma3_kinds(512) | {"vocab_size": 262_144, "max_position_embeddings": 32_768}
 _GEMMA3_27B = _gemma3_kinds(1024, RopeScaling("linear", 8.0)) | {"query_scale": 168**-0.5}
+_GPT_OSS_YARN = RopeScaling(
+    "yarn", 32.0, 1.0, 32.0, 4096, attention_factor=0.1 * math.log(32) + 1, truncate=False
+)
+_GPT_OSS_20B = _gpt_oss(128, 150_000.0, _GPT_OSS_YARN, Experts(32, 4, 2880, has_bias=True))
+_GPT_OSS_120B = _gpt_oss(128, 150_000.0, _GPT_OSS_YARN, Experts(128, 4, 2880, has_bias=True))
+_TINY_YARN = RopeScaling("yarn", 4.0, 1.0, 8.0, 64, attention_factor=1.1, truncate=False)
+_TINY_GPT_OSS = {
+    "architecture": "gpt_oss",
+    "attention_bias": True,
+    "output_bias": True,
+    **_gpt_oss(16, 10_000.0, _TINY_YARN, Experts(8, 2, 32, has_bias=True)),
+}
 _TINY_GEMMA3 = {"architecture": "gemma3_text", "tie_word_embeddings": True} | _gemma3_kinds(16)
 _TINY_GLM4 = {"architecture": "glm4", "attention_bias": True, "rotary_dim": 4}
 
@@ -148,6 +175,7 @@ _PRESETS = (
     preset("tiny-olmo2", _TINY, 64, 128, 2, 8, 4, 8, architecture="olmo2"),
     preset("tiny-phi3", _TINY, 64, 128, 2, 8, 4, 8, architecture="phi3"),
     preset("tiny-glm4", _TINY, 64, 128, 2, 8, 4, 8, **_TINY_GLM4),
+    preset("tiny-gpt-oss", _TINY, 64, 32, 2, 8, 4, 8, **_TINY_GPT_OSS),
     preset("tiny-bert", _TINY_BERT, 64, 128, 2, 4, 4, 16),
     preset("minilm-l6", _MINILM, 384, 1536, 6, 12, 12, 32),
     preset("smollm2-135m", _SMOLLM2, 576, 1536, 30, 9, 3, 64, **_TIED),
@@ -173,6 +201,8 @@ _PRESETS = (
     preset("gemma-3-27b", _GEMMA3, 5376, 21_504, 62, 32, 16, 128, **_GEMMA3_27B),
     preset("phi-4", _PHI4, 5120, 17_920, 40, 40, 10, 128),
     preset("glm-4-9b", _GLM4, 4096, 13_696, 40, 32, 2, 128),
+    preset("gpt-oss-20b", _GPT_OSS, 2880, 2880, 24, 64, 8, 64, **_GPT_OSS_20B),
+    preset("gpt-oss-120b", _GPT_OSS, 2880, 2880, 36, 64, 8, 64, **_GPT_OSS_120B),
     preset("olmo-2-7b", _OLMO2, 4096, 11_008, 32, 32, 32, 128),
 )
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation clamped_swiglu (gpt-oss)
 _GEMMA = {
     "norm_offset": True,
     "norm_in_float32": True,
@@ -20,7 +21,11 @@ TRAITS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "olmo2": {"qk_norm": True, "wide_qk_norm": True, "norm_in_float32": True},
         "glm": {"rope_interleaved": True},
         "glm4": {"rope_interleaved": True},
-        "gpt_oss": {"norm_in_float32": True, "attention_sinks": True},
+        "gpt_oss": {
+            "norm_in_float32": True,
+            "attention_sinks": True,
+            "activation": "clamped_swiglu",
+        },
     }
 )
 """Fields of `ModelConfig` by architecture; what is not here has the defaults."""

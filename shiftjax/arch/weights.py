@@ -72,11 +72,11 @@ class Weight(NamedTuple):
             return {}
         if self.stacked:
             return {name: shape for part in self.parts for name, shape in part.tensors.items()}
-        if self.kind in ("norm", "bias"):
-            return {self.source: (self.num_elements,)}
         if self.axes[0] == "experts":
             experts = map(self.of_expert, range(self.shape[0]))
             return {name: shape for one in experts for name, shape in one.tensors.items()}
+        if self.kind in ("norm", "bias"):
+            return {self.source: (self.num_elements,)}
         shape = (math.prod(self.shape[:-1]), self.shape[-1])
         return {self.source: shape[::-1] if self.transposed else shape}
 
@@ -211,6 +211,7 @@ _QWEN_EXPERTS = ExpertNames("mlp.gate", f"mlp.experts.{EACH}", "gate_proj", "up_
 EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
     {
         "qwen3_moe": _QWEN_EXPERTS,
+        "gpt_oss": _QWEN_EXPERTS._replace(router="mlp.router"),  # as `weights/hf_names.py` reads it
         "mixtral": ExpertNames(
             "block_sparse_moe.gate", f"block_sparse_moe.experts.{EACH}", "w1", "w3", "w2"
         ),
@@ -232,7 +233,14 @@ def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
         ("down", (hidden, width), names.down),
     ):
         source, axes = f"{names.expert}.{part}.weight", ("experts", None, None)
-        yield Weight(f"mlp.experts.{name}", (experts.num, *shape), axes, source, in_shift=True)
+        matrix = Weight(f"mlp.experts.{name}", (experts.num, *shape), axes, source, in_shift=True)
+        yield matrix
+        if experts.has_bias:
+            bias = matrix._replace(name=f"{matrix.name}_bias", shape=matrix.shape[:2], kind="bias")
+            yield bias._replace(axes=axes[:2], source=f"{names.expert}.{part}.bias")
+    if experts.has_bias:
+        source, axes = f"{names.router}.bias", (None,)
+        yield Weight("mlp.router_bias", (experts.num,), axes, source, "bias")
     if experts.shared_intermediate_size:
         yield from _mlp(
             "mlp.shared", (experts.shared_intermediate_size, hidden), "mlp.shared_expert"
@@ -363,7 +371,7 @@ _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
 _DECODERS = (
     *("llama", "llama_swiftkv", "mistral", "qwen2", "qwen3"),
     *("qwen3_moe", "mixtral"),
-    *("gemma2", "gemma3_text", "olmo2", "phi3", "glm", "glm4"),
+    *("gemma2", "gemma3_text", "olmo2", "phi3", "glm", "glm4", "gpt_oss"),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     dict.fromkeys(_DECODERS, _LLAMA) | dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT)

@@ -37,9 +37,9 @@ def check_embedding(config: EngineConfig, model: ModelConfig, devices: Devices) 
     problems = idle_settings(config.flat(), SETTINGS, ENGINE_TASKS, model, "embed")
     if config.model.task == "generate":
         problems.append(f"task = generate: {model.name} is asked to embed texts")
-    if model.attention_soft_cap:
-        words = "has a soft cap of attention: it generates, and embeds no texts"
-        problems.append(f"{model.name} {words}")
+    if model.attention_sinks or model.attention_soft_cap:
+        words = "attention sinks" if model.attention_sinks else "a soft cap of attention"
+        problems.append(f"{model.name} has {words}: it generates, and embeds no texts")
     if model.experts is not None:
         problems.append(f"{model.name} has experts: it generates, and embeds no texts")
     if model.num_late_layers:

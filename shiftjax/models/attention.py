@@ -69,6 +69,8 @@ class LayerTerms:
     window: int = field(default=0, metadata={"static": True})
     # what codes are in units of; None: pools are no codes, or in units of 1
     kv_scales: Float[Any, "2 kv_heads"] | None = None
+    # logits that take part in each head's softmax and have no value; None: there are none
+    sinks: Float[Any, " heads"] | None = None
 
 
 class Scores(NamedTuple):
@@ -155,6 +157,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sliding_window: int | None = None,
     kv_scales: KVScales | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
     """softmax(scale * q k^T) v of every token over the keys of its own sequence, causal.
@@ -162,11 +165,12 @@ def ragged_paged_attention(
     Scores are capped by `soft_cap`. With `sliding_window` a token sees that many keys at most,
     itself included; the work must have been divided with the same, and with the same `sizes`. Rows
     of padding tokens are zeros. Slots that hold no token of the context may hold anything, NaN
-    included. `kv_scales` are those with which the pool was written.
+    included. `kv_scales` are those with which the pool was written. `sinks` are logits of scores
+    that no value belongs to, one for each head (gpt-oss).
     """
-    of_rows = {"scale": scale, "soft_cap": soft_cap, "kv_scales": kv_scales, "sizes": sizes}
-    out = row_attention(q, pool, block_tables, work.rows, **of_rows)
-    own = scale, soft_cap, sliding_window, kv_scales, sizes
+    own = {"scale": scale, "soft_cap": soft_cap, "kv_scales": kv_scales, "sinks": sinks}
+    out = row_attention(q, pool, block_tables, work.rows, **own, sizes=sizes)
+    own = scale, soft_cap, sliding_window, kv_scales, sinks, sizes
     return _prefill(q, out, pool, block_tables, work.tiles, *own)
 
 
@@ -246,9 +250,27 @@ def _scaled(x: Any, scale: Float[Array, " kv_heads"] | None) -> Any:
     return x if scale is None else x * scale[None, :, None, None]
 
 
-def _normalized(state: State) -> jax.Array:
-    """Return the output of a softmax; zeros where no key was seen."""
-    return state.weighted / jnp.where(state.total == 0, 1.0, state.total)[..., None]
+def _normalized(state: State, sinks: Float[Array, "kv_heads rows"] | None) -> jax.Array:
+    """Return the output of a softmax; zeros where no key was seen.
+
+    `sinks` are scores without values, which only now take part: once, in however many parts a
+    context was taken.
+    """
+    if sinks is None:
+        return state.weighted / jnp.where(state.total == 0, 1.0, state.total)[..., None]
+    maximum = jnp.maximum(state.maximum, sinks[None])
+    decay = jnp.exp(state.maximum - maximum)
+    total = state.total * decay + jnp.exp(sinks[None] - maximum)
+    return state.weighted * (decay / total)[..., None]
+
+
+def _by_kv_head(
+    sinks: Float[Array, " heads"] | None, kv_heads: int, times: int = 1
+) -> Float[Array, "kv_heads rows"] | None:
+    """Return the sinks of the rows of a state, which has each head so many times."""
+    if sinks is None:
+        return None
+    return jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (1, times))
 
 
 def row_attention(
@@ -260,6 +282,7 @@ def row_attention(
     scale: float,
     soft_cap: float | None = None,
     kv_scales: KVScales | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return attention of the decode rows: row i is q[i]. All other rows are zeros.
@@ -299,17 +322,18 @@ def row_attention(
         return State(*(put(old, new, w * lanes, 0) for old, new in zip(parts, state, strict=True)))
 
     if waves == 1:
-        out = _combine_all(run_wave(jnp.int32(0)), work)
+        state = _combine_all(run_wave(jnp.int32(0)), work)
     else:
         parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
-        out = _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
+        state = _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
+    out = _normalized(state, _by_kv_head(sinks, kv_heads))
     out = _scaled(out, v_scale).reshape(num_rows, heads, head_dim)
     # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
 
 
-def _combine(q: jax.Array, parts: State, work: RowWork) -> jax.Array:
-    """Return the output of every row from the states of its parts."""
+def _combine(q: jax.Array, parts: State, work: RowWork) -> State:
+    """Return the state of every row from those of its parts."""
     num_rows = work.row_count.shape[0]
     jobs, kv_heads, q_per_kv, _ = parts.weighted.shape
 
@@ -328,10 +352,10 @@ def _combine(q: jax.Array, parts: State, work: RowWork) -> jax.Array:
         )
 
     state = _empty(q, num_rows, kv_heads, q_per_kv)
-    return _normalized(lax.fori_loop(0, work.max_parts, add_part, state))
+    return lax.fori_loop(0, work.max_parts, add_part, state)
 
 
-def _combine_all(parts: State, work: RowWork) -> jax.Array:
+def _combine_all(parts: State, work: RowWork) -> State:
     """Return the same without a loop, which a GPU would launch a part at a time.
 
     Every row sums over all jobs, those of other rows with a weight of 0.
@@ -343,7 +367,7 @@ def _combine_all(parts: State, work: RowWork) -> jax.Array:
     highest = jnp.where(mine[..., None, None], maximum[None], LOWEST).max(1, keepdims=True)
     gain = jnp.where(mine[..., None, None], jnp.exp(maximum[None] - highest), 0.0)
     sums = jnp.einsum("njkr,jkrd->nkrd", gain, weighted, precision=lax.Precision.HIGHEST)
-    return _normalized(State(highest[:, 0], (gain * total[None]).sum(1), sums))
+    return State(highest[:, 0], (gain * total[None]).sum(1), sums)
 
 
 def _prefill(
@@ -356,6 +380,7 @@ def _prefill(
     soft_cap: float | None,
     sliding_window: int | None,
     kv_scales: KVScales | None,
+    sinks: Float[Array, " heads"] | None,
     sizes: LoopSizes,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `out` with the rows of the prefill chunks filled in, tile by tile."""
@@ -388,7 +413,8 @@ def _prefill(
             return _attend(state, tile_q, pool, block_ids, seen[None], exists, scores)
 
         state = _empty(q, 1, kv_heads, tile * q_per_kv)
-        new = _normalized(lax.fori_loop(chunk_begin, chunk_end, run_round, state))
+        state = lax.fori_loop(chunk_begin, chunk_end, run_round, state)
+        new = _normalized(state, _by_kv_head(sinks, kv_heads, tile))
         new = _scaled(new, v_scale).astype(q.dtype)
         new = new.reshape(kv_heads, tile, q_per_kv, head_dim).transpose(1, 0, 2, 3)
         token = start + jnp.arange(tile, dtype=jnp.int32)

@@ -94,12 +94,15 @@ def xla_attention(
 
     def attend(q, pool, metadata, terms):
         work, tables = metadata.work[terms.window], metadata.block_tables
-        own = {"sliding_window": windows[terms.window], "kv_scales": terms.kv_scales}
+        own = {"sliding_window": windows[terms.window], **of_layer(terms)}
         return ragged_paged_attention(q, pool, tables, work, **options, **own)
 
     def attend_rows(q, pool, block_tables, work, terms):
-        work, own = work[terms.window], {"kv_scales": terms.kv_scales}
+        work, own = work[terms.window], of_layer(terms)
         return row_attention(q, pool, block_tables, work, **options, **own)
+
+    def of_layer(terms: LayerTerms) -> dict[str, Any]:
+        return {"kv_scales": terms.kv_scales, "sinks": terms.sinks}
 
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, slot_mapping, terms.kv_scales)
@@ -227,6 +230,8 @@ def pallas_attention(
     model, windows = layout.model, layout.model.windows
 
     def options(terms: LayerTerms) -> AttentionOptions:
+        if terms.sinks is not None:
+            raise ValueError("the kernels have no attention sinks")
         scores = model.attention_scale, windows[terms.window], model.attention_soft_cap
         return AttentionOptions(*scores, *scales(terms), interpret=interpret)
 
@@ -300,11 +305,13 @@ def _why_not_traced(
     shape = pool_shape(2, layout.kv_heads_per_device, block_size, head_dim)
     pool = (jax.ShapeDtypeStruct(shape, kv_dtype),) * 2
     scales = jax.ShapeDtypeStruct((2, layout.kv_heads_per_device), jnp.float32)
+    sinks = jax.ShapeDtypeStruct((layout.heads_per_device,), jnp.float32)
     try:
         work = kernels.divide(tables, lens, starts, 0, num_tokens=tokens)
         metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), work)
         for window in range(len(layout.model.windows)):
-            terms = LayerTerms(window, scales if jnp.dtype(kv_dtype) == FP8 else None)
+            kv_scales = scales if jnp.dtype(kv_dtype) == FP8 else None
+            terms = LayerTerms(window, kv_scales, sinks if layout.model.attention_sinks else None)
             jax.eval_shape(kernels.attend, q, pool, metadata, terms)
             jax.eval_shape(kernels.write, pool, new, new, slots, terms)
     except ValueError as error:

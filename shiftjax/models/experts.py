@@ -14,16 +14,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows
-from shiftjax.arch.config import Experts
+from shiftjax.arch.config import Activation, Experts
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.products import Matrix, project_out
+from shiftjax.models.products import Matrix, gate_with, project_out
 
 TILE_ROWS = 16  # pairs that are multiplied together, all of one expert
 
 
+class Gated(NamedTuple):
+    """What an expert computes besides its products."""
+
+    activation: Activation = "silu"
+    gate_bias: Float[Array, "experts width"] | None = None
+    up_bias: Float[Array, "experts width"] | None = None
+    down_bias: Float[Array, "experts hidden"] | None = None
+
+
+PLAIN = Gated()
+
+
 def route(
-    x: Float[Array, "tokens hidden"], router: Float[Array, "experts hidden"], experts: Experts
+    x: Float[Array, "tokens hidden"],
+    router: Float[Array, "experts hidden"],
+    experts: Experts,
+    bias: Float[Array, " experts"] | None = None,
 ) -> tuple[Float[Array, "tokens k"], Int32[Array, "tokens k"]]:
     """Return every token's experts and their weights, float32; see `arch.config.Experts`."""
     logits = jnp.einsum(
@@ -33,6 +48,8 @@ def route(
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+    if bias is not None:
+        logits = logits + bias[None].astype(jnp.float32)
     largest, chosen = jax.lax.top_k(logits, experts.per_token)
     if experts.norm_topk:
         return jax.nn.softmax(largest, axis=-1), chosen
@@ -47,6 +64,8 @@ class ExpertLayer(NamedTuple):
     weights: ExpertWeights
     num_tokens: Int[Array, ""]  # of the step; those behind them are padding
     parallel: Parallel
+    router_bias: Float[Array, " experts"] | None = None
+    gated: Gated = PLAIN
 
     @property
     def num_own(self) -> int:
@@ -79,12 +98,12 @@ def expert_layer(
 def _gather(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer) -> jax.Array:
     """All tokens on every device: each adds what its own experts give."""
     x = layer.parallel.gather_tokens(x)
-    gains, chosen = route(x, layer.router, layer.experts)
+    gains, chosen = route(x, layer.router, layer.experts, layer.router_bias)
     own = chosen - layer.parallel.place * layer.num_own
     is_real = jnp.arange(x.shape[0]) < layer.num_tokens
     is_own = (own >= 0) & (own < layer.num_own) & is_real[:, None]
     routed = sort_pairs(jnp.where(is_own, own, layer.num_own), layer.num_own)
-    parts = tile_loop(x, layer.weights, routed, gains).astype(jnp.float32)
+    parts = tile_loop(x, layer.weights, routed, gains, layer.gated).astype(jnp.float32)
     partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
     return layer.parallel.sum_of_all(partial)
 
@@ -103,7 +122,7 @@ def _send(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, room: int) ->
     """Route the tokens of which this device is the sender; neighbours have the same tokens."""
     parallel, num_devices = layer.parallel, layer.parallel.layout.num_devices
     own = parallel.own_part(x)
-    gains, chosen = route(own, layer.router, layer.experts)
+    gains, chosen = route(own, layer.router, layer.experts, layer.router_bias)
     index = parallel.own_part(parallel.local_tokens(jnp.arange(x.shape[0] * parallel.mode.sp)))
     is_real = (index < layer.num_tokens)[:, None]
     device = jnp.where(is_real, chosen // layer.num_own, num_devices)
@@ -128,7 +147,8 @@ def _exchange(
     expert = nobody.at[at].set(sent.expert % layer.num_own, mode="drop")
     got, expert = (parallel.exchange(each).reshape(-1, *each.shape[2:]) for each in (send, expert))
     routed = sort_pairs(expert[:, None], layer.num_own)
-    parts = tile_loop(got, layer.weights, routed, jnp.ones((got.shape[0], 1), jnp.float32))
+    ones = jnp.ones((got.shape[0], 1), jnp.float32)
+    parts = tile_loop(got, layer.weights, routed, ones, layer.gated)
     back = parallel.exchange(parts.reshape(send.shape))
     parts = back.at[at].get(mode="fill", fill_value=0).astype(jnp.float32)
     is_sent = (sent.device < shape[0])[..., None]
@@ -149,6 +169,7 @@ def tile_loop(
     weights: ExpertWeights,
     routed: Routed,
     gains: Float[Array, "tokens k"],
+    gated: Gated = PLAIN,
 ) -> Float[Array, "tokens k hidden"]:
     """Return every own pair's gated MLP times its gain; other pairs are unspecified.
 
@@ -161,7 +182,8 @@ def tile_loop(
         nth = jnp.arange(TILE_ROWS)
         is_own = nth < tiles.rows[tile]
         pair = routed.row[jnp.where(is_own, tiles.first[tile] + nth, 0)]
-        part = _gated_mlp(x[pair // k], weights, tiles.expert[tile]) * flat_gains[pair][:, None]
+        part = _gated_mlp(x[pair // k], weights, tiles.expert[tile], gated)
+        part = part * flat_gains[pair][:, None]
         return out.at[jnp.where(is_own, pair, num_pairs)].set(part.astype(x.dtype), mode="drop")
 
     out = jnp.zeros((num_pairs, x.shape[1]), x.dtype)
@@ -169,13 +191,15 @@ def tile_loop(
 
 
 def _gated_mlp(
-    x: Float[Array, "rows hidden"], weights: ExpertWeights, expert: Int[Array, ""]
+    x: Float[Array, "rows hidden"], weights: ExpertWeights, expert: Int[Array, ""], gated: Gated
 ) -> Float[Array, "rows hidden"]:
-    """One expert's down(silu(gate x) * up x), float32."""
+    """One expert's down(silu(gate x) * up x), float32, with its biases and activation."""
 
-    def multiply(x: jax.Array, values: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return project_out(x, Matrix(values[expert], None if scale is None else scale[expert]))
+    def multiply(x: jax.Array, name: str) -> jax.Array:
+        values, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
+        out = project_out(x, Matrix(values[expert], None if scale is None else scale[expert]))
+        bias = getattr(gated, f"{name}_bias")
+        return out if bias is None else out + bias[expert][None]
 
-    gate = multiply(x, weights.gate, weights.gate_scale)
-    inner = jax.nn.silu(gate) * multiply(x, weights.up, weights.up_scale)
-    return multiply(inner, weights.down, weights.down_scale).astype(jnp.float32)
+    inner = gate_with(gated.activation, multiply(x, "gate"), multiply(x, "up"))
+    return multiply(inner, "down").astype(jnp.float32)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
+from shiftjax.models.experts import ExpertLayer, ExpertWeights, Gated, expert_layer
 from shiftjax.models.gathered import whole_layers
 from shiftjax.models.layers import (
     Context,
@@ -34,14 +34,13 @@ from shiftjax.models.layers import (
     soft_cap,
     weighted,
 )
-from shiftjax.models.products import Matrix, project_in, project_out
+from shiftjax.models.products import Matrix, gate_with, project_in, project_out
 from shiftjax.models.speculator import Speculator
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 from shiftjax.parallel.stored import INPUTS, SCALE
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
 LAYER_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 class Part(nnx.Module):
@@ -85,6 +84,7 @@ class Attention(Part):
     q_norm: nnx.Param  # with qk_norm
     k_norm: nnx.Param
     kv_scale: nnx.Param  # with a KV cache of codes
+    sinks: nnx.Param  # with attention_sinks
 
     def __init__(self, config: ModelConfig, params: Params, kind: LayerKind):
         super().__init__(config, params)
@@ -93,9 +93,12 @@ class Attention(Part):
     @property
     def terms(self) -> LayerTerms:
         """What attention must know of this layer."""
-        scales = getattr(self, "kv_scale", None)
-        window = self.config.windows.index(self.kind.sliding_window)
-        return LayerTerms(window, kv_scales=None if scales is None else scales[...].T)
+        scales, sinks = getattr(self, "kv_scale", None), getattr(self, "sinks", None)
+        return LayerTerms(
+            self.config.windows.index(self.kind.sliding_window),
+            None if scales is None else scales[...].T,
+            None if sinks is None else sinks[...][:, 0],
+        )
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
@@ -231,7 +234,7 @@ class MLP(Part):
         gate, up = self._out(x, "gate"), self._out(x, "up")
         if self.config.mlp_bias:
             gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
-        out = parallel.reduce(self._in(ACTIVATIONS[self.config.activation](gate) * up, "down"))
+        out = parallel.reduce(self._in(gate_with(self.config.activation, gate, up), "down"))
         return out + self.down_bias[...][None] if self.config.mlp_bias else out
 
 
@@ -244,6 +247,9 @@ class OwnExperts(Part):
     gate_scale: nnx.Param  # of codes
     up_scale: nnx.Param
     down_scale: nnx.Param
+    gate_bias: nnx.Param  # with experts.has_bias
+    up_bias: nnx.Param
+    down_bias: nnx.Param
 
     @property
     def weights(self) -> ExpertWeights:
@@ -251,14 +257,22 @@ class OwnExperts(Part):
         stored = (getattr(self, name, None) for name in ExpertWeights._fields)
         return ExpertWeights(*(None if one is None else one[...] for one in stored))
 
+    @property
+    def gated(self) -> Gated:
+        """What they compute besides products."""
+        biases = (getattr(self, name, None) for name in Gated._fields[1:])
+        read = (None if one is None else one[...] for one in biases)
+        return Gated(self.config.activation, *read)
+
 
 class MoE(Part):
     """The feed-forward part of experts, of which every token uses few; see `models/experts.py`."""
 
     router: nnx.Param
+    router_bias: nnx.Param  # with experts.has_bias
 
     def __init__(self, config: ModelConfig, params: Params):
-        super().__init__(config, {"router": params["router"]})
+        super().__init__(config, {name: params[name] for name in params if name != "experts"})
         self.experts = OwnExperts(config, params["experts"])
 
     def __call__(
@@ -266,9 +280,10 @@ class MoE(Part):
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
         assert self.config.experts is not None
-        num_tokens = context.metadata.query_start_loc[-1]
+        num_tokens, bias = context.metadata.query_start_loc[-1], getattr(self, "router_bias", None)
         own = self.config.experts, self.router[...], self.experts.weights
-        return expert_layer(x, ExpertLayer(*own, num_tokens, context.parallel))
+        beside = None if bias is None else bias[...], self.experts.gated
+        return expert_layer(x, ExpertLayer(*own, num_tokens, context.parallel, *beside))
 
 
 class DecoderLayer(nnx.Module):

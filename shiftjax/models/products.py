@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float8e4m3fn
 
+from shiftjax.arch.config import Activation
+from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
+
 CODE = jnp.float8_e4m3fn
 LARGEST_CODE = float(jnp.finfo(CODE).max)
 LEAST_SCALED = 1e-20  # what is smaller than this in all of a row becomes zeros
@@ -102,3 +105,19 @@ def _product(
         return multiply(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16))
 
     return jax.lax.platform_dependent(x, codes, cpu=widened, default=multiply)
+
+
+def gate_with(
+    activation: Activation, gate: Float[Array, "tokens width"], up: Float[Array, "tokens width"]
+) -> Float[Array, "tokens width"]:
+    """Return what an MLP's last matrix multiplies: activation(gate) * up.
+
+    `clamped_swiglu` limits both and adds 1 to `up` (gpt-oss).
+    """
+    if activation == "clamped_swiglu":
+        gate = jnp.minimum(gate, SWIGLU_LIMIT)
+        up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+        return gate * jax.nn.sigmoid(SWIGLU_SLOPE * gate) * up
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    return jax.nn.silu(gate) * up

@@ -13,6 +13,7 @@ class _Names(NamedTuple):
     width: str
     norm_topk: str | None  # None: the weights of a token's experts always sum to one
     has_dense_layers: bool = False
+    has_bias: bool = False
 
 
 _NAMES = {
@@ -20,6 +21,7 @@ _NAMES = {
         ("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob", True
     ),
     "mixtral": _Names(("num_local_experts", "num_experts"), "intermediate_size", None),
+    "gpt_oss": _Names(("num_local_experts",), "intermediate_size", None, has_bias=True),
 }
 
 
@@ -38,6 +40,7 @@ def parse_experts(fields: Fields, architecture: str) -> Experts | None:
         fields.count(names.width),
         norm_topk=names.norm_topk is None or fields.flag(names.norm_topk),
         dense_layers=_dense_layers(fields) if names.has_dense_layers else (),
+        has_bias=names.has_bias,
     )
 
 

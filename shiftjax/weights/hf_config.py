@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.traits import traits_of
+from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE, traits_of
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
 from shiftjax.weights.fields import Fields, read_json
@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     **ENCODERS,
 }
 # The text model of these is a part of the file, of an architecture of its own.
@@ -56,6 +57,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "glm": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "attention_bias": True},
     "olmo2": {"rms_norm_eps": 1e-5},
     "phi3": {"rms_norm_eps": 1e-5},
 }
@@ -151,6 +153,9 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     activation = fields.data.get(name, known[0])
     if activation not in known:
         fields.problem(f"{name} must be {known[0]}, found {activation!r}")
+    for name, value in (("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_SLOPE)):
+        if architecture == "gpt_oss" and fields.positive(name, value) != value:
+            fields.problem(f"{name} must be {value}, found {fields.data[name]}")
     if fields.data.get("use_bidirectional_attention"):
         fields.problem("use_bidirectional_attention must be false: only causal models generate")
 

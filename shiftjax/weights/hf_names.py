@@ -1,7 +1,8 @@
 """Tensors of Hugging Face checkpoints that are stored under other names, or several as one.
 
-Phi-3 and GLM stack projections of one input; a part of the rows is then a tensor of ours. What has
-a text model beside an encoder of images puts names in front of it.
+Phi-3 and GLM stack projections of one input; a part of the rows is then a tensor of ours. gpt-oss
+has all experts in one tensor `[experts, in, out]`, the columns of gate and up taking turns. A text
+model beside an encoder of images has something in front of its names.
 """
 
 import logging
@@ -15,6 +16,8 @@ from shiftjax.weights.source import CheckpointError, TensorInfo
 _QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")
 _STACKS = {"phi3": dict([_QKV, _GATE_UP]), "glm": dict([_GATE_UP]), "glm4": dict([_GATE_UP])}
+_STACKED_EXPERTS = ("gpt_oss",)
+_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
 _PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 _TEXT_HEAD = re.compile(r"language_model\.lm_head\.")
@@ -26,7 +29,14 @@ class Place(NamedTuple):
     """Where a tensor of ours is."""
 
     name: str  # of the stored tensor
-    first: int  # of its rows
+    first: int = 0  # of its rows
+    step: int = 1  # from one to the next
+    expert: int | None = None  # whose matrix it is, stored `[experts, in, out]`
+
+    def range_of(self, rows: slice) -> slice:
+        """Return the rows of the stored tensor that have these rows of ours, and others between."""
+        start = self.first + self.step * rows.start
+        return slice(start, start + max(0, self.step * (rows.stop - rows.start - 1) + 1))
 
 
 def places_of(
@@ -47,9 +57,10 @@ def places_of(
         if _OF_IMAGES.match(name):
             continue
         ours = _TEXT_HEAD.sub("lm_head.", _TEXT.sub("model.", name, count=1), count=1)
-        for part, first, rows in _parts(config, ours, info):
-            tensors[part] = info._replace(shape=(rows, *info.shape[1:])) if info.shape else info
-            places[part] = Place(name, first)
+        found = _EXPERTS.fullmatch(ours) if config.architecture in _STACKED_EXPERTS else None
+        parts = _experts(config, found, name, info) if found else _parts(config, ours, name, info)
+        for part, shape, place in parts:
+            tensors[part], places[part] = info._replace(shape=shape), place
     return tensors, places
 
 
@@ -63,7 +74,15 @@ def stored_name(config: ModelConfig, name: str) -> str:
 
 
 def stacks_of(config: ModelConfig, names: Mapping[str, TensorInfo]) -> dict[str, tuple[str, ...]]:
-    """Return what a checkpoint of this architecture has, and the tensors of ours in each."""
+    """Return what a checkpoint of this architecture has, and the tensors of ours in each.
+
+    Raises CheckpointError for experts in one tensor.
+    """
+    if config.architecture in _STACKED_EXPERTS:
+        raise CheckpointError(
+            f"{config.name}: the stacked experts of {config.architecture} are not written as a "
+            "Hugging Face directory; convert to orbax instead"
+        )
     stacks = _STACKS.get(config.architecture, {})
     stack_of = {part: stack for stack, parts in stacks.items() for part in parts}
     found: dict[str, tuple[str, ...]] = {}
@@ -78,11 +97,15 @@ def stacks_of(config: ModelConfig, names: Mapping[str, TensorInfo]) -> dict[str,
     return found
 
 
-def _parts(config: ModelConfig, name: str, info: TensorInfo) -> Iterator[tuple[str, int, int]]:
-    """Name, first row and rows of each tensor of ours in a stored one."""
-    match, stacks = _PROJECTION.fullmatch(name), _STACKS.get(config.architecture, {})
+def _parts(
+    config: ModelConfig, ours: str, name: str, info: TensorInfo
+) -> Iterator[tuple[str, tuple[int, ...], Place]]:
+    """Name, shape and place of each tensor of ours in a stored one; `ours` is its name without
+    what stands in front.
+    """
+    match, stacks = _PROJECTION.fullmatch(ours), _STACKS.get(config.architecture, {})
     if not match or match[2] not in stacks:
-        yield name, 0, info.shape[0] if info.shape else 1
+        yield ours, info.shape, Place(name)
         return
     rows = [_rows(config, part) for part in stacks[match[2]]]
     is_shared = info.shape in ((), (1,))  # a scale of the whole stack
@@ -93,8 +116,29 @@ def _parts(config: ModelConfig, name: str, info: TensorInfo) -> Iterator[tuple[s
         )
     first = 0
     for part, count in zip(stacks[match[2]], rows, strict=True):
-        yield f"{match[1]}.{part}.{match[3]}", first, 1 if is_shared else count
+        shape = info.shape if is_shared else (count, *info.shape[1:])
+        yield f"{match[1]}.{part}.{match[3]}", shape, Place(name, first)
         first += 0 if is_shared else count
+
+
+def _experts(
+    config: ModelConfig, found: re.Match[str], name: str, info: TensorInfo
+) -> Iterator[tuple[str, tuple[int, ...], Place]]:
+    """The same of a tensor that has a matrix, or a bias, of every expert."""
+    assert config.experts is not None
+    width, hidden = config.experts.intermediate_size, config.hidden_size
+    names = ("gate", "up") if found[2] == "gate_up" else ("down",)
+    outputs, inputs = (hidden, width) if names == ("down",) else (width, hidden)
+    shape = config.experts.num, *(() if found[3] else (inputs,)), outputs * len(names)
+    if info.shape != shape:
+        raise CheckpointError(
+            f"{info.file}: tensor {name}: expected shape {list(shape)}, found {list(info.shape)}"
+        )
+    suffix, own = ("bias", (outputs,)) if found[3] else ("weight", (outputs, inputs))
+    for expert in range(config.experts.num):
+        for nth, part in enumerate(names):
+            place = Place(name, nth, len(names), expert)
+            yield f"{found[1]}.{expert}.{part}_proj.{suffix}", own, place
 
 
 def _rows(config: ModelConfig, projection: str) -> int:

@@ -51,14 +51,18 @@ class HuggingFaceSource:
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
         matrix = name.removesuffix(OF_CODES).removesuffix(OF_SCALE).removesuffix(OF_INPUTS)
-        stored, first = self._places[matrix]
-        is_part = self.tensors[matrix] != self._quantised.tensors[stored]
-        if is_part and not name.endswith(OF_INPUTS):  # some rows of a stack, whose inputs are one
-            info = self.tensors[matrix]
-            shape = info.shape[:1] if name.endswith(OF_SCALE) else info.shape
-            rows, *rest = bounds(info._replace(shape=shape), index)
-            index = slice(rows.start + first, rows.stop + first), *rest
-        return self._quantised.read(f"{stored}{name.removeprefix(matrix)}", index)
+        info, place = self.tensors[matrix], self._places[matrix]
+        stored = f"{place.name}{name.removeprefix(matrix)}"
+        is_whole = place.expert is None and info == self._quantised.tensors[place.name]
+        if is_whole or name.endswith(OF_INPUTS):  # the inputs of a stack are one
+            return self._quantised.read(stored, index)
+        shape = info.shape[:1] if name.endswith(OF_SCALE) else info.shape
+        rows, *rest = bounds(info._replace(shape=shape), index)
+        rows = place.range_of(rows)
+        if place.expert is None:
+            return self._quantised.read(stored, (rows, *rest))
+        own = slice(place.expert, place.expert + 1), *rest, rows
+        return np.ascontiguousarray(self._quantised.read(stored, own)[0, ..., :: place.step].T)
 
 
 def read_headers(directory: Path, *, is_quantised: bool = False) -> dict[str, TensorInfo]:

@@ -32,6 +32,8 @@ def test_parameters_are_those_that_were_published(name, billions):
         ("phi-4", 14_659_507_200),
         ("glm-4-9b", 9_400_279_040),
         ("olmo-2-7b", 7_298_617_344),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_parameters_of_other_families_are_those_of_their_checkpoints(name, count):

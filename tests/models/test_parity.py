@@ -31,7 +31,9 @@ SPLITS = [
 CASES = [(name, *BASE) for name in MODELS]
 CASES += [(name, *HERE) for name in ("llama", "llama3_rope", "mistral", "qwen2", "gemma3_text")]
 CASES += [
-    (name, *mesh) for name in ("llama_bias", "qwen3", "qwen3_moe", "olmo2") for mesh in SPLITS
+    (name, *mesh)
+    for name in ("llama_bias", "qwen3", "qwen3_moe", "olmo2", "gpt_oss")
+    for mesh in SPLITS
 ]
 
 

@@ -165,6 +165,19 @@ MODELS: dict[str, tuple[str, dict]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        LITTLE
+        | {
+            "hidden_size": 32,
+            "intermediate_size": 20,
+            "num_attention_heads": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
 }
 
 
@@ -178,12 +191,14 @@ def build(model_type: str, overrides: dict, generator: torch.Generator) -> torch
             x = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 x = 0.3 * x + (not model_type.startswith("gemma"))  # whose norms add 1
-            elif name.endswith(".bias"):
+            elif name.endswith("bias"):
                 x = 0.3 * x
             elif "embed_tokens" in name:  # small, or a tied model only repeats its last token
                 x = 0.2 * x
             else:
                 x = x / parameter.shape[-1] ** 0.5
+            if model_type == "gpt_oss" and name.endswith("gate_up_proj"):
+                x = 4 * x  # so that some gates and ups are over the limit
             parameter.copy_(x)
     return model.eval()
 

@@ -84,7 +84,9 @@ def test_configs_of_transformers(name, fields):
     assert load(name) == replace(plain, **fields)
 
 
-@pytest.mark.parametrize("name", ["gemma-3-1b", "gemma-3-27b", "phi-4", "glm-4-9b", "olmo-2-7b"])
+@pytest.mark.parametrize(
+    "name", ["gemma-3-1b", "gemma-3-27b", "phi-4", "glm-4-9b", "olmo-2-7b", "gpt-oss-20b"]
+)
 def test_published_configs_are_the_presets(name):
     assert load(name) == PRESETS[name]
 
@@ -177,6 +179,7 @@ REFUSED = [
     ("gemma-3-27b", {"text_config": None}, "text_config must be an object, found None"),
     ("glm-4-9b", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be 1, found 1.5"),
     ("glm-4-9b", {"partial_rotary_factor": 0.508}, "must be an even number of elements"),
+    ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit must be 7.0, found 5.0"),
     ("phi-4", {"rope_scaling": LONGROPE}, "short_factor must be a list of 64 numbers above 0"),
     ("llama", {"rope_parameters": "llama3"}, "rope_scaling must be an object"),
     ("llama", {"rope_parameters": LLAMA3}, "low_freq_factor is missing"),

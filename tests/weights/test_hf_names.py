@@ -36,6 +36,35 @@ def test_stacked_projections_are_read_in_parts_and_written_as_they_were(name, tm
         np.testing.assert_array_equal(written[key], tensor)
 
 
+def test_experts_in_one_tensor_are_read_one_by_one(tmp_path):
+    source = HuggingFaceSource(PARITY / "gpt_oss")
+    check_complete(source)
+    stored = load_file(PARITY / "gpt_oss" / "model.safetensors")
+    layer = "model.layers.1.mlp.experts"
+    stack, bias = stored[f"{layer}.gate_up_proj"], stored[f"{layer}.gate_up_proj_bias"]
+    for nth, part in enumerate(("gate", "up")):
+        matrix = source.read(f"{layer}.2.{part}_proj.weight")
+        np.testing.assert_array_equal(matrix, stack[2, :, nth::2].T)
+        rows = source.read(f"{layer}.2.{part}_proj.weight", (slice(3, 7), slice(1, 9)))
+        np.testing.assert_array_equal(rows, matrix[3:7, 1:9])
+        assert rows.flags.c_contiguous
+        np.testing.assert_array_equal(source.read(f"{layer}.2.{part}_proj.bias"), bias[2, nth::2])
+        nothing = source.read(f"{layer}.2.{part}_proj.weight", (slice(4, 4),))
+        assert nothing.shape == (0, matrix.shape[1])
+    down = source.read(f"{layer}.3.down_proj.weight")
+    np.testing.assert_array_equal(down, stored[f"{layer}.down_proj"][3].T)
+    with pytest.raises(CheckpointError, match="convert to orbax instead"):
+        save_huggingface(source, tmp_path)
+
+
+def test_experts_of_another_shape_are_refused(tmp_path):
+    write_config(tmp_path, PRESETS["tiny-gpt-oss"])
+    tensors = {"model.layers.0.mlp.experts.down_proj": np.zeros((8, 64, 32), np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"expected shape \[8, 32, 64\], found \[8, 64, 32\]"):
+        HuggingFaceSource(tmp_path)
+
+
 def test_parts_may_be_stored_as_they_are_used(tmp_path):
     config = PRESETS["tiny-phi3"]
     write_config(tmp_path, config)
