@@ -11,7 +11,8 @@ does this process. Standard output is a line of JSON for everything that happens
     {"passed": true}                                    the last line
 
 The kernels are held against XLA's loops on the same device, on every device at once. Slots of the
-pools that no token is in hold NaN, block tables are shuffled, and every step runs three times.
+pools that no token is in hold NaN, block tables are shuffled, and every step runs three times. A
+model with experts has a few steps of theirs (`expert_cases`).
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +31,8 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS
+from shiftjax.device import expert_cases
+from shiftjax.device.expert_cases import ExpertShape, ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
 from shiftjax.models.attention import AttentionMetadata, LayerTerms, pool_shape
 from shiftjax.models.attention_backend import AttentionBackend, tuned_attention, xla_attention
@@ -55,6 +59,7 @@ class Shape:
     kv_dtype: str
     bucket: tuple[int, ...]  # tokens, logit rows and sequences of the largest step
     deterministic: bool = False
+    experts: ExpertShape | None = None
 
     @property
     def layout(self) -> Layout:
@@ -99,7 +104,9 @@ class Trial:
     def read(cls, text: str) -> "Trial":
         """Undo `json.dumps(dataclasses.asdict(trial))`."""
         fields = json.loads(text)
-        shape = Shape(**fields["shape"] | {"bucket": tuple(fields["shape"]["bucket"])})
+        shape, of_experts = fields["shape"], fields["shape"].get("experts")
+        experts = ExpertShape(*of_experts) if of_experts else None
+        shape = Shape(**shape | {"bucket": tuple(shape["bucket"]), "experts": experts})
         cases = fields["cases"]
         chunks = tuple((tokens, context) for tokens, context in cases["chunks"])
         cases = Cases(**cases | {"decodes": tuple(cases["decodes"]), "chunks": chunks})
@@ -260,21 +267,44 @@ def try_step(
     inputs = make_inputs(shape, step)
     loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)
     expected = compiled(step, inputs, loops, devices)()
+
+    def judge(run: Callable[[], np.ndarray]) -> Problem | None:
+        outputs = [run() for _ in range(NUM_RUNS)]
+        for place, device in enumerate(devices):
+            words = wrong_with([out[place] for out in outputs], expected[place], step)
+            if words:
+                return Problem(words, f"on device {device.id} of {len(devices)}")
+        return None
+
+    return attempt(lambda: compiled(step, inputs, kernels, devices), judge)
+
+
+def try_experts(step: ExpertStep, shape: ExpertShape, devices: Sequence[Device]) -> Problem | None:
+    """Run one step of experts; None: nothing is wrong."""
+
+    def judge(run: Callable[[], np.ndarray]) -> Problem | None:
+        found = expert_cases.wrong_with_step(shape, step, run, devices, NUM_RUNS)
+        return Problem(*found) if found else None
+
+    kernels = expert_cases.kernels(step)
+    return attempt(lambda: expert_cases.outputs_of(kernels, shape, step, devices), judge)
+
+
+def attempt(
+    compile_kernels: Callable[[], Callable[[], np.ndarray]],
+    judge: Callable[[Callable[[], np.ndarray]], Problem | None],
+) -> Problem | None:
+    """Compile kernels and judge what comes of them; what either raises is a problem, too."""
     try:
-        run = compiled(step, inputs, kernels, devices)
+        run = compile_kernels()
     except Exception as error:
         words = f"the kernels do not compile ({type(error).__name__})"
         return Problem(words, traceback.format_exc())
     try:
-        outputs = [run() for _ in range(NUM_RUNS)]
+        return judge(run)
     except Exception as error:
         words = f"the kernels fail as they run ({type(error).__name__})"
         return Problem(words, traceback.format_exc(), is_final=False)
-    for place, device in enumerate(devices):
-        words = wrong_with([out[place] for out in outputs], expected[place], step)
-        if words:
-            return Problem(words, f"on device {device.id} of {len(devices)}")
-    return None
 
 
 def run_trial(trial: Trial, say: Callable[..., None]) -> None:
@@ -284,12 +314,21 @@ def run_trial(trial: Trial, say: Callable[..., None]) -> None:
     if kinds != {trial.device_kind} or len(devices) != len(trial.device_ids):
         words = f"their process found {len(devices)} x {', '.join(kinds) or 'nothing'}"
         return say(**Problem(words, "", is_final=False)._asdict())
-    kernels = build(trial, devices[0])
-    for step in steps_of(trial.shape, trial.cases):
-        say(case=step.name)
-        problem = try_step(step, trial.shape, kernels, devices)
+    kernels, experts = build(trial, devices[0]), trial.shape.experts
+    tries: list[tuple[str, Callable[[], Problem | None]]] = [
+        (step.name, partial(try_step, step, trial.shape, kernels, devices))
+        for step in steps_of(trial.shape, trial.cases)
+    ]
+    if experts is not None and expert_cases.takes(experts):
+        tries += [
+            (step.name, partial(try_experts, step, experts, devices))
+            for step in expert_cases.expert_steps(experts.per_token)
+        ]
+    for name, run in tries:
+        say(case=name)
+        problem = run()
         if problem:
-            return say(case=step.name, **problem._asdict())
+            return say(case=name, **problem._asdict())
     return say(passed=True)
 
 

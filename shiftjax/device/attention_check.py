@@ -32,6 +32,8 @@ from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device import kept
 from shiftjax.device.attention_cases import Cases, Shape, Trial
+from shiftjax.device.expert_cases import ExpertShape
+from shiftjax.models.expert_backend import why_not_plain
 from shiftjax.models.gpu_software import versions
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -71,7 +73,11 @@ def shape_of(
     model, types = layout.model, (formats.activations, formats.kv)
     heads = layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
-    return Shape(*heads, block_size, model.sliding_window, *types, bucket, deterministic)
+    experts = None
+    if model.experts is not None and why_not_plain(model) is None:
+        sizes = model.hidden_size, model.experts.intermediate_size, model.experts.per_token
+        experts = ExpertShape(*sizes, formats.activations, formats.weights)
+    return Shape(*heads, block_size, model.sliding_window, *types, bucket, deterministic, experts)
 
 
 def check_attention(check: KernelCheck, devices: Sequence[Device], shape: Shape) -> str | None:
@@ -127,7 +133,8 @@ def sources_hash() -> str:
     """SHA-256 of the kernels' sources and settings, of the check and of what calls them."""
     kernels, here = Path(pallas_kernels.__path__[0]), Path(__file__).parent
     files = [path for path in kernels.iterdir() if path.suffix in (".py", ".json")]
-    files += [here / "attention_cases.py", here.parent / "models" / "attention_backend.py"]
+    files += [here / "attention_cases.py", here / "expert_cases.py"]
+    files += [here.parent / "models" / f"{name}_backend.py" for name in ("attention", "expert")]
     total = hashlib.sha256()
     for path in sorted(files):
         total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())

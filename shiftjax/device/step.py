@@ -38,6 +38,7 @@ from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.models.speculator import DraftRows
 from shiftjax.parallel.grid import ALL_AXES, Mode
@@ -132,6 +133,7 @@ class StepDef:
     block_size: int  # tokens of a KV block in this layout
     has_paths: bool = False  # drafts of a sequence may be several
     gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
+    experts: ExpertBackend = XLA_EXPERTS
 
     @property
     def model(self) -> ModelDef:
@@ -221,7 +223,7 @@ class StepDef:
         ids = inputs.token_ids
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
-        context = Context(ropes, inputs.attention, self.attention, parallel)
+        context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         if inputs.copies is not None:
             pools = copy_blocks(pools, inputs.copies)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)

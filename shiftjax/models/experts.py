@@ -2,9 +2,8 @@
 
 A token's router logits are float32, computed on every device that has the token: what they choose
 depends on the token alone. The pairs of a token and an expert that a device has are sorted by
-expert, so that each expert multiplies rows that lie together, and no product is made with an expert
-that no token has chosen. `jax.lax.ragged_dot` is not used: XLA makes a dense product with all
-experts of it, on CPUs and on GPUs.
+expert, so that each expert multiplies rows that lie together (`expert_backend.py`), and no product
+is made with an expert that no token has chosen.
 """
 
 from typing import NamedTuple
@@ -13,25 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows
-from shiftjax.arch.config import Activation, Experts
+from pallas_kernels.grouped_work import ExpertWeights, Routed
+from shiftjax.arch.config import Experts
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.products import Matrix, gate_with, project_out
-
-TILE_ROWS = 16  # pairs that are multiplied together, all of one expert
-
-
-class Gated(NamedTuple):
-    """What an expert computes besides its products."""
-
-    activation: Activation = "silu"
-    gate_bias: Float[Array, "experts width"] | None = None
-    up_bias: Float[Array, "experts width"] | None = None
-    down_bias: Float[Array, "experts hidden"] | None = None
-
-
-PLAIN = Gated()
+from shiftjax.models.expert_backend import ExpertBackend
+from shiftjax.models.tiles import PLAIN, Gated
 
 
 def route(
@@ -64,6 +50,7 @@ class ExpertLayer(NamedTuple):
     weights: ExpertWeights
     num_tokens: Int[Array, ""]  # of the step; those behind them are padding
     parallel: Parallel
+    backend: ExpertBackend
     router_bias: Float[Array, " experts"] | None = None
     gated: Gated = PLAIN
 
@@ -71,6 +58,17 @@ class ExpertLayer(NamedTuple):
     def num_own(self) -> int:
         """Experts that this device has, those that are padding included."""
         return self.weights.gate.shape[0]
+
+    def multiply(
+        self,
+        x: Float[Array, "tokens hidden"],
+        routed: Routed,
+        gains: Float[Array, "tokens k"],
+        num_tokens: int,
+    ) -> Float[Array, "tokens k hidden"]:
+        """Return what own pairs' experts give, times their gains, in a step of so many tokens."""
+        mean_pairs = num_tokens * self.experts.per_token / self.experts.num
+        return self.backend.multiply(x, self.weights, routed, gains, self.gated, mean_pairs)
 
 
 def expert_layer(
@@ -103,7 +101,7 @@ def _gather(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer) -> jax.Arra
     is_real = jnp.arange(x.shape[0]) < layer.num_tokens
     is_own = (own >= 0) & (own < layer.num_own) & is_real[:, None]
     routed = sort_pairs(jnp.where(is_own, own, layer.num_own), layer.num_own)
-    parts = tile_loop(x, layer.weights, routed, gains, layer.gated).astype(jnp.float32)
+    parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
     partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
     return layer.parallel.sum_of_all(partial)
 
@@ -148,7 +146,7 @@ def _exchange(
     got, expert = (parallel.exchange(each).reshape(-1, *each.shape[2:]) for each in (send, expert))
     routed = sort_pairs(expert[:, None], layer.num_own)
     ones = jnp.ones((got.shape[0], 1), jnp.float32)
-    parts = tile_loop(got, layer.weights, routed, ones, layer.gated)
+    parts = layer.multiply(got, routed, ones, x.shape[0] * parallel.mode.sp)
     back = parallel.exchange(parts.reshape(send.shape))
     parts = back.at[at].get(mode="fill", fill_value=0).astype(jnp.float32)
     is_sent = (sent.device < shape[0])[..., None]
@@ -162,44 +160,3 @@ def sort_pairs(expert: Int[Array, "tokens k"], num_experts: int) -> Routed:
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
     return Routed(order, sizes)
-
-
-def tile_loop(
-    x: Float[Array, "tokens hidden"],
-    weights: ExpertWeights,
-    routed: Routed,
-    gains: Float[Array, "tokens k"],
-    gated: Gated = PLAIN,
-) -> Float[Array, "tokens k hidden"]:
-    """Return every own pair's gated MLP times its gain; other pairs are unspecified.
-
-    A loop over tiles of rows, each of one expert: as many as there are, known in the step alone.
-    """
-    k, num_pairs, flat_gains = gains.shape[1], gains.size, gains.reshape(-1)
-    tiles = divide_rows(routed.sizes, num_pairs, TILE_ROWS)
-
-    def add_tile(tile: Int[Array, ""], out: Float[Array, "pairs hidden"]) -> jax.Array:
-        nth = jnp.arange(TILE_ROWS)
-        is_own = nth < tiles.rows[tile]
-        pair = routed.row[jnp.where(is_own, tiles.first[tile] + nth, 0)]
-        part = _gated_mlp(x[pair // k], weights, tiles.expert[tile], gated)
-        part = part * flat_gains[pair][:, None]
-        return out.at[jnp.where(is_own, pair, num_pairs)].set(part.astype(x.dtype), mode="drop")
-
-    out = jnp.zeros((num_pairs, x.shape[1]), x.dtype)
-    return jax.lax.fori_loop(0, tiles.total[0], add_tile, out).reshape(*gains.shape, -1)
-
-
-def _gated_mlp(
-    x: Float[Array, "rows hidden"], weights: ExpertWeights, expert: Int[Array, ""], gated: Gated
-) -> Float[Array, "rows hidden"]:
-    """One expert's down(silu(gate x) * up x), float32, with its biases and activation."""
-
-    def multiply(x: jax.Array, name: str) -> jax.Array:
-        values, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
-        out = project_out(x, Matrix(values[expert], None if scale is None else scale[expert]))
-        bias = getattr(gated, f"{name}_bias")
-        return out if bias is None else out + bias[expert][None]
-
-    inner = gate_with(gated.activation, multiply(x, "gate"), multiply(x, "up"))
-    return multiply(inner, "down").astype(jnp.float32)

@@ -11,6 +11,7 @@ from shiftjax.arch.rotary import rope_frequencies, rotary_dim
 from shiftjax.models.attention import AttentionMetadata, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 
 
 class Rope(NamedTuple):
@@ -38,6 +39,7 @@ class Context(NamedTuple):
     metadata: AttentionMetadata
     backend: AttentionBackend
     parallel: Parallel
+    experts: ExpertBackend = XLA_EXPERTS
 
 
 def look_up(

@@ -104,7 +104,7 @@ class Attention(Part):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
-        _, metadata, backend, parallel = context
+        _, metadata, backend, parallel, _ = context
         q, k, v = (self._heads(x, name) for name in ("q", "k", "v"))
         if self.config.wide_qk_norm:
             q, k = self._normed_together(q, k, parallel)
@@ -175,7 +175,7 @@ class LateAttention(Attention):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
-        _, metadata, backend, parallel = context
+        _, metadata, backend, parallel, _ = context
         q = self._rotated(self._heads(x, "q"), context)
         out = backend.attend_rows(q, pool, metadata.block_tables, metadata.work, self.terms)
         return self._output(out, parallel), pool
@@ -282,8 +282,9 @@ class MoE(Part):
         assert self.config.experts is not None
         num_tokens, bias = context.metadata.query_start_loc[-1], getattr(self, "router_bias", None)
         own = self.config.experts, self.router[...], self.experts.weights
+        parallel, backend = context.parallel, context.experts
         beside = None if bias is None else bias[...], self.experts.gated
-        return expert_layer(x, ExpertLayer(*own, num_tokens, context.parallel, *beside))
+        return expert_layer(x, ExpertLayer(*own, num_tokens, parallel, backend, *beside))
 
 
 class DecoderLayer(nnx.Module):
@@ -326,7 +327,6 @@ def _traced_once(context: Context) -> RunLayer:
     XLA puts the calls in place, so the program is the same. Python would otherwise spend most of
     a start that finds its programs compiled on tracing 30 equal layers.
     """
-    ropes, metadata, backend, parallel = context
 
     @functools.partial(jax.jit, static_argnums=0)
     def call(
@@ -337,12 +337,14 @@ def _traced_once(context: Context) -> RunLayer:
         ropes: tuple[Rope, ...],
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return nnx.merge(graphdef, params)(x, pool, Context(ropes, metadata, backend, parallel))
+        return nnx.merge(graphdef, params)(
+            x, pool, context._replace(ropes=ropes, metadata=metadata)
+        )
 
     def run(
         layer: DecoderLayer, x: Float[Array, "tokens hidden"], pool: LayerPool
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return call(*nnx.split(layer), x, pool, ropes, metadata)
+        return call(*nnx.split(layer), x, pool, context.ropes, context.metadata)
 
     return run
 
@@ -427,7 +429,8 @@ class Llama(nnx.Module):
         late = self.swiftkv(hidden, pools[early:], terms, rope, context)
         metadata = context.metadata._replace(work=rows.late.work)
         ropes = rope_tables(rows.positions[rows.tokens], config)
-        of_rows = Context(ropes, metadata, context.backend, context.parallel.in_shift)
+        in_shift = context.parallel.in_shift
+        of_rows = context._replace(ropes=ropes, metadata=metadata, parallel=in_shift)
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run = _traced_once(of_rows)

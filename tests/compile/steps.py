@@ -35,6 +35,7 @@ from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.programs import abstract_inputs
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
+from shiftjax.models.expert_backend import choose_experts
 from shiftjax.parallel.fleet import possible_widths
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
@@ -208,7 +209,10 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     weights = ModeWeights(model, layout, case.strategy)
     options = {"auto": ONE_GRAPH, "none": {}}[case.gpu_options]
     rows, size = case.bucket.rows, pool.block_size
-    return StepDef(weights, mesh, rows, attention, size, gpu_options=options), pool
+    dtype = FORMATS[case.formats.weights].dtype
+    experts = choose_experts(layout, devices[0], jnp.bfloat16, dtype, attention.name)
+    step = StepDef(weights, mesh, rows, attention, size, gpu_options=options, experts=experts)
+    return step, pool
 
 
 def pools_of(step: StepDef, pool: PoolOptions) -> Any:

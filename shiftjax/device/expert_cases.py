@@ -1,0 +1,168 @@
+"""What the grouped product of experts must get right before it serves; see `attention_cases`.
+
+Held against XLA's loop on the same device, which `ptxas` has no part in. Experts are as large as
+the deployment's, but few. Tokens that no expert of the device has are NaN, and one expert has none.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped import GroupedConfig, grouped_mlp
+from pallas_kernels.grouped_work import ExpertWeights, Routed
+from shiftjax.arch.formats import FORMATS
+from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
+from shiftjax.models.tiles import tile_loop
+from shiftjax.parallel.grid import Device
+
+NUM_EXPERTS = 3  # at most
+OTHERS = NUM_EXPERTS  # of another device
+# Relative error of a pair in the norm. The loop rounds once more between its products; codes that
+# are near a tie then differ by a step, 6% to 12% of themselves.
+MOST_ERROR, MOST_ERROR_OF_CODES = 2e-2, 5e-2
+
+Multiply = Callable[[jax.Array, ExpertWeights, Routed, jax.Array], jax.Array]
+
+
+class ExpertShape(NamedTuple):
+    """The experts of one device."""
+
+    hidden: int
+    width: int
+    per_token: int
+    dtype: str  # of activations; a name of `arch.formats`
+    weights: str  # of the experts
+
+
+class ExpertStep(NamedTuple):
+    """Tokens and their experts, in tiles of `rows`."""
+
+    name: str
+    rows: int
+    chosen: np.ndarray  # [tokens, k]; OTHERS for those of other devices
+
+    @property
+    def is_own(self) -> np.ndarray:
+        """Which pairs are this device's."""
+        return self.chosen != OTHERS
+
+    @property
+    def routed(self) -> Routed:
+        """Pairs sorted by expert."""
+        flat = self.chosen.reshape(-1)
+        sizes = np.bincount(flat, minlength=OTHERS + 1)[:OTHERS]
+        order = np.argsort(flat, kind="stable")
+        return Routed(order.astype(np.int32), sizes.astype(np.int32))
+
+
+def expert_steps(per_token: int) -> Iterator[ExpertStep]:
+    """Yield decodes in the smallest tiles, and a chunk in the largest, some of them full."""
+    rng = np.random.default_rng(0)
+    for tokens, rows in ((20, 16), (300, 128)):
+        chosen = rng.choice([0, 2, OTHERS], (tokens, per_token))  # nothing for expert 1
+        yield ExpertStep(f"experts of {tokens} tokens", rows, chosen)
+
+
+def draw(shape: ExpertShape, is_used: jax.Array) -> tuple[jax.Array, ExpertWeights]:
+    """Return tokens, NaN where not used, and weights; made where they are used: they are large."""
+    dtype, weights = FORMATS[shape.dtype].dtype, FORMATS[shape.weights]
+    inner, outer = (NUM_EXPERTS, shape.width), (NUM_EXPERTS, shape.hidden)
+    sizes = (*inner, shape.hidden), (*inner, shape.hidden), (*outer, shape.width)
+    *keys, key = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.uniform(key, (is_used.shape[0], shape.hidden), minval=-2.0, maxval=2.0)
+    x = jnp.where(is_used[:, None], x, jnp.nan).astype(dtype)
+    matrices = [
+        jax.random.uniform(key, size, minval=-2.0, maxval=2.0)
+        for key, size in zip(keys, sizes, strict=True)
+    ]
+    units = [2.0 ** -round(math.log2(size[2]) / 2) for size in sizes]
+    if not weights.has_scales:
+        scaled = [m * unit for m, unit in zip(matrices, units, strict=True)]
+        return x, ExpertWeights(*(m.astype(weights.dtype) for m in scaled))
+    codes = [(m * 128).astype(weights.dtype) for m in matrices]
+    scales = [
+        jnp.full(size[:2], unit / 128, jnp.float32) for size, unit in zip(sizes, units, strict=True)
+    ]
+    return x, ExpertWeights(*codes, *scales)
+
+
+def outputs_of(
+    multiply: Multiply, shape: ExpertShape, step: ExpertStep, devices: Sequence[Device]
+) -> Callable[[], np.ndarray]:
+    """Compile a step, the same on every device; what comes back runs it: [devices, own, hidden]."""
+
+    def run(is_used: jax.Array, routed: Routed, gains: jax.Array) -> jax.Array:
+        return multiply(*draw(shape, is_used), routed, gains)[None]
+
+    mesh = rows_mesh(devices)
+    gains = np.linspace(0.5, 1, step.chosen.size, dtype=np.float32).reshape(step.chosen.shape)
+    arrays = step.is_own.any(axis=1), step.routed, gains
+    arguments = jax.device_put(arrays, named(mesh, replicated_spec()))
+    on_each = jax.shard_map(
+        run, mesh=mesh, in_specs=(replicated_spec(),) * 3, out_specs=devices_spec(), check_vma=False
+    )
+    program = jax.jit(on_each).lower(*arguments).compile()
+    return lambda: np.asarray(program(*arguments))[:, step.is_own]
+
+
+def kernels(step: ExpertStep) -> Multiply:
+    """Return the kernels with the step's tiles."""
+    config = GroupedConfig(step.rows)
+
+    def multiply(
+        x: jax.Array, weights: ExpertWeights, routed: Routed, gains: jax.Array
+    ) -> jax.Array:
+        return grouped_mlp(x, weights, routed, gains, config)
+
+    return multiply
+
+
+def takes(shape: ExpertShape) -> bool:
+    """Whether the kernels take such experts; where not, loops serve, and nothing is tried."""
+    step = next(expert_steps(shape.per_token))
+
+    def run() -> jax.Array:
+        x, weights = draw(shape, jnp.asarray(step.is_own.any(axis=1)))
+        routed = Routed(*map(jnp.asarray, step.routed))
+        return kernels(step)(x, weights, routed, jnp.ones(step.chosen.shape))
+
+    try:
+        jax.eval_shape(run)
+    except ValueError:
+        return False
+    return True
+
+
+def wrong_with_pairs(
+    outputs: Sequence[np.ndarray], expected: np.ndarray, shape: ExpertShape
+) -> str | None:
+    """Say what is wrong with the own pairs of one device, a run each; `expected` are the loop's."""
+    if any(later.tobytes() != outputs[0].tobytes() for later in outputs[1:]):
+        return "numbers change from run to run"
+    got, right = (array.astype(np.float64) for array in (outputs[0], expected))
+    error = np.linalg.norm(got - right, axis=1) / np.linalg.norm(right, axis=1)
+    most = MOST_ERROR_OF_CODES if FORMATS[shape.weights].has_scales else MOST_ERROR
+    if not (error < most).all():  # NaN is not
+        return f"a pair of a token and an expert is off by {error.max():.2g} of its norm"
+    return None
+
+
+def wrong_with_step(
+    shape: ExpertShape,
+    step: ExpertStep,
+    run: Callable[[], np.ndarray],
+    devices: Sequence[Device],
+    num_runs: int,
+) -> tuple[str, str] | None:
+    """Run a compiled step; return what is wrong with it, and on which device."""
+    expected = outputs_of(tile_loop, shape, step, devices)()
+    outputs = [run() for _ in range(num_runs)]
+    for place, device in enumerate(devices):
+        words = wrong_with_pairs([out[place] for out in outputs], expected[place], shape)
+        if words:
+            return words, f"on device {device.id} of {len(devices)}"
+    return None

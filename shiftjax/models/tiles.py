@@ -1,0 +1,70 @@
+"""The gated MLPs of a device's experts as an XLA loop: as many products as there are tiles.
+
+`jax.lax.ragged_dot` is not used: XLA makes a dense product with all experts of it, on CPUs and on
+GPUs.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows
+from shiftjax.arch.config import Activation
+from shiftjax.models.products import Matrix, gate_with, project_out
+
+TILE_ROWS = 16  # pairs that are multiplied together, all of one expert
+
+
+class Gated(NamedTuple):
+    """What an expert computes besides its products."""
+
+    activation: Activation = "silu"
+    gate_bias: Float[Array, "experts width"] | None = None
+    up_bias: Float[Array, "experts width"] | None = None
+    down_bias: Float[Array, "experts hidden"] | None = None
+
+
+PLAIN = Gated()
+
+
+def tile_loop(
+    x: Float[Array, "tokens hidden"],
+    weights: ExpertWeights,
+    routed: Routed,
+    gains: Float[Array, "tokens k"],
+    gated: Gated = PLAIN,
+) -> Float[Array, "tokens k hidden"]:
+    """Return every own pair's gated MLP times its gain; other pairs are unspecified.
+
+    A loop over tiles of rows, each of one expert: as many as there are, known in the step alone.
+    """
+    k, num_pairs, flat_gains = gains.shape[1], gains.size, gains.reshape(-1)
+    tiles = divide_rows(routed.sizes, num_pairs, TILE_ROWS)
+
+    def add_tile(tile: Int[Array, ""], out: Float[Array, "pairs hidden"]) -> jax.Array:
+        nth = jnp.arange(TILE_ROWS)
+        is_own = nth < tiles.rows[tile]
+        pair = routed.row[jnp.where(is_own, tiles.first[tile] + nth, 0)]
+        part = _gated_mlp(x[pair // k], weights, tiles.expert[tile], gated)
+        part = part * flat_gains[pair][:, None]
+        return out.at[jnp.where(is_own, pair, num_pairs)].set(part.astype(x.dtype), mode="drop")
+
+    out = jnp.zeros((num_pairs, x.shape[1]), x.dtype)
+    return jax.lax.fori_loop(0, tiles.total[0], add_tile, out).reshape(*gains.shape, -1)
+
+
+def _gated_mlp(
+    x: Float[Array, "rows hidden"], weights: ExpertWeights, expert: Int[Array, ""], gated: Gated
+) -> Float[Array, "rows hidden"]:
+    """One expert's down(silu(gate x) * up x), float32, with its biases and activation."""
+
+    def multiply(x: jax.Array, name: str) -> jax.Array:
+        values, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
+        out = project_out(x, Matrix(values[expert], None if scale is None else scale[expert]))
+        bias = getattr(gated, f"{name}_bias")
+        return out if bias is None else out + bias[expert][None]
+
+    inner = gate_with(gated.activation, multiply(x, "gate"), multiply(x, "up"))
+    return multiply(inner, "down").astype(jnp.float32)

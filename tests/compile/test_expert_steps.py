@@ -1,0 +1,93 @@
+"""Steps with experts, compiled for 8 H200s: nothing of an expert is moved, copied or widened."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import aot
+import pytest
+from hlo import collectives, instructions, sizes_of, weight_moves
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.collectives import step_collectives
+from shiftjax.parallel.grid import Mode
+
+aot.require()
+
+from steps import KERNEL, Case, CompiledStep, Compiler  # noqa: E402
+
+NUM_LAYERS = 2
+TOKENS = 1280  # of base steps: no activation has as many numbers as a matrix
+QWEN = replace(PRESETS["qwen3-30b-a3b"], num_layers=NUM_LAYERS)
+CASES = [
+    Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS),
+    Case(8, 1, Mode(8, 1), model=QWEN),
+    Case(8, 1, Mode(8, 8), "fp8", model=QWEN, num_tokens=TOKENS),
+    Case(8, 1, Mode(8, 1), "fp8", model=QWEN),
+    Case(1, 8, Mode(1, 1), model=QWEN),
+]
+EXPERT_KERNELS = {"bf16": 3, "fp8": 4}  # of a layer: rows collected, gated, (codes,) product
+LOOPS = Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, attention="xla")
+
+
+def name_of(case: Case) -> str:
+    return f"{case.size}-{case.sp}x{case.tp}-{case.mode.label}-{case.attention}"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compiler]:
+    compiler = Compiler()
+    for case in (*CASES, LOOPS):
+        compiler.want(case)
+    yield compiler
+    compiler.stop()
+
+
+def stacks(one: CompiledStep) -> set[tuple[int, int]]:
+    """(rows, columns) of the matrices of a layer's experts on a device."""
+    pairs = zip(one.step.model.declared, one.params, strict=True)
+    shapes = [x.sharding.shard_shape(x.shape) for weight, x in pairs if weight.axes[0] == "experts"]
+    return {(math.prod(shape[:-1]), shape[-1]) for shape in shapes if len(shape) == 3}
+
+
+def loops_of_rows(one: CompiledStep) -> list[str]:
+    """Loops that carry hidden states: over tiles of experts. The sampler's loops carry none."""
+    loops = [i for i in instructions(one.text) if i.opcode == "while"]
+    return [i.name for i in loops if f",{QWEN.hidden_size}]" in i.shape]
+
+
+@pytest.mark.parametrize("case", [*CASES, LOOPS], ids=name_of)
+def test_experts_are_read_where_they_are(case, compiled):
+    one = compiled(case)
+    item, wider = {"bf16": ("bf16", "f32"), "fp8": ("f8e4m3fn", "bf16")}[case.size]
+    assert stacks(one) == {(16 * 768, 2048), (16 * 2048, 768)}
+    assert weight_moves(one.text, stacks(one), item) == []
+    moves = ("copy", "transpose", "convert", "concatenate", "copy-start")
+    large = [i for i in instructions(one.text) if i.opcode in moves]
+    numbers = {rows * columns for rows, columns in stacks(one)}
+    kinds = [i.shape.partition("[")[0] for i in large]
+    whole = [i for i, kind in zip(large, kinds, strict=True) if kind in (item, wider)]
+    assert [i for i in whole if math.prod(sizes_of(i.shape)) in numbers] == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_collectives_are_predicted_to_the_byte(case, compiled):
+    one, predicted = compiled(case), Counter()
+    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats):
+        predicted[move.kind, move.num_bytes] += move.num_times
+    assert collectives(one.text) == predicted
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_products_of_experts_are_kernels_and_nothing_loops(case, compiled):
+    one, alone = compiled(case), case.model
+    assert one.step.experts.name == "pallas" and alone is not None
+    kernels = one.text.count(KERNEL)
+    assert kernels >= NUM_LAYERS * (EXPERT_KERNELS[case.size] + 2)
+    assert loops_of_rows(one) == []
+
+
+def test_without_kernels_experts_are_a_loop(compiled):
+    one = compiled(LOOPS)
+    assert one.step.experts.name == "xla" and len(loops_of_rows(one)) == NUM_LAYERS

@@ -1,0 +1,104 @@
+"""The grouped product of experts is tried before it serves: what is wrong with it is said."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped import GroupedConfig, grouped_mlp
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.buckets import Bucket
+from shiftjax.device.attention_cases import try_experts
+from shiftjax.device.attention_check import shape_of
+from shiftjax.device.expert_cases import (
+    OTHERS,
+    ExpertShape,
+    ExpertStep,
+    expert_steps,
+    outputs_of,
+    takes,
+    wrong_with_step,
+)
+from shiftjax.models.tiles import tile_loop
+from shiftjax.parallel.layout import Layout
+
+SHAPE = ExpertShape(hidden=128, width=64, per_token=2, dtype="bfloat16", weights="bfloat16")
+CODES = SHAPE._replace(weights="fp8")
+STEP = ExpertStep("few", 16, np.random.default_rng(1).choice([0, 2, OTHERS], (9, 2)))
+
+
+def judged(multiply, shape: ExpertShape = SHAPE, num_runs: int = 2) -> str | None:
+    """What is said of an implementation; None: nothing is wrong."""
+    devices = jax.devices()[:1]
+    found = wrong_with_step(
+        shape, STEP, outputs_of(multiply, shape, STEP, devices), devices, num_runs
+    )
+    return None if found is None else found[0]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, CODES], ids=["bfloat16", "codes"])
+def test_the_kernels_are_right(shape):
+    config = GroupedConfig(STEP.rows, num_blocks=2, stages=2)
+    interpreter = plgpu.InterpretGPUParams(detect_races=False)
+    assert judged(lambda *step: grouped_mlp(*step, config, interpreter), shape, 1) is None
+
+
+def test_the_loop_is_its_own_measure():
+    assert judged(tile_loop) is None
+
+
+@pytest.mark.parametrize("shape", [SHAPE, CODES], ids=["bfloat16", "codes"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, w, routed, gains: (x, w, routed, gains * 1.1),
+        lambda x, w, routed, gains: (x, w._replace(gate=w.up), routed, gains),
+        lambda x, w, routed, gains: (x, w._replace(down=w.down[::-1]), routed, gains),
+        lambda x, w, routed, gains: (x * jnp.bfloat16(1.1), w, routed, gains),
+    ],
+    ids=["gains", "gate", "experts", "tokens"],
+)
+def test_what_is_wrong_is_found(change, shape):
+    words = judged(lambda *step: tile_loop(*change(*step)), shape, 1)
+    assert words is not None and "is off by" in words
+
+
+def test_what_changes_from_run_to_run_is_found():
+    places = iter(range(1 << 10))
+
+    def disturb(out):
+        out = np.array(out)
+        out.reshape(-1).view(np.uint16)[:: next(places) + 2] ^= 1
+        return out
+
+    def multiply(*step):
+        out = tile_loop(*step)
+        return jax.pure_callback(disturb, jax.ShapeDtypeStruct(out.shape, out.dtype), out)
+
+    assert judged(multiply) == "numbers change from run to run"
+
+
+def test_kernels_that_do_not_compile_are_a_problem():
+    problem = try_experts(STEP, SHAPE, jax.devices()[:1])
+    assert problem is not None and "the kernels do not compile" in problem.problem
+
+
+def test_steps_have_an_expert_without_tokens_and_tokens_without_experts():
+    for step in expert_steps(2):
+        assert step.routed.sizes[1] == 0 < step.routed.sizes[0]
+        assert (step.chosen == OTHERS).all(axis=1).any()
+
+
+def test_only_experts_that_the_kernels_take_are_tried():
+    assert takes(SHAPE) and takes(CODES)
+    assert not takes(SHAPE._replace(hidden=100))
+
+    def experts_of(name: str) -> ExpertShape | None:
+        layout = Layout(PRESETS[name], 1, 1)
+        return shape_of(layout, Formats(), 16, Bucket(8, 8), False).experts
+
+    assert experts_of("qwen3-30b-a3b") == ExpertShape(2048, 768, 8, "bfloat16", "bfloat16")
+    assert experts_of("llama-8b") is None  # has none
+    assert experts_of("gpt-oss-20b") is None  # has biases, which the kernels don't
