@@ -5,13 +5,12 @@ a source, or has a constant too many or too few, is refused.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from shiftjax.arch.formats import AUTO, FORMATS
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.options import ConfigError, shown, unknown_name
 
@@ -191,10 +190,15 @@ def _problem(name: str, hint: Any, value: Any, default: Any) -> str | None:
 
 def _rule(name: str, hint: Any, default: Any) -> tuple[str, Callable[[Any], bool]]:
     """What a constant must be, in words and as a test."""
+    from shiftjax.arch.formats import AUTO, FORMATS  # here for the same reason as yaml
+
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}", lambda value: value in get_args(hint)
     if get_origin(hint) is Mapping:
-        return f"a rate above 0 for {AUTO}, and for others of {', '.join(FORMATS)}", _are_rates
+        names = ", ".join(FORMATS)
+        return f"a rate above 0 for {AUTO}, and for others of {names}", functools.partial(
+            _are_rates, needed=AUTO, known=FORMATS
+        )
     if hint in (bool, str):
         return {bool: "true or false", str: "text"}[hint], lambda value: isinstance(value, hint)
     if hint is float:
@@ -215,10 +219,10 @@ def _rule(name: str, hint: Any, default: Any) -> tuple[str, Callable[[Any], bool
     )
 
 
-def _are_rates(value: Any) -> bool:
-    if not isinstance(value, dict) or AUTO not in value:
+def _are_rates(value: Any, needed: str, known: Collection[str]) -> bool:
+    if not isinstance(value, dict) or needed not in value:
         return False
-    return all(name in FORMATS and _is_number(rate, above=0) for name, rate in value.items())
+    return all(name in known and _is_number(rate, above=0) for name, rate in value.items())
 
 
 def renewed(name: str, values: Mapping[str, float], source: str) -> str:
