@@ -136,6 +136,12 @@ def _gemma3_kinds(window: int, scaling: RopeScaling | None = None) -> dict[str, 
     return {"layer_kinds": (kinds[0],) * 5 + kinds[1:]}
 
 
+_OLMOE = {  # OLMoE-1B-7B-0924's config.json
+    "architecture": "olmoe",
+    "vocab_size": 50_304,
+    "max_position_embeddings": 4096,
+    "eos_token_ids": (50_279,),
+}
 _LESS = {"rope_scaling": RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)}
 _TIED = {"tie_word_embeddings": True}
 
@@ -196,6 +202,10 @@ _PRESETS = (
     preset(
         *("mixtral-8x7b", _MIXTRAL, 4096, 14_336, 32, 32, 8, 128),
         experts=Experts(num=8, per_token=2, intermediate_size=14_336),
+    ),
+    preset(
+        *("olmoe-1b-7b", _OLMOE, 2048, 1024, 16, 16, 16, 128),
+        experts=Experts(num=64, per_token=8, intermediate_size=1024, norm_topk=False),
     ),
     preset("gemma-3-1b", _GEMMA3, 1152, 6912, 26, 4, 1, 256, **_GEMMA3_1B),
     preset("gemma-3-27b", _GEMMA3, 5376, 21_504, 62, 32, 16, 128, **_GEMMA3_27B),

@@ -19,6 +19,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gemma2": _GEMMA,
         "gemma3_text": _GEMMA | {"qk_norm": True},
         "olmo2": {"qk_norm": True, "wide_qk_norm": True, "norm_in_float32": True},
+        "olmoe": {"qk_norm": True, "wide_qk_norm": True},
         "glm": {"rope_interleaved": True},
         "glm4": {"rope_interleaved": True},
         "gpt_oss": {

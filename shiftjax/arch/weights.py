@@ -370,7 +370,7 @@ def _numbered_norm(name: str, index: int, width: int, source: str) -> Iterator[W
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
 _DECODERS = (
     *("llama", "llama_swiftkv", "mistral", "qwen2", "qwen3"),
-    *("qwen3_moe", "mixtral"),
+    *("qwen3_moe", "mixtral", "olmoe"),
     *("gemma2", "gemma3_text", "olmo2", "phi3", "glm", "glm4", "gpt_oss"),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(

@@ -21,6 +21,7 @@ _NAMES = {
         ("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob", True
     ),
     "mixtral": _Names(("num_local_experts", "num_experts"), "intermediate_size", None),
+    "olmoe": _Names(("num_experts",), "intermediate_size", "norm_topk_prob"),
     "gpt_oss": _Names(("num_local_experts",), "intermediate_size", None, has_bias=True),
 }
 

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -59,6 +60,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     "gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "attention_bias": True},
     "olmo2": {"rms_norm_eps": 1e-5},
+    "olmoe": {"rms_norm_eps": 1e-5},
     "phi3": {"rms_norm_eps": 1e-5},
 }
 
@@ -156,6 +158,8 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     for name, value in (("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_SLOPE)):
         if architecture == "gpt_oss" and fields.positive(name, value) != value:
             fields.problem(f"{name} must be {value}, found {fields.data[name]}")
+    if fields.data.get("clip_qkv") is not None:
+        fields.problem("clip_qkv must be null: queries, keys and values are not clipped here")
     if fields.data.get("use_bidirectional_attention"):
         fields.problem("use_bidirectional_attention must be false: only causal models generate")
 
@@ -163,7 +167,9 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
 def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     # A null means one KV head per query head; the default of an absent field differs by model.
-    all_heads = architecture in (*_LLAMA, "olmo2", "phi3") or "num_key_value_heads" in fields.data
+    all_heads = (
+        architecture in (*_LLAMA, "olmo2", "olmoe", "phi3") or "num_key_value_heads" in fields.data
+    )
     kv_heads = fields.count("num_key_value_heads", heads if all_heads else None)
     head_dim = fields.count("head_dim", _HEAD_DIM.get(architecture, max(1, hidden // heads)))
     if not fields.problems:

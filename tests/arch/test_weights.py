@@ -13,7 +13,12 @@ from shiftjax.sim.models import find_model
 TINY = PRESETS["tiny"]
 
 
-PUBLISHED = [("llama-3.3-70b", 70.55), ("qwen3-30b-a3b", 30.53), ("mixtral-8x7b", 46.70)]
+PUBLISHED = [
+    ("llama-3.3-70b", 70.55),
+    ("qwen3-30b-a3b", 30.53),
+    ("mixtral-8x7b", 46.70),
+    ("olmoe-1b-7b", 6.92),
+]
 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED)

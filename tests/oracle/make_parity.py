@@ -178,6 +178,10 @@ MODELS: dict[str, tuple[str, dict]] = {
             "rope_parameters": YARN_ROPE | {"truncate": False},
         },
     ),
+    "olmoe": (
+        "olmoe",
+        LITTLE | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16},
+    ),
 }
 
 

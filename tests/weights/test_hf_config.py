@@ -175,6 +175,7 @@ REFUSED = [
     ),
     ("gemma-3-1b", {"hidden_activation": "gelu"}, "hidden_activation must be gelu_pytorch_tanh"),
     ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be"),
+    ("olmo-2-7b", {"clip_qkv": 8.0}, "clip_qkv must be null"),
     ("gemma-3-1b", {"rope_parameters": {"sliding_attention": YARN}}, "sliding_attention must be"),
     ("gemma-3-27b", {"text_config": None}, "text_config must be an object, found None"),
     ("glm-4-9b", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be 1, found 1.5"),
