@@ -9,11 +9,10 @@ from typing import Any
 
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.options import ConfigError
-from shiftjax.sim.advice import Advice, Goal, Load, advise, even_load, in_words, load_of
+from shiftjax.sim.advice import Advice, Goal, Load, advise, in_words
 from shiftjax.sim.deployment import Target
 from shiftjax.sim.experiments import as_text, write_rows
 from shiftjax.sim.report import Report, pareto
-from shiftjax.sim.trace import TraceRequest
 
 NEEDED = ("rate", "ttft", "tpot")
 
@@ -40,14 +39,13 @@ def least_gpus(
     arguments: argparse.Namespace,
     target: Target,
     settings: Mapping[str, Any],
-    requests: Sequence[TraceRequest] | None,
+    load: Load,
 ) -> int:
     """Print the advice and all that was tried; 1 where nothing answers the load."""
     names = arguments.machine.split(",")
     targets = [replace(target, machine=load_machine(name)) for name in names]
     prices = _prices(arguments.gpu_price, [each.machine.name for each in targets])
-    load = even_load(arguments.input, arguments.output) if requests is None else load_of(requests)
-    rate = arguments.rate or _rate_of(requests or ())
+    rate: float = arguments.rate or load.rate or 0.0
     goal = Goal(rate, arguments.ttft, arguments.tpot, arguments.percentile)
     advice = advise(targets, load, goal, prices, **settings)
     rows = [trial.row(prices) for trial in advice.trials]
@@ -57,10 +55,6 @@ def least_gpus(
     if arguments.out:
         _write(arguments, advice, load, prices, rows)
     return 0 if advice.best else 1
-
-
-def _rate_of(requests: Sequence[TraceRequest]) -> float:
-    return len(requests) / requests[-1].arrival_seconds
 
 
 def _prices(text: str | None, machines: Sequence[str]) -> dict[str, float]:

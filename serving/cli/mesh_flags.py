@@ -11,6 +11,7 @@ from shiftjax.costs.machine_files import engine_names, machine_names
 
 Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
 PERCENTILES = (50, 90, 99)
+PROMPT = 4096  # tokens
 MODEL, COMPARED = "llama-70b", "dp,tp,sp,shift"
 _CONFIG = "the engine's settings: `config` in the table; flags win over it, all else follows it"
 
@@ -19,7 +20,8 @@ def add_commands(subparsers: Any, add: Add) -> None:
     """Register the commands; `add` makes a subparser the way the rest of the command line does."""
     parser = add(subparsers, "plan", "cli.simulate.plan", "say how to deploy a model on a machine")
     _add_target(parser)
-    parser.add_argument("--input", type=int, default=4096, help="prompt tokens, default 4096")
+    text = f"prompt tokens, default {PROMPT}, or what the model takes if that is less"
+    parser.add_argument("--input", type=int, help=text)
     parser.add_argument("--output", type=int, default=250, help="output tokens, default 250")
     parser.add_argument(
         "--compile", nargs="?", const="", metavar="SPxTP,...", help="compile the steps, see docs"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from serving.bench.flags import meshes_of
 from serving.cli.advise import is_asked, least_gpus
-from serving.cli.mesh_flags import COMPARED, MODEL
+from serving.cli.mesh_flags import COMPARED, MODEL, PROMPT
 from serving.run.flags import read_settings
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
@@ -19,6 +19,7 @@ from shiftjax.control.request import SamplingParams
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import ConfigError, from_text, num_bytes_of, problem_with, settings_of
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import (
     FLEET,
@@ -155,8 +156,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         trace = arguments.trace
         requests = None if trace is None else _window_of(trace, arguments.window)
         asked = _asked(arguments, machine=arguments.machine.partition(",")[0])
-        _workload(arguments, asked.target)
-        return least_gpus(arguments, asked.target, asked.settings, requests)
+        load = load_of(requests) if requests else even_load(_workload(arguments, asked.target))
+        return least_gpus(arguments, asked.target, asked.settings, load)
     target, settings, own, options = _asked(arguments)
     workload = _workload(arguments, target)
     deployments = [*own, *all_deployments(target, **settings)]
@@ -190,7 +191,10 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
 
 def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
     """Raises ConfigError for requests that there cannot be."""
-    prompt, output, most = arguments.input, arguments.output, target.model.max_position_embeddings
+    output, most = arguments.output, target.model.max_position_embeddings
+    prompt = arguments.input
+    if prompt is None:
+        prompt = max(1, min(PROMPT, most - output))
     if min(prompt, output) < 1:
         raise ConfigError(["--input and --output must be at least 1 token"])
     if prompt + output > most:

@@ -43,6 +43,7 @@ class Load(NamedTuple):
 
     mean: Workload
     of_one: Callable[[float, int], Sequence[TraceRequest]]
+    rate: float | None = None  # of all, by itself
 
 
 class Trial(NamedTuple):
@@ -97,14 +98,14 @@ class Advice(NamedTuple):
     reasons: dict[str, str]  # why a deployment was not tried
 
 
-def even_load(prompt: int, output: int) -> Load:
-    """Requests of one length that come independently of each other."""
+def even_load(each: Workload) -> Load:
+    """Requests that are alike and come independently of each other."""
 
     def of_one(rate: float, replicas: int) -> list[TraceRequest]:
-        each = rate / replicas
-        return poisson(each, 1.25 * LEAST_REQUESTS / each, prompt, output)
+        own, lengths = rate / replicas, (each.num_prompt_tokens, each.num_output_tokens)
+        return poisson(own, 1.25 * LEAST_REQUESTS / own, *lengths)
 
-    return Load(Workload(prompt, output), of_one)
+    return Load(each, of_one)
 
 
 def load_of(requests: Sequence[TraceRequest]) -> Load:
@@ -124,7 +125,7 @@ def load_of(requests: Sequence[TraceRequest]) -> Load:
     def of_one(rate: float, replicas: int) -> list[TraceRequest]:
         return scale_rate(requests[::replicas], rate / natural)
 
-    return Load(mean, of_one)
+    return Load(mean, of_one, natural)
 
 
 def advise(

@@ -9,11 +9,12 @@ from shiftjax.options import ConfigError
 from shiftjax.sim.advice import Goal, Load, advise, even_load, in_words, load_of
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.metrics import summary
+from shiftjax.sim.planning import Workload
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, poisson
 
 SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
-LOAD = even_load(500, 30)
+LOAD = even_load(Workload(500, 30))
 
 
 def target(machine: str, model: str = "llama-8b"):
@@ -80,7 +81,7 @@ def test_what_cannot_be_is_said_with_a_reason():
 
 
 def test_a_quick_time_to_the_first_token_needs_wider_groups():
-    load = even_load(4000, 30)
+    load = even_load(Workload(4000, 30))
 
     def width(ttft: float) -> int:
         best = advise([target("h100x8")], load, Goal(2.0, ttft, 0.05), {}).best
