@@ -14,7 +14,7 @@ The number of tiles depends on the sizes, but it has a bound that does not.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 
 class Routed(NamedTuple):
@@ -55,6 +55,14 @@ class Placed(NamedTuple):
 
     pair: Int32[Array, "tiles rows"]  # of a row; of padding: some pair of the same tile, or 0
     place: Int32[Array, " pairs"]  # of a pair; 0 of one that is not this device's
+
+
+def sort_pairs(expert: Int[Any, "tokens k"], num_experts: int) -> Routed:
+    """Sort pairs by this device's experts, `num_experts` standing for one that it has not."""
+    flat = jnp.asarray(expert).reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    return Routed(order, sizes)
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:

@@ -8,18 +8,9 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
-from pallas_kernels.grouped_work import ExpertWeights, Routed
+from pallas_kernels.grouped_work import ExpertWeights, sort_pairs
 from pallas_kernels.measure import Calls, Effort, ExpertsShape, chain_seconds
 from pallas_kernels.mosaic import FP8
-
-
-def route(shape: ExpertsShape) -> tuple[Routed, np.ndarray]:
-    """Return the pairs of a step, sorted, and the experts that they were sorted by."""
-    chosen = shape.chosen()
-    flat = np.where(chosen < 0, shape.own, chosen).reshape(-1)
-    sizes = np.bincount(flat, minlength=shape.own + 1)[: shape.own]
-    order = np.argsort(flat, kind="stable")
-    return Routed(order.astype(np.int32), sizes.astype(np.int32)), chosen
 
 
 def make_weights(shape: ExpertsShape) -> ExpertWeights:
@@ -43,7 +34,8 @@ def make_weights(shape: ExpertsShape) -> ExpertWeights:
 
 def experts_calls(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> Calls:
     """Return calls of a layer's experts, each of which adds their sum to x."""
-    routed, chosen = route(shape)
+    chosen = shape.chosen()
+    routed = sort_pairs(np.where(chosen < 0, shape.own, chosen), shape.own)
     config = config or config_for(chosen.size, shape.experts)
 
     def call(x, weights, routed, gains, is_own):

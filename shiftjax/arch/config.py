@@ -35,7 +35,7 @@ class LayerKind:
     """How layers of one kind attend: how far back, and with which rotary positions."""
 
     sliding_window: int | None = None
-    rope_theta: float | None = 10_000.0  # None: without positions
+    rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
 
 
@@ -204,10 +204,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
         """The distinct rotary embeddings of its layers: theta and scaling."""
-        pairs = ((kind.rope_theta, kind.rope_scaling) for kind in self.kinds)
-        return tuple(
-            dict.fromkeys((theta, scaling) for theta, scaling in pairs if theta is not None)
-        )
+        return tuple(dict.fromkeys((kind.rope_theta, kind.rope_scaling) for kind in self.kinds))
 
     @property
     def attention_scale(self) -> float:

@@ -114,6 +114,12 @@ _OLMO2 = {
     "bos_token_id": 100_257,
     "eos_token_ids": (100_257,),
 }
+_OLMOE = {
+    "architecture": "olmoe",
+    "vocab_size": 50_304,
+    "max_position_embeddings": 4096,
+    "eos_token_ids": (50_279,),
+}
 _GPT_OSS = {
     "architecture": "gpt_oss",
     "vocab_size": 201_088,
@@ -136,12 +142,6 @@ def _gemma3_kinds(window: int, scaling: RopeScaling | None = None) -> dict[str, 
     return {"layer_kinds": (kinds[0],) * 5 + kinds[1:]}
 
 
-_OLMOE = {  # OLMoE-1B-7B-0924's config.json
-    "architecture": "olmoe",
-    "vocab_size": 50_304,
-    "max_position_embeddings": 4096,
-    "eos_token_ids": (50_279,),
-}
 _LESS = {"rope_scaling": RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)}
 _TIED = {"tie_word_embeddings": True}
 

@@ -32,10 +32,11 @@ import numpy as np
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device import expert_cases
-from shiftjax.device.expert_cases import ExpertShape, ExpertStep
+from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
 from shiftjax.models.attention import AttentionMetadata, LayerTerms, pool_shape
 from shiftjax.models.attention_backend import AttentionBackend, tuned_attention, xla_attention
+from shiftjax.models.expert_backend import ExpertShape, why_not_traced
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
@@ -319,7 +320,7 @@ def run_trial(trial: Trial, say: Callable[..., None]) -> None:
         (step.name, partial(try_step, step, trial.shape, kernels, devices))
         for step in steps_of(trial.shape, trial.cases)
     ]
-    if experts is not None and expert_cases.takes(experts):
+    if experts is not None and why_not_traced(experts) is None:
         tries += [
             (step.name, partial(try_experts, step, experts, devices))
             for step in expert_cases.expert_steps(experts.per_token)

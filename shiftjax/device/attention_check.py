@@ -32,8 +32,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device import kept
 from shiftjax.device.attention_cases import Cases, Shape, Trial
-from shiftjax.device.expert_cases import ExpertShape
-from shiftjax.models.expert_backend import why_not_plain
+from shiftjax.models.expert_backend import expert_shape, why_not_plain
 from shiftjax.models.gpu_software import versions
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -73,10 +72,7 @@ def shape_of(
     model, types = layout.model, (formats.activations, formats.kv)
     heads = layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
-    experts = None
-    if model.experts is not None and why_not_plain(model) is None:
-        sizes = model.hidden_size, model.experts.intermediate_size, model.experts.per_token
-        experts = ExpertShape(*sizes, formats.activations, formats.weights)
+    experts = expert_shape(model, formats) if why_not_plain(model) is None else None
     return Shape(*heads, block_size, model.sliding_window, *types, bucket, deterministic, experts)
 
 

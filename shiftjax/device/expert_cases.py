@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped import GroupedConfig, grouped_mlp
-from pallas_kernels.grouped_work import ExpertWeights, Routed
+from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
+from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.grid import Device
 
@@ -26,16 +27,6 @@ OTHERS = NUM_EXPERTS  # of another device
 MOST_ERROR, MOST_ERROR_OF_CODES = 2e-2, 5e-2
 
 Multiply = Callable[[jax.Array, ExpertWeights, Routed, jax.Array], jax.Array]
-
-
-class ExpertShape(NamedTuple):
-    """The experts of one device."""
-
-    hidden: int
-    width: int
-    per_token: int
-    dtype: str  # of activations; a name of `arch.formats`
-    weights: str  # of the experts
 
 
 class ExpertStep(NamedTuple):
@@ -53,10 +44,7 @@ class ExpertStep(NamedTuple):
     @property
     def routed(self) -> Routed:
         """Pairs sorted by expert."""
-        flat = self.chosen.reshape(-1)
-        sizes = np.bincount(flat, minlength=OTHERS + 1)[:OTHERS]
-        order = np.argsort(flat, kind="stable")
-        return Routed(order.astype(np.int32), sizes.astype(np.int32))
+        return sort_pairs(self.chosen, OTHERS)
 
 
 def expert_steps(per_token: int) -> Iterator[ExpertStep]:
@@ -119,22 +107,6 @@ def kernels(step: ExpertStep) -> Multiply:
         return grouped_mlp(x, weights, routed, gains, config)
 
     return multiply
-
-
-def takes(shape: ExpertShape) -> bool:
-    """Whether the kernels take such experts; where not, loops serve, and nothing is tried."""
-    step = next(expert_steps(shape.per_token))
-
-    def run() -> jax.Array:
-        x, weights = draw(shape, jnp.asarray(step.is_own.any(axis=1)))
-        routed = Routed(*map(jnp.asarray, step.routed))
-        return kernels(step)(x, weights, routed, jnp.ones(step.chosen.shape))
-
-    try:
-        jax.eval_shape(run)
-    except ValueError:
-        return False
-    return True
 
 
 def wrong_with_pairs(

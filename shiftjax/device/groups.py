@@ -23,7 +23,7 @@ from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import AttentionBackend, choose_attention
-from shiftjax.models.expert_backend import ExpertBackend, choose_experts
+from shiftjax.models.expert_backend import choose_experts
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.weights.source import TensorSource
 
@@ -67,7 +67,7 @@ def define_steps(
     for width, of_width in deployment.by_width.items():
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, devices[0], check)
-        experts = experts_of(of_width, devices[0], attention.name)
+        experts = choose_experts(layout.model, of_width.formats, devices[0], attention.name)
         weights = ModeWeights(define(layout, of_width.formats), layout, of_width.weights)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
         has_paths = of_width.drafts.draft_paths > 1
@@ -96,13 +96,6 @@ def attention_of(
         wanted=deployment.attention,
         check=None if check is None else partial(check, shape),
     )
-
-
-def experts_of(deployment: Deployment, device: Device, attention: str) -> ExpertBackend:
-    """The grouped product of groups of one width, beside this attention on devices like this."""
-    formats = deployment.formats
-    dtype, weights = (FORMATS[name].dtype for name in (formats.activations, formats.weights))
-    return choose_experts(deployment.layout, device, dtype, weights, attention)
 
 
 def place(

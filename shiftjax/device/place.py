@@ -125,10 +125,11 @@ def load_rows(
             values = _load_one(plain, model.dtype, layout, mesh, rows)
             shardings = tuple(named(mesh, stored_spec(each, layout)) for each in parts)
             num_blocks = weight.shape[0] if plain.transposed else 0
-            *placed, errors[plain.name] = _quantiser(num_blocks, shardings)(values)
+            is_judged = layout.model.codes is not None
+            *placed, error = _quantiser(num_blocks, shardings, is_judged)(values)
+            errors |= {plain.name: error} if is_judged else {}
         arrays |= zip((each.name for each in parts), placed, strict=True)
-    if layout.model.codes is not None:
-        _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
+    _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
     for scales in (weight for weight in model.declared if weight.kind == "kv_scale"):
         arrays[scales.name] = _load_one(scales, np.dtype(np.float32), layout, mesh, rows)
     progress("weights", len(plain_weights), len(plain_weights))
@@ -173,17 +174,17 @@ def _check_errors(model: str, errors: dict[str, float]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, ...]) -> Any:
+def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, ...], is_judged: bool) -> Any:
     """Return what makes codes and scale of a stored matrix, on the devices that have it.
 
-    And the relative error of what they say. `num_blocks` 0: a column-parallel matrix. One program
-    for each shape.
+    And, if `is_judged`, the relative error of what they say. `num_blocks` 0: a column-parallel
+    matrix. One program for each shape.
     """
 
-    def convert(values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def convert(values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         matrix = values.reshape(-1, values.shape[-1]).T if num_blocks else values
         codes, scale = quantise(matrix)
-        error = relative_error(matrix, codes, scale)
+        error = relative_error(matrix, codes, scale) if is_judged else None
         return in_blocks(codes, num_blocks) if num_blocks else codes, scale, error
 
     return jax.jit(convert, out_shardings=(*shardings, None))
@@ -306,11 +307,8 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
         return read_scale(source, weight.source, source.config.num_kv_heads)[first:last]
     tail, per_row = weight.shape[1:], _rows_of_tensor(weight)
     info, name = source.tensors[weight.source], tensor_of(weight)
-    index = (slice(first * per_row, last * per_row),)
-    index += (slice(None),) * (
-        len(info.shape) - 1 if weight.kind not in ("scale", "input_scale") else 0
-    )
-    block = source.read(name, index[::-1] if weight.transposed else index)
+    rows = slice(first * per_row, last * per_row)
+    block = source.read(name, (slice(None), rows) if weight.transposed else (rows,))
     check_finite(name, block, info.file)
     return (block.T if weight.transposed else block).reshape(last - first, *tail)
 

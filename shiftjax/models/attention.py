@@ -73,16 +73,20 @@ class LayerTerms:
     sinks: Float[Any, " heads"] | None = None
 
 
+def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Return cap * tanh(x / cap), which is about x where that is small; None: x (Gemma 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 class Scores(NamedTuple):
     """What becomes of the products of queries and keys."""
 
     scale: float | Float[Array, "1 kv_heads 1 1"]
-    soft_cap: float | None  # cap * tanh(scaled / cap) (Gemma 2)
+    soft_cap: float | None
 
     def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return the scores that softmax is taken of."""
-        scaled = products * self.scale
-        return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled / self.soft_cap)
+        return soft_cap(products * self.scale, self.soft_cap)
 
 
 class RowMetadata(NamedTuple):

@@ -32,7 +32,7 @@ from shiftjax.models.attention import (
     write_kv,
 )
 from shiftjax.models.attention_work import check_contexts, divide_rows, loop_sizes
-from shiftjax.models.gpu_software import why_not_assembled
+from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -306,7 +306,8 @@ def _why_not_traced(
     pool = (jax.ShapeDtypeStruct(shape, kv_dtype),) * 2
     scales = jax.ShapeDtypeStruct((2, layout.kv_heads_per_device), jnp.float32)
     sinks = jax.ShapeDtypeStruct((layout.heads_per_device,), jnp.float32)
-    try:
+
+    def trace() -> None:
         work = kernels.divide(tables, lens, starts, 0, num_tokens=tokens)
         metadata = AttentionMetadata(slots, tables, lens, starts, np.zeros((), np.int32), work)
         for window in range(len(layout.model.windows)):
@@ -314,9 +315,5 @@ def _why_not_traced(
             terms = LayerTerms(window, kv_scales, sinks if layout.model.attention_sinks else None)
             jax.eval_shape(kernels.attend, q, pool, metadata, terms)
             jax.eval_shape(kernels.write, pool, new, new, slots, terms)
-    except ValueError as error:
-        return str(error)
-    except Exception as error:  # of a compiler under development: the loops serve as well
-        logger.exception("the attention kernels cannot be traced")
-        return f"the kernels cannot be traced ({type(error).__name__})"
-    return None
+
+    return what_tracing_says(trace)

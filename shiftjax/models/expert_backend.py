@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.models.gpu_software import what_tracing_says
 from shiftjax.models.tiles import PLAIN, Gated, tile_loop
 from shiftjax.parallel.grid import Device
-from shiftjax.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
@@ -37,19 +37,9 @@ class ExpertBackend(NamedTuple):
     reason: str = ""  # why this one was chosen
 
 
-def _loop(
-    x: jax.Array,
-    weights: ExpertWeights,
-    routed: Routed,
-    gains: jax.Array,
-    gated: Gated,
-    mean_pairs: float,
-) -> jax.Array:
-    del mean_pairs  # tiles are small, whatever an expert gets
-    return tile_loop(x, weights, routed, gains, gated)
-
-
-XLA_EXPERTS = ExpertBackend("xla", _loop)
+XLA_EXPERTS = ExpertBackend(  # tiles are small, whatever an expert gets
+    "xla", lambda x, weights, routed, gains, gated, _: tile_loop(x, weights, routed, gains, gated)
+)
 
 
 def pallas_experts(device: Device) -> ExpertBackend:
@@ -74,19 +64,38 @@ def pallas_experts(device: Device) -> ExpertBackend:
     return ExpertBackend("pallas", multiply)
 
 
+class ExpertShape(NamedTuple):
+    """The experts of a layer, as kernels see them."""
+
+    hidden: int
+    width: int
+    per_token: int
+    dtype: str  # of activations; a name of `arch.formats`
+    weights: str  # of the experts
+
+
+def expert_shape(model: ModelConfig, formats: Formats) -> ExpertShape | None:
+    """Return that of a model; None: it has no experts."""
+    experts = model.experts
+    if experts is None:
+        return None
+    sizes = model.hidden_size, experts.intermediate_size, experts.per_token
+    return ExpertShape(*sizes, formats.activations, formats.weights)
+
+
 def choose_experts(
-    layout: Layout, device: Device, dtype: DTypeLike, weight_dtype: DTypeLike, attention: str
+    model: ModelConfig, formats: Formats, device: Device, attention: str
 ) -> ExpertBackend:
     """Return the kernels if `attention`, by name, are kernels and the sizes allow it; else loops.
 
-    `weight_dtype` is that of the experts, codes perhaps. Warns of loops beside kernels.
+    Warns of loops beside kernels.
     """
-    if layout.model.experts is None or attention != "pallas":
+    shape = expert_shape(model, formats)
+    if shape is None or attention != "pallas":
         return XLA_EXPERTS._replace(reason=f"attention runs as {attention}")
-    kernels = pallas_experts(device)
-    reason = why_not_plain(layout.model) or _why_not_traced(kernels, layout, dtype, weight_dtype)
+    reason = why_not_plain(model) or why_not_traced(shape)
     if reason is None:
-        return kernels
+        return pallas_experts(device)
     logger.warning(
         "experts on %s run as XLA loops, several times slower than the kernels: %s",
         device.device_kind,
@@ -96,39 +105,30 @@ def choose_experts(
 
 
 def why_not_plain(model: ModelConfig) -> str | None:
-    """Say what an expert of the model computes that the kernels do not."""
-    assert model.experts is not None
+    """Say what an expert of the model computes that the kernels do not; None: nothing."""
+    if model.experts is None:
+        return None
     if model.activation != "silu":
         return f"the kernels have the activation silu, not {model.activation}"
     return "the kernels add no biases" if model.experts.has_bias else None
 
 
-def _why_not_traced(
-    kernels: ExpertBackend, layout: Layout, dtype: DTypeLike, weight_dtype: DTypeLike
-) -> str | None:
+def why_not_traced(shape: ExpertShape) -> str | None:
     """Trace a small step; return what the kernels cannot do, in their own words."""
-    experts, hidden = layout.model.experts, layout.model.hidden_size
-    assert experts is not None
-    num, width, k = layout.num_experts // layout.num_devices, experts.intermediate_size, 1
-    shapes = (num, width, hidden), (num, width, hidden), (num, hidden, width)
-    weights = [jax.ShapeDtypeStruct(shape, weight_dtype) for shape in shapes]
-    if jnp.dtype(weight_dtype) != jnp.dtype(dtype):
-        weights += [jax.ShapeDtypeStruct(shape[:2], jnp.float32) for shape in shapes]
+    from pallas_kernels.grouped import grouped_mlp
+
+    dtype, weights = FORMATS[shape.dtype].dtype, FORMATS[shape.weights]
+    inner, outer = (1, shape.width, shape.hidden), (1, shape.hidden, shape.width)
+    sizes, pairs = (inner, inner, outer), (TRACED_TOKENS, shape.per_token)
+    arrays = [jax.ShapeDtypeStruct(size, weights.dtype) for size in sizes]
+    if weights.has_scales:
+        arrays += [jax.ShapeDtypeStruct(size[:2], jnp.float32) for size in sizes]
     routed = Routed(
-        jax.ShapeDtypeStruct((TRACED_TOKENS * k,), jnp.int32),
-        jax.ShapeDtypeStruct((num,), jnp.int32),
+        jax.ShapeDtypeStruct((math.prod(pairs),), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
     )
-    x = jax.ShapeDtypeStruct((TRACED_TOKENS, hidden), dtype)
-    gains = jax.ShapeDtypeStruct((TRACED_TOKENS, k), jnp.float32)
-
-    def multiply(x: jax.Array, own: ExpertWeights, routed: Routed, gains: jax.Array) -> jax.Array:
-        return kernels.multiply(x, own, routed, gains, PLAIN, 1.0)
-
-    try:
-        jax.eval_shape(multiply, x, ExpertWeights(*weights), routed, gains)
-    except ValueError as error:
-        return str(error)
-    except Exception as error:  # of a compiler under development: the loops serve as well
-        logger.exception("the kernels of experts cannot be traced")
-        return f"the kernels cannot be traced ({type(error).__name__})"
-    return None
+    x = jax.ShapeDtypeStruct((TRACED_TOKENS, shape.hidden), dtype)
+    gains = jax.ShapeDtypeStruct(pairs, jnp.float32)
+    return what_tracing_says(
+        lambda: jax.eval_shape(grouped_mlp, x, ExpertWeights(*arrays), routed, gains)
+    )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from pallas_kernels.grouped_work import ExpertWeights, Routed
+from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.config import Experts
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.models.exchange import Parallel
@@ -152,11 +152,3 @@ def _exchange(
     is_sent = (sent.device < shape[0])[..., None]
     out = jnp.where(is_sent, parts * sent.gains[..., None], 0).sum(axis=1).astype(x.dtype)
     return parallel.whole_part(out)
-
-
-def sort_pairs(expert: Int[Array, "tokens k"], num_experts: int) -> Routed:
-    """Sort pairs by this device's experts, `num_experts` standing for one that it has not."""
-    flat = expert.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    return Routed(order, sizes)

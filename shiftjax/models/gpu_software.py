@@ -11,12 +11,15 @@ has no patch level, so that it says 12090 of 12.9.0 and of 12.9.1, one of which 
 """
 
 import importlib.metadata
+import logging
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+logger = logging.getLogger(__name__)
 Version = tuple[int, ...]
 
 # Versions as `ptxas --version` and the wheels have them; 12.8.61 is of CUDA 12.8.0, 12.9.86 of
@@ -29,6 +32,18 @@ _WHEELS = {
     13: ("nvidia-nvjitlink", "nvidia-cuda-nvcc"),
     12: ("nvidia-nvjitlink-cu12", "nvidia-cuda-nvcc-cu12"),
 }
+
+
+def what_tracing_says(trace: Callable[[], Any]) -> str | None:
+    """Trace kernels; return what they cannot do, in their own words. None: they can."""
+    try:
+        trace()
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # of a compiler under development: the loops serve as well
+        logger.exception("the kernels cannot be traced")
+        return f"the kernels cannot be traced ({type(error).__name__})"
+    return None
 
 
 class Assembler(NamedTuple):

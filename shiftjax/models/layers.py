@@ -95,11 +95,6 @@ def norm(
     return rms_norm(x, weight, config.rms_norm_eps, in_float32=in_float32)
 
 
-def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Return cap * tanh(x / cap), which is about x where that is small; None: x (Gemma 2)."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
-
-
 def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[Rope, ...]:
     """Return cosine and sine of every token's rotary angles, float32, for each of `ropes`."""
     tables = (_rope_table(positions, config, *rope) for rope in config.ropes)

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import LayerKind, ModelConfig
-from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
+from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms, soft_cap
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.experts import ExpertLayer, ExpertWeights, Gated, expert_layer
 from shiftjax.models.gathered import whole_layers
@@ -31,7 +31,6 @@ from shiftjax.models.layers import (
     norm,
     norm_weight,
     rope_tables,
-    soft_cap,
     weighted,
 )
 from shiftjax.models.products import Matrix, gate_with, project_in, project_out
@@ -131,8 +130,6 @@ class Attention(Part):
     ) -> Float[Array, "tokens heads head_dim"]:
         """Turn heads by their positions, as layers of this kind do."""
         config, kind = self.config, self.kind
-        if kind.rope_theta is None:
-            return x
         rope = context.ropes[config.ropes.index((kind.rope_theta, kind.rope_scaling))]
         return apply_rope(x, rope, interleaved=config.rope_interleaved)
 

@@ -209,8 +209,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     weights = ModeWeights(model, layout, case.strategy)
     options = {"auto": ONE_GRAPH, "none": {}}[case.gpu_options]
     rows, size = case.bucket.rows, pool.block_size
-    dtype = FORMATS[case.formats.weights].dtype
-    experts = choose_experts(layout, devices[0], jnp.bfloat16, dtype, attention.name)
+    experts = choose_experts(layout.model, case.formats, devices[0], attention.name)
     step = StepDef(weights, mesh, rows, attention, size, gpu_options=options, experts=experts)
     return step, pool
 

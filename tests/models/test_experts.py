@@ -13,6 +13,7 @@ from harness import forward
 from jax.sharding import PartitionSpec as P
 from oracle import numpy_experts, numpy_llama
 
+from pallas_kernels.grouped_work import sort_pairs
 from shiftjax.arch.config import Experts
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.experts import room_of_exchange
@@ -20,7 +21,7 @@ from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.experts import route, sort_pairs
+from shiftjax.models.experts import route
 from shiftjax.models.layers import Context, Rope
 from shiftjax.models.llama import MoE
 from shiftjax.parallel.grid import Mode
