@@ -15,11 +15,13 @@ from shiftjax.sim.experiments import as_text, write_rows
 from shiftjax.sim.report import Report, pareto
 
 NEEDED = ("rate", "ttft", "tpot")
+ASKED = (*NEEDED, "percentile", "gpu_price", "trace", "window")
+PERCENTILE = 90
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
-    """Whether the flags ask for it. Raises ConfigError where they are not all there."""
-    given = {name: getattr(arguments, name) for name in (*NEEDED, "gpu_price", "trace", "window")}
+    """Whether the flags ask for it. Raises ConfigError where some are missing, or mean nothing."""
+    given = {name: getattr(arguments, name) for name in ASKED}
     if all(value is None for value in given.values()):
         return False
     if given["trace"] is not None and given["rate"] is None:
@@ -29,6 +31,12 @@ def is_asked(arguments: argparse.Namespace) -> bool:
         raise ConfigError([f"to find the least GPUs for a load, {missing} is missing"])
     if given["window"] is not None and given["trace"] is None:
         raise ConfigError(["--window is for --trace"])
+    if arguments.compile is not None:
+        raise ConfigError(["--compile compiles the meshes of a whole machine: drop it, or --rate"])
+    lengths = [name for name in ("input", "output") if getattr(arguments, name) is not None]
+    if given["trace"] is not None and lengths:
+        words = "--trace has lengths of its own: drop one"
+        raise ConfigError([f"--{name}: {words}" for name in lengths])
     wrong = [f"--{name}" for name in NEEDED if not 0 < given[name] < math.inf]
     if wrong:
         raise ConfigError([f"{name} must be a number above 0" for name in wrong])
@@ -46,7 +54,7 @@ def least_gpus(
     targets = [replace(target, machine=load_machine(name)) for name in names]
     prices = _prices(arguments.gpu_price, [each.machine.name for each in targets])
     rate: float = arguments.rate or load.rate or 0.0
-    goal = Goal(rate, arguments.ttft, arguments.tpot, arguments.percentile)
+    goal = Goal(rate, arguments.ttft, arguments.tpot, arguments.percentile or PERCENTILE)
     advice = advise(targets, load, goal, prices, **settings)
     rows = [trial.row(prices) for trial in advice.trials]
     if rows:

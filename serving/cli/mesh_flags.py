@@ -11,7 +11,7 @@ from shiftjax.costs.machine_files import engine_names, machine_names
 
 Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
 PERCENTILES = (50, 90, 99)
-PROMPT = 4096  # tokens
+PROMPT, OUTPUT = 4096, 250  # tokens
 MODEL, COMPARED = "llama-70b", "dp,tp,sp,shift"
 _CONFIG = "the engine's settings: `config` in the table; flags win over it, all else follows it"
 
@@ -22,7 +22,7 @@ def add_commands(subparsers: Any, add: Add) -> None:
     _add_target(parser)
     text = f"prompt tokens, default {PROMPT}, or what the model takes if that is less"
     parser.add_argument("--input", type=int, help=text)
-    parser.add_argument("--output", type=int, default=250, help="output tokens, default 250")
+    parser.add_argument("--output", type=int, help=f"output tokens, default {OUTPUT}")
     parser.add_argument(
         "--compile", nargs="?", const="", metavar="SPxTP,...", help="compile the steps, see docs"
     )
@@ -42,7 +42,7 @@ def _add_goal(group: Any) -> None:
     group.add_argument("--ttft", type=float, help="seconds to the first token, at most")
     group.add_argument("--tpot", type=float, help="seconds per token after it, at most")
     text = "share of requests that get both: 50, 90 or 99, default 90"
-    group.add_argument("--percentile", type=int, choices=PERCENTILES, default=90, help=text)
+    group.add_argument("--percentile", type=int, choices=PERCENTILES, help=text)
     text = "of a device and hour: 2.5, or h200x8=4,l4x8=0.8; then the least cost is found"
     group.add_argument("--gpu-price", metavar="DOLLARS", help=text)
     text = "file of requests, instead of --input and --output; --rate is its own by default"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from serving.bench.flags import meshes_of
 from serving.cli.advise import is_asked, least_gpus
-from serving.cli.mesh_flags import COMPARED, MODEL, PROMPT
+from serving.cli.mesh_flags import COMPARED, MODEL, OUTPUT, PROMPT
 from serving.run.flags import read_settings
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
@@ -191,8 +191,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
 
 def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
     """Raises ConfigError for requests that there cannot be."""
-    output, most = arguments.output, target.model.max_position_embeddings
-    prompt = arguments.input
+    most = target.model.max_position_embeddings
+    prompt, output = arguments.input, OUTPUT if arguments.output is None else arguments.output
     if prompt is None:
         prompt = max(1, min(PROMPT, most - output))
     if min(prompt, output) < 1:

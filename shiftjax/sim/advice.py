@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.policy import shift_threshold
 from shiftjax.options import ConfigError
-from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.deployment import Target, cost_model, deploy_degrees
 from shiftjax.sim.metrics import summary
 from shiftjax.sim.planning import Estimate, Workload, estimate
 from shiftjax.sim.replay import replay
+from shiftjax.sim.stages import all_degrees
 from shiftjax.sim.trace import TraceRequest, poisson, scale_rate
 
 CLOSED_FORM_ERROR = 1.1  # of tokens per second; see tests/sim/test_planning.py
@@ -63,9 +63,9 @@ class Trial(NamedTuple):
         """Of all replicas."""
         return self.replicas * self.target.machine.num_devices
 
-    def dollars_per_hour(self, prices: Mapping[str, float]) -> float:
-        """Of all devices; `prices` are those of a device by machine."""
-        return self.num_devices * prices[self.target.machine.name]
+    def cost(self, prices: Mapping[str, float]) -> float:
+        """Dollars an hour of all devices; their number where there are no prices."""
+        return _cost(self.target, self.replicas, prices)
 
     def row(self, prices: Mapping[str, float]) -> dict[str, Any]:
         """For a table or a file."""
@@ -83,7 +83,7 @@ class Trial(NamedTuple):
             "meets": self.meets,
         }
         if prices:
-            per_hour = self.dollars_per_hour(prices)
+            per_hour = self.cost(prices)
             tokens = self.replicas * self.tokens_per_second * SECONDS_PER_HOUR
             row |= {"dollars_per_hour": per_hour, "dollars_per_million": per_hour / tokens * 1e6}
         return row
@@ -153,24 +153,18 @@ def advise(
     trials: list[Trial] = []
     best: Trial | None = None
     for _, least, target, one in candidates:
-        most = (
-            MOST_REPLICAS
-            if best is None
-            else int(_cost_of(best, prices) / _cost(target, 1, prices))
-        )
+        most = int(best.cost(prices) / _cost(target, 1, prices)) if best else MOST_REPLICAS
         found = list(_search(target, one.deployment, range(least, most + 1), load, goal, best))
         trials += found
         kept = [trial for trial in (best, *found) if trial is not None and trial.meets]
-        best = min(kept, key=lambda trial: (_cost_of(trial, prices), trial.tpot), default=None)
+        best = min(kept, key=lambda trial: (trial.cost(prices), trial.tpot), default=None)
     return Advice(goal, best, trials, reasons)
 
 
 def _parts(whole: Target) -> Iterator[Target]:
-    """All devices of a machine, half of them, and so on."""
-    num = whole.machine.num_devices
-    while num:
-        yield replace(whole, machine=replace(whole.machine, num_devices=num))
-        num = num // 2 if num % 2 == 0 else 0
+    """As many devices of a machine as a power of two, the most first."""
+    for k in reversed(range(whole.machine.num_devices.bit_length())):
+        yield replace(whole, machine=replace(whole.machine, num_devices=2**k))
 
 
 def _estimates(
@@ -181,11 +175,10 @@ def _estimates(
     budgets: Mapping[str, Any],
 ) -> Iterator[Estimate]:
     """One replica of all these devices in every way that may keep the limits."""
-    num = target.machine.num_devices
-    sizes = [2**k for k in range(num.bit_length())]
-    for pp, sp, tp in ((p, s, t) for p in sizes for s in sizes for t in sizes if p * s * t == num):
-        degrees = Degrees(1, pp, sp, tp)
-        where = f"{degrees.name} on {num} of {target.machine.name}"
+    for degrees in all_degrees(target):
+        if degrees.dp > 1:
+            continue
+        where = f"{degrees.name} on {degrees.num_devices} of {target.machine.name}"
         try:
             deployment = deploy_degrees(target, degrees, **budgets)
         except ConfigError as error:
@@ -200,7 +193,7 @@ def _estimates(
                 "token where a request is alone"
             )
         else:
-            if sp > 1 and "threshold" not in budgets:
+            if degrees.sp > 1 and "threshold" not in budgets:
                 threshold = shift_threshold(cost_model(target, deployment))
                 one = replace(one, deployment=replace(deployment, threshold=threshold))
             yield one
@@ -215,10 +208,6 @@ def _least_replicas(one: Estimate, mean: Workload, goal: Goal) -> int:
 def _cost(target: Target, replicas: int, prices: Mapping[str, float]) -> float:
     price = prices[target.machine.name] if prices else 1.0
     return replicas * target.machine.num_devices * price
-
-
-def _cost_of(trial: Trial, prices: Mapping[str, float]) -> float:
-    return _cost(trial.target, trial.replicas, prices)
 
 
 def _search(

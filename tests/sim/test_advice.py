@@ -17,9 +17,9 @@ SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 LOAD = even_load(Workload(500, 30))
 
 
-def target(machine: str, model: str = "llama-8b"):
+def target(machine: str, model: str = "llama-8b", num_devices: int = 4):
     whole = target_from({"model": model, "machine": machine, "dtype": "bfloat16"})
-    return replace(whole, machine=replace(whole.machine, num_devices=4))
+    return replace(whole, machine=replace(whole.machine, num_devices=num_devices))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,15 @@ def test_what_cannot_be_is_said_with_a_reason():
     assert "where a request is alone" in in_words(nothing, {})
     too_large = advise([target("l4x8", "llama-70b")], LOAD, Goal(1.0, 9.0, 9.0), {}, **SMALL)
     assert "has no room for the weights" in in_words(too_large, {})
+
+
+def test_of_six_devices_powers_of_two_are_tried():
+    advice = advise([target("l4x8", num_devices=6)], LOAD, Goal(1.0, 9.0, 9.0), {}, **SMALL)
+    tried = {trial.target.machine.num_devices for trial in advice.trials}
+    assert advice.best is not None and tried <= {1, 2, 4}
+    nothing = advise([target("l4x8", num_devices=6)], LOAD, Goal(1.0, 1e-4, 1e-4), {}, **SMALL)
+    assert nothing.best is None and "where a request is alone" in in_words(nothing, {})
+    assert {int(where.split()[2]) for where in nothing.reasons} == {1, 2, 4}
 
 
 def test_a_quick_time_to_the_first_token_needs_wider_groups():

@@ -228,6 +228,10 @@ def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
         ((*ADVICE, *LIMITS, "--gpu-price", "cheap"), "'cheap' is no price"),
         ((*ADVICE, *LIMITS, "--gpu-price", "-1"), "--gpu-price must be above 0"),
         ((*ADVICE, *LIMITS, "--window", "0:9"), "--window is for --trace"),
+        ((*ADVICE, *LIMITS, "--compile", "1x2"), "drop it, or --rate"),
+        ((*ADVICE, *LIMITS, "--trace", "t.jsonl"), "--input: --trace has lengths of its own"),
+        (("plan", *LIMITS, "--trace", "t", "--output", "9"), "--output: --trace has lengths"),
+        (("plan", "--percentile", "50"), "--rate, --ttft, --tpot is missing"),
         (("mesh", "simulat"), "did you mean simulate?"),
     ],
 )
