@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 SEED = 20260801
@@ -182,6 +183,19 @@ MODELS: dict[str, tuple[str, dict]] = {
         "olmoe",
         LITTLE | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16},
     ),
+    "gpt_oss_mxfp4": (  # codes in blocks of 32: one for gate and up, two for down
+        "gpt_oss",
+        LITTLE
+        | {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
 }
 
 
@@ -205,6 +219,30 @@ def build(model_type: str, overrides: dict, generator: torch.Generator) -> torch
                 x = 4 * x  # so that some gates and ups are over the limit
             parameter.copy_(x)
     return model.eval()
+
+
+def in_mxfp4(directory: Path, generator: torch.Generator) -> torch.nn.Module:
+    """Draw the experts' matrices of a written model as codes, and let transformers expand them."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        codes = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        least = 124 if name.endswith("gate_up_proj") else 121  # some gates are over the limit
+        powers = torch.randint(least, least + 3, shape, dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": powers}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": [*plain, "lm_head"]}
+    config = json.loads((directory / "config.json").read_text())
+    text = json.dumps(config | {"quantization_config": method}, indent=2)
+    (directory / "config.json").write_text(text + "\n")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    ).eval()
 
 
 def run(model: torch.nn.Module, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,6 +285,8 @@ def write(directory: Path, name: str) -> float:
     generator = torch.Generator().manual_seed(SEED + list(MODELS).index(name))
     model = build(*MODELS[name], generator)
     model.save_pretrained(directory / name)
+    if name.endswith("mxfp4"):
+        model = in_mxfp4(directory / name, generator)
     expected: dict[str, np.ndarray] = {}
     for i, length in enumerate(PROMPT_LENS):
         token_ids = torch.randint(3, COMMON["vocab_size"], (length,), generator=generator)
