@@ -53,6 +53,15 @@ class Kernel(NamedTuple):
     seconds: float
 
 
+class Product(NamedTuple):
+    """A matrix product of a launch, `[rows, inner]` by `[inner, columns]`."""
+
+    rows: int
+    inner: int
+    columns: int
+    is_of_codes: bool
+
+
 class Attention(NamedTuple):
     """What one layer's attention over contexts takes: by costs, as the text does not say it."""
 
@@ -65,7 +74,7 @@ class Prices(NamedTuple):
     """What a launch costs."""
 
     machine: Machine
-    format: str  # of matrix products
+    format: str  # of matrix products that are not of codes
     attention: Mapping[str, Attention]  # by what the kernel's name contains
 
     @classmethod
@@ -128,26 +137,31 @@ class _Program:
         body = self.body(one)
         return iter((one, *(body.instructions if body else ())))
 
-    def product(self, one: Instruction) -> tuple[int, int, int] | None:
-        """(rows, inner, columns) of the matrix product in a launch.
+    def product(self, one: Instruction) -> "Product | None":
+        """The matrix product in a launch.
 
         Of one that is cut along what it sums over (split-K), the parts are a batch.
         """
         if "__cublas" in one.rest:
             left, right = (math.prod(self.sizes(name)) for name in one.operands[:2])
             rows, columns = sizes_of(one.shape)[-2:]
-            return rows, math.isqrt(left * right // (rows * columns)), columns
+            inner = math.isqrt(left * right // (rows * columns))
+            return Product(rows, inner, columns, self._is_of_codes(one))
         body = self.body(one)
         for each in body.instructions if body else ():
             if each.opcode == "dot":
                 left = self.sizes(each.operands[0])
-                inner = [match[1] for p in (_CONTRACTED, _BATCH) if (match := p.search(each.rest))]
-                places = [int(place) for places in inner for place in places.split(",")]
+                found = [match[1] for p in (_CONTRACTED, _BATCH) if (match := p.search(each.rest))]
+                places = [int(place) for places in found for place in places.split(",")]
                 rows, columns = (1, *sizes_of(each.shape))[-2:]
-                return rows, math.prod(left[place] for place in places), columns
+                inner = math.prod(left[place] for place in places)
+                return Product(rows, inner, columns, self._is_of_codes(each))
             if each.opcode == "fusion" and (found := self.product(each)):
                 return found
         return None
+
+    def _is_of_codes(self, one: Instruction) -> bool:
+        return self.shapes[one.operands[0]].startswith("f8")
 
     def sizes(self, name: str) -> list[int]:
         """The dimensions of what an instruction makes."""
@@ -196,9 +210,10 @@ def _kernel(one: Instruction, program: _Program, prices: Prices) -> Kernel:
         return Kernel("branch", name, one.shape, 0, 0, machine.kernel_seconds)
     moved = program.num_bytes(one)
     reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
-    if (sizes := program.product(one)) is not None:
-        seconds = max(matmul_seconds(machine, *sizes, prices.format), reading)
-        flops = 2 * math.prod(sizes)
+    if (product := program.product(one)) is not None:
+        fmt = "fp8" if product.is_of_codes else prices.format
+        seconds = max(matmul_seconds(machine, *product[:3], fmt), reading)
+        flops = 2 * math.prod(product[:3])
         return Kernel("product", name, one.shape, moved, flops, machine.kernel_seconds + seconds)
     return Kernel("other", name, one.shape, moved, 0, machine.kernel_seconds + reading)
 

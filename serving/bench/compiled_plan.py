@@ -108,8 +108,6 @@ def check_target(target: Target) -> None:
         wrong.append(f"--compile knows no description of {machine}; there are {known}")
     if target.model.experts is not None and target.model.name not in PRESETS:
         wrong.append(f"--compile: the engine does not load {target.model.name}'s kind of experts")
-    if "fp8" in (target.formats.weights, target.formats.kv):
-        wrong.append("--compile: the engine has no fp8 yet; use --dtype bfloat16")
     jaxlib = importlib.metadata.version("jaxlib")
     missing = [f"{name}=={jaxlib}" for name in PACKAGES if _version(name) != jaxlib]
     if missing:

@@ -82,12 +82,14 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add_model_word(parser)
     machines, engines = ", ".join(machine_names()), ", ".join(engine_names())
     parser.add_argument("--config", metavar="FILE", help=_CONFIG)
-    parser.add_argument("--model", help=f"preset, or a config.json; default {MODEL}")
+    parser.add_argument("--model", help=f"preset, checkpoint or config.json; default {MODEL}")
     parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
     parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
     dtypes = ", ".join((*SETTINGS["dtype"].choices[1:], "fp8"))  # the first is "auto"
-    parser.add_argument("--dtype", help=f"of weights, default bfloat16: {dtypes}")
-    parser.add_argument("--kv-cache-dtype", help="default: that of the weights")
+    parser.add_argument(
+        "--dtype", help=f"of weights, default the checkpoint's, or bfloat16: {dtypes}"
+    )
+    parser.add_argument("--kv-cache-dtype", help="default: that of --dtype, or bfloat16")
     parser.add_argument("--block-size", type=int, help="of the KV cache, default 16")
     for name, default in SERVER_BUDGETS.items():
         flag = "--" + name.replace("_", "-")

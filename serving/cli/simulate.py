@@ -4,28 +4,22 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from serving.bench.flags import meshes_of
 from serving.cli.advise import is_asked, least_gpus
-from serving.cli.mesh_flags import COMPARED, MODEL, OUTPUT, PROMPT
-from serving.run.flags import read_settings
-from shiftjax.arch.config import ModelConfig
-from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
-from shiftjax.control.deployment import Deployment
+from serving.cli.asked import asked_of
+from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
+from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.drafts.draft import DraftOptions
-from shiftjax.options import ConfigError, from_text, num_bytes_of, problem_with, settings_of
-from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.options import ConfigError, num_bytes_of
+from shiftjax.parallel.fleet import FleetOptions
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import (
     FLEET,
     Target,
     cost_model,
-    deploy_config,
     standard_deployments,
 )
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
@@ -35,7 +29,6 @@ from shiftjax.sim.experiments import (
     breakdown_by_context,
     choose_deployments,
     sweep,
-    target_from,
     trace_from,
     write_rows,
 )
@@ -52,14 +45,6 @@ from shiftjax.sim.planning import (
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.trace import TraceRequest
 
-BUDGETS = {
-    name: (settings_of(SchedulerOptions) | settings_of(CacheOptions))[name]
-    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")
-}
-SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")
-FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
-DRAFTS = DraftOptions(speculation="suffix")
-FLEET_SETTINGS = settings_of(FleetOptions)
 WINDOW = "0:900"
 FLEET_HEADING = """fleets: units of tp devices, which all hold the model, form groups in traffic.
 reach: tokens of the longest request, in a narrowest and a widest group; ttft, tpot: of one request
@@ -70,83 +55,6 @@ MOST_KERNELS = 12  # of a step, on the screen; files have them all
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
-class Asked(NamedTuple):
-    """What is deployed on what, the settings of all deployments, and the one of --config."""
-
-    target: Target
-    settings: dict[str, Any]
-    own: list[Deployment]
-    fleet: FleetOptions = NO_FLEET
-
-
-def _asked(arguments: argparse.Namespace, machine: str | None = None) -> Asked:
-    flags = {name: getattr(arguments, name, None) for name in FLAGS}
-    flags = {name: value for name, value in flags.items() if value is not None}
-    if getattr(arguments, "no_prefix_caching", False):
-        flags["prefix_caching"] = False
-    drafts = getattr(arguments, "acceptance", None) is not None
-    target = {"machine": machine or arguments.machine, "engine": arguments.engine}
-    if arguments.config is None:
-        settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
-        fleet = _fleet_options(arguments, EngineConfig())
-        named = {"model": MODEL} | flags | target
-        if str(named["model"]).endswith(".json"):
-            named["model"] = _model_of(Path(named["model"]))
-        return Asked(target_from(named), settings, [], fleet)
-    config, _ = read_settings(flags, arguments.config)
-    target |= {"model": config.model.model.removeprefix("random:"), "dtype": config.model.dtype}
-    target |= {"kv_cache_dtype": config.cache.kv_cache_dtype}
-    asked = target_from(target)
-    overlaps = asked.engine.overlaps and config.scheduler.overlap
-    asked = replace(asked, engine=replace(asked.engine, overlaps=overlaps))
-    own = deploy_config(asked, config)
-    if drafts and not own.drafts.copies:
-        raise ConfigError(["--acceptance needs speculation in --config"])
-    settings = {name: getattr(own, name) for name in SHARED}
-    return Asked(asked, settings, [own], _fleet_options(arguments, config))
-
-
-def _model_of(path: Path) -> ModelConfig:
-    """The model of a Hugging Face `config.json`. Raises ConfigError."""
-    from shiftjax.weights.errors import CheckpointError
-    from shiftjax.weights.fields import read_json
-    from shiftjax.weights.hf_config import parse_config
-
-    try:
-        return parse_config(read_json(path), path.resolve().parent.name, str(path))
-    except CheckpointError as error:
-        raise ConfigError(error.problems) from None
-
-
-def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:
-    """Those of the settings, but for flags. Raises ConfigError, also where flags are for nobody."""
-    values = ((name, getattr(arguments, name, None)) for name in FLEET_SETTINGS)
-    given = {name: from_text(FLEET_SETTINGS[name], value) for name, value in values if value}
-    compared = (getattr(arguments, "compare", None) or "").split(",")
-    if given and not any(name.split(":")[0] == FLEET for name in compared):
-        raise ConfigError([f"{n} is for fleets, which --compare does not name" for n in given])
-    problems = ((name, problem_with(FLEET_SETTINGS[name], value)) for name, value in given.items())
-    if wrong := [f"{name} {problem}" for name, problem in problems if problem]:
-        raise ConfigError(wrong)
-    return replace(config.fleet, fleet=True, **given)
-
-
-def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the deployments to compare, from flags alone."""
-    known = {"shift_threshold": "threshold"} | {name: name for name in SHARED}
-    settings = {known[name]: value for name, value in flags.items() if name in known}
-    budgets = {**SERVER_BUDGETS, **settings}
-    problems = (
-        (name, problem_with(BUDGETS[name], budgets[name])) for name in BUDGETS & budgets.keys()
-    )
-    wrong = [f"{name} {problem}" for name, problem in sorted(problems) if problem]
-    if budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
-        wrong.append("max_num_batched_tokens must be at least max_num_seqs")
-    if wrong:
-        raise ConfigError(wrong)
-    return settings
-
-
 # ------------------------------------------------------------------ plan
 
 
@@ -155,10 +63,10 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     if is_asked(arguments):
         trace = arguments.trace
         requests = None if trace is None else _window_of(trace, arguments.window)
-        asked = _asked(arguments, machine=arguments.machine.partition(",")[0])
+        asked = asked_of(arguments, machine=arguments.machine.partition(",")[0])
         load = load_of(requests) if requests else even_load(_workload(arguments, asked.target))
         return least_gpus(arguments, asked.target, asked.settings, load)
-    target, settings, own, options = _asked(arguments)
+    target, settings, own, options = asked_of(arguments)
     workload = _workload(arguments, target)
     deployments = [*own, *all_deployments(target, **settings)]
     print(_heading(target, workload))
@@ -294,7 +202,7 @@ def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
 
 def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Replay one trace through several deployments, at one or more rates."""
-    target, settings, own, options = _asked(arguments)
+    target, settings, own, options = asked_of(arguments)
     names = (arguments.compare or COMPARED).split(",")
     if arguments.shift_threshold is not None:
         if arguments.shift_threshold < 0:

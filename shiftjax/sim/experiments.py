@@ -5,7 +5,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,11 @@ SYNTHETIC: Mapping[str, Callable[..., list[TraceRequest]]] = {
 def target_from(options: Mapping[str, Any]) -> Target:
     """A target from names: model, machine, engine, dtype, kv_cache_dtype.
 
+    By default a model's matrices are what its checkpoint has, as the engine's are.
+
     Raises ConfigError for unknown ones, and for an encoder: no mesh splits it.
     """
-    dtype = options.get("dtype") or "bfloat16"
+    dtype = options.get("dtype") or "auto"
     kv = options.get("kv_cache_dtype") or "auto"
     kv = ALIASES.get(kv, kv)
     wrong = [name for name in (dtype, kv) if name not in (*FORMATS, "auto")]
@@ -57,12 +59,11 @@ def target_from(options: Mapping[str, Any]) -> Target:
     if model.encoder is not None:
         words = "is an encoder, which every device holds whole: there is no mesh to plan"
         raise ConfigError([f"{model.name} {words}; `shiftjax check` says what it takes"])
-    return Target(
-        model,
-        load_machine(options["machine"]),
-        load_engine(options.get("engine") or "shiftjax"),
-        formats_of(dtype, kv),
-    )
+    formats = formats_of(dtype, kv)
+    if dtype == "auto" and model.codes is not None:
+        formats = replace(formats, weights="fp8")
+    machine, engine = options["machine"], options.get("engine") or "shiftjax"
+    return Target(model, load_machine(machine), load_engine(engine), formats)
 
 
 def choose_deployments(

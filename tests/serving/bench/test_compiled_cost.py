@@ -41,6 +41,12 @@ backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}
   ROOT %dot.1 = f32[4,8,32]{2,1,0} dot(%q2, %q3), lhs_batch_dims={1}, lhs_contracting_dims={2}
 }
 
+%codes_inside (c0: f8e4m3fn[4096,4096], c1: f8e4m3fn[4096,4096]) -> f32[4096,4096] {
+  %c0 = f8e4m3fn[4096,4096]{1,0} parameter(0)
+  %c1 = f8e4m3fn[4096,4096]{1,0} parameter(1)
+  ROOT %dot.2 = f32[4096,4096]{1,0} dot(%c0, %c1), lhs_contracting_dims={1}
+}
+
 ENTRY %main (a: bf16[1000,64], pool: bf16[4000,64]) -> bf16[4000,64] {
   %table = bf16[1000,64]{1,0} parameter(0)
   %pool = bf16[4000,64]{1,0} parameter(1)
@@ -52,6 +58,8 @@ ENTRY %main (a: bf16[1000,64], pool: bf16[4000,64]) -> bf16[4000,64] {
 custom_call_target="__cublas$gemm"
   %out = bf16[8,128]{1,0} get-tuple-element(%gemm.1), index=0
   %gemm_fusion = f32[4,8,32]{2,1,0} fusion(%embedding.7, %small), kind=kCustom, calls=%dot_inside
+  %codes = f8e4m3fn[4096,4096]{1,0} parameter(5)
+  %codes_fusion = f32[4096,4096]{1,0} fusion(%codes, %codes), kind=kCustom, calls=%codes_inside
   %fusion-start.1 = ((bf16[512]{0}), bf16[512]{0}) fusion-start(%embedding.7), kind=kCustom, \
 calls=%sum_inside
   %sum = bf16[512]{0} fusion-done(%fusion-start.1)
@@ -78,7 +86,7 @@ def kernels() -> dict[str, Kernel]:
 
 
 def test_every_launch_is_one(kernels):
-    products = {"gemm", "gemm_fusion"}
+    products = {"gemm", "gemm_fusion", "codes_fusion"}
     ours = {"decode_attention", "decode_combine"}
     others = {"embedding", "written", "choice", "all-reduce", "all-gather"}
     assert set(kernels) == products | ours | others
@@ -101,6 +109,13 @@ def test_a_product_is_its_operations_or_its_weights(kernels):
     computing = matmul_seconds(H200, 8, 64, 128, "bfloat16")
     assert gemm.seconds == pytest.approx(LAUNCH + max(computing, gemm.num_bytes / RATE))
     assert fused.num_bytes == 2 * (8 * 64 + 64 * 32) + 4 * 4 * 8 * 32  # in four partial sums
+
+
+def test_a_product_of_codes_is_as_quick_as_these_are(kernels):
+    sizes = 4096, 4096, 4096
+    expected = matmul_seconds(H200, *sizes, "fp8")
+    assert expected < 0.6 * matmul_seconds(H200, *sizes, "bfloat16")
+    assert kernels["codes_fusion"].seconds == pytest.approx(LAUNCH + expected)
 
 
 def test_a_sum_costs_what_its_algorithm_does(kernels):

@@ -17,7 +17,6 @@ from shiftjax.arch.presets import PRESETS
     ("argv", "fragment"),
     [
         (("--machine", "a100x8-pcie", "--compile"), "are a100x8, a10x8, h100x8, h200x8, l4x8"),
-        (("--dtype", "fp8", "--compile"), "use --dtype bfloat16"),
         (
             ("--model", "llama-17b-16e", "--compile"),
             "does not load llama-17b-16e's kind of experts",
@@ -38,12 +37,12 @@ def test_missing_wheels_are_named(capsys, monkeypatch):
     assert f"pip install --no-deps jax-cuda13-absent=={version}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mesh", ["1x2"])
-def test_a_compiled_step_moves_what_was_predicted(mesh, capsys, tmp_path):
+def test_a_compiled_step_moves_what_was_predicted(capsys, tmp_path):
+    """With layers of codes, and a head in bfloat16."""
     if reason := aot.unavailable():
         assert os.environ.get("CI") != "true", reason
         pytest.skip(reason)
-    argv = ["plan", "--model", "tiny", "--compile", mesh, "--out", str(tmp_path)]
+    argv = ["plan", "--model", "tiny", "--dtype", "fp8", "--compile", "1x2", "--out", str(tmp_path)]
     sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
     assert main([*argv, *sizes]) == 0
     printed = capsys.readouterr().out

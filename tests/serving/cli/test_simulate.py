@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle import quantised_files
 
 from serving.cli.main import main
 
@@ -83,6 +84,29 @@ def test_a_model_may_be_a_config_json(capsys):
     assert capsys.readouterr().out.startswith("configs (bfloat16, KV bfloat16) on h200x8")
     assert main(["plan", "--model", "/absent/config.json"]) == 2
     assert "/absent/config.json: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("format", "formats"), [("fp8-channel", "fp8, KV bfloat16"), ("awq", "bfloat16, KV bfloat16")]
+)
+def test_a_quantised_checkpoint_takes_the_bytes_that_devices_hold(
+    capsys, tmp_path, format, formats
+):
+    """Codes and scales as they are stored, all else as bfloat16; int4 is expanded to that."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    _, stored, numbers = quantised_files.write(tmp_path, format, **heads)
+    argv = ["plan", str(tmp_path), "--input", "8", "--output", "8", "--machine", "h100x8"]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 0
+    assert f"({formats})" in capsys.readouterr().out
+    widths = {name: stored[name].dtype.itemsize for name in numbers if name in stored}
+    held = sum(
+        x.size * (1 if widths.get(name) == 1 else 2) + 4 * len(x) * (widths.get(name) == 1)
+        for name, x in numbers.items()
+    )
+    row = json.loads((tmp_path / "out" / "plan.jsonl").read_text().splitlines()[0])
+    assert row["weights_gb"] == held / 1e9
+    assert main([*argv, "--dtype", "bfloat16"]) == 0
+    assert "(bfloat16, KV bfloat16)" in capsys.readouterr().out
 
 
 def test_plan_says_where_a_format_has_no_products(capsys):

@@ -1,0 +1,116 @@
+"""What `plan` and `mesh` are asked about: a model on a machine, and settings of deployments.
+
+From flags alone, or with `--config` from the engine's settings. A model may be a checkpoint, too.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from serving.cli.mesh_flags import MODEL
+from serving.run.flags import read_settings
+from shiftjax.arch.config import ModelConfig
+from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
+from shiftjax.control.deployment import Deployment, formats_in
+from shiftjax.drafts.draft import DraftOptions
+from shiftjax.options import ConfigError, from_text, problem_with, settings_of
+from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.sim.deployment import FLEET, Target, deploy_config
+from shiftjax.sim.experiments import target_from
+
+BUDGETS = {
+    name: (settings_of(SchedulerOptions) | settings_of(CacheOptions))[name]
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")
+}
+SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")
+FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
+DRAFTS = DraftOptions(speculation="suffix")
+FLEET_SETTINGS = settings_of(FleetOptions)
+
+
+class Asked(NamedTuple):
+    """What is deployed on what, the settings of all deployments, and the one of --config."""
+
+    target: Target
+    settings: dict[str, Any]
+    own: list[Deployment]
+    fleet: FleetOptions = NO_FLEET
+
+
+def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked:
+    """What the flags of `plan` or `mesh simulate` ask about. Raises ConfigError."""
+    flags = {name: getattr(arguments, name, None) for name in FLAGS}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    if getattr(arguments, "no_prefix_caching", False):
+        flags["prefix_caching"] = False
+    drafts = getattr(arguments, "acceptance", None) is not None
+    target = {"machine": machine or arguments.machine, "engine": arguments.engine}
+    if arguments.config is None:
+        settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
+        fleet = _fleet_options(arguments, EngineConfig())
+        named = flags | target | {"model": model_of(flags.get("model", MODEL))}
+        return Asked(target_from(named), settings, [], fleet)
+    config, _ = read_settings(flags, arguments.config)
+    asked = target_from(target | {"model": model_of(config.model.model.removeprefix("random:"))})
+    overlaps = asked.engine.overlaps and config.scheduler.overlap
+    engine = replace(asked.engine, overlaps=overlaps)
+    asked = replace(asked, engine=engine, formats=formats_in(config, asked.model))
+    own = deploy_config(asked, config)
+    if drafts and not own.drafts.copies:
+        raise ConfigError(["--acceptance needs speculation in --config"])
+    settings = {name: getattr(own, name) for name in SHARED}
+    return Asked(asked, settings, [own], _fleet_options(arguments, config))
+
+
+def model_of(name: str) -> str | ModelConfig:
+    """The model of a checkpoint's directory or a `config.json`; any other name as it is.
+
+    Raises ConfigError.
+    """
+    from shiftjax.weights.errors import CheckpointError
+    from shiftjax.weights.fields import read_json
+    from shiftjax.weights.hf_config import parse_config
+    from shiftjax.weights.quant_config import with_modelopt
+
+    path = Path(name)
+    if os.path.isdir(name):
+        path /= "config.json"
+    elif path.suffix != ".json":
+        return name
+    try:
+        data = with_modelopt(read_json(path), path.parent)
+        return parse_config(data, path.resolve().parent.name, str(path))
+    except CheckpointError as error:
+        raise ConfigError(error.problems) from None
+
+
+def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:
+    """Those of the settings, but for flags. Raises ConfigError, also where flags are for nobody."""
+    values = ((name, getattr(arguments, name, None)) for name in FLEET_SETTINGS)
+    given = {name: from_text(FLEET_SETTINGS[name], value) for name, value in values if value}
+    compared = (getattr(arguments, "compare", None) or "").split(",")
+    if given and not any(name.split(":")[0] == FLEET for name in compared):
+        raise ConfigError([f"{n} is for fleets, which --compare does not name" for n in given])
+    problems = ((name, problem_with(FLEET_SETTINGS[name], value)) for name, value in given.items())
+    if wrong := [f"{name} {problem}" for name, problem in problems if problem]:
+        raise ConfigError(wrong)
+    return replace(config.fleet, fleet=True, **given)
+
+
+def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the deployments to compare, from flags alone."""
+    known = {"shift_threshold": "threshold"} | {name: name for name in SHARED}
+    settings = {known[name]: value for name, value in flags.items() if name in known}
+    budgets = {**SERVER_BUDGETS, **settings}
+    problems = (
+        (name, problem_with(BUDGETS[name], budgets[name])) for name in BUDGETS & budgets.keys()
+    )
+    wrong = [f"{name} {problem}" for name, problem in sorted(problems) if problem]
+    if budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
+        wrong.append("max_num_batched_tokens must be at least max_num_seqs")
+    if wrong:
+        raise ConfigError(wrong)
+    return settings
