@@ -469,7 +469,7 @@ CASES = json.loads((GOLDEN / "cases.json").read_text())["cases"]
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_the_formats_owners(name):
-    """compressed-tensors' and transformers' own, written by `tests/oracle/make_quantised.py`."""
+    """Those of four libraries, written by `tests/oracle/make_quantised.py`."""
     source = opened(CASES[name], GOLDEN / f"{name}.safetensors")
     [matrix] = source.tensors.keys() - {"expected"}
     assert matrix == ("experts.proj" if name == "mxfp4" else "proj.weight")
