@@ -26,9 +26,9 @@ from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
 from shiftjax.build import Built, assemble
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import resolve
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import StepPlan
+from shiftjax.control.resolve import resolve
 from shiftjax.device.groups import Placed, define_steps
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.pack import step_inputs

@@ -12,13 +12,14 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Suited, formats_in, resolve
+from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import make_fleet
 from shiftjax.control.host_chunks import HostMemory
 from shiftjax.control.lane import Lane
 from shiftjax.control.phases import limits_of, merge_phases, resolve_phases
 from shiftjax.control.resharding import PHASES, Phase, Resharding
+from shiftjax.control.resolve import Suited, formats_in, resolve
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu

@@ -14,7 +14,8 @@ from serving.cli.mesh_flags import MODEL
 from serving.run.flags import read_settings
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
-from shiftjax.control.deployment import Deployment, formats_in
+from shiftjax.control.deployment import Deployment
+from shiftjax.control.resolve import formats_in
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions

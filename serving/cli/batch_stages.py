@@ -16,8 +16,8 @@ from serving.server.prompts import Prompts
 from serving.server.service import TEXT_THREADS
 from serving.server.texts import Texts
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import formats_in
 from shiftjax.control.phases import HOST_SHARE
+from shiftjax.control.resolve import formats_in
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
 from shiftjax.device.sizing import host_memory
 from shiftjax.model_files import ModelFiles

@@ -19,8 +19,8 @@ from serving.run.progress import print_table
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import SETTINGS, EngineConfig
-from shiftjax.control.deployment import resolve
 from shiftjax.control.request import SamplingParams
+from shiftjax.control.resolve import resolve
 from shiftjax.device.attention_check import KernelCheck, Verdict, find_verdict
 from shiftjax.device.groups import attention_of
 from shiftjax.device.mesh import named, replicated_spec, rows_mesh

@@ -4,23 +4,19 @@ The engine is built from a `Deployment`; `check`, `plan` and the simulator ask t
 it holds and does, with the memory of real devices or of a machine file.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from shiftjax.arch.config import ModelConfig, stages_of
-from shiftjax.arch.formats import AUTO, Formats, formats_of
-from shiftjax.arch.weights import EXPERT_NAMES
-from shiftjax.config import EngineConfig, ParallelOptions
+from shiftjax.arch.config import stages_of
+from shiftjax.arch.formats import Formats
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
 from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket, doubling, make_buckets
+from shiftjax.costs.buckets import Bucket, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
     Memory,
-    expert_bytes,
     kv_token_bytes,
     shift_copy_bytes,
     temporary_bytes,
@@ -29,21 +25,16 @@ from shiftjax.costs.memory import (
 from shiftjax.costs.stages import GroupCosts, PipelineCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
-from shiftjax.options import ConfigError, shown
+from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import (
     FIXED,
     NO_FLEET,
     Arrangement,
     FleetOptions,
     parse_arrangement,
-    widths_of,
 )
 from shiftjax.parallel.grid import Grid
 from shiftjax.parallel.layout import Layout
-
-logger = logging.getLogger(__name__)
-MOST_DRAFT_ROWS = 256  # unless asked for; the LM head of a row costs what a small layer costs
-WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
 
 
 class Devices(NamedTuple):
@@ -52,13 +43,6 @@ class Devices(NamedTuple):
     num_devices: int
     total_bytes: int
     free_bytes: int  # before weights are loaded
-
-
-class Suited(NamedTuple):
-    """What suits the processor, where the settings leave it open."""
-
-    dtype: str = AUTO  # what dtype = auto means
-    few_tokens: tuple[int, ...] = (SMALLEST_TOKENS,)  # sizes of small steps; they double from there
 
 
 @dataclass(frozen=True)
@@ -314,249 +298,3 @@ def stable(count: int) -> int:
     """
     shift = max(0, count.bit_length() - 4)
     return count >> shift << shift
-
-
-def formats_in(config: EngineConfig, model: ModelConfig, suited: Suited | None = None) -> Formats:
-    """The number formats that the settings come to; matrices are as the checkpoint has them."""
-    suited, quantization = suited or Suited(), config.model.quantization
-    dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
-    formats = formats_of(dtype, config.cache.kv_cache_dtype)
-    if quantization == "auto":
-        quantization = "none" if model.codes is None else "fp8"
-    return formats if quantization == "none" else replace(formats, weights=quantization)
-
-
-def resolve(
-    config: EngineConfig, model: ModelConfig, devices: Devices, suited: Suited | None = None
-) -> Deployment:
-    """What the settings come to. Raises ConfigError where model or machine cannot take them."""
-    suited = suited or Suited()
-    problems = check_model(config, model, devices.num_devices)
-    if problems:
-        raise ConfigError(problems)
-    cache, scheduler = config.cache, config.scheduler
-    formats = formats_in(config, model, suited)
-    budget = scheduler.max_num_batched_tokens
-    sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
-    layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
-    widths: tuple[int, ...] = ()
-    if config.fleet.fleet:
-        tp, units = fleet_degrees(config, model, formats, devices)
-        widths = widths_of(config.fleet, units)
-        layout = Layout(model, widths[0], tp, widths[-1])
-        dp, block_size = units // widths[0], layout.block_tokens(block_size)
-    else:
-        degrees = choose_degrees(config.parallel, model, formats, devices)
-        layout = Layout(model, *degrees, gathers=config.parallel.gathers)
-    deployment = Deployment(
-        name="config",
-        layout=layout,
-        formats=formats,
-        dp=dp,
-        policy=scheduler.policy,
-        threshold=config.threshold_tokens,
-        max_model_len=config.model.max_model_len or model.max_position_embeddings,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        token_buckets=sizes,
-        weights=config.parallel.weights,
-        attention=config.compile.attention,
-        block_size=block_size,
-        num_blocks=cache.num_blocks or 0,
-        memory_fraction=cache.memory_fraction,
-        prefix_caching=cache.prefix_caching,
-        preemption=cache.preemption,
-        host_bytes=cache.host_bytes,
-        drafts=config.drafts,
-        max_draft_rows=draft_rows(config.drafts, scheduler.max_num_seqs),
-        widths=widths,
-        fleet=config.fleet,
-        hash_size=block_size if widths else 0,
-        deterministic=config.model.deterministic,
-        gpu_options=config.compile.gpu_options,
-        pp=config.parallel.pp,
-    )
-    _ = deployment.fixed  # that its groups can be formed
-    least = min(of_width.host_block_bytes for of_width in deployment.by_width.values())
-    if 0 < deployment.host_bytes < least:
-        given = f"host_memory = {cache.host_memory} is less than a KV block of {least} bytes"
-        raise ConfigError([f"{given}: use more, or leave it out"])
-    return deployment
-
-
-def fleet_degrees(
-    config: EngineConfig, model: ModelConfig, formats: Formats, devices: Devices
-) -> tuple[int, int]:
-    """(tp of a unit, units): as configured, or the least tp whose share of the weights fits.
-
-    Raises ConfigError where the devices cannot be cut into such units, or those into the widths.
-    """
-    num_devices = config.parallel.devices or devices.num_devices
-    tp = config.parallel.tp
-    if tp is None:
-        num_bytes = weight_bytes(Layout(model, 1, 1), formats)
-        _, tp = base_rule(num_bytes, devices.total_bytes, num_devices)
-    if num_devices % tp:
-        raise ConfigError([f"{num_devices} devices cannot be cut into units of tp = {tp}"])
-    units = num_devices // tp
-    widths = widths_of(config.fleet, units)
-    if units == 1:
-        words = f"devices = {num_devices} are one unit of tp = {tp}, and a fleet has several"
-        raise ConfigError([f"fleet: {words}: use more devices, or drop fleet"])
-    if len(widths) == 1 and not config.fleet.fleet_policy.startswith(FIXED):
-        words = f"{units} units in groups of {widths[0]} alone have nothing to choose from"
-        raise ConfigError([f"fleet: {words}: use more widths, other devices, or drop fleet"])
-    problems = [
-        f"fleet_widths: {units} units cannot be cut into groups of {width}"
-        for width in widths
-        if units % width
-    ]
-    bind_width = config.fleet.bind_width
-    if bind_width is not None and bind_width not in widths:
-        given = f"bind_width = {bind_width} is none of the widths {shown(widths)}"
-        problems.append(f"{given} of its groups")
-    problems += widths_problems(Layout(model, widths[0], tp, widths[-1]), widths)
-    if problems:
-        raise ConfigError(problems)
-    return tp, units
-
-
-def widths_problems(layout: Layout, widths: tuple[int, ...]) -> list[str]:
-    """Why groups of these widths cannot share what their units hold; none: they can."""
-    problems, unit = [], layout.of_width(1)
-    if widths[-1] * layout.tp > layout.model.num_heads:
-        problems.append(
-            f"fleet_widths: {widths[-1]} units of tp = {layout.tp} are more devices than "
-            f"{layout.model.name}'s {layout.model.num_heads} query heads: some would hold none"
-        )
-    for width in widths:
-        of_width = layout.of_width(width)
-        if of_width.base_kv_heads != unit.base_kv_heads:
-            problems.append(
-                f"fleet_widths: groups of {width} units would split {layout.model.name}'s "
-                f"{layout.model.num_kv_heads} KV heads otherwise than a unit of tp = {layout.tp}"
-            )
-    return problems
-
-
-def draft_rows(drafts: DraftOptions, max_num_seqs: int) -> int:
-    """Logit rows of a step with drafts; 0 where nothing is drafted."""
-    if drafts.speculation == "none":
-        return 0
-    return drafts.max_draft_rows or min(4 * max_num_seqs, MOST_DRAFT_ROWS)
-
-
-def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:
-    """What is wrong with `config` for this model on a machine of `num_devices` devices."""
-    limit, wanted = model.max_position_embeddings, config.model.max_model_len
-    parallel = config.parallel
-    degree = (parallel.sp or 1) * (parallel.tp or 1)
-    if parallel.devices:
-        degree = parallel.devices // (parallel.dp * parallel.pp)
-    used = degree * parallel.dp * parallel.pp
-    problems = stage_problems(parallel.pp, model)
-    if wanted is not None and wanted > limit:
-        problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
-    if model.encoder is not None:
-        problems.append(f"{model.name} is an encoder: it embeds texts, and generates none")
-    if config.model.task == "embed":
-        problems.append("task = embed is of Embedder, of embed and of serve")
-    if model.experts is not None:
-        problems += _expert_problems(model, degree)
-    if used > num_devices:
-        problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
-    if degree > model.num_heads:
-        problems.append(
-            f"sp * tp = {degree} is more than {model.name}'s {model.num_heads} query heads: "
-            "some devices would hold none"
-        )
-    return problems
-
-
-def _expert_problems(model: ModelConfig, degree: int) -> list[str]:
-    """Why `degree` devices cannot compute a model with experts; none: they can."""
-    problems, experts = [], model.experts
-    assert experts is not None
-    if model.architecture not in EXPERT_NAMES or experts.shared_intermediate_size:
-        problems.append(f"{model.name}'s kind of experts can be planned for, but not loaded")
-    if degree > experts.num:
-        problems.append(
-            f"sp * tp = {degree} is more than {model.name}'s {experts.num} experts: "
-            "some devices would hold none"
-        )
-    return problems
-
-
-def stage_problems(pp: int, model: ModelConfig) -> list[str]:
-    """Why a model cannot be computed in `pp` stages; none: it can."""
-    if pp == 1:
-        return []
-    problems = []
-    if pp > model.num_layers:
-        problems.append(f"pp = {pp} is more than {model.name}'s {model.num_layers} layers")
-    if model.num_kv_layers is not None:
-        problems.append(
-            f"pp = {pp} cannot be had with {model.name}: the late layers of SwiftKV need what the "
-            "last early one gives, for all tokens"
-        )
-    return problems
-
-
-def base_rule(
-    num_bytes: int, memory_bytes_per_device: int, num_devices: int, expert_bytes: int = 0
-) -> tuple[int, int]:
-    """(sp, tp) by the rule: the least TP whose share of `num_bytes` fits, the rest SP.
-
-    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory. All devices split
-    the experts among the weights, `expert_bytes`, whatever TP is. Raises ConfigError when not even
-    TP = num_devices fits.
-    """
-    room = int(WEIGHT_SHARE * memory_bytes_per_device)
-    for tp in range(1, num_devices + 1):
-        share = (num_bytes - expert_bytes) / tp + expert_bytes / num_devices
-        if num_devices % tp == 0 and share <= room:
-            return num_devices // tp, tp
-    raise ConfigError(
-        [
-            f"the weights ({num_bytes / 2**30:.1f} GiB) do not fit: {num_devices} devices offer "
-            f"{room / 2**30:.1f} GiB each for weights; use more devices or a smaller dtype"
-        ]
-    )
-
-
-def choose_degrees(
-    parallel: ParallelOptions,
-    model: ModelConfig,
-    formats: Formats,
-    devices: Devices,
-) -> tuple[int, int]:
-    """(sp, tp) of a group, or of each stage of it: as configured; else by `base_rule`.
-
-    Where weights are gathered, a device stores 1/P of them whatever SP is, so that is P.
-
-    Where the degrees leave it open, a group is the largest number of devices that all have a
-    query head, a divisor of the machine's share if there is one. The options have passed
-    `check_model`.
-    """
-    sp, tp = parallel.sp, parallel.tp
-    if sp and tp:
-        return sp, tp
-    group = (parallel.devices or devices.num_devices) // (parallel.dp * parallel.pp)
-    fixed = sp or tp or 1
-    sizes = range(fixed, min(group, model.num_heads) + 1, fixed)
-    size = max(sizes, key=lambda size: (group % size == 0, size))
-    if sp:
-        return sp, size // sp
-    if tp:
-        return size // tp, tp
-    most, of_experts = max(
-        (weight_bytes(Layout(stage, 1, 1), formats), expert_bytes(stage, formats))
-        for stage in stages_of(model, parallel.pp)
-    )
-    by_rule = base_rule(most, devices.total_bytes, size, of_experts)
-    if by_rule[0] == 1 < size and not parallel.gathers:
-        logger.info(
-            "the weights leave no room for SP: weights = gather stores as little, and gathers them "
-            "for steps of many tokens; `shiftjax plan` says from how many that pays"
-        )
-    return (size, 1) if parallel.gathers else by_rule  # of which a device has 1/P, whatever SP

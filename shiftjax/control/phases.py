@@ -7,8 +7,9 @@ from dataclasses import replace
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.control.admission import RequestLimits
-from shiftjax.control.deployment import Deployment, Devices, Suited, resolve
+from shiftjax.control.deployment import Deployment, Devices
 from shiftjax.control.resharding import PHASES, Phase
+from shiftjax.control.resolve import Suited, resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shiftjax.control.deployment import Suited
+from shiftjax.control.resolve import Suited
 from shiftjax.costs.buckets import worthwhile
 from shiftjax.device import kept
 

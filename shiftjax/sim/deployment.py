@@ -8,18 +8,11 @@ from typing import Any, get_args, get_type_hints
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, SERVER_BUDGETS, EngineConfig
-from shiftjax.control.deployment import (
-    Deployment,
-    Devices,
-    base_rule,
-    draft_rows,
-    resolve,
-    stage_problems,
-    widths_problems,
-)
+from shiftjax.control.deployment import Deployment, Devices
 from shiftjax.control.phases import HOST_SHARE
 from shiftjax.control.policy import Policy, make_policy
 from shiftjax.control.resharding import PHASES, Phase
+from shiftjax.control.resolve import base_rule, draft_rows, resolve, stage_problems, widths_problems
 from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine

@@ -30,7 +30,7 @@ from serving.bench.hlo import Computation, computations
 from serving.bench.thunks import top_level
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.weights import num_parameters
-from shiftjax.control.deployment import base_rule
+from shiftjax.control.resolve import base_rule
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine
 from shiftjax.costs.memory import kv_token_bytes

@@ -15,8 +15,9 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.build import host_copy_bytes
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Devices, resolve
+from shiftjax.control.deployment import Deployment, Devices
 from shiftjax.control.resharding import Phase
+from shiftjax.control.resolve import resolve
 from shiftjax.costs.memory import weight_bytes
 from shiftjax.device.groups import Placed, define_groups, load_weights, pool_of
 from shiftjax.device.mesh import make_mesh

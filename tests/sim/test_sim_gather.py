@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Devices, resolve
+from shiftjax.control.deployment import Devices
 from shiftjax.control.policy import CostPolicy, ThresholdPolicy, make_policy
+from shiftjax.control.resolve import resolve
 from shiftjax.costs.collectives import weight_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import weight_bytes
