@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,24 @@ class Experts:
 
     A token's experts are those with the largest router logits, weighted by the softmax of these
     logits (`norm_topk`: the softmax over all experts, made to sum to one, is the same), or by their
-    part of the softmax over all.
+    part of the softmax over all. With `scores` of sigmoid they are those with the largest sigmoids
+    of logits, a correction added where there is one, out of the `groups_per_token` groups whose two
+    best sum to most; weighted by the sigmoids themselves (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
     """
 
     num: int
     per_token: int
     intermediate_size: int
     shared_intermediate_size: int = 0  # of an expert that every token uses; 0: there is none
+    has_shared_gate: bool = False  # it is times the sigmoid of a logit of its own (Qwen2-MoE)
     norm_topk: bool = True  # the weights of a token's experts sum to one
     dense_layers: tuple[int, ...] = ()  # of the whole model: these have an MLP instead
     has_bias: bool = False  # of the router, and of each expert's matrices (gpt-oss)
+    scores: Scores = "softmax"
+    has_correction: bool = False  # a number of each expert that is added to choose, not to weigh
+    num_groups: int = 1  # of neighbours, equally many
+    groups_per_token: int = 1
+    scale: float = 1.0  # of the weights of a token's experts
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ _QWEN2 = _QWEN | {
     "max_position_embeddings": 32_768,
     "attention_bias": True,
 }
+_QWEN2_MOE = _QWEN2 | {"architecture": "qwen2_moe", "max_position_embeddings": 8192}
 _QWEN3 = _QWEN | {"architecture": "qwen3", "max_position_embeddings": 40_960}
 _QWEN3_MOE = _QWEN3 | {"architecture": "qwen3_moe"}
 _MIXTRAL = _MISTRAL | {"architecture": "mixtral", "vocab_size": 32_000}
@@ -105,6 +106,13 @@ _GLM4 = {
     "rotary_dim": 64,
     "eos_token_ids": (151_329, 151_336, 151_338),
 }
+_GLM45 = {
+    **_GLM4,
+    "architecture": "glm4_moe",
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+}
+_SIGMOIDS = {"scores": "sigmoid", "has_correction": True}
 _OLMO2 = {
     "architecture": "olmo2",
     "vocab_size": 100_352,
@@ -161,6 +169,18 @@ _TINY_GPT_OSS = {
 }
 _TINY_GEMMA3 = {"architecture": "gemma3_text", "tie_word_embeddings": True} | _gemma3_kinds(16)
 _TINY_GLM4 = {"architecture": "glm4", "attention_bias": True, "rotary_dim": 4}
+_TINY_GLM45 = _TINY_GLM4 | {
+    "architecture": "glm4_moe",
+    "qk_norm": True,
+    "experts": Experts(
+        *(8, 2, 32, 64),
+        dense_layers=(0,),
+        num_groups=4,
+        groups_per_token=2,
+        scale=1.5,
+        **_SIGMOIDS,
+    ),
+}
 
 _PRESETS = (
     preset("tiny", _TINY, 64, 128, 2, 8, 4, 8),
@@ -177,6 +197,16 @@ _PRESETS = (
         architecture="mixtral",
         experts=Experts(num=8, per_token=2, intermediate_size=128),
     ),
+    preset(
+        *("tiny-qwen2-moe", _TINY, 64, 128, 2, 8, 4, 8),
+        architecture="qwen2_moe",
+        attention_bias=True,
+        experts=Experts(8, 2, 32, 48, has_shared_gate=True, norm_topk=False),
+    ),
+    preset(
+        "tiny-olmoe", _TINY, 64, 32, 2, 8, 4, 8, architecture="olmoe", experts=Experts(8, 2, 32)
+    ),
+    preset("tiny-glm4-moe", _TINY, 64, 128, 2, 8, 4, 8, **_TINY_GLM45),
     preset("tiny-gemma3", _TINY, 64, 128, 6, 8, 4, 8, **_TINY_GEMMA3),
     preset("tiny-olmo2", _TINY, 64, 128, 2, 8, 4, 8, architecture="olmo2"),
     preset("tiny-phi3", _TINY, 64, 128, 2, 8, 4, 8, architecture="phi3"),
@@ -206,6 +236,14 @@ _PRESETS = (
     preset(
         *("olmoe-1b-7b", _OLMOE, 2048, 1024, 16, 16, 16, 128),
         experts=Experts(num=64, per_token=8, intermediate_size=1024, norm_topk=False),
+    ),
+    preset(
+        *("qwen1.5-moe-a2.7b", _QWEN2_MOE, 2048, 5632, 24, 16, 16, 128),
+        experts=Experts(60, 4, 1408, 5632, has_shared_gate=True, norm_topk=False),
+    ),
+    preset(
+        *("glm-4.5-air", _GLM45, 4096, 10_944, 46, 96, 8, 128),
+        experts=Experts(128, 8, 1408, 1408, dense_layers=(0,), **_SIGMOIDS),
     ),
     preset("gemma-3-1b", _GEMMA3, 1152, 6912, 26, 4, 1, 256, **_GEMMA3_1B),
     preset("gemma-3-27b", _GEMMA3, 5376, 21_504, 62, 32, 16, 128, **_GEMMA3_27B),

@@ -21,23 +21,26 @@ LSTM_GATES = ("forget", "input", "output", "cell")
 EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a tensor for each
 
 
+Plain = Literal["matrix", "table", "norm", "bias", "correction"]
+Kind = Plain | Literal["codes", "scale", "input_scale", "kv_scale"]
+
+
 class Weight(NamedTuple):
     """One weight of a model, unpadded; `axes` says what its dimensions count.
 
     The dimension that devices split comes first, so that a shard is contiguous. Checkpoints hold
     every matrix as `[out, in]`, so one whose input is split is `transposed`.
 
-    A `table` is the embedding or the LM head. `codes` are a quantised matrix, `scale` what they are
-    in units of and `input_scale` what its inputs are (`parallel/stored.py`).
+    A `table` is the embedding or the LM head; a `correction` is float32 in every format. `codes`
+    are a quantised matrix, `scale` what they are in units of and `input_scale` what its inputs are
+    (`parallel/stored.py`).
     """
 
     name: str  # the path to it in its module: layers.0.attention.q
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     source: str  # the checkpoint's tensor, by Hugging Face's name
-    kind: Literal[
-        "matrix", "table", "norm", "bias", "codes", "scale", "input_scale", "kv_scale"
-    ] = "matrix"
+    kind: Kind = "matrix"
     transposed: bool = False
     tied_to: str | None = None  # the weight whose memory it shares
     in_shift: bool = False  # split over all devices in every mode, as SHIFT splits it
@@ -75,7 +78,7 @@ class Weight(NamedTuple):
         if self.axes[0] == "experts":
             experts = map(self.of_expert, range(self.shape[0]))
             return {name: shape for one in experts for name, shape in one.tensors.items()}
-        if self.kind in ("norm", "bias"):
+        if self.kind in ("norm", "bias", "correction"):
             return {self.source: (self.num_elements,)}
         shape = (math.prod(self.shape[:-1]), self.shape[-1])
         return {self.source: shape[::-1] if self.transposed else shape}
@@ -174,7 +177,7 @@ def _llama_layer(config: ModelConfig, has_experts: bool = False) -> Iterator[Wei
         matrix = Weight(f"attention.{name}", shape, (axis, None, None), source)
         yield from _projection(matrix._replace(transposed=name == "o"), has_bias)
     if has_experts and config.experts is not None:
-        names = EXPERT_NAMES.get(config.architecture, _QWEN_EXPERTS)
+        names = EXPERT_NAMES.get(config.architecture, _QWEN_EXPERTS)  # what is planned for alone
         yield from _moe(config.experts, hidden, names)
     else:
         yield from _mlp("mlp", (config.intermediate_size, hidden), "mlp", config.mlp_bias)
@@ -205,12 +208,14 @@ class ExpertNames(NamedTuple):
     gate: str
     up: str
     down: str
+    shared: str = "mlp.shared_expert"
 
 
 _QWEN_EXPERTS = ExpertNames("mlp.gate", f"mlp.experts.{EACH}", "gate_proj", "up_proj", "down_proj")
 EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
     {
-        "qwen3_moe": _QWEN_EXPERTS,
+        **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_EXPERTS),
+        "glm4_moe": _QWEN_EXPERTS._replace(shared="mlp.shared_experts"),
         "gpt_oss": _QWEN_EXPERTS._replace(router="mlp.router"),  # as `weights/hf_names.py` reads it
         "mixtral": ExpertNames(
             "block_sparse_moe.gate", f"block_sparse_moe.experts.{EACH}", "w1", "w3", "w2"
@@ -224,6 +229,7 @@ def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
     """The experts of a layer: whole ones, split over all devices in every mode.
 
     They are `[expert, out, in]`, `down` too: nobody splits its inputs. Every device has the router.
+    A shared expert is an MLP, and split as one.
     """
     yield Weight("mlp.router", (experts.num, hidden), (None, None), f"{names.router}.weight")
     width = experts.intermediate_size
@@ -241,17 +247,25 @@ def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
     if experts.has_bias:
         source, axes = f"{names.router}.bias", (None,)
         yield Weight("mlp.router_bias", (experts.num,), axes, source, "bias")
+    if experts.has_correction:
+        source = f"{names.router}.e_score_correction_bias"
+        yield Weight("mlp.router_correction", (experts.num,), (None,), source, "correction")
     if experts.shared_intermediate_size:
-        yield from _mlp(
-            "mlp.shared", (experts.shared_intermediate_size, hidden), "mlp.shared_expert"
-        )
+        shape = experts.shared_intermediate_size, hidden
+        yield from _mlp("mlp.shared", shape, names.shared, axis="shared_intermediate")
+    if experts.has_shared_gate:
+        yield Weight("mlp.shared_gate", (1, hidden), (None, None), f"{names.shared}_gate.weight")
 
 
 def _mlp(
-    name: str, shape: tuple[int, int], source: str, has_bias: bool = False
+    name: str,
+    shape: tuple[int, int],
+    source: str,
+    has_bias: bool = False,
+    axis: str = "intermediate",
 ) -> Iterator[Weight]:
     for part in ("gate", "up", "down"):
-        matrix = Weight(f"{name}.{part}", shape, ("intermediate", None), f"{source}.{part}_proj")
+        matrix = Weight(f"{name}.{part}", shape, (axis, None), f"{source}.{part}_proj")
         yield from _projection(matrix._replace(transposed=part == "down"), has_bias)
 
 
@@ -370,7 +384,7 @@ def _numbered_norm(name: str, index: int, width: int, source: str) -> Iterator[W
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
 _DECODERS = (
     *("llama", "llama_swiftkv", "mistral", "qwen2", "qwen3"),
-    *("qwen3_moe", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe"),
     *("gemma2", "gemma3_text", "olmo2", "phi3", "glm", "glm4", "gpt_oss"),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(

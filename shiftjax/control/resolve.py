@@ -195,7 +195,7 @@ def _expert_problems(model: ModelConfig, degree: int) -> list[str]:
     """Why `degree` devices cannot compute a model with experts; none: they can."""
     problems, experts = [], model.experts
     assert experts is not None
-    if model.architecture not in EXPERT_NAMES or experts.shared_intermediate_size:
+    if model.architecture not in EXPERT_NAMES:
         problems.append(f"{model.name}'s kind of experts can be planned for, but not loaded")
     if degree > experts.num:
         problems.append(

@@ -75,7 +75,7 @@ def exchange_of_experts(
 
     With them goes which expert it is. Whether anybody lacks room is known to all before that; a
     step in which somebody does moves what `gather_of_experts` says instead. Last come the tokens
-    that neighbours have computed.
+    that neighbours have computed, and what the expert that all tokens use adds to each.
     """
     devices, row = layout.num_devices, layout.model.hidden_size * activation_bytes
     rows = devices * room_of_exchange(layout, mode, num_tokens)
@@ -85,6 +85,8 @@ def exchange_of_experts(
         Collective("all-to-all", devices, rows * EXPERT_BYTES, 1),
         Collective("all-gather", layout.ways(mode), num_tokens // mode.sp * row, 1),
     ]
+    if layout.shared_intermediate_size:
+        moves.append(_reduce(layout, mode, num_tokens, activation_bytes, 1))
     return [move for move in moves if move.num_devices > 1]
 
 

@@ -42,7 +42,8 @@ def temporary_bytes(
     Where BASE gathers its weights, it looks up the embeddings of all tokens, too.
     So are experts computed: all tokens, their sums, and what each of a token's experts gives.
     """
-    hidden, inner = layout.model.hidden_size, layout.intermediate_size
+    hidden = layout.model.hidden_size
+    inner = max(layout.intermediate_size, layout.shared_intermediate_size)
     base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
     shift = num_shift_tokens * (4 * hidden + 3 * inner // layout.num_devices)
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices

@@ -344,9 +344,9 @@ class CostModel:
         seconds += self._product(expert_tokens, hidden, experts.num)
         load = self._load(experts, expert_tokens)
         seconds += self._mlp(load.pairs / load.experts, experts.intermediate_size, load.experts)
-        if not experts.shared_intermediate_size:
+        if not layout.shared_intermediate_size:
             return seconds, 5
-        return seconds + self._mlp(rows, -(-experts.shared_intermediate_size // t)), 7
+        return seconds + self._mlp(rows, layout.shared_intermediate_size // t), 7
 
     def _load(self, experts: Experts, num_tokens: int) -> Load:
         """What the most loaded device has to do for a layer of experts."""
@@ -384,7 +384,7 @@ class CostModel:
         if has_experts and experts is not None:
             pairs = self._load(experts, num_tokens).pairs
             numbers += int(3 * pairs * experts.intermediate_size)
-            numbers += local * 3 * experts.shared_intermediate_size // t
+            numbers += local * 3 * layout.shared_intermediate_size // t
             numbers += num_tokens * (experts.per_token + 1) * config.hidden_size
         else:
             numbers += local * 3 * layout.intermediate_size // t

@@ -25,7 +25,7 @@ from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
 from shiftjax.models.products import in_blocks, quantise, relative_error
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import INPUTS, SCALE, dtype_of, stored_weights
+from shiftjax.parallel.stored import FLOAT32, INPUTS, SCALE, dtype_of, stored_weights
 from shiftjax.weights.kv_scales import read_scale
 from shiftjax.weights.source import (
     OF_CODES,
@@ -37,9 +37,7 @@ from shiftjax.weights.source import (
 )
 
 # What a checkpoint's own codes are made of, and their scales; all else is in a model's format.
-_OF_KIND = {"codes": FORMATS["fp8"].dtype} | dict.fromkeys(
-    ("scale", "input_scale"), np.dtype(np.float32)
-)
+_OF_KIND = {"codes": FORMATS["fp8"].dtype} | dict.fromkeys(FLOAT32, np.dtype(np.float32))
 _NAME_OF_KIND = {"codes": OF_CODES, "scale": OF_SCALE, "input_scale": OF_INPUTS}
 # Relative, in the mean over a matrix. No rounding to the 4 bits of e4m3 changes a number by more,
 # so above it many are too small beside their channel's largest to have a code: below 2^-18 of it.

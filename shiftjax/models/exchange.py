@@ -21,6 +21,7 @@ and in SHIFT the all-reduce of n * d * b over all P that an MLP has. Where a tok
 its pairs go to them and back instead, if that is fewer bytes: two all-to-alls over all P with room
 for r pairs from each device to each, P * r * d * b, and an all-gather of the tokens that neighbours
 have computed, (n / sp) * d * b over the P / sp devices (`costs.experts.room_of_exchange`).
+What an expert that all tokens use adds goes along in the all-reduce; beside an exchange it has one.
 
 Between pipeline stages hidden states are split over all devices, so that n * d * b bytes cross in
 all. The next stage gathers its tokens' over the P / sp devices that split a weight.
@@ -86,17 +87,19 @@ class Parallel:
         return jax.lax.axis_index(ALL_AXES)
 
     def sum_of_all(
-        self, partial: Float[Array, "tokens hidden"]
+        self,
+        partial: Float[Array, "tokens hidden"],
+        beside: Float[Array, "tokens_sp hidden"] | None = None,
     ) -> Float[Array, "tokens_sp hidden"]:
         """Sum what all devices, say with their experts, add to all tokens; each keeps its own.
 
         Where tokens are split: one reduce-scatter over `sp`, then one all-reduce of the rest over
-        the devices that split a weight. In SHIFT one all-reduce over all devices.
+        the devices that split a weight. In SHIFT one all-reduce over all devices. The latter takes
+        along what such devices have `beside` that for their tokens, partial products of a weight.
         """
-        if not self.splits_tokens:
-            return self.reduce(partial)
-        own = jax.lax.psum_scatter(partial, TOKEN_AXIS, scatter_dimension=0, tiled=True)
-        return self.reduce(own)
+        if self.splits_tokens:
+            partial = jax.lax.psum_scatter(partial, TOKEN_AXIS, scatter_dimension=0, tiled=True)
+        return self.reduce(partial if beside is None else partial + beside)
 
     def own_part(self, local: jax.Array) -> jax.Array:
         """Return the part of its tokens that this device has to itself.

@@ -19,12 +19,15 @@ from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import ExpertBackend
 from shiftjax.models.tiles import PLAIN, Gated
 
+LEAST_SUM = 1e-20  # that sigmoids of a token's experts are divided by
+
 
 def route(
     x: Float[Array, "tokens hidden"],
     router: Float[Array, "experts hidden"],
     experts: Experts,
     bias: Float[Array, " experts"] | None = None,
+    correction: Float[Array, " experts"] | None = None,
 ) -> tuple[Float[Array, "tokens k"], Int32[Array, "tokens k"]]:
     """Return every token's experts and their weights, float32; see `arch.config.Experts`."""
     logits = jnp.einsum(
@@ -36,10 +39,32 @@ def route(
     )
     if bias is not None:
         logits = logits + bias[None].astype(jnp.float32)
+    if experts.scores == "sigmoid":
+        return _by_sigmoids(jax.nn.sigmoid(logits), experts, correction)
     largest, chosen = jax.lax.top_k(logits, experts.per_token)
     if experts.norm_topk:
         return jax.nn.softmax(largest, axis=-1), chosen
     return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1), chosen
+
+
+def _by_sigmoids(
+    scores: Float[Array, "tokens experts"],
+    experts: Experts,
+    correction: Float[Array, " experts"] | None,
+) -> tuple[Float[Array, "tokens k"], Int32[Array, "tokens k"]]:
+    """The same of sigmoids, which a correction may change for the choice alone."""
+    ranked = scores if correction is None else scores + correction[None]
+    if experts.groups_per_token < experts.num_groups:
+        groups = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
+        best = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
+        _, kept = jax.lax.top_k(best, experts.groups_per_token)
+        is_kept = (kept[:, :, None] == jnp.arange(experts.num_groups)[None, None]).any(axis=1)
+        ranked = jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(ranked.shape)
+    _, chosen = jax.lax.top_k(ranked, experts.per_token)
+    gains = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.norm_topk:
+        gains = gains / (gains.sum(axis=-1, keepdims=True) + LEAST_SUM)
+    return gains * experts.scale, chosen
 
 
 class ExpertLayer(NamedTuple):
@@ -52,12 +77,19 @@ class ExpertLayer(NamedTuple):
     parallel: Parallel
     backend: ExpertBackend
     router_bias: Float[Array, " experts"] | None = None
+    router_correction: Float[Array, " experts"] | None = None
     gated: Gated = PLAIN
 
     @property
     def num_own(self) -> int:
         """Experts that this device has, those that are padding included."""
         return self.weights.gate.shape[0]
+
+    def route(
+        self, x: Float[Array, "tokens hidden"]
+    ) -> tuple[Float[Array, "tokens k"], Int32[Array, "tokens k"]]:
+        """Return the experts of some tokens, and their weights."""
+        return route(x, self.router, self.experts, self.router_bias, self.router_correction)
 
     def multiply(
         self,
@@ -72,9 +104,13 @@ class ExpertLayer(NamedTuple):
 
 
 def expert_layer(
-    x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer
+    x: Float[Array, "tokens_sp hidden"],
+    layer: ExpertLayer,
+    shared: Float[Array, "tokens_sp hidden"] | None = None,
 ) -> Float[Array, "tokens_sp hidden"]:
     """Return what their experts make of this device's tokens.
+
+    With what the `shared` one does, whose sum over the devices that split it is still to be made.
 
     Where tokens are split, either all of them come to every device, or pairs go to the devices of
     their experts: what moves fewer bytes (`costs.experts.room_of_exchange`). The exchange has room
@@ -83,27 +119,29 @@ def expert_layer(
     parallel = layer.parallel
     room = room_of_exchange(parallel.layout, parallel.mode, x.shape[0] * parallel.mode.sp)
     if not room:
-        return _gather(x, layer)
+        return _gather(x, layer, shared)
     sent = _send(x, layer, room)
     # Every device takes the same branch, so there are collectives in both.
     return jax.lax.cond(
         parallel.any_of_all(sent.overflows),
-        lambda: _gather(x, layer),
-        lambda: _exchange(x, layer, sent, room),
+        lambda: _gather(x, layer, shared),
+        lambda: _exchange(x, layer, sent, room, shared),
     )
 
 
-def _gather(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer) -> jax.Array:
+def _gather(
+    x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, shared: jax.Array | None
+) -> jax.Array:
     """All tokens on every device: each adds what its own experts give."""
     x = layer.parallel.gather_tokens(x)
-    gains, chosen = route(x, layer.router, layer.experts, layer.router_bias)
+    gains, chosen = layer.route(x)
     own = chosen - layer.parallel.place * layer.num_own
     is_real = jnp.arange(x.shape[0]) < layer.num_tokens
     is_own = (own >= 0) & (own < layer.num_own) & is_real[:, None]
     routed = sort_pairs(jnp.where(is_own, own, layer.num_own), layer.num_own)
     parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
     partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
-    return layer.parallel.sum_of_all(partial)
+    return layer.parallel.sum_of_all(partial, shared)
 
 
 class Sent(NamedTuple):
@@ -120,7 +158,7 @@ def _send(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, room: int) ->
     """Route the tokens of which this device is the sender; neighbours have the same tokens."""
     parallel, num_devices = layer.parallel, layer.parallel.layout.num_devices
     own = parallel.own_part(x)
-    gains, chosen = route(own, layer.router, layer.experts, layer.router_bias)
+    gains, chosen = layer.route(own)
     index = parallel.own_part(parallel.local_tokens(jnp.arange(x.shape[0] * parallel.mode.sp)))
     is_real = (index < layer.num_tokens)[:, None]
     device = jnp.where(is_real, chosen // layer.num_own, num_devices)
@@ -133,7 +171,11 @@ def _send(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, room: int) ->
 
 
 def _exchange(
-    x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, sent: Sent, room: int
+    x: Float[Array, "tokens_sp hidden"],
+    layer: ExpertLayer,
+    sent: Sent,
+    room: int,
+    shared: jax.Array | None,
 ) -> jax.Array:
     """Pairs go to the devices of their experts and come back, all tokens to their neighbours."""
     parallel, shape = layer.parallel, (layer.parallel.layout.num_devices, room)
@@ -151,4 +193,5 @@ def _exchange(
     parts = back.at[at].get(mode="fill", fill_value=0).astype(jnp.float32)
     is_sent = (sent.device < shape[0])[..., None]
     out = jnp.where(is_sent, parts * sent.gains[..., None], 0).sum(axis=1).astype(x.dtype)
-    return parallel.whole_part(out)
+    out = parallel.whole_part(out)
+    return out if shared is None else out + parallel.reduce(shared)

@@ -227,12 +227,16 @@ class MLP(Part):
         self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
-        parallel = context.parallel
-        gate, up = self._out(x, "gate"), self._out(x, "up")
-        if self.config.mlp_bias:
-            gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
-        out = parallel.reduce(self._in(gate_with(self.config.activation, gate, up), "down"))
-        return out + self.down_bias[...][None] if self.config.mlp_bias else out
+        return self._plus_bias(context.parallel.reduce(self.partial(x)), "down")
+
+    def partial(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """Return what this device adds to it, without the last bias."""
+        gate, up = (self._plus_bias(self._out(x, name), name) for name in ("gate", "up"))
+        return self._in(gate_with(self.config.activation, gate, up), "down")
+
+    def _plus_bias(self, x: Float[Array, "tokens out"], name: str) -> Float[Array, "tokens out"]:
+        bias = getattr(self, f"{name}_bias", None)
+        return x if bias is None else x + bias[...][None]
 
 
 class OwnExperts(Part):
@@ -267,21 +271,45 @@ class MoE(Part):
 
     router: nnx.Param
     router_bias: nnx.Param  # with experts.has_bias
+    router_correction: nnx.Param  # with experts.has_correction, float32
+    experts: OwnExperts
+    shared: MLP  # with experts.shared_intermediate_size
+    shared_gate: nnx.Param  # with experts.has_shared_gate
 
     def __init__(self, config: ModelConfig, params: Params):
-        super().__init__(config, {name: params[name] for name in params if name != "experts"})
-        self.experts = OwnExperts(config, params["experts"])
+        parts = {"experts": OwnExperts, "shared": MLP}
+        super().__init__(config, {name: params[name] for name in params if name not in parts})
+        for name, part in parts.items():
+            if name in params:
+                setattr(self, name, part(config, params[name]))
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
         assert self.config.experts is not None
-        num_tokens, bias = context.metadata.query_start_loc[-1], getattr(self, "router_bias", None)
+        num_tokens = context.metadata.query_start_loc[-1]
         own = self.config.experts, self.router[...], self.experts.weights
-        parallel, backend = context.parallel, context.experts
-        beside = None if bias is None else bias[...], self.experts.gated
-        return expert_layer(x, ExpertLayer(*own, num_tokens, parallel, backend, *beside))
+        step = num_tokens, context.parallel, context.experts
+        beside = self._of_router("router_bias"), self._of_router("router_correction")
+        layer = ExpertLayer(*own, *step, *beside, self.experts.gated)
+        return expert_layer(x, layer, self._shared(x))
+
+    def _of_router(self, name: str) -> Float[Array, " experts"] | None:
+        param = getattr(self, name, None)
+        return None if param is None else param[...]
+
+    def _shared(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"] | None:
+        """Return what this device adds to the output of the expert that every token uses."""
+        if not hasattr(self, "shared"):
+            return None
+        out = self.shared.partial(x)
+        if not hasattr(self, "shared_gate"):
+            return out
+        logit = jnp.einsum(
+            "th,oh->to", x, self.shared_gate[...], preferred_element_type=jnp.float32
+        )
+        return out * jax.nn.sigmoid(logit).astype(out.dtype)
 
 
 class DecoderLayer(nnx.Module):

@@ -13,7 +13,8 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Group, Mode
 
-_PADDED_AXES = ("vocab", "draft_vocab", "intermediate", "experts")  # to a multiple of P
+# To a multiple of P.
+_PADDED_AXES = ("vocab", "draft_vocab", "intermediate", "shared_intermediate", "experts")
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:
@@ -123,6 +124,15 @@ class Layout:
     def intermediate_size(self) -> int:
         """MLP width, padded to a multiple of P."""
         return round_up(self.model.intermediate_size, self.padded_for)
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Width of the expert that every token uses, padded likewise; 0: there is none."""
+        return round_up(self._shared_width, self.padded_for)
+
+    @property
+    def _shared_width(self) -> int:
+        return self.model.experts.shared_intermediate_size if self.model.experts else 0
 
     @property
     def num_experts(self) -> int:
@@ -248,6 +258,7 @@ class Layout:
             return np.where(real, kv_head * q_per_kv + offset, -1)
         real_size, size = {
             "intermediate": (model.intermediate_size, self.intermediate_size),
+            "shared_intermediate": (self._shared_width, self.shared_intermediate_size),
             "experts": (model.experts.num if model.experts else 0, self.num_experts),
             "vocab": (model.vocab_size, self.vocab_size),
             "draft_vocab": (self.num_draft_ids, round_up(self.num_draft_ids, self.padded_for)),

@@ -23,7 +23,8 @@ from shiftjax.parallel.layout import Layout
 SCALE = "_scale"  # after the name of what it scales
 INPUTS = "_input_scale"  # after the name of the matrix whose inputs it scales
 COPIED = ("bias", "scale", "norm", "kv_scale")  # so small that modes have copies, not views
-_SPLIT = ("heads", "kv_heads", "intermediate", "experts")
+FLOAT32 = ("correction", "scale", "input_scale", "kv_scale")  # kinds, whatever the formats are
+_SPLIT = ("heads", "kv_heads", "intermediate", "shared_intermediate", "experts")
 
 
 def can_be_codes(weight: Weight) -> bool:
@@ -80,6 +81,6 @@ def _codes_and_scale(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
 
 def dtype_of(weight: Weight, formats: Formats) -> np.dtype:
     """What a stored weight is made of."""
-    if weight.kind in ("scale", "input_scale", "kv_scale"):
+    if weight.kind in FLOAT32:
         return np.dtype(np.float32)
     return FORMATS[formats.weights if weight.kind == "codes" else formats.activations].dtype

@@ -1,6 +1,6 @@
 """Experts in Hugging Face's `config.json`, and back."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shiftjax.arch.config import Experts, ModelConfig
 from shiftjax.weights.fields import Fields
@@ -11,18 +11,31 @@ class _Names(NamedTuple):
 
     num: tuple[str, ...]  # the first is written, all are read
     width: str
-    norm_topk: str | None  # None: the weights of a token's experts always sum to one
-    has_dense_layers: bool = False
+    norm_topk: str | None = None  # None: the weights of a token's experts always sum to one
+    dense: Literal["none", "listed", "first"] = "none"  # how layers without experts are told
     has_bias: bool = False
+    shared: str | None = None  # the width of the expert that all tokens use
+    num_shared: str | None = None  # or how many of the others' width it has
+    has_shared_gate: bool = False
+    has_sigmoids: bool = False  # with a correction, groups and a scale
 
 
+_NUM, _WIDTH, _NORM = ("num_experts",), "moe_intermediate_size", "norm_topk_prob"
 _NAMES = {
-    "qwen3_moe": _Names(
-        ("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob", True
+    "qwen2_moe": _Names(
+        *(_NUM, _WIDTH, _NORM, "listed"),
+        shared="shared_expert_intermediate_size",
+        has_shared_gate=True,
     ),
-    "mixtral": _Names(("num_local_experts", "num_experts"), "intermediate_size", None),
-    "olmoe": _Names(("num_experts",), "intermediate_size", "norm_topk_prob"),
-    "gpt_oss": _Names(("num_local_experts",), "intermediate_size", None, has_bias=True),
+    "qwen3_moe": _Names((*_NUM, "num_local_experts"), _WIDTH, _NORM, "listed"),
+    "mixtral": _Names(("num_local_experts", *_NUM), "intermediate_size"),
+    "olmoe": _Names(_NUM, "intermediate_size", _NORM),
+    "gpt_oss": _Names(("num_local_experts",), "intermediate_size", has_bias=True),
+    "glm4_moe": _Names(
+        *(("n_routed_experts",), _WIDTH, _NORM, "first"),
+        num_shared="n_shared_experts",
+        has_sigmoids=True,
+    ),
 }
 
 
@@ -32,23 +45,49 @@ def parse_experts(fields: Fields, architecture: str) -> Experts | None:
         return None
     names = _NAMES[architecture]
     num = fields.count(next((name for name in names.num if fields.has(name)), names.num[0]))
-    per_token = fields.count("num_experts_per_tok")
+    per_token, width = fields.count("num_experts_per_tok"), fields.count(names.width)
     if per_token > num and not fields.problems:
         fields.problem(f"num_experts_per_tok {per_token} is more than {num} experts")
+    shared = fields.count(names.shared, minimum=0) if names.shared else 0
+    if names.num_shared:
+        shared = width * fields.count(names.num_shared, minimum=0)
     return Experts(
         num,
         per_token,
-        fields.count(names.width),
+        width,
+        shared,
+        has_shared_gate=names.has_shared_gate and shared > 0,
         norm_topk=names.norm_topk is None or fields.flag(names.norm_topk),
-        dense_layers=_dense_layers(fields) if names.has_dense_layers else (),
+        dense_layers=_dense_layers(fields, names),
         has_bias=names.has_bias,
+        **_sigmoids(fields, num, per_token) if names.has_sigmoids else {},
     )
 
 
-def _dense_layers(fields: Fields) -> tuple[int, ...]:
-    """The layers without experts: those that are listed, and all but every `sparse step`-th."""
-    num_layers, step = fields.count("num_hidden_layers"), fields.count("decoder_sparse_step", 1)
-    listed = fields.data.get("mlp_only_layers") or []
+def _sigmoids(fields: Fields, num: int, per_token: int) -> dict[str, Any]:
+    """How experts are chosen by sigmoids: out of which groups, and the scale of their weights."""
+    groups, kept = fields.count("n_group", 1), fields.count("topk_group", 1)
+    if num % groups or (groups > 1 and num < 2 * groups):
+        fields.problem(f"n_group must cut {num} experts in equal parts of 2 or more, not {groups}")
+    elif kept > groups or kept * num // groups < per_token:
+        fields.problem(f"topk_group must leave {per_token} experts, and be {groups} at most")
+    return {
+        "scores": "sigmoid",
+        "has_correction": True,
+        "num_groups": groups,
+        "groups_per_token": kept,
+        "scale": fields.positive("routed_scaling_factor", 1.0),
+    }
+
+
+def _dense_layers(fields: Fields, names: _Names) -> tuple[int, ...]:
+    """The layers without experts: the first ones; or those listed, and all but `step`-th ones."""
+    num_layers = fields.count("num_hidden_layers")
+    if names.dense == "first":
+        return tuple(range(min(num_layers, fields.count("first_k_dense_replace", 1, minimum=0))))
+    if names.dense == "none":
+        return ()
+    step, listed = fields.count("decoder_sparse_step", 1), fields.data.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         fields.problem(f"mlp_only_layers must be a list of layers, found {listed!r}")
         return ()
@@ -68,6 +107,15 @@ def experts_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     if names.norm_topk is not None:
         data[names.norm_topk] = experts.norm_topk
-    if names.has_dense_layers:
+    if names.dense == "listed":
         data |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
+    if names.dense == "first":
+        data["first_k_dense_replace"] = len(experts.dense_layers)
+    if names.shared is not None:
+        data[names.shared] = experts.shared_intermediate_size
+    if names.num_shared is not None:
+        data[names.num_shared] = experts.shared_intermediate_size // experts.intermediate_size
+    if names.has_sigmoids:
+        data |= {"n_group": experts.num_groups, "topk_group": experts.groups_per_token}
+        data["routed_scaling_factor"] = experts.scale
     return data

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -28,6 +29,7 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     **ENCODERS,
 }
@@ -35,7 +37,8 @@ ARCHITECTURES = {
 _WITH_IMAGES = {"gemma3": "gemma3_text"}
 _LLAMA = ("llama", "llama_swiftkv")
 _GEMMA = ("gemma2", "gemma3_text")
-_GLM = ("glm", "glm4")
+_GLM = ("glm", "glm4", "glm4_moe")
+_QWEN2 = ("qwen2", "qwen2_moe")
 _NO_BIAS = ("mistral", "mixtral", "phi3")
 # What transformers assumes where a file says nothing; published files of Gemma 3 say little.
 _HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
@@ -58,6 +61,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "glm": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "glm4_moe": {"rms_norm_eps": 1e-5, "norm_topk_prob": True, "n_shared_experts": 1},
+    "qwen2_moe": {"qkv_bias": True},
     "gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "attention_bias": True},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmoe": {"rms_norm_eps": 1e-5},
@@ -98,7 +103,8 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     bos = fields.token_ids("bos_token_id")
     if len(bos) > 1:
         fields.problem(f"bos_token_id must be one token id, found {list(bos)}")
-    attention_bias = architecture not in _NO_BIAS and fields.flag("attention_bias")
+    has_bias = "qkv_bias" if architecture == "qwen2_moe" else "attention_bias"
+    attention_bias = architecture not in _NO_BIAS and fields.flag(has_bias)
     shape = _attention_shape(fields, architecture)
     config = ModelConfig(
         name=name,
@@ -109,11 +115,11 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         **shape,
         **read_layers(fields, architecture, shape["head_dim"]),
         **traits_of(architecture),
-        **_gemma_scales(fields, architecture, shape["head_dim"]),
+        **_of_few(fields, architecture, shape["head_dim"]),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=attention_bias or architecture == "qwen2",
-        output_bias=attention_bias and architecture not in ("qwen2", *_GLM),
+        output_bias=attention_bias and architecture not in (*_QWEN2, *_GLM),
         mlp_bias=architecture in _LLAMA and fields.flag("mlp_bias"),
         experts=parse_experts(fields, architecture),
         num_kv_layers=_num_kv_layers(fields, architecture),
@@ -133,8 +139,10 @@ def _text_part(data: dict[str, Any], file: str) -> dict[str, Any]:
     return {name: data[name] for name in outside if data.get(name)} | text
 
 
-def _gemma_scales(fields: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
-    """Return Gemma's scale of queries and its soft caps."""
+def _of_few(fields: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
+    """Return Gemma's scale of queries and its soft caps; whether GLM-4.5 norms queries and keys."""
+    if architecture == "glm4_moe":
+        return {"qk_norm": fields.flag("use_qk_norm")}
     if architecture not in _GEMMA:
         return {}
     scale = fields.positive("query_pre_attn_scalar")
@@ -160,6 +168,8 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
             fields.problem(f"{name} must be {value}, found {fields.data[name]}")
     if fields.data.get("clip_qkv") is not None:
         fields.problem("clip_qkv must be null: queries, keys and values are not clipped here")
+    if architecture == "qwen2_moe" and fields.data.get("use_sliding_window"):
+        fields.problem("use_sliding_window must be false: its layers are not told apart here")
     if fields.data.get("use_bidirectional_attention"):
         fields.problem("use_bidirectional_attention must be false: only causal models generate")
 
@@ -231,8 +241,12 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": _ids_json(config.eos_token_ids),
         "torch_dtype": dtype,
     }
-    if config.architecture not in (*_NO_BIAS, "qwen2"):
+    if config.architecture == "qwen2_moe":
+        data["qkv_bias"] = config.attention_bias
+    elif config.architecture not in (*_NO_BIAS, "qwen2"):
         data["attention_bias"] = config.attention_bias
+    if config.architecture == "glm4_moe":
+        data["use_qk_norm"] = config.qk_norm
     if config.architecture in _LLAMA:
         data["mlp_bias"] = config.mlp_bias
     if config.architecture in _GEMMA:

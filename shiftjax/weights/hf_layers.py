@@ -18,7 +18,12 @@ _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # every such layer se
 # What transformers assumes where a file says nothing.
 _MISTRAL_SLIDING_WINDOW = 4096
 _LOCAL_THETA = 10_000.0
-_PARTIAL = {"phi3": 1.0, "glm": 0.5, "glm4": 0.5}  # architectures that rotate a part of a head
+_PARTIAL = {
+    "phi3": 1.0,
+    "glm": 0.5,
+    "glm4": 0.5,
+    "glm4_moe": 0.5,
+}  # architectures that rotate a part of a head
 
 Rope = tuple[float, RopeScaling | None]
 

@@ -2,7 +2,8 @@
 
 Phi-3 and GLM stack projections of one input; a part of the rows is then a tensor of ours. gpt-oss
 has all experts in one tensor `[experts, in, out]`, the columns of gate and up taking turns. A text
-model beside an encoder of images has something in front of its names.
+model beside an encoder of images has something in front of its names. GLM-4.5 has layers behind the
+last that predict further tokens.
 """
 
 import logging
@@ -17,6 +18,8 @@ _QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn
 _GATE_UP = "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")
 _STACKS = {"phi3": dict([_QKV, _GATE_UP]), "glm": dict([_GATE_UP]), "glm4": dict([_GATE_UP])}
 _STACKED_EXPERTS = ("gpt_oss",)
+_WITH_DRAFTS = ("glm4_moe",)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
 _PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
@@ -44,17 +47,14 @@ def places_of(
 ) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
     """Return the tensors by our names, and where each is stored.
 
-    Tensors of an encoder of images are left out, which is logged. Raises CheckpointError for a
+    Tensors that no text model has are left out, which is logged. Raises CheckpointError for a
     stack whose rows are not those of its parts.
     """
     tensors: dict[str, TensorInfo] = {}
     places: dict[str, Place] = {}
-    of_images = [name for name in stored if _OF_IMAGES.match(name)]
-    if of_images:
-        words = "%s: %d tensors of images are not loaded: the model takes text alone"
-        logger.info(words, config.name, len(of_images))
+    unused = set(_unused(config, stored))
     for name, info in stored.items():
-        if _OF_IMAGES.match(name):
+        if name in unused:
             continue
         ours = _TEXT_HEAD.sub("lm_head.", _TEXT.sub("model.", name, count=1), count=1)
         found = _EXPERTS.fullmatch(ours) if config.architecture in _STACKED_EXPERTS else None
@@ -62,6 +62,24 @@ def places_of(
         for part, shape, place in parts:
             tensors[part], places[part] = info._replace(shape=shape), place
     return tensors, places
+
+
+def _unused(config: ModelConfig, stored: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Tensors of an encoder of images, and of layers that draft tokens, for a log line each."""
+
+    def is_behind(name: str) -> bool:
+        found = _LAYER.match(name) if config.architecture in _WITH_DRAFTS else None
+        return found is not None and int(found[1]) >= config.num_layers
+
+    kinds = {
+        "of images are not loaded: the model takes text alone": _OF_IMAGES.match,
+        "of layers that draft tokens are not loaded": is_behind,
+    }
+    for words, is_of_kind in kinds.items():
+        names = [name for name in stored if is_of_kind(name)]
+        if names:
+            logger.info("%s: %d tensors %s", config.name, len(names), words)
+        yield from names
 
 
 def stored_name(config: ModelConfig, name: str) -> str:

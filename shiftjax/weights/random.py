@@ -12,7 +12,7 @@ from shiftjax.weights.source import TensorInfo, bounds
 
 _LOCATION = "random"
 _PER_COUNTER = 16  # one Philox counter gives 4 x 64 bits: 16 values of 16 bits
-_BIAS_STD = 0.02
+_BIAS_STD, _SMALL = 0.02, ("bias", "correction")
 
 
 class RandomSource:
@@ -46,7 +46,7 @@ class RandomSource:
             return np.ones(shape, info.dtype)
         fan_in = int(np.prod(info.shape[1:], dtype=np.int64))
         values = _uniform(self._seed, name, rows.start * fan_in, rows.stop * fan_in)
-        half_width = np.float32(np.sqrt(3.0) * (_BIAS_STD if kind == "bias" else fan_in**-0.5))
+        half_width = np.float32(np.sqrt(3.0) * (_BIAS_STD if kind in _SMALL else fan_in**-0.5))
         block = (values * half_width).reshape(shape)[(slice(None), *columns)]
         return np.ascontiguousarray(block.astype(info.dtype, copy=False))
 

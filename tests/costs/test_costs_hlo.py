@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,8 +32,9 @@ HEADS = {  # query and KV heads on 8 devices
     "padded": (9, 3),
 }
 SWIFTKV = {"model_type": "llama_swiftkv", "num_hidden_layers": 3, "num_key_value_layers": 1}
-EXPERTS = {  # in the second layer of two
-    "model_type": "qwen3_moe",
+EXPERTS = {  # in the second layer of two, and one that all tokens use
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 56,
     "num_hidden_layers": 2,
     "decoder_sparse_step": 2,
     "num_experts": 16,
@@ -76,6 +78,7 @@ def test_late_layers_gather_once_and_reduce_rows(sp, tp):
 
 @pytest.mark.parametrize(("sp", "tp"), [(4, 2), (1, 8)])
 def test_experts_gather_tokens_and_scatter_their_sums(sp, tp):
+    """The sum of what the shared one adds is made with theirs."""
     check(sp, tp, ODD | EXPERTS)
 
 
@@ -105,10 +108,16 @@ def test_guesses_move_embeddings_and_best_tokens_alone(tmp_path, method, tie_lst
     check(4, 2, ODD, speculation="model", draft_model=str(where))
 
 
-def check(sp: int, tp: int, sizes: dict, **settings: str) -> None:
+def text_of(compiled: Any) -> str:
+    text = compiled.as_text()
+    assert text is not None
+    return text
+
+
+def check(sp: int, tp: int, sizes: dict, **settings: Any) -> None:
     """Compare the compiled steps of every mode with what is predicted."""
     directory, _, _ = checkpoint(**sizes)
-    options = {"token_buckets": (24,), "max_num_batched_tokens": 24} | settings
+    options: dict[str, Any] = {"token_buckets": (24,), "max_num_batched_tokens": 24} | settings
     (runner,) = make(directory, sp, tp, **options).runners
     (program,) = runner.programs
     for mode in runner.step.layout.modes:
@@ -121,7 +130,7 @@ def check(sp: int, tp: int, sizes: dict, **settings: str) -> None:
             moves += [m._replace(num_times=count) for m in gather_of_experts(*size)]
         for move in moves + guess_collectives(layout, bucket.seqs, FLOAT32_BYTES):
             predicted[move.kind, move.num_bytes] += move.num_times
-        assert collectives(runner.compiled(program, mode).as_text()) == predicted, mode
+        assert collectives(text_of(runner.compiled(program, mode))) == predicted, mode
 
 
 @pytest.mark.parametrize(
@@ -148,18 +157,22 @@ def test_a_move_exchanges_the_bytes_of_its_blocks(units, tp, narrow, wide, num_k
     block_bytes = 4 * kv_token_bytes(layouts[1], formats_of("float32"))
     num_bytes = wide // narrow * exchange.chunk * block_bytes
     for step in (exchange.to_wide, exchange.to_narrow):
-        assert collectives(step.as_text()) == {("all-to-all", num_bytes): 1}
+        assert collectives(text_of(step)) == {("all-to-all", num_bytes): 1}
 
 
 def test_late_layers_multiply_rows_alone():
     """A prefill's products fall to (L' + late * (KV's share + rows / tokens)) / L of all layers."""
     sizes = ODD | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
-    options = {"token_buckets": (256,), "max_num_batched_tokens": 256, "max_model_len": 256}
+    options: dict[str, Any] = {
+        "token_buckets": (256,),
+        "max_num_batched_tokens": 256,
+        "max_model_len": 256,
+    }
     flops, layers = [], []
     for changes in (sizes, sizes | SWIFTKV):
         (runner,) = make(checkpoint(**changes)[0], 1, 1, **options).runners
         (program,) = runner.programs
-        text = runner.compiled(program, runner.step.layout.base).as_text()
+        text = text_of(runner.compiled(program, runner.step.layout.base))
         (tokens, rows), config = program.bucket[:2], runner.step.layout.model
         assert (tokens, rows) == (256, 8)
 

@@ -10,10 +10,11 @@ from shiftjax.control.request import SamplingParams
 from shiftjax.parallel.grid import Mode
 
 MOE = {
-    "model_type": "qwen3_moe",
+    "model_type": "qwen2_moe",
     "num_experts": 16,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 64,
     "norm_topk_prob": True,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

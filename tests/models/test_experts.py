@@ -30,10 +30,10 @@ from shiftjax.parallel.layout import Layout
 TOKENS, REAL = 48, 43  # the rest is padding
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 CONFIGS = {  # by experts of a token: of 4, modes that split tokens gather, of 1 they exchange
-    k: replace(PRESETS["tiny-qwen3-moe"], hidden_size=32, experts=Experts(16, k, 24))
+    k: replace(PRESETS["tiny-qwen2-moe"], hidden_size=32, experts=Experts(16, k, 24, 40))
     for k in (1, 4)
 }
-NUM, WIDTH, HIDDEN = 16, 24, 32
+NUM, WIDTH, HIDDEN, SHARED = 16, 24, 32, 40
 HF = {"model_type": "qwen3_moe", "norm_topk_prob": True}
 TOLERANCE = 2e-5
 
@@ -46,6 +46,7 @@ class Case(NamedTuple):
     gate: np.ndarray
     up: np.ndarray
     down: np.ndarray
+    shared: tuple[np.ndarray, ...]  # gate, up, and down the other way round
 
 
 @cache
@@ -53,8 +54,10 @@ def case(routing: str) -> Case:
     """`one device`: all tokens go to its experts; `one expert`: one has nearly all weight."""
     rng = np.random.default_rng(5)
     sizes = (TOKENS, HIDDEN), (NUM, HIDDEN), (NUM, WIDTH, HIDDEN), (NUM, WIDTH, HIDDEN)
-    drawn = [rng.standard_normal(size) / size[-1] ** 0.5 for size in (*sizes, (NUM, HIDDEN, WIDTH))]
-    found = Case(*(each.astype(np.float32) for each in drawn))
+    sizes = *sizes, (NUM, HIDDEN, WIDTH), *[(SHARED, HIDDEN)] * 3
+    drawn = [(rng.standard_normal(n) / n[-1] ** 0.5).astype(np.float32) for n in sizes]
+    x, router, gate, up, down, *shared = drawn
+    found = Case(x, router, gate, up, down, tuple(shared))
     found.x[:, 0] = 1
     if routing == "one device":
         found.router[:] = 0  # of equal logits the first are chosen
@@ -71,7 +74,15 @@ def expected(one: Case, k: int = 4) -> np.ndarray:
             name = f"layer.mlp.experts.{e}.{part}_proj.weight"
             tensors[name] = getattr(one, part)[e].astype(np.float64)
     config, x = HF | {"num_experts_per_tok": k}, one.x[:REAL].astype(np.float64)
-    return numpy_experts.feed_forward(x, config, tensors, "layer")
+    return numpy_experts.feed_forward(x, config, tensors, "layer") + of_shared(one)[:REAL]
+
+
+def of_shared(one: Case) -> np.ndarray:
+    """What the shared expert alone makes of all tokens."""
+    gate, up, down = (matrix.astype(np.float64) for matrix in one.shared)
+    parts = {"gate": gate, "up": up, "down": down.T}
+    tensors = {f"shared.{name}_proj.weight": part for name, part in parts.items()}
+    return numpy_llama.mlp(one.x.astype(np.float64), tensors, "shared")
 
 
 @cache
@@ -81,16 +92,19 @@ def compiled(sp: int, tp: int, mode: Mode, k: int = 4):
     parallel = Parallel(layout, mode)
     nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
 
-    def run(x, router, gate, up, down, num_tokens):
-        experts = {"gate": nnx.Param(gate), "up": nnx.Param(up), "down": nnx.Param(down)}
-        layer = MoE(CONFIGS[k], {"router": nnx.Param(router), "experts": experts})
+    def run(x, router, gate, up, down, shared, num_tokens):
+        def named(*matrices):
+            return dict(zip(("gate", "up", "down"), map(nnx.Param, matrices), strict=True))
+
+        parts = {"experts": named(gate, up, down), "shared": named(*shared)}
+        layer = MoE(CONFIGS[k], {"router": nnx.Param(router)} | parts)
         metadata = nothing._replace(query_start_loc=num_tokens[None])
-        rope = Rope(x, x)
-        return layer(x, Context(rope, metadata, xla_attention(16, (None,), 4), parallel))
+        ropes = (Rope(x, x),)
+        return layer(x, Context(ropes, metadata, xla_attention(16, (None,), 4), parallel))
 
     tokens, experts = P("sp"), P(("tp", "shift", "sp"))
     mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode)
-    specs = (tokens, P(), experts, experts, experts, P())
+    specs = (tokens, P(), experts, experts, experts, P(("tp", "shift")), P())
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return jax.jit(mapped)
 
@@ -124,11 +138,13 @@ def test_an_exchange_drops_nothing_whatever_the_routing(sp, tp, mode, routing):
 def test_padding_is_sent_to_no_expert(k):
     one, layer = case("random"), compiled(4, 2, Mode(4, 4), k)
     ruined = one._replace(x=one.x.copy())
-    ruined.x[REAL:] = np.nan
+    ruined.x[REAL:] *= 10
     got = np.asarray(layer(*ruined, np.int32(REAL)))
     np.testing.assert_allclose(got[:REAL], expected(one, k), atol=TOLERANCE)
-    assert (got[REAL:] == 0).all()
-    assert not np.asarray(layer(*ruined, np.int32(0))).any()
+    alone = of_shared(ruined)
+    np.testing.assert_allclose(got[REAL:], alone[REAL:], atol=100 * TOLERANCE)
+    got = np.asarray(layer(*ruined, np.int32(0)))
+    np.testing.assert_allclose(got, alone, atol=100 * TOLERANCE)
 
 
 def test_pairs_are_sorted_by_expert_and_each_counts_once():
@@ -147,6 +163,30 @@ def test_weights_are_parts_of_the_softmax(norm_topk):
         want = numpy_experts.choose(one.x[token].astype(float), one.router.astype(float), config)
         assert np.asarray(chosen)[token].tolist() == want[0]
         np.testing.assert_allclose(np.asarray(gains)[token], want[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_groups", "kept"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_a_correction_changes_which_experts_are_chosen_and_not_their_weights(
+    norm_topk, num_groups, kept
+):
+    """DeepSeek-V3's router (arXiv 2412.19437, 2.1.2), token by token."""
+    one, rng = case("random"), np.random.default_rng(2)
+    sizes = NUM, 3, WIDTH
+    more = {"num_groups": num_groups, "groups_per_token": kept, "norm_topk": norm_topk}
+    experts = Experts(*sizes, scores="sigmoid", has_correction=True, scale=2.5, **more)
+    correction = rng.standard_normal(NUM).astype(np.float32)
+    x, router, correction = map(jnp.asarray, (one.x, one.router, correction))
+    gains, chosen = route(x, router, experts, correction=correction)
+    for token, x in enumerate(one.x.astype(float)):
+        scores = 1 / (1 + np.exp(-one.router.astype(float) @ x))
+        ranked = (scores + correction).reshape(num_groups, -1)
+        best = np.argsort(-np.sort(ranked, axis=1)[:, -2:].sum(axis=1))[:kept]
+        ranked[[group not in best for group in range(num_groups)]] = -np.inf
+        want = np.argsort(-ranked.reshape(-1))[:3]
+        assert np.asarray(chosen)[token].tolist() == want.tolist()
+        weights = scores[want] / (scores[want].sum() if norm_topk else 1)
+        np.testing.assert_allclose(np.asarray(gains)[token], 2.5 * weights, rtol=1e-5)
 
 
 def test_identical_experts_are_the_dense_model(tmp_path):

@@ -16,6 +16,7 @@ Each folder holds `config.json` and `model.safetensors` as `save_pretrained` wri
     greedy_i         [12]                        continuation, end-of-sequence ignored
     margin_i         [12]                        logit of each over its runner-up
 """
+# pyright: reportMissingImports=false, reportArgumentType=false
 
 import json
 import sys
@@ -196,6 +197,35 @@ MODELS: dict[str, tuple[str, dict]] = {
             "rope_parameters": YARN_ROPE | {"truncate": False},
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {name: size for name, size in SMALL.items() if name != "head_dim"}
+        | {
+            "mlp_only_layers": [1],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        SMALL
+        | {
+            "head_dim": 8,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": HALF_ROPE,
+        },
+    ),
 }
 
 
@@ -218,6 +248,9 @@ def build(model_type: str, overrides: dict, generator: torch.Generator) -> torch
             if model_type == "gpt_oss" and name.endswith("gate_up_proj"):
                 x = 4 * x  # so that some gates and ups are over the limit
             parameter.copy_(x)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

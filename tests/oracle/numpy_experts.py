@@ -1,15 +1,17 @@
 """A layer of experts in NumPy float64, token by token: an oracle that imports nothing of ours.
 
-Reads the tensors of Qwen3-MoE and Mixtral by Hugging Face's names.
+Reads the tensors of Qwen2-MoE, Qwen3-MoE and Mixtral by Hugging Face's names; what all tokens use
+is an MLP of `numpy_llama`.
 """
 
 import numpy as np
 
 Tensors = dict[str, np.ndarray]
 # Under a layer: router, experts, and an expert's gate, up and down.
-QWEN3_MOE = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+QWEN_MOE = ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-NAMES = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}
+NAMES = {"qwen2_moe": QWEN_MOE, "qwen3_moe": QWEN_MOE, "mixtral": MIXTRAL}
+SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 
 
 def has_experts(config: dict, layer: int) -> bool:
@@ -34,7 +36,16 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     for expert in range(num):
         for part, shape in zip(parts, [(width, hidden)] * 2 + [(hidden, width)], strict=True):
             found[f"{experts}.{expert}.{part}.weight"] = shape
+    if shared := config.get("shared_expert_intermediate_size"):
+        found[f"{SHARED_GATE}.weight"] = (1, hidden)
+        for part, shape in zip(parts, [(shared, hidden)] * 2 + [(hidden, shared)], strict=True):
+            found[f"{SHARED}.{part}.weight"] = shape
     return found
+
+
+def share_of(x: np.ndarray, tensors: Tensors, layer: str) -> np.ndarray:
+    """What the expert that all tokens use is times, `[tokens, 1]`."""
+    return 1 / (1 + np.exp(-x @ tensors[f"{layer}.{SHARED_GATE}.weight"].T))
 
 
 def choose(x: np.ndarray, router: np.ndarray, config: dict) -> tuple[list[int], np.ndarray]:

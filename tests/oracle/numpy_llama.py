@@ -145,6 +145,9 @@ def forward(config: dict, tensors: Tensors, token_ids: list[int]) -> dict:
         h = rms_norm(x, tensors[f"{at}.post_attention_layernorm.weight"], epsilon)
         if numpy_experts.has_experts(config, i):
             x = x + numpy_experts.feed_forward(h, config, tensors, at)
+            if config.get("shared_expert_intermediate_size"):
+                share = numpy_experts.share_of(h, tensors, at)
+                x = x + share * mlp(h, tensors, f"{at}.{numpy_experts.SHARED}")
         else:
             x = x + mlp(h, tensors, f"{at}.mlp")
         hidden_states.append(x)
@@ -168,7 +171,8 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     width = head_dim_of(config)
     queries, keys = (config[f"num_{n}_heads"] * width for n in ("attention", "key_value"))
     output_bias = bool(config["attention_bias"])
-    qkv_bias, mlp_bias = output_bias or config["model_type"] == "qwen2", bool(config["mlp_bias"])
+    qkv_bias = output_bias or config["model_type"] in ("qwen2", "qwen2_moe")
+    mlp_bias = bool(config["mlp_bias"])
     linears = {  # name: out, in, bias
         "self_attn.q_proj": (queries, hidden, qkv_bias),
         "self_attn.k_proj": (keys, hidden, qkv_bias),
@@ -252,6 +256,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
 }

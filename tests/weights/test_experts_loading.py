@@ -27,6 +27,52 @@ def test_configs_of_transformers_are_understood():
     assert qwen.experts == Experts(8, 3, 16, norm_topk=True, dense_layers=(1,))
     assert qwen.qk_norm and qwen.intermediate_size == 40
     assert mixtral.experts == Experts(4, 2, 24) and not mixtral.qk_norm
+    qwen, glm = (read_config(PARITY / name) for name in ("qwen2_moe", "glm4_moe"))
+    shared = Experts(8, 3, 16, 24, has_shared_gate=True, norm_topk=False, dense_layers=(1,))
+    assert qwen.experts == shared and qwen.attention_bias and not qwen.output_bias
+    sigmoids = {"scores": "sigmoid", "has_correction": True, "num_groups": 2, "scale": 1.5}
+    assert glm.experts == Experts(8, 3, 16, 32, dense_layers=(0,), **sigmoids)
+    assert glm.qk_norm and glm.rotary_dim == 4 and not glm.rope_interleaved
+
+
+@pytest.mark.parametrize("name", ["qwen1.5-moe-a2.7b", "glm-4.5-air"])
+def test_presets_are_what_their_files_would_say(name):
+    assert parse_config(to_json(PRESETS[name], "bfloat16"), name, "f") == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_group must cut 128 experts in equal parts of 2 or more, not 3"),
+        ({"n_group": 128}, "n_group must cut 128 experts in equal parts of 2 or more, not 128"),
+        ({"n_group": 32}, "topk_group must leave 8 experts, and be 32 at most"),
+        ({"topk_group": 2}, "topk_group must leave 8 experts, and be 1 at most"),
+    ],
+)
+def test_groups_that_leave_too_few_experts_are_refused(changes, message):
+    data = to_json(PRESETS["glm-4.5-air"], "float32") | changes
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(data, "glm", "f")
+
+
+def test_windows_of_qwen2_moe_are_refused():
+    data = to_json(PRESETS["tiny-qwen2-moe"], "float32") | {"use_sliding_window": True}
+    with pytest.raises(CheckpointError, match="use_sliding_window must be false"):
+        parse_config(data, "qwen", "f")
+
+
+def test_layers_that_draft_are_left_out(tmp_path, caplog):
+    config = PRESETS["tiny-glm4-moe"]
+    write_config(tmp_path, config)
+    behind = f"model.layers.{config.num_layers}"
+    tensors = random_tensors(config)
+    extra = {f"{behind}.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO"):
+        source = HuggingFaceSource(tmp_path)
+    check_complete(source)
+    assert source.tensors.keys() == tensors.keys()
+    assert "1 tensors of layers that draft tokens are not loaded" in caplog.text
 
 
 @pytest.mark.parametrize(
