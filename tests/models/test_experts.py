@@ -176,8 +176,9 @@ def test_a_correction_changes_which_experts_are_chosen_and_not_their_weights(
     more = {"num_groups": num_groups, "groups_per_token": kept, "norm_topk": norm_topk}
     experts = Experts(*sizes, scores="sigmoid", has_correction=True, scale=2.5, **more)
     correction = rng.standard_normal(NUM).astype(np.float32)
-    x, router, correction = map(jnp.asarray, (one.x, one.router, correction))
-    gains, chosen = route(x, router, experts, correction=correction)
+    gains, chosen = route(
+        jnp.asarray(one.x), jnp.asarray(one.router), experts, correction=jnp.asarray(correction)
+    )
     for token, x in enumerate(one.x.astype(float)):
         scores = 1 / (1 + np.exp(-one.router.astype(float) @ x))
         ranked = (scores + correction).reshape(num_groups, -1)
