@@ -45,7 +45,7 @@ def validate_request(request: Request, limits: RequestLimits) -> None:
     _check_identity(request, limits)
     _check_width(request.min_width, limits.widest)
     _check_prompt(request.prompt_token_ids, limits)
-    _check_length(len(request.prompt_token_ids), request.sampling.max_tokens, limits)
+    check_length(len(request.prompt_token_ids), request.sampling.max_tokens, limits)
     _check_sampling(request.sampling, limits)
     _check_constraints(request)
 
@@ -96,7 +96,8 @@ def _check_prompt(token_ids: Any, limits: RequestLimits) -> None:
         _check_in_vocabulary("The prompt's", token, "prompt", limits)
 
 
-def _check_length(num_prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:
+def check_length(num_prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:
+    """Refuse with `RequestError` what is too long for the context or the KV pool; tokens."""
     context, pool = limits.max_model_len, limits.num_kv_tokens
     num_output = 1 if max_tokens is None else max_tokens
     asked = f"{num_prompt} prompt tokens and {num_output} output tokens"

@@ -27,10 +27,14 @@ def root_hash(model: str, kv: str, adapter: str | None, salt: str | None) -> byt
 
 def extend_hashes(hashes: list[bytes], root: bytes, token_ids: list[int], block_size: int) -> None:
     """Append the chained hash of every full block of `token_ids` that has none yet."""
-    parent = hashes[-1] if hashes else root
-    for block in range(len(hashes), len(token_ids) // block_size):
-        tokens = array("i", block_tokens(token_ids, block, block_size)).tobytes()
-        parent = hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+    parent, first, end = hashes[-1] if hashes else root, len(hashes), len(token_ids) // block_size
+    if first == end:
+        return
+    new = array("i", token_ids[first * block_size : end * block_size])  # at once: blocks are many
+    data, num_bytes = new.tobytes(), block_size * new.itemsize
+    for begin in range(0, len(data), num_bytes):
+        block = parent + data[begin : begin + num_bytes]
+        parent = hashlib.blake2b(block, digest_size=DIGEST_BYTES).digest()
         hashes.append(parent)
 
 

@@ -579,6 +579,7 @@ class Scheduler:
         event.is_last = all(other.status is Status.FINISHED for other in sequence.siblings)
         if event.is_last:
             del self.requests[sequence.request.request_id]
+            sequence.siblings.clear()  # which hold each other, and all their tokens, otherwise
         return event
 
     def _leave_queue(self, sequence: Sequence) -> None:

@@ -6,10 +6,12 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 (`replicas_in_step`) has a process for each, whose host works pass side by side.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
+from shiftjax.control.admission import check_length
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import first_arrangement
@@ -99,8 +101,8 @@ def replay(
     else:
         engine, runners = make_engine(target, deployment, clock, belief, acceptance)
         first = deployment
-    sizes = target.model.vocab_size, engine.limits.max_model_len
-    coming = (_request(n, request, *sizes) for n, request in enumerate(requests))
+    vocab_size = target.model.vocab_size
+    coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
     records, num_refused = serve(engine, clock, coming)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]
@@ -144,18 +146,23 @@ def serve(
 
     Returns what became of them, in their order, and how many were refused.
 
-    A request that comes while the host waits for a step is seen after it, as by a server.
+    A request that comes while the host waits for a step is seen after it, as by a server. Its
+    tokens are as a trace spells them, so nothing but its length can be refused.
     """
     coming = iter(requests)
     request, num_refused = next(coming, None), 0
-    accepted: dict[str, Request] = {}
+    names: list[str] = []
+    open_requests: dict[str, Request] = {}
     ended: dict[str, RequestRecord] = {}
     while request is not None or engine.has_work():
         while request and (request.arrival_seconds <= clock.now or not engine.has_work()):
             clock.now = max(clock.now, request.arrival_seconds)
             try:
-                engine.add_request(request)
-                accepted[request.request_id] = request
+                num_prompt, limits = len(request.prompt_token_ids), engine.limits
+                check_length(num_prompt, request.sampling.max_tokens, limits)
+                engine.admit(request)
+                names.append(request.request_id)
+                open_requests[request.request_id] = request
             except RequestError:
                 num_refused += 1
             request = next(coming, None)
@@ -163,19 +170,39 @@ def serve(
         begin = clock.now
         for event in engine.step(begin):
             if event.metrics is not None:
-                ended[event.request_id] = _record(event, accepted[event.request_id])
+                name = event.request_id
+                ended[name] = _record(event, open_requests.pop(name))
         if clock.now == begin and not any(lane.in_flight for lane in engine.lanes):
             clock.now = min(clock.next_arrival, begin + IDLE_SECONDS)
-    return [ended[name] for name in accepted], num_refused
+    return [ended[name] for name in names], num_refused
 
 
-def _request(number: int, request: TraceRequest, vocab_size: int, longest: int) -> Request:
-    """The engine refuses prompts of more than `longest`: of them no more than that is spelled."""
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True
-    )
-    shortened = min(request.num_prompt_tokens, longest + 1)
-    prompt = replace(request, num_prompt_tokens=shortened).prompt(number, vocab_size)
+@dataclass(frozen=True, slots=True)
+class TracePrompt(Collection[int]):
+    """The prompt of a traced request, spelled when it is read: who waits holds no token ids."""
+
+    request: TraceRequest
+    number: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return self.request.num_prompt_tokens
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.request.prompt(self.number, self.vocab_size))
+
+    def __contains__(self, token: object) -> bool:
+        return token in self.request.prompt(self.number, self.vocab_size)
+
+
+@lru_cache(1 << 16)
+def _sampling(num_output_tokens: int) -> SamplingParams:
+    """Equal ones are one object: a million of them wait in a queue."""
+    return SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+
+
+def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:
+    prompt, sampling = TracePrompt(request, number, vocab_size), _sampling(request.num_output_tokens)
     return Request(str(number), prompt, sampling, request.arrival_seconds, request.priority)
 
 

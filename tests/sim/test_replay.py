@@ -1,5 +1,6 @@
 """Replays on virtual clocks: against times worked out by hand, and what must always hold."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -187,6 +188,22 @@ def test_modes_between_base_and_shift_need_weights_that_are_views():
 
 
 # Smaller steps and shorter answers than a server's: quick to replay, crossed by the same choices.
+def peak_bytes(num_requests):
+    """Of a replay of as many long prompts that come at once."""
+    deployment = replace(DEPLOYMENTS["tp"], prefix_caching=False)
+    trace = [TraceRequest(0.0, 32_768, 1)] * num_requests
+    tracemalloc.start()
+    result = replay(trace, VLLM, deployment)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(result.requests) == num_requests
+    return peak
+
+
+def test_who_waits_and_who_has_ended_hold_no_token_ids():
+    assert peak_bytes(42) - peak_bytes(2) < 40 * 4096  # a list of token ids has 64 times as much
+
+
 SMALL = standard_deployments(VLLM, max_num_seqs=32, max_num_batched_tokens=2048)
 
 
