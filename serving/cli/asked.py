@@ -4,23 +4,20 @@ From flags alone, or with `--config` from the engine's settings. A model may be 
 """
 
 import argparse
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from serving.cli.mesh_flags import MODEL
 from serving.run.flags import read_settings
-from shiftjax.arch.config import ModelConfig
+from serving.run.model_config import model_of
 from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
 from shiftjax.control.deployment import Deployment
-from shiftjax.control.resolve import formats_in
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.deployment import FLEET, Target, deploy_config
-from shiftjax.sim.experiments import target_from
+from shiftjax.sim.experiments import target_from, target_of
 
 BUDGETS = {
     name: (settings_of(SchedulerOptions) | settings_of(CacheOptions))[name]
@@ -55,37 +52,13 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
         named = flags | target | {"model": model_of(flags.get("model", MODEL))}
         return Asked(target_from(named), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
-    asked = target_from(target | {"model": model_of(config.model.model.removeprefix("random:"))})
-    overlaps = asked.engine.overlaps and config.scheduler.overlap
-    engine = replace(asked.engine, overlaps=overlaps)
-    asked = replace(asked, engine=engine, formats=formats_in(config, asked.model))
+    model = model_of(config.model.model.removeprefix("random:"))
+    asked = target_of(config, model, target["machine"], target["engine"])
     own = deploy_config(asked, config)
     if drafts and not own.drafts.copies:
         raise ConfigError(["--acceptance needs speculation in --config"])
     settings = {name: getattr(own, name) for name in SHARED}
     return Asked(asked, settings, [own], _fleet_options(arguments, config))
-
-
-def model_of(name: str) -> str | ModelConfig:
-    """The model of a checkpoint's directory or a `config.json`; any other name as it is.
-
-    Raises ConfigError.
-    """
-    from shiftjax.weights.errors import CheckpointError
-    from shiftjax.weights.fields import read_json
-    from shiftjax.weights.hf_config import parse_config
-    from shiftjax.weights.quant_config import with_modelopt
-
-    path = Path(name)
-    if os.path.isdir(name):
-        path /= "config.json"
-    elif path.suffix != ".json":
-        return name
-    try:
-        data = with_modelopt(read_json(path), path.parent)
-        return parse_config(data, path.resolve().parent.name, str(path))
-    except CheckpointError as error:
-        raise ConfigError(error.problems) from None
 
 
 def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:

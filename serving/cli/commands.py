@@ -106,6 +106,12 @@ def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampl
 def check(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Read settings and model headers, and print the mesh and the memory they lead to."""
     check_access(arguments.server)
+    if arguments.server.simulate is not None:
+        from serving.run.simulated import open_simulated
+
+        simulated = open_simulated(config, arguments.server)
+        print_table("plan", simulated.served.info, stderr=False)
+        return 0
     files = look_for_server(config, arguments.server)
     shorten_jax_log()
     make_virtual_devices(config)

@@ -146,7 +146,8 @@ class Endpoints:
         if not engine.is_ready:
             raise ServeError("starting", "The engine does not run.")
         attention = {"attention": model.attention} if model.attention else {}
-        return _json({"status": "ready"} | attention)
+        simulated = {"simulated": model.simulated} if model.simulated else {}
+        return _json({"status": "ready"} | attention | simulated)
 
     async def progress(self, request: Request) -> Response:
         """GET /health/progress: steps finish, if there is work."""

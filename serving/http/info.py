@@ -77,6 +77,7 @@ def model_info(service: Service) -> dict[str, Any]:
         "has_chat_template": model.template is not None,
         "max_model_len": limits.max_model_len,
         "vocab_size": limits.vocab_size,
+        "simulated": model.simulated or None,
     }
 
 

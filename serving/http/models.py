@@ -44,7 +44,7 @@ def model_routes(service: Service) -> list[BaseRoute]:
 
 def _of_openai(service: Service, name: str) -> Json:
     model, engine = service.running()
-    return {
+    told = {
         "id": name,
         "object": "model",
         "created": model.created,
@@ -54,12 +54,14 @@ def _of_openai(service: Service, name: str) -> Json:
         "max_model_len": engine.request_limits.max_model_len,
         "task": model.task,
     }
+    return told | ({"simulated": model.simulated} if model.simulated else {})
 
 
 def _of_anthropic(service: Service, name: str) -> Json:
     model, engine = service.running()
     created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    shown = {"type": "model", "id": name, "display_name": name, "created_at": created}
+    title = f"{name} (simulated {model.simulated})" if model.simulated else name
+    shown = {"type": "model", "id": name, "display_name": title, "created_at": created}
     return shown | {"max_input_tokens": engine.request_limits.max_model_len}
 
 

@@ -20,12 +20,14 @@ from serving.run.access import read_keys
 from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
 from serving.run.listeners import Server
 from serving.run.progress import shown_phases
+from serving.run.simulated import Simulated, open_simulated
 from serving.run.start import StartError, chat_template, open_model
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions, names_of
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
+from shiftjax.control.engine import Engine
 from shiftjax.control.errors import RequestError
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import DraftStats
@@ -57,13 +59,14 @@ def run_server(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keys = read_keys(options)
-    if config.parallel.stages is not None:
+    if config.parallel.stages is not None and options.simulate is None:
         given = f"stages = {config.parallel.stages}"
         raise ConfigError([f"{given} is of batch and LLM: requests that wait for a phase are late"])
-    find_model(config.model.model)
     text = fault_of()
     fault = parse_fault(text) if text else None
-    make_virtual_devices(config)
+    if options.simulate is None:
+        find_model(config.model.model)
+        make_virtual_devices(config)
     _use_all_descriptors()
     sys.setswitchinterval(GIL_SECONDS)
     faulthandler.enable()  # a library that aborts leaves at least its stack
@@ -134,28 +137,40 @@ class Process:
     async def _open(self) -> None:
         """Load, compile, run a first step, then take requests."""
         fault = self._fault
-        load = faulty(fault, open_model) if fault and fault.point == LOADING else open_model
+        load: Any = open_model if self._options.simulate is None else open_simulated
+        load = faulty(fault, load) if fault and fault.point == LOADING else load
         phases = self._service.phases
         with shown_phases(phases):
             model: Any = await asyncio.to_thread(load, self._config, self._options, phases)
             self._model = model
             phases("first step", 0, 1)
-            is_encoder = hasattr(model, "embed")
-            await (self._open_embedder(model) if is_encoder else self._open_llm(model))
+            if isinstance(model, Simulated):
+                observers = self._service.observers
+                engine = AsyncEngine(model.engine, model.served.tokenizer, observers, self._options)
+                self._open_engine(model.engine, model.served, engine)
+            elif hasattr(model, "embed"):
+                await self._open_embedder(model)
+            else:
+                await self._open_llm(model)
         _settle_memory()
         with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
             print(*self._server.addresses(), sep="\n", flush=True)
 
     async def _open_llm(self, llm: "LLM") -> None:
-        options, fault = self._options, self._fault
+        options = self._options
         engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, options)
         # On the thread of all later steps: its first one opens files, for which there may be no
         # room when clients have come.
         await engine.call(lambda _: prove(llm))
+        self._open_engine(llm.engine, served_model(llm, options), engine)
+
+    def _open_engine(self, core: Engine, model: ServedModel, engine: AsyncEngine) -> None:
+        """Take requests."""
+        fault = self._fault
         engine.on_failure = self._on_failure
-        self._service.open(served_model(llm, options), engine)
+        self._service.open(model, engine)
         if fault and fault.point != LOADING:
-            install(fault, llm.engine, self._service)
+            install(fault, core, self._service)
 
     async def _open_embedder(self, embedder: "Embedder") -> None:
         """Embed a first text, then take requests."""

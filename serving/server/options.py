@@ -25,6 +25,11 @@ class ServerOptions:
         None, "gRPC port of the Admin service, on loopback; default: none", low=0, high=65535
     )
     admin_token_file: str | None = option(None, "file with the token of the Admin service")
+    simulate: str | None = option(
+        None,
+        "machine, as h200x8 or a .yaml file, that devices are simulated of: answers are made up, "
+        "and take as long as predicted; default: none, devices are real",
+    )
     served_model_name: str | None = option(
         None, "names that requests may call the model, with commas; default: that of --model"
     )

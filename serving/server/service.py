@@ -46,6 +46,7 @@ class ServedModel:
     num_compiles: Callable[[], int] = lambda: 0  # since then
     reader: InputReader | None = None  # of an encoder's inputs
     attention: Mapping[str, str] = field(default_factory=dict)  # implementation -> why it is used
+    simulated: str = ""  # the machine that its devices are simulated of; "": they are real
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -8,6 +8,7 @@ from shiftjax.control.request import Request, RequestError
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
 
 MAX_ID_CHARACTERS = 256
+NO_LOGPROBS = -1
 MAX_WIDTH = 1024  # units, as many as there can be devices
 
 
@@ -22,7 +23,7 @@ class RequestLimits:
     vocab_size: int
     max_model_len: int
     num_kv_tokens: int
-    max_logprobs: int = 20
+    max_logprobs: int = 20  # NO_LOGPROBS: tokens come from no model
     eos_token_ids: tuple[int, ...] = ()
     computes_prompts: bool = True  # False: the last layers compute output tokens only (SwiftKV)
     adapters: frozenset[str] = frozenset()
@@ -114,7 +115,12 @@ def check_length(num_prompt: int, max_tokens: int | None, limits: RequestLimits)
 
 def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
     for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(sampling, name) or 0) > limits.max_logprobs:
+        given = getattr(sampling, name)
+        if given is None:
+            continue
+        if limits.max_logprobs == NO_LOGPROBS:
+            raise RequestError(f"{name}: there are none, because no model gives the tokens.", name)
+        if given > limits.max_logprobs:
             raise RequestError(
                 f"{name} must be at most {limits.max_logprobs} on this server.", name
             )

@@ -63,6 +63,7 @@ def make_engine(
     clock: Clock,
     belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
+    seed: int = 0,
 ) -> tuple[Engine, list[CostRunner]]:
     """An engine on virtual devices, and these.
 
@@ -75,6 +76,7 @@ def make_engine(
         made.policies[max(made.policies)],
         made.deployment.limits,
         overlap=target.engine.overlaps,
+        seed=seed,
         clock=clock,
         wait=clock.wait_for_all if target.engine.replicas_in_step else clock.wait_for_one,
         fleet=_fleet(target, made, clock) if made.deployment.widths else None,

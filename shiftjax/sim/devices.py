@@ -1,6 +1,7 @@
-"""Virtual devices: a clock, and runners and a mover whose work takes its predicted seconds."""
+"""Virtual devices: clocks, and runners and a mover whose work takes its predicted seconds."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +24,18 @@ class Clock:
     """Virtual seconds, and when the next request will come."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self._now = 0.0
         self.next_arrival = float("inf")
         self.seen_at = 0.0  # when the results that were fetched last were seen
+
+    @property
+    def now(self) -> float:
+        """What time it is."""
+        return self._now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self._now = now
 
     def __call__(self) -> float:
         """The time, as an engine reads it when it has fetched results."""
@@ -38,6 +48,29 @@ class Clock:
     def wait_for_all(self, lanes: Sequence[Lane]) -> None:
         """Until all of them have."""
         self.now = max(self.now, *map(_ready_at, lanes))
+
+
+class WallClock(Clock):
+    """Seconds that pass by themselves: to set the time is to wait until then."""
+
+    def __init__(
+        self,
+        read: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        super().__init__()
+        self._read, self._sleep = read, sleep
+
+    @property
+    def now(self) -> float:
+        """What time it is."""
+        return self._read()
+
+    @now.setter
+    def now(self, now: float) -> None:
+        seconds = now - self._read()
+        if seconds > 0:
+            self._sleep(seconds)
 
 
 class Units:
@@ -65,6 +98,13 @@ def _ready_at(lane: Lane) -> float:
     return flight.handle[0]
 
 
+class Handle(NamedTuple):
+    """A step in flight: when it will be done, in seconds, and the tokens of its rows."""
+
+    done: float
+    tokens: np.ndarray
+
+
 class StepRecord(NamedTuple):
     """One step that ran."""
 
@@ -80,8 +120,9 @@ class CostRunner:
 
     The host's time passes while a step is prepared: on the clock, or, with `own_host`, beside it.
     The devices work through what they were given in order, those of groups that share `units` too;
-    `fetch` waits for them. Tokens are all 0. `step_seconds` replaces the predictions, say by
-    measured ones. `drafting` has taken more of the host's time.
+    `fetch` waits for them. `tokens` makes up those of a plan's rows; by default they are all 0.
+    `step_seconds` replaces the predictions, say by measured ones. `drafting` has taken more of the
+    host's time.
 
     A step begins in a stage when it has ended in the stage before and the step before has ended in
     this one, and with a token in flight, when the last stage has sampled it.
@@ -100,7 +141,8 @@ class CostRunner:
         link: HostLink | None = None,
     ):
         self.costs, self.clock, self.drafting = costs, clock, drafting
-        self.steps: list[StepRecord] = []
+        self.steps: MutableSequence[StepRecord] = []
+        self.tokens: Callable[[StepPlan], np.ndarray] = lambda plan: self._zeros[: plan.num_rows]
         self.link = link  # None: there is no host tier
         self.waited_seconds = 0.0  # of first stages, for KV from the host
         self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
@@ -110,9 +152,7 @@ class CostRunner:
         self._last_mode: Mode | None = None
         self._zeros, self._finite = np.zeros(MAX_ROWS, np.int32), np.ones(MAX_ROWS, bool)
 
-    def run(
-        self, plan: StepPlan, mode: Mode, previous_handle: tuple[float, int] | None
-    ) -> tuple[float, int]:
+    def run(self, plan: StepPlan, mode: Mode, previous_handle: Handle | None) -> Handle:
         """Let the host's time pass and queue the step on the devices."""
         work = work_of(plan)
         host = self.costs.host_seconds(work) + self._drafting_seconds()
@@ -124,7 +164,7 @@ class CostRunner:
             seconds[0] += self.costs.engine.switch_seconds
         self._last_mode, done, group = mode, self._prepared_at, self.group
         if len(self._stages) > 1 and previous_handle and _has_pending(plan):
-            done = max(done, previous_handle[0])  # a token comes from the last stage
+            done = max(done, previous_handle.done)  # a token comes from the last stage
         for number, (stage, each) in enumerate(zip(self._stages, seconds, strict=True)):
             done = max(done, self._move_blocks(plan, number, stage.idle_at(group)))
             done = stage.occupy(group, done, each)
@@ -132,7 +172,7 @@ class CostRunner:
         if plan.scheduled:
             num_decodes = plan.num_decodes + plan.num_drafts
             self.steps.append(StepRecord(done, sum(seconds), plan.num_tokens, num_decodes, mode))
-        return done, plan.num_rows
+        return Handle(done, self.tokens(plan))
 
     def _move_blocks(self, plan: StepPlan, stage: int, idle_at: float) -> float:
         """Start the plan's copies in a stage; when its step may begin there."""
@@ -168,16 +208,16 @@ class CostRunner:
         before, self._drafted_at = self._drafted_at, self.drafting.seconds
         return self._drafted_at - before
 
-    def is_ready(self, handle: tuple[float, int]) -> bool:
+    def is_ready(self, handle: Handle) -> bool:
         """Whether the step is done by now."""
-        return handle[0] <= self.clock.now
+        return handle.done <= self.clock.now
 
-    def fetch(self, handle: tuple[float, int]) -> StepOutput:
+    def fetch(self, handle: Handle) -> StepOutput:
         """Wait until the step is done."""
-        done, num_rows = handle
+        done, tokens = handle
         self.clock.now = max(self.clock.now, done)
         self.clock.seen_at = done if self._own_host else self.clock.now
-        return StepOutput(self._zeros[:num_rows], self._finite[:num_rows])
+        return StepOutput(tokens, self._finite[: len(tokens)])
 
     def reset(self) -> None:
         """Nothing is held that could be lost."""

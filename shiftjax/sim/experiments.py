@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import ALIASES, FORMATS, formats_of
+from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.phases import are_modes
+from shiftjax.control.resolve import formats_in
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import Work
 from shiftjax.options import ConfigError, shown, unknown_name
@@ -64,6 +67,16 @@ def target_from(options: Mapping[str, Any]) -> Target:
         formats = replace(formats, weights="fp8")
     machine, engine = options["machine"], options.get("engine") or "shiftjax"
     return Target(model, load_machine(machine), load_engine(engine), formats)
+
+
+def target_of(
+    config: EngineConfig, model: str | ModelConfig, machine: str, engine: str = "shiftjax"
+) -> Target:
+    """The target of an engine's settings, on the machine of this name. Raises ConfigError."""
+    target = target_from({"model": model, "machine": machine, "engine": engine})
+    overlaps = target.engine.overlaps and config.scheduler.overlap
+    engine_costs = replace(target.engine, overlaps=overlaps)
+    return replace(target, engine=engine_costs, formats=formats_in(config, target.model))
 
 
 def choose_deployments(

@@ -202,7 +202,8 @@ def _sampling(num_output_tokens: int) -> SamplingParams:
 
 
 def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:
-    prompt, sampling = TracePrompt(request, number, vocab_size), _sampling(request.num_output_tokens)
+    prompt = TracePrompt(request, number, vocab_size)
+    sampling = _sampling(request.num_output_tokens)
     return Request(str(number), prompt, sampling, request.arrival_seconds, request.priority)
 
 

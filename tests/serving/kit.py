@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import tokenizers
 from in_thread import InThread, server_in_thread
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 
 from serving.cli.main import main
 from serving.server.async_engine import AsyncEngine
@@ -32,6 +31,7 @@ from shiftjax.control.speculation import Speculation
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Group
+from shiftjax.text.byte_tokenizer import byte_backend
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.tokenizer import Tokenizer
 
@@ -54,11 +54,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 def byte_tokenizer() -> Tokenizer:
     """A token for every byte, so that random tokens are all sorts of text, and <s>, </s>."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    vocab = {character: index for index, character in enumerate(sorted(alphabet))}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_backend()
     backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
     return Tokenizer(backend, bos_token_id=BOS, eos_token_ids=[EOS], chat_template=TEMPLATE)
 

@@ -1,0 +1,82 @@
+"""A server on simulated devices: the model is its config alone. No JAX."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from serving.run.model_config import model_of
+from serving.run.start import chat_template
+from serving.server.options import ServerOptions, check_server, names_of
+from serving.server.phases import Phases
+from serving.server.service import ServedModel
+from shiftjax.config import EngineConfig
+from shiftjax.control.engine import Engine
+from shiftjax.options import ConfigError
+from shiftjax.sim.experiments import target_of
+from shiftjax.sim.live import deploy_live, live_engine
+from shiftjax.sim.models import find_model
+from shiftjax.text.byte_tokenizer import END, byte_tokenizer, whole_text_ids
+from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """An engine whose devices are simulated, and what the front ends know of it."""
+
+    engine: Engine
+    served: ServedModel
+
+
+def open_simulated(
+    config: EngineConfig, options: ServerOptions, phases: Phases | None = None
+) -> Simulated:
+    """An engine of these settings on the machine that `simulate` names; nothing is loaded.
+
+    Raises ConfigError, also for what cannot be simulated, CheckpointError and TokenizerError.
+    """
+    assert options.simulate is not None
+    if phases is not None:
+        phases("open", 0, 1)
+    if options.profile_dir is not None:
+        raise ConfigError(["profile_dir: simulated devices have nothing to profile; drop it"])
+    model = find_model(model_of(config.model.model.removeprefix("random:")))
+    tokenizer = _tokenizer(config)
+    if tokenizer is None:
+        if model.vocab_size <= END:
+            words = f"{model.name} has too few tokens to spell bytes with: give it a tokenizer"
+            raise ConfigError([words])
+        tokenizer, model = byte_tokenizer(), replace(model, eos_token_ids=(END,))
+    target = target_of(config, model, options.simulate)
+    check_server(options, model, "generate")
+    deployment = deploy_live(target, config)
+    text_ids = whole_text_ids(tokenizer, model.vocab_size)
+    if not text_ids:
+        raise ConfigError([f"{model.name}: none of its tokenizer's tokens is text by itself"])
+    engine = live_engine(target, deployment, text_ids, config.model.seed)
+    cache = engine.lanes[0].scheduler.config
+    machine = target.machine.name
+    info = {
+        "devices": f"simulated {machine}",
+        "mesh": f"simulated {machine}: {deployment.mesh}",
+        "policy": config.scheduler.policy,
+        "block_size": str(cache.block_size),
+        "num_gpu_blocks": str(cache.num_blocks),
+        "enable_prefix_caching": str(cache.prefix_caching),
+    }
+    logger.warning("devices are simulated (%s): answers are made up, no model is loaded", machine)
+    names = names_of(options.served_model_name or model.name)
+    template = chat_template(tokenizer, options)
+    return Simulated(engine, ServedModel(names, tokenizer, template, info, simulated=machine))
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """That of the settings, or beside the model's config, if there is one."""
+    path = Path(config.model.model.removeprefix("random:")).expanduser()
+    directory = path if path.is_dir() else path.parent
+    if config.model.tokenizer:
+        return load_tokenizer(config.model.tokenizer)
+    if path.exists() and (directory / "tokenizer.json").is_file():
+        return load_tokenizer(directory)
+    return None

@@ -1,0 +1,64 @@
+"""An engine on virtual devices whose steps take real time: machines to try before they are there.
+
+Everything that decides is the code that serves; the host is the one it runs on, whose own work
+comes on top of the predicted seconds where no step hides it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shiftjax.config import EngineConfig
+from shiftjax.control.admission import NO_LOGPROBS
+from shiftjax.control.deployment import Deployment
+from shiftjax.control.engine import Engine
+from shiftjax.control.fleet import MOST_REMEMBERED
+from shiftjax.options import ConfigError
+from shiftjax.sim.build import make_engine
+from shiftjax.sim.deployment import Target, deploy_config
+from shiftjax.sim.devices import Clock, WallClock
+from shiftjax.sim.made_up import MadeUpTokens
+
+REFUSED = {
+    "speculation": (("none",), "nobody says how often guesses at made-up tokens are right"),
+    "task": (("auto", "generate"), "embedding has no simulated steps"),
+    "stages": ((None,), "requests that wait for a phase are late"),
+}
+"""Settings of which a server on simulated devices knows these values alone, and why."""
+
+
+def deploy_live(target: Target, config: EngineConfig) -> Deployment:
+    """What the settings come to on the target's machine.
+
+    Raises ConfigError, also for what is not simulated.
+    """
+    given = config.flat()
+    wrong = [
+        f"{name} = {given[name]} cannot be had on simulated devices: {why}; drop it"
+        for name, (known, why) in REFUSED.items()
+        if given[name] not in known
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    return deploy_config(target, config)
+
+
+def live_engine(
+    target: Target,
+    deployment: Deployment,
+    text_ids: Sequence[int],
+    seed: int = 0,
+    clock: Clock | None = None,
+) -> Engine:
+    """An engine whose outputs are made of `text_ids`; `clock` is by default that of the wall.
+
+    Raises ConfigError where the model does not fit.
+    """
+    engine, runners = make_engine(target, deployment, clock or WallClock(), seed=seed)
+    tokens = MadeUpTokens(text_ids, target.model.eos_token_ids)
+    for runner in runners:
+        runner.tokens, runner.steps = tokens, deque(maxlen=0)  # it runs for ever
+    if engine.fleet is not None:
+        engine.fleet.history = deque(maxlen=MOST_REMEMBERED)
+    engine.limits = replace(engine.limits, max_logprobs=NO_LOGPROBS)
+    return engine

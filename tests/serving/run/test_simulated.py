@@ -1,0 +1,169 @@
+"""`shiftjax serve --simulate`: real servers over devices that are not there."""
+
+import json
+import threading
+
+import grpc
+import pytest
+from engines import checkpoint
+from in_thread import server_in_thread
+from kit import (
+    CHAT,
+    COMPLETION,
+    USER,
+    VOCAB_SIZE,
+    byte_tokenizer,
+    events,
+    is_error,
+    metric_total,
+    metric_values,
+    run_command,
+)
+from served import serve
+
+from serving.proto import shiftjax_pb2 as pb
+from serving.proto import shiftjax_pb2_grpc as rpc
+from serving.run.simulated import open_simulated
+from serving.server.async_engine import AsyncEngine
+from serving.server.options import ServerOptions
+from shiftjax.config import EngineConfig
+from shiftjax.options import ConfigError
+
+LONG = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True}
+SIZES = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
+
+
+def simulated(options=None, **settings):
+    config = EngineConfig.from_options(**({"model": "llama-3.2-1b"} | settings))
+    return open_simulated(config, options or ServerOptions(simulate="h200x8"))
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Of one sequence at a time; two more may wait."""
+    opened = simulated(**SIZES)
+
+    def open_engine(service):
+        tokenizer = opened.served.tokenizer
+        engine = AsyncEngine(opened.engine, tokenizer, service.observers, service.options)
+        service.open(opened.served, engine)
+        return engine
+
+    with server_in_thread(open_engine, simulate="h200x8", max_num_queued_reqs=2) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+def test_plain_and_streamed_answers_are_the_same_text(client):
+    body = {"messages": USER, "seed": 5, "max_tokens": 9, "ignore_eos": True}
+    answer = client.post(CHAT, json=body).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert len(text) == 9 and text.isprintable() and "\ufffd" not in text
+    assert answer["usage"]["completion_tokens"] == 9
+    parts = events(client.post(CHAT, json=body | {"stream": True}).text)
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in parts) == text
+    stopped = client.post(CHAT, json=body | {"stop": text[3:5]}).json()["choices"][0]
+    assert (stopped["message"]["content"], stopped["finish_reason"]) == (text[:3], "stop")
+
+
+def test_made_up_answers_keep_to_a_schema(client):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    schema["additionalProperties"] = False
+    for seed in range(4):
+        body = {"messages": USER, "seed": seed, "max_tokens": 500, "response_format": form}
+        choice = client.post(CHAT, json=body).json()["choices"][0]
+        assert choice["finish_reason"] == "stop", choice
+        assert isinstance(json.loads(choice["message"]["content"])["a"], bool)
+
+
+def test_everybody_is_told_that_devices_are_simulated(server, client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["simulated"] == "h200x8"
+    titles = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["data"]
+    assert "simulated h200x8" in titles[0]["display_name"]
+    assert client.get("/health").json()["simulated"] == "h200x8"
+    assert client.get("/model_info").json()["simulated"] == "h200x8"
+    assert client.get("/server_info").json()["engine"]["devices"] == "simulated h200x8"
+    assert client.get("/ui/data").json()["model"]["mesh"].startswith("simulated h200x8: ")
+    told = {dict(labels).get("devices") for _, labels in metric_values(client)}
+    assert "simulated h200x8" in told
+
+
+def test_log_probabilities_are_refused(client):
+    fields = {"prompt": "x", "max_tokens": 2}
+    for more in ({"logprobs": 1}, {"prompt_logprobs": 0}):
+        is_error(client.post(COMPLETION, json=fields | more), 400, next(iter(more)))
+
+
+def test_overload_waits_or_is_refused_and_an_abort_frees_the_devices(server, client):
+    def send(number):
+        with server.client() as own:
+            return own.post(COMPLETION, json=LONG | {"request_id": f"long{number}"})
+
+    threads = [threading.Thread(target=send, args=(n,)) for n in range(3)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        server.wait_until(lambda number=number: len(server.engine.handles) == number + 1)
+    server.wait_until(lambda: server.engine.stats.num_waiting == 2)
+    is_error(client.post(COMPLETION, json=LONG), 429)
+    values = metric_values(client)
+    assert metric_total(values, "shiftjax:num_requests_running") == 1
+    assert metric_total(values, "shiftjax:num_requests_waiting") == 2
+
+    async def abort():
+        return [server.engine.abort(f"long{number}") for number in range(3)]
+
+    assert server.on_loop(abort()) == ["ABORTED"] * 3
+    for thread in threads:
+        thread.join(30)
+    server.wait_until(lambda: server.engine.stats.kv_usage == 0)
+    assert client.post(COMPLETION, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    values = metric_values(client)
+    assert metric_total(values, "shiftjax:generation_tokens_total") > 0
+
+
+def test_a_process_answers_by_both_protocols_and_drains(tmp_path):
+    """No weights, a tokenizer beside a config.json; a request that runs finishes."""
+    directory = tmp_path / "described"
+    directory.mkdir()
+    source = checkpoint(vocab_size=VOCAB_SIZE)[0] / "config.json"
+    (directory / "config.json").write_bytes(source.read_bytes())
+    byte_tokenizer().save(directory)
+    with serve(directory, tmp_path, "--simulate=h200x8") as served:
+        served.wait_for("/health/ready", 200)
+        with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+            sampling = pb.Sampling(max_tokens=3, ignore_eos=True)
+            request = pb.GenerateRequest(text="x", sampling=sampling)
+            answer = rpc.InferenceStub(channel).GenerateOnce(request)
+        assert answer.usage.completion_tokens == 3
+        assert len(served.complete(max_tokens=40).json()["choices"][0]["token_ids"]) == 40
+        log = served.end_well()
+    assert "devices are simulated (h200x8): answers are made up" in log
+
+
+def test_check_says_what_would_be_simulated(capsys):
+    code, out, _ = run_command(capsys, "check", "llama-70b", "--simulate=h200x8", "--tp=4")
+    assert code == 0 and "simulated h200x8: dp=1 sp=2 tp=4" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "words"),
+    [
+        ({"simulate": "h900"}, {}, "h900"),
+        ({"simulate": "h200x8"}, {"model": "llama-7000b"}, "llama-7000b"),
+        ({"simulate": "h200x8"}, {"model": "tiny"}, "too few tokens to spell bytes"),
+        ({"simulate": "h200x8"}, {"model": "minilm-l6"}, "is an encoder"),
+        ({"simulate": "h200x8", "profile_dir": "p"}, {}, "nothing to profile"),
+        ({"simulate": "h200x8", "instances": 2}, {}, "instances = 2 has no meaning"),
+        ({"simulate": "l4x8"}, {"model": "llama-405b"}, "do not fit"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(options, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        simulated(ServerOptions(**options), **settings)
