@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import httpx
 from in_thread import InThread, server_in_thread
@@ -201,7 +202,8 @@ def running_server(
         return async_engine
 
     with server_in_thread(open_engine, **options) as opened:
-        running = Running(**vars(opened), runner=engine.lanes[0].runner)
+        runner = cast(GatedRunner, engine.lanes[0].runner)  # or one of a model
+        running = Running(**vars(opened), runner=runner)
         try:
             yield running
         finally:

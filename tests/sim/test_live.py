@@ -136,9 +136,9 @@ def test_what_may_follow_follows(live):
 
 def test_nobody_can_say_how_likely_made_up_tokens_are(live):
     engine, _, _ = live
-    for name in ("logprobs", "prompt_logprobs"):
+    for sampling in (SamplingParams(logprobs=0), SamplingParams(prompt_logprobs=0)):
         with pytest.raises(RequestError, match="no model gives the tokens"):
-            engine.add_request(Request("r", [1], SamplingParams(**{name: 0})))
+            engine.add_request(Request("r", [1], sampling))
 
 
 @pytest.mark.parametrize(
