@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from engines import RandomPolicy, checkpoint, make, run, tokens
 from harness import forward
-from oracle import numpy_llama
+from oracle import numpy_fp8, numpy_llama
 
+from shiftjax.arch.formats import Formats
 from shiftjax.control.engine import Engine
 from shiftjax.control.lane import Lane
 from shiftjax.control.request import Request, RequestError, SamplingParams
@@ -46,6 +47,17 @@ def test_logits_are_those_of_the_definition(name):
     hidden, logits, _ = forward(directory, PROMPT, *mesh, mode, strategy)
     assert len(hidden) == 1 + num_kv_layers
     assert np.abs(logits - expected["logits"]).max() < TOLERANCE * np.abs(logits).max()
+
+
+def test_codes_of_late_layers_are_those_of_the_definition():
+    """A late layer's products are of codes, too, what makes its keys and values as well."""
+    directory, config, tensors = swiftkv(1, num_attention_heads=8, num_key_value_heads=4)
+    with numpy_fp8.quantised(4):
+        expected = numpy_llama.forward(config, tensors, PROMPT)["logits"]
+    formats = Formats("fp8", "float32", "float32")
+    _, logits, _ = forward(directory, PROMPT, 2, 2, Mode(2, 2), "alias", formats=formats)
+    far = np.abs(logits - expected).max(axis=-1)
+    assert np.median(far) < 1e-3 and (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
 def test_all_modes_write_the_same_cache_in_late_layers():
