@@ -66,7 +66,7 @@ def open_simulated(
         "enable_prefix_caching": str(cache.prefix_caching),
     }
     logger.warning("devices are simulated (%s): answers are made up, no model is loaded", machine)
-    names = names_of(options.served_model_name or model.name)
+    names = names_of(options.served_model_name or config.model.model)
     template = chat_template(tokenizer, options)
     return Simulated(engine, ServedModel(names, tokenizer, template, info, simulated=machine))
 
