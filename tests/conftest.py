@@ -1,15 +1,20 @@
 """Every test sees 8 virtual CPU devices and strict array rules."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 NUM_DEVICES = 9  # 9 for (SP=3, TP=3); everything else uses the first 8 or fewer
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={NUM_DEVICES}"
-).strip()
+FLAGS = [
+    f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+    # Programs run once or twice here: LLVM's optimisations cost a third of what compiling them
+    # costs, and change neither the HLO nor what it means.
+    "--xla_backend_optimization_level=0",
+]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -19,12 +24,26 @@ assert len(jax.devices()) == NUM_DEVICES  # now, before a test asks for fewer
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Engines that differ in what no program contains (a policy, a kind of preemption) compile once.
-COMPILED = tempfile.mkdtemp(prefix="shiftjax-compiled-")
-atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+# Engines that differ in what no program contains (a policy, a kind of preemption) compile once, in
+# whichever process of this run comes first.
+COMPILED = os.environ.get("PYTEST_COMPILED", "")
+if not COMPILED:
+    os.environ["PYTEST_COMPILED"] = COMPILED = tempfile.mkdtemp(prefix="shiftjax-compiled-")
+    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", COMPILED)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_compilation_cache_max_size", 1 << 34)  # with a limit, writers hold a lock
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def pytest_collection_finish():
+    """What is imported stays: collections of garbage need not pass over it."""
+    from shiftjax.device.step import COMPILER_OPTIONS  # not before shape annotations are checked
+
+    COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = "0"  # as FLAGS have it
+    COMPILER_OPTIONS["gpu"]["xla_backend_optimization_level"] = "3"  # as without FLAGS
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

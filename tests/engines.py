@@ -63,7 +63,7 @@ def build_tiny(directory: Path, cache: Path | None = None, **options) -> Built:
         "num_blocks": 200,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 32,
-        "token_buckets": [8, 32],
+        "token_buckets": [32],  # one size: half the programs; tests of sizes name theirs
         "cache_dir": "none",
     }
     config = EngineConfig.from_options(**(defaults | options))

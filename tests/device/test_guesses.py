@@ -91,7 +91,7 @@ def built(request):
         tensors = knowing_pairs(config, expected_outputs(**overrides)[1])
     where = numpy_speculator.save(Path(tempfile.mkdtemp()), config, tensors)
     options = {"speculation": "hybrid", "draft_model": str(where), "max_draft_rows": 24}
-    options["draft_choice"] = "fill"
+    options |= {"draft_choice": "fill", "token_buckets": [8, 32] if sp == 2 else [32]}
     made = make(directory, sp, tp, num_blocks=CROWDED, policy="cost", **options)
     (runner,) = made.runners
     for program in runner.programs:

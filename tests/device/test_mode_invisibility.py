@@ -17,6 +17,8 @@ from shiftjax.control.request import SamplingParams
 from shiftjax.parallel.grid import Group
 
 MESHES = [(2, 2), (4, 2), (3, 2), (2, 4)]
+# Steps of two sizes where the devices are a power of two and where not; of one elsewhere.
+SIZES = {(2, 2): [8, 32], (3, 2): [8, 32]}
 OUTPUT_TOKENS = 12
 CROWDED = 42  # blocks: fewer than the sequences that want to run need
 
@@ -35,7 +37,9 @@ def prompts_with_shared_prefixes(seed: int, count: int = 10) -> list[list[int]]:
 def crowded(request):
     """An engine whose pool holds fewer sequences than want to run, so that it preempts."""
     directory, config, tensors = checkpoint()
-    return make(directory, *request.param, num_blocks=CROWDED), config, tensors
+    sizes = SIZES.get(request.param, [32])
+    built = make(directory, *request.param, num_blocks=CROWDED, token_buckets=sizes)
+    return built, config, tensors
 
 
 def greedy(n: int = 1) -> SamplingParams:
@@ -96,18 +100,19 @@ def test_sampled_tokens_are_those_of_the_request_alone(crowded):
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_fewer_than_one_seeded_request_in_200_changes_in_a_batch():
+def test_at_most_one_seeded_request_of_200_changes_in_a_batch():
     directory, _, _ = checkpoint()
-    built = make(directory, 2, 2, num_blocks=CROWDED)  # as above: compiled there
+    sizes = SIZES[2, 2]
+    built = make(directory, 2, 2, num_blocks=CROWDED, token_buckets=sizes)  # compiled above
     rng = random.Random(8)
-    prompts = [[rng.randrange(3, 199) for _ in range(rng.randrange(1, 20))] for _ in range(500)]
+    prompts = [[rng.randrange(3, 199) for _ in range(rng.randrange(1, 20))] for _ in range(200)]
     params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True) for i in range(len(prompts))]
     built.engine.policy = FixedPolicy(-1)
     alone = [run(built.engine, [prompts[i]], [params[i]])[0, 0] for i in range(len(prompts))]
     built.engine.policy = RandomPolicy(9)
     together = run(built.engine, prompts, params)
     changed = sum(tokens(together[i, 0]) != tokens(alone[i]) for i in range(len(prompts)))
-    assert changed <= len(prompts) // 200
+    assert changed <= 1
 
 
 @pytest.mark.parametrize(("sp", "tp"), MESHES)

@@ -20,7 +20,7 @@ from shiftjax.sim.metrics import summary as simulated_summary
 from shiftjax.sim.replay import Replay, RequestRecord, StepRecord
 from shiftjax.sim.trace import TraceRequest
 
-SECONDS = 60.0  # of the steady load and the overload
+SECONDS = 15.0  # of the steady load and the overload
 BODIES = [mixed_body(number, 60, 24) for number in range(60)]
 
 
