@@ -23,6 +23,8 @@ class AttentionOptions(NamedTuple):
     soft_cap: float | None = None  # c makes a logit x c * tanh(x / c)
     k_scale: ArrayLike = 1.0  # keys are what the pool holds times this: one, or one a KV head
     v_scale: ArrayLike = 1.0
+    # A logit of each head that takes part in the softmax of its rows and has no value (gpt-oss).
+    sinks: Float[Any, " heads"] | None = None
     interpret: Any = False  # False, or `InterpretGPUParams` to run on a CPU
 
     def wrong(self, heads: int, kv_heads: int) -> list[str]:
@@ -34,4 +36,6 @@ class AttentionOptions(NamedTuple):
             wrong.append(f"sliding_window {self.sliding_window} is not positive; None is no window")
         if self.soft_cap is not None and not self.soft_cap > 0:
             wrong.append(f"soft_cap {self.soft_cap} is not positive; None is no cap")
+        if self.sinks is not None and self.sinks.shape != (heads,):
+            wrong.append(f"sinks of shape {self.sinks.shape}: there must be one for each head")
         return wrong

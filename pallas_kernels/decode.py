@@ -63,7 +63,10 @@ def decode_attention(
         *jobs, work.row_seq, work.row_length, kv._replace(seq_lens=None), scales, grouped
     )
     outputs, lse = run_jobs(shape, inputs)
-    parts = Parts(outputs, lse, work.row_first[:count], work.row_jobs[:count])
+    sinks = options.sinks
+    if sinks is not None:
+        sinks = jnp.pad(sinks.reshape(kv_heads, q_per_kv), ((0, 0), (0, rows - q_per_kv)))
+    parts = Parts(outputs, lse, work.row_first[:count], work.row_jobs[:count], sinks)
     if out is None and count < q.shape[0]:
         out = jnp.zeros(q.shape, q.dtype)
     return combine_jobs(parts, q, out, config, options.interpret)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_terms import down_rows
 from pallas_kernels.decode_work import JOBS_AT_ONCE, DecodeConfig, most_jobs
-from pallas_kernels.mosaic import COLUMNS, LOWEST, WGMMA, filled, store
+from pallas_kernels.mosaic import COLUMNS, LOG2_E, LOWEST, WGMMA, filled, store
 
 MAX_WARPGROUPS = 4
 MOST_AT_ONCE = JOBS_AT_ONCE // MAX_WARPGROUPS  # outputs of 8 rows that a warpgroup has under way
@@ -37,6 +37,7 @@ class Parts(NamedTuple):
     lse: Any  # [kv_heads, jobs, rows]
     row_first: Any  # [decode rows] the first job of a row
     row_jobs: Any  # [decode rows] how many it has: 0 for what is not a decode row
+    sinks: Any  # [kv_heads, rows]; None: there are none
 
 
 class Scratch(NamedTuple):
@@ -73,8 +74,9 @@ def combine_jobs(
         done=plgpu.Barrier(num_arrivals=warpgroups),
     )
     result = None if out is None else jax.new_ref(out)
+    arrays, tree = jax.tree.flatten(parts)
     made = plgpu.kernel(
-        functools.partial(_combine_kernel, result),
+        functools.partial(_combine_kernel, tree, result),
         out_type=() if result is not None else jax.ShapeDtypeStruct(like.shape, like.dtype),
         scratch_types=scratch._asdict(),
         grid=(parts.row_first.shape[0], kv_heads, all_columns // COLUMNS),
@@ -84,17 +86,17 @@ def combine_jobs(
         kernel_name="decode_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(*parts)
+    )(*arrays)
     return made if result is None else result[...]
 
 
-def _combine_kernel(kept: Any, *refs: Any, **buffers: Any) -> None:
+def _combine_kernel(tree: Any, kept: Any, *refs: Any, **buffers: Any) -> None:
     """Combine the jobs of one row and KV head: every warpgroup its share, then the first all.
 
     The result is `kept`, of which rows without jobs stay as they are, or else the last of `refs`.
     """
-    parts, scratch = Parts(*refs[:4]), Scratch(**buffers)
-    result = refs[4] if kept is None else kept
+    parts = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    scratch, result = Scratch(**buffers), refs[-1] if kept is None else kept
     row, head = lax.axis_index("row"), lax.axis_index("kv_head")
     block = lax.axis_index("columns")
     columns = pl.ds(block * COLUMNS, COLUMNS)
@@ -110,7 +112,8 @@ def _combine_kernel(kept: Any, *refs: Any, **buffers: Any) -> None:
         @pl.when(me == 0)
         def _() -> None:
             plgpu.barrier_wait(scratch.done)
-            total, staged = _sum_shares(scratch), scratch.staged
+            sinks = None if parts.sinks is None else parts.sinks.at[head]
+            total, staged = _sum_shares(scratch, sinks), scratch.staged
             flipped = plgpu.layout_cast(total.astype(staged.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             store(staged.transpose((1, 0)), flipped)
             plgpu.commit_smem()
@@ -180,13 +183,17 @@ def _add(carry: Sum, parts: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Sum
     return weighted, total, new_top
 
 
-def _sum_shares(scratch: Scratch) -> jax.Array:
-    """Return the output of a row from what each warpgroup has added up."""
+def _sum_shares(scratch: Scratch, sinks: Any) -> jax.Array:
+    """Return the output of a row from what each warpgroup has added up, and its sinks."""
     sums, totals, tops = scratch[:3]
     lanes = WGMMA.reduce(0)
     all_tops = [plgpu.load(tops.at[i], layout=lanes) for i in range(tops.shape[0])]
     top = functools.reduce(jnp.maximum, all_tops)
     weighted, total = filled(sums.shape[1:], 0.0), filled(sums.shape[2:], 0.0, lanes)
+    if sinks is not None:  # only here, and so once, in however many jobs a context was read
+        sink = plgpu.load(sinks, layout=lanes, optimized=False).astype(jnp.float32) * LOG2_E
+        top = jnp.maximum(top, sink)
+        total = jnp.exp2(sink - top)
     for i in range(tops.shape[0]):
         weight = jnp.exp2(all_tops[i] - top)
         share = plgpu.load(sums.at[i], layout=WGMMA)

@@ -34,7 +34,7 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = Non
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def filled(shape: tuple[int, ...], value: float, layout: Any = WGMMA) -> jax.Array:
+def filled(shape: tuple[int, ...], value: float | jax.Array, layout: Any = WGMMA) -> jax.Array:
     """Return registers that hold `value`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 

@@ -81,8 +81,9 @@ def prefill_attention(
     check(problem, heads)
     scales = options.k_scale, options.v_scale
     k_scale, v_scale = (jnp.broadcast_to(jnp.float32(x), kv_heads) for x in scales)
-    outputs = run(problem, Inputs(work, kv, k_scale, v_scale, q.astype(problem.dtype)))
-    return outputs.out if outputs.parts is None else combine_parts(problem, work, outputs)
+    inputs = Inputs(work, kv, k_scale, v_scale, q.astype(problem.dtype), options.sinks)
+    outputs = run(problem, inputs)
+    return outputs.out if outputs.parts is None else combine_parts(problem, inputs, outputs)
 
 
 def run(problem: Problem, inputs: Inputs) -> Outputs:

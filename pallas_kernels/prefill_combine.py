@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import LOWEST, WGMMA, filled
-from pallas_kernels.prefill_rows import put_rows
-from pallas_kernels.prefill_terms import Outputs, Problem, rows_of
-from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS, PrefillWork, Split
+from pallas_kernels.prefill_rows import put_rows, row_sinks
+from pallas_kernels.prefill_terms import Inputs, Outputs, Problem, rows_of
+from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS, Split
 from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
 
 COLUMNS = 32  # of a thread block: with 4 parts under way, 64 registers of a thread
@@ -26,11 +26,13 @@ MOST_AT_ONCE = 4
 Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted rows, total weight, largest lse
 
 
-def combine_parts(problem: Problem, work: PrefillWork, outputs: Outputs) -> jax.Array:
+def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> jax.Array:
     """Return `outputs.out` with the rows of split tiles in it, in place where that may be."""
-    result = jax.new_ref(outputs.out)
+    result, work = jax.new_ref(outputs.out), inputs.work
+    read = work.splits, work.counts, outputs.parts, outputs.lse, inputs.sinks
+    arrays, tree = jax.tree.flatten(read)
     plgpu.kernel(
-        functools.partial(_combine_kernel, problem, result),
+        functools.partial(_combine_kernel, problem, tree, result),
         scratch_types=[plgpu.SMEM((ROWS, COLUMNS), problem.out_dtype)],
         grid=(
             work.splits.shape[0],
@@ -43,14 +45,14 @@ def combine_parts(problem: Problem, work: PrefillWork, outputs: Outputs) -> jax.
         kernel_name="prefill_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=problem.options.interpret,
-    )(work.splits, work.counts, outputs.parts, outputs.lse)
+    )(*arrays)
     return result[...]
 
 
-def _combine_kernel(
-    problem: Problem, result: Any, splits: Any, counts: Any, parts: Any, lse: Any, stage: Any
-) -> None:
+def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any) -> None:
     """Add up some columns of the rows of one warpgroup."""
+    splits, counts, parts, lse, sinks = jax.tree.unflatten(tree, refs[:-1])
+    stage = refs[-1]
     index, half = lax.axis_index("split"), lax.axis_index("half")
     head = lax.div(half, jnp.int32(COMPUTE_WARPGROUPS))
     warpgroup = half - head * COMPUTE_WARPGROUPS
@@ -67,14 +69,18 @@ def _combine_kernel(
                 plgpu.load(parts.at[*place, :, columns], layout=WGMMA, optimized=False),
             )
 
-        weighted, total, _ = _sum(split.parts, read)
+        sink = None if sinks is None else row_sinks(problem, sinks, head, index)
+        weighted, total, _ = _sum(split.parts, read, sink)
         out = result.at[:, :, columns]
         put_rows(problem, stage, out, rows, head, weighted * _along(1.0 / total, weighted))
         plgpu.wait_smem_to_gmem(0)
 
 
-def _sum(count: jax.Array, read: Any) -> Sum:
-    """Add up `count` parts (lse, rows) in their order; the weights are relative to the top."""
+def _sum(count: jax.Array, read: Any, sink: jax.Array | None) -> Sum:
+    """Add up `count` parts (lse, rows) in their order; the weights are relative to the top.
+
+    `sink` [64] is a logit of each row that no part has, and that has no value.
+    """
 
     def add(nth: jax.Array, carry: Sum) -> Sum:
         weighted, total, top = carry
@@ -90,9 +96,11 @@ def _sum(count: jax.Array, read: Any) -> Sum:
         return weighted, total, new_top
 
     row = WGMMA.reduce(1)
-    nothing = filled((ROWS, COLUMNS), 0.0), filled((ROWS,), 0.0, row), filled((ROWS,), LOWEST, row)
+    total, top = filled((ROWS,), 0.0, row), filled((ROWS,), LOWEST, row)
+    if sink is not None:
+        total, top = filled((ROWS,), 1.0, row), sink
     rounds = lax.div(count + (MOST_AT_ONCE - 1), jnp.int32(MOST_AT_ONCE))
-    return lax.fori_loop(0, rounds, add, nothing)
+    return lax.fori_loop(0, rounds, add, (filled((ROWS, COLUMNS), 0.0), total, top))
 
 
 def _along(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -8,8 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import WGMMA, store
 from pallas_kernels.prefill_overlap import run_overlapped
-from pallas_kernels.prefill_rows import put_rows
+from pallas_kernels.prefill_rows import put_rows, row_sinks
 from pallas_kernels.prefill_softmax import (
+    FLOOR,
     Place,
     Softmax,
     await_keys,
@@ -40,6 +41,7 @@ def compute_piece(
     problem, inputs, _, shared = kernel
     piece = read_piece(problem, inputs, turn)
     share = read_share(problem, inputs, piece, warpgroup)
+    sinks = sinks_of(kernel, piece, turn)
     take_queries(problem, shared, warpgroup)
     place = Place(warpgroup, share, piece.last, offset=step - piece.first)
     logit_scale = problem.options.scale * inputs.k_scale[piece.head]
@@ -53,15 +55,30 @@ def compute_piece(
     await_keys(problem, shared, place, piece.first)
     pl.when(warpgroup == 1)(lambda: take_turn(problem, shared))
     if problem.config.overlap:
-        state = run_overlapped(problem, shared, place, logit_scale)
+        state = run_overlapped(problem, shared, place, logit_scale, sinks)
     else:
-        state = lax.fori_loop(share.first, share.last, body, empty(problem))
+        state = lax.fori_loop(share.first, share.last, body, empty(problem, sinks))
     lax.fori_loop(share.last, piece.last, skip, None)
     pl.when(warpgroup == 0)(lambda: take_turn(problem, shared))
     total = jnp.where(state.total > 0, state.total, 1.0)
     gain = lax.broadcast_in_dim(inputs.v_scale[piece.head] / total, state.weighted.shape, [0])
     put_out(kernel, piece, place, turn, state.weighted * gain, state.maximum + jnp.log2(total))
     return step + piece.last - piece.first
+
+
+def sinks_of(kernel: Kernel, piece: Piece, turn: jax.Array) -> jax.Array | None:
+    """Return the sinks that the softmax of a piece begins with, [64]; None: there are none.
+
+    They begin it, since its sums are in registers then anyhow; at the end they would need others.
+    Of a part they weigh nothing: its tile has them once, where its parts are combined.
+    """
+    problem, inputs, outputs, _ = kernel
+    if inputs.sinks is None:
+        return None
+    sinks = row_sinks(problem, inputs.sinks, piece.head, piece.seq)
+    if outputs.parts is None:
+        return sinks
+    return sinks + jnp.where(read_part(problem, inputs, turn) < 0, 0.0, FLOOR)
 
 
 def note_row_tokens(problem: Problem, shared: Shared, warpgroup: jax.Array) -> None:

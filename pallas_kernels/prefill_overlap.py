@@ -35,14 +35,18 @@ Ahead = tuple[Softmax, jax.Array]  # sums with the weights of the last round, an
 
 
 def run_overlapped(
-    problem: Problem, shared: Shared, place: Place, logit_scale: jax.Array
+    problem: Problem,
+    shared: Shared,
+    place: Place,
+    logit_scale: jax.Array,
+    sinks: jax.Array | None,
 ) -> Softmax:
     """Take the rounds of this warpgroup into a softmax; the keys of the first have come."""
     share = place.share
     some = share.first < share.last
 
     def begin() -> Ahead:
-        start = empty(problem)
+        start = empty(problem, sinks)
         logits = first_products(problem, shared, place, share.first)
         p, _, maximum, total = weights(
             problem, shared, place, logit_scale, share.first, logits, start
@@ -53,7 +57,7 @@ def run_overlapped(
 
     def nothing() -> Ahead:
         p = filled((ROWS, problem.kv_tile), 0.0).astype(problem.dtype)
-        return empty(problem), p
+        return empty(problem, sinks), p
 
     def body(j: jax.Array, ahead: Ahead) -> Ahead:
         return run_round(problem, shared, place, logit_scale, j, ahead)

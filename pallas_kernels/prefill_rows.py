@@ -1,14 +1,34 @@
-"""How rows of results leave a prefill kernel: what the kernel and what combines parts share."""
+"""Rows of a prefill kernel, their sinks and how they leave: what combines parts shares it."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import store
+from pallas_kernels.mosaic import LOG2_E, WGMMA, filled, store
 from pallas_kernels.prefill_terms import Problem, Rows, for_each_head
+from pallas_kernels.prefill_work import WARPGROUP_ROWS
+
+
+def row_sinks(problem: Problem, sinks: Any, head: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Return the sink of each row, [64], as the softmax has logits: see `prefill_softmax.cap`.
+
+    `sinks` [heads] in device memory; `head` is the KV head. They are read one by one, all under way
+    at once: no launch before the kernel spreads them over rows. `hidden` is any number that the
+    compiler does not know, not negative: it would keep rows and addresses in registers, and spill.
+    """
+    zero = jnp.minimum(hidden, 0)
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=WGMMA.reduce(1))
+    first, missing = (head + zero) * problem.q_per_kv, problem.options.soft_cap or 0.0
+    logits = [sinks[first + g].astype(jnp.float32) for g in range(problem.q_per_kv)]
+    rows = filled(row.shape, 0.0, WGMMA.reduce(1))
+    for g, logit in enumerate(logits):
+        values = filled(row.shape, (logit - missing) * LOG2_E, WGMMA.reduce(1))
+        rows = jnp.where(row + zero >= g * problem.n, values, rows)
+    return rows
 
 
 def put_rows(

@@ -35,10 +35,12 @@ class Place(NamedTuple):
     offset: jax.Array  # from a round to the step of this block, hence to its stage
 
 
-def empty(problem: Problem) -> Softmax:
-    """Return the softmax of no keys."""
+def empty(problem: Problem, sinks: jax.Array | None) -> Softmax:
+    """Return the softmax of no keys but `sinks` [64], which have no values."""
     row = WGMMA.reduce(1)
     weighted = filled((ROWS, problem.head_dim), 0.0)
+    if sinks is not None:
+        return Softmax(weighted, sinks, filled((ROWS,), 1.0, row))
     return Softmax(weighted, filled((ROWS,), FLOOR, row), filled((ROWS,), 0.0, row))
 
 

@@ -64,6 +64,7 @@ class Inputs(NamedTuple):
     k_scale: Any  # [kv_heads] float32
     v_scale: Any
     q: Any
+    sinks: Any  # [heads]; None: there are none
 
 
 class Shared(NamedTuple):

@@ -21,7 +21,7 @@ def ragged_paged_attention(
     NumPy or JAX arrays. The last token of sequence `i` has position `seq_lens[i] - 1`. Reads the
     slots of real context tokens and no others.
     """
-    window, cap = options.sliding_window, options.soft_cap
+    window, cap, sinks = options.sliding_window, options.soft_cap, options.sinks
     q, *pool = (np.asarray(x).astype(np.float64) for x in (q, *kv[:2]))
     out = np.zeros_like(q)
     q_per_kv = q.shape[1] // pool[0].shape[1]
@@ -40,9 +40,12 @@ def ragged_paged_attention(
         if cap is not None:
             scores = cap * np.tanh(scores / cap)
         scores = np.where(seen, scores, -np.inf)
+        if sinks is not None:  # keys that every token sees, whose values are zeros
+            of_heads = np.asarray(sinks).astype(np.float64)[:, None, None]
+            scores = np.concatenate([scores, np.broadcast_to(of_heads, (*scores.shape[:2], 1))], 2)
         p = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e300))
         p /= np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
-        out[begin:end] = np.einsum("htc,chd->thd", p, v)
+        out[begin:end] = np.einsum("htc,chd->thd", p[..., :length], v)
     return out
 
 

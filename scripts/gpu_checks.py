@@ -141,7 +141,7 @@ def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, work: A
 def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
     """Return what the kernels and the reference are told alike."""
     limits = kernel.sliding_window, kernel.soft_cap
-    return AttentionOptions(kernel.head_dim**-0.5, *limits, *kernel.scales, interpret)
+    return AttentionOptions(kernel.head_dim**-0.5, *limits, *kernel.scales, interpret=interpret)
 
 
 class Arrays(NamedTuple):

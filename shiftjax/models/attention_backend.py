@@ -230,10 +230,8 @@ def pallas_attention(
     model, windows = layout.model, layout.model.windows
 
     def options(terms: LayerTerms) -> AttentionOptions:
-        if terms.sinks is not None:
-            raise ValueError("the kernels have no attention sinks")
         scores = model.attention_scale, windows[terms.window], model.attention_soft_cap
-        return AttentionOptions(*scores, *scales(terms), interpret=interpret)
+        return AttentionOptions(*scores, *scales(terms), terms.sinks, interpret)
 
     def scales(terms: LayerTerms) -> tuple[Any, Any]:
         return (1.0, 1.0) if terms.kv_scales is None else (terms.kv_scales[0], terms.kv_scales[1])

@@ -53,6 +53,9 @@ CASES = {
         "sliding_window": 1000,
         "soft_cap": 50.0,
     },
+    "sinks": {"sinks": True},
+    "sinks, head_dim 64, window": {"head_dim": 64, "sliding_window": 128, "sinks": True},
+    "sinks, q_per_kv 1": {"q_per_kv": 1, "sinks": True},
 }
 
 
@@ -66,6 +69,7 @@ def compile_kernel(
     dtype=jnp.bfloat16,
     kv_dtype=jnp.bfloat16,
     config=DEFAULT_CONFIG,
+    sinks=False,
     **options: Any,
 ):
     lens = np.array([tokens] + [0] * (SEQS - 1), np.int32)
@@ -78,10 +82,13 @@ def compile_kernel(
     work = divide_prefill(lens, starts, 0, num_tokens=tokens, **heads, config=config)
     mesh = aot.make_mesh(chip, (1,), ("x",))
 
-    def attend(*arrays):
-        return prefill_attention(*arrays, AttentionOptions(head_dim**-0.5, **options), config)
+    of_heads = jax.ShapeDtypeStruct(q.shape[1:2], dtype) if sinks else None
 
-    return aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
+    def attend(q, kv, work, sinks):
+        own = AttentionOptions(head_dim**-0.5, **options, sinks=sinks)
+        return prefill_attention(q, kv, work, own, config)
+
+    return aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work, of_heads)))
 
 
 def attention_of(compiled):

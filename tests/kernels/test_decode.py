@@ -13,7 +13,7 @@ from pallas_kernels.decode_work import DecodeConfig
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 64, 65, 150)
 CASES = {
-    "edges": decodes(EDGES, padding=2, q_per_kv=4, kv_heads=2, num_blocks=6),
+    "edges, sinks": decodes(EDGES, padding=2, q_per_kv=4, kv_heads=2, num_blocks=6, sinks=(-2, 6)),
     "q_per_kv 1, head_dim 128, blocks of 64": decodes(
         (1, 65, 200), q_per_kv=1, head_dim=128, block_size=64
     ),
@@ -25,8 +25,8 @@ CASES = {
         block_size=128,
         sliding_window=40,
     ),
-    "q_per_kv 3, soft cap, blocks of 32": decodes(
-        q_per_kv=3, kv_heads=2, soft_cap=5.0, block_size=32
+    "q_per_kv 3, soft cap, sinks, blocks of 32": decodes(
+        q_per_kv=3, kv_heads=2, soft_cap=5.0, sinks=(-2, 6), block_size=32
     ),
     "q_per_kv 7, fp8": decodes(
         (1, 70, 130), q_per_kv=7, kv_dtype=FP8, head_dim=128, k_scale=0.5, v_scale=3.0
@@ -41,7 +41,9 @@ CASES = {
         sliding_window=50,
     ),
     "q_per_kv 12, one worker": decodes(q_per_kv=12, num_blocks=1),
-    "many jobs of a row": decodes((1300, 5), num_blocks=24, head_dim=128, q_per_kv=8),
+    "many jobs of a row, sinks": decodes(
+        (1300, 5), num_blocks=24, head_dim=128, q_per_kv=8, sinks=(4, 8)
+    ),
     "q_per_kv 16, blocks of 8, a long context": decodes(
         (900, 3), q_per_kv=16, block_size=8, num_blocks=3
     ),
@@ -101,11 +103,13 @@ def arrays_of(case):
         (dict(kv_dtype=jnp.float16), "pools of float16"),
         (dict(sliding_window=0), "sliding_window 0 is not positive"),
         (dict(soft_cap=0.0), "soft_cap 0.0 is not positive"),
+        (dict(sinks=(0, 1)), r"sinks of shape \(2,\): there must be one for each head"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_said(change, message):
     case = decodes()._replace(**change)
-    options = AttentionOptions(1.0, case.sliding_window, case.soft_cap)
+    sinks = None if case.sinks is None else jnp.zeros(len(case.sinks))
+    options = AttentionOptions(1.0, case.sliding_window, case.soft_cap, sinks=sinks)
     with pytest.raises(ValueError, match=message):
         decode_attention(*arrays_of(case), options)
 

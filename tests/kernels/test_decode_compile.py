@@ -44,6 +44,7 @@ class Case(NamedTuple):
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
     options: AttentionOptions = AttentionOptions(0.1)
+    has_sinks: bool = False
     config: DecodeConfig = DecodeConfig()
     blocks_per_sm: int = 2
 
@@ -51,6 +52,7 @@ class Case(NamedTuple):
 CASES = {
     "bf16": Case(),
     "bf16, one KV head": Case(kv_heads=1),
+    "sinks, head_dim 64, one KV head": Case(64, kv_heads=1, has_sinks=True),
     "f16, head_dim 64, blocks of 128": Case(64, 128, 4, dtype=jnp.float16, kv_dtype=jnp.float16),
     "fp8, window, cap": Case(
         kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, k_scale=0.1)
@@ -99,11 +101,14 @@ def test_decode_fits_the_chip(name, mesh, capsys):
     q = struct((SEQS, case.kv_heads * case.q_per_kv, case.head_dim), case.dtype)
     tables = struct((SEQS, CONTEXT // case.block_size))
 
-    def attend(q, kv, work, out):
-        return decode_attention(q, kv, work, case.options, case.config, out=out)
+    def attend(q, kv, work, out, sinks):
+        return decode_attention(
+            q, kv, work, case.options._replace(sinks=sinks), case.config, out=out
+        )
 
+    sinks = struct(q.shape[1:2], case.dtype) if case.has_sinks else None
     kv = PagedKV(pool, pool, tables, struct((SEQS,)))
-    arguments = aot.on_device(mesh, (q, kv, work, q))
+    arguments = aot.on_device(mesh, (q, kv, work, q, sinks))
     with capsys.disabled():  # Mosaic prints what it takes
         program = aot.compile_for(mesh, attend, *arguments, donate_argnums=(3,))
     # What combines is the same for several cases, and may have been compiled before.

@@ -82,6 +82,14 @@ FAULTS = {
     "columns that two blocks have are written for the last": (
         "decode_combine", "pl.ds(COLUMNS - rest, rest)", "pl.ds(0, rest)", decodes(head_dim=96)
     ),
+    "sinks of the first KV head": (
+        "decode_combine", "parts.sinks.at[head]", "parts.sinks.at[0]",
+        TWO_HEADS._replace(sinks=(0, 4)),
+    ),
+    "sinks are to another base": (
+        "decode_combine", ".astype(jnp.float32) * LOG2_E", ".astype(jnp.float32)",
+        decodes(sinks=(0, 4)),
+    ),
     "rows of padding are not written": (
         "decode_combine", "combine() if kept is None else pl.when(count > 0)(combine)",
         "pl.when(count > 0)(combine)", decodes(padding=2),

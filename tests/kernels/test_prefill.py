@@ -22,7 +22,7 @@ CASES = {
     "a chunk of several tiles up to the end of the bucket": Case(((70, 150),), tokens=70),
     "q_per_kv 1": Case(((70, 200),), q_per_kv=1),
     "q_per_kv 2": Case(q_per_kv=2),
-    "q_per_kv 3": Case(((50, 90), (9, 9)), q_per_kv=3, kv_heads=2),
+    "q_per_kv 3, sinks": Case(((50, 90), (9, 9)), q_per_kv=3, kv_heads=2, sinks=(-2, 6)),
     "q_per_kv 7": Case(((40, 70),), q_per_kv=7),
     "q_per_kv 8": Case(((20, 70), (3, 80)), q_per_kv=8),
     "blocks of 64": Case(block_size=64),
@@ -39,8 +39,10 @@ CASES = {
     ),
     "window 20": Case(((17, 200), (40, 40)), sliding_window=20),
     "window 60, rows that see nothing of their first round": Case(((17, 200),), sliding_window=60),
+    "the same, sinks": Case(((17, 200),), sliding_window=60, sinks=(-2, 6)),
     "window 100": Case(((17, 200), (70, 150)), sliding_window=100),
     "soft cap": Case(soft_cap=3.0),
+    "soft cap, sinks": Case(soft_cap=3.0, sinks=(-2, 2)),
     "float16": Case(dtype=jnp.float16, kv_dtype=jnp.float16),
     "fp8": Case(
         ((17, 150), (5, 5)),
@@ -51,10 +53,11 @@ CASES = {
     ),
     "fp8, blocks of 128": Case(((17, 200),), kv_dtype=FP8, block_size=128, dtype=jnp.float16),
     "no ping-pong, three stages": Case(config=PrefillConfig(64, 3, 1, ping_pong=False)),
-    "the next product under way, two KV heads, a window": Case(
+    "the next product under way, two KV heads, a window, sinks": Case(
         ((17, 300), (5, 5)),
         kv_heads=2,
         sliding_window=60,
+        sinks=(-2, 6),
         config=PrefillConfig(64, 2, 2, overlap=True),
     ),
     "the next product under way, split, no ping-pong": Case(
@@ -65,12 +68,12 @@ CASES = {
         ((17, 1100), (5, 5)), config=PrefillConfig(64, 2, 4), q_per_kv=8, kv_heads=2
     ),
     "split, one KV head of 32": Case(((3, 300),), q_per_kv=32, config=SPLIT, padding=2),
-    "split, tiles that end in different spans, a partial tile": Case(
-        ((50, 280), (1, 130)), decodes=(300,), config=SPLIT
+    "split, tiles that end in different spans, a partial tile, sinks": Case(
+        ((50, 280), (1, 130)), decodes=(300,), config=SPLIT, sinks=(4, 8)
     ),
     "split, window 150": Case(((40, 400),), sliding_window=150, config=SPLIT),
-    "split for a wider window": Case(
-        ((40, 600),), sliding_window=150, divided_window=None, config=SPLIT
+    "split for a wider window, sinks": Case(
+        ((40, 600),), sliding_window=150, divided_window=None, config=SPLIT, sinks=(-2, 6)
     ),
     "split, fp8": Case(((17, 300),), kv_heads=2, kv_dtype=FP8, v_scale=1.5, config=SPLIT),
     "blocks of 8, one KV head of 16": Case(((9, 70),), q_per_kv=16, block_size=8),

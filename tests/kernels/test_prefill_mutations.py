@@ -82,6 +82,23 @@ FAULTS = {
         "combine", "place = split.first_part + nth, head, warpgroup",
         "place = split.first_part + nth, head, 1 - warpgroup", SPLIT,
     ),
+    "sinks of the heads beside": (
+        "rows", "zero >= g * problem.n", "zero > g * problem.n", Case(sinks=(0, 6))
+    ),
+    "sinks are not capped as scores are": (
+        "rows", "(logit - missing) * LOG2_E", "logit * LOG2_E", Case(soft_cap=3.0, sinks=(0, 2))
+    ),
+    "the sink weighs nothing": (
+        "softmax", "filled((ROWS,), 1.0, row)", "filled((ROWS,), 0.0, row)", Case(sinks=(0, 6))
+    ),
+    "sinks count in every part": (
+        "compute", "jnp.where(read_part(problem, inputs, turn) < 0, 0.0, FLOOR)", "0.0",
+        SPLIT._replace(sinks=(4, 8)),
+    ),
+    "sinks of split tiles are left out": (
+        "combine", "filled((ROWS,), 1.0, row), sink", "filled((ROWS,), 0.0, row), sink",
+        SPLIT._replace(sinks=(4, 8)),
+    ),
     "keys are not waited for": (
         "softmax", "    pl.when(j < place.last)(lambda: plgpu.barrier_wait(ready))\n", "",
         Case(((17, 300),)),
