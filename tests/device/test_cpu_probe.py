@@ -1,6 +1,7 @@
 """What suits a CPU: decided by what products take, tried once, kept beside compiled programs."""
 
 import json
+import os
 
 import pytest
 from engines import checkpoint, make, run, tokens
@@ -123,7 +124,7 @@ def test_only_a_model_that_caches_cannot_hold_is_worth_a_trial(little, tmp_path,
     assert not (tmp_path / "cpu").exists()
     monkeypatch.setattr("shiftjax.build.LEAST_PARAMETERS", 1)
     _, deployment = deploy(EngineConfig.from_options(dtype="float32"), config, tmp_path)
-    few = suited_to_cpu("float32", tmp_path, num_cores=num_cores()).few_tokens
+    few = suited_to_cpu("float32", tmp_path, os.environ["XLA_FLAGS"], num_cores()).few_tokens
     assert deployment.token_buckets == doubling(deployment.max_num_batched_tokens, few)
     assert len(list((tmp_path / "cpu").iterdir())) == 1
     given = EngineConfig.from_options(dtype="bfloat16", token_buckets=[2048])
