@@ -219,7 +219,9 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         raise ConfigError(["--rates must be above 0 and finite"])
     points = sweep(requests, target, deployments, factors, _acceptance(arguments.acceptance))
     rows = [point.row() for point in points]
-    more = [name for name in ("fleet", "phases") if any(getattr(p.replay, name) for p in points)]
+    more = [
+        name for name in ("fleet", "phases", "best") if any(getattr(p.replay, name) for p in points)
+    ]
     print(as_text([_shown(row, more) for row in rows]))
     if arguments.out:
         write_rows(arguments.out, "simulate", rows)
@@ -276,6 +278,8 @@ def _shown(row: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:
     if "fleet" in more:
         shown |= {name: row[name] for name in ("binds", "releases", "moved_sequences")}
         shown |= {"moved GB": row["moved_bytes"] / 1e9, "arrangements": row["arrangements"]}
+    if "best" in more:
+        shown["best in windows"] = row["best_in_windows"]
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}
 
 

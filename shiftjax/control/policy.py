@@ -181,7 +181,7 @@ def _by_threshold(threshold: int | None, costs: GroupCosts | None) -> Policy:
 POLICIES: dict[str, Callable[[int | None, GroupCosts | None], Policy]] = {
     "threshold": _by_threshold,
     "cost": lambda threshold, costs: CostPolicy(_known(costs)),
-    "oracle": lambda threshold, costs: CostPolicy(_known(costs), margin=0.0),  # of simulations
+    "greedy": lambda threshold, costs: CostPolicy(_known(costs), margin=0.0),  # of simulations
     "base": lambda threshold, costs: FixedPolicy(0),
     "shift": lambda threshold, costs: FixedPolicy(-1),
 }

@@ -186,10 +186,10 @@ def _lane(
 
 
 def _fleet(target: Target, made: Lanes, clock: Clock) -> Fleet:
-    """The groups that come and go; those of an oracle do so for nothing, whenever it is best."""
+    """The groups that come and go; greedy ones do so for nothing, whenever it is best."""
     deployment = made.deployment
     machine, host_seconds = target.machine, target.engine.host(0, 2)
-    if deployment.policy == "oracle":
+    if deployment.policy == "greedy":
         free, host_seconds = (Transfer(0.0, float("inf")),), 0.0
         machine = replace(
             machine, all_to_all=free, memory_bytes_per_second=float("inf"), kernel_seconds=0.0
@@ -199,6 +199,6 @@ def _fleet(target: Target, made: Lanes, clock: Clock) -> Fleet:
     known = made.policies, made.beliefs
     fleet = make_fleet(deployment, made.lanes, *known, mover, lambda: clock.now)
     fleet.history = deque()  # all of it
-    if isinstance(fleet.policy, CostArrangement) and deployment.policy == "oracle":
+    if isinstance(fleet.policy, CostArrangement) and deployment.policy == "greedy":
         fleet.policy = replace(fleet.policy, moves=costs, margin=0.0, hold_switches=0.0)
     return fleet

@@ -66,8 +66,8 @@ def deploy(
 ) -> Deployment:
     """A deployment on a mesh (DP, SP, TP) as an engine of the target's kind makes it.
 
-    `policy` chooses the mode of a step: base, shift, threshold, cost, or oracle (the mode that
-    is quicker in hindsight). With `gathers`, devices store SHIFT's weights alone. Budgets that
+    `policy` chooses the mode of a step: base, shift, threshold, cost, or greedy (the mode that
+    is quicker, without a margin). With `gathers`, devices store SHIFT's weights alone. Budgets that
     `settings` lack are a server's, not the engine's own.
     """
     dp, sp, tp = mesh
@@ -111,7 +111,7 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
 
 FLEET = "fleet"  # how the names of deployments begin whose groups come and go
 SWITCHES = get_args(get_type_hints(FleetOptions)["switch"])
-FLEET_MODES = ("oracle", "threshold", "shift")
+FLEET_MODES = ("greedy", "threshold", "shift")
 
 
 def deploy_fleet(
@@ -120,7 +120,7 @@ def deploy_fleet(
     """A fleet as its name says: `fleet`, and words of these after colons.
 
     A policy (cost, load, priority, context) or an arrangement that stays (4+2+1+1); a kind of
-    switching; `oracle`: the cost policy without margins, whose changes take no time; `threshold` or
+    switching; `greedy`: the cost policy without margins, whose changes take no time; `threshold` or
     `shift`, by which groups choose their modes (else by cost); `tp2`, the devices of a unit (else
     as many as hold the model). What the name does not say is as in `options`.
 
@@ -277,7 +277,7 @@ def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment
         "sp": base,
         "shift": replace(base, name="shift", policy="threshold"),
         "cost": replace(base, name="cost", policy="cost"),
-        "oracle": replace(base, name="oracle", policy="oracle"),
+        "greedy": replace(base, name="greedy", policy="greedy"),
     }
 
 
@@ -313,8 +313,8 @@ def modes_of(costs: GroupCosts, deployment: Deployment) -> tuple[Mode, ...]:
 
 
 def policy_of(deployment: Deployment, costs: GroupCosts, belief: GroupCosts) -> Policy:
-    """The policy of a deployment. It decides by `belief`; an oracle knows the true `costs`."""
-    believed = costs if deployment.policy == "oracle" else belief
+    """The policy of a deployment. It decides by `belief`; a greedy one knows the true `costs`."""
+    believed = costs if deployment.policy == "greedy" else belief
     return make_policy(deployment.policy, deployment.threshold, believed)
 
 
@@ -337,7 +337,7 @@ def drafting_of(
         raise ConfigError(["drafts are simulated with an acceptance: how often they are right"])
     if options.draft_paths > 1:
         raise ConfigError(["drafts of several paths (draft_paths) are not simulated"])
-    if not deployment.token_buckets and deployment.policy not in ("cost", "oracle"):
+    if not deployment.token_buckets and deployment.policy not in ("cost", "greedy"):
         if options.draft_choice == "fill":
             raise ConfigError(
                 [f"{target.engine.name} pads no steps: draft_choice = fill does nothing"]

@@ -32,6 +32,7 @@ from shiftjax.sim.deployment import (
     standard_deployments,
 )
 from shiftjax.sim.drafts import AcceptanceModel
+from shiftjax.sim.hindsight import ORACLE, Oracle, best_in_hindsight, oracle_of
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
 from shiftjax.sim.replay import Replay, replay
@@ -85,16 +86,18 @@ def choose_deployments(
     options: FleetOptions = NO_FLEET,
     host_bytes: int = 0,
     **budgets: Any,
-) -> list[Deployment | Phases]:
-    """Standard deployments by name, degrees, phases and fleets; `options` are of these.
+) -> list[Deployment | Phases | Oracle]:
+    """Standard deployments by name, degrees, phases, fleets (`options` are of these), an oracle.
 
     What is parked between phases has `host_bytes`, if not 0, else half of the machine's.
 
     Raises ConfigError.
     """
-    known: dict[str, Deployment | Phases] = {**standard_deployments(target, **budgets)}
+    known: dict[str, Deployment | Phases | Oracle] = {**standard_deployments(target, **budgets)}
     for name in names:
-        if name.split(":")[0] == FLEET:
+        if name == ORACLE:
+            known[name] = oracle_of(target, **budgets)
+        elif name.split(":")[0] == FLEET:
             known[name] = deploy_fleet(target, name, options, **budgets)
         elif name == "gather":
             known[name] = deploy_gathered(target, name, **budgets)
@@ -102,7 +105,7 @@ def choose_deployments(
             known[name] = _deploy(target, spelled, host_bytes, budgets)
     wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
     if wrong:
-        there = ", ".join([*known, "gather", FLEET, "degrees as pp4tp2, phases as pp8:tp8"])
+        there = ", ".join([*known, ORACLE, "gather", FLEET, "degrees as pp4tp2, phases as pp8:tp8"])
         raise ConfigError([f"{problem}; there are {there}" for problem in wrong])
     return [known[name] for name in names]
 
@@ -148,11 +151,11 @@ class SweepPoint:
 def sweep(
     requests: Sequence[TraceRequest],
     target: Target,
-    deployments: Sequence[Deployment | Phases],
+    deployments: Sequence[Deployment | Phases | Oracle],
     factors: Iterable[float],
     acceptance: AcceptanceModel | None = None,
 ) -> list[SweepPoint]:
-    """Every deployment at every multiple of the trace's own rate.
+    """Every deployment at every multiple of the trace's own rate, an oracle after all others.
 
     Raises ConfigError for multiples of a trace whose requests all come at once.
     """
@@ -160,13 +163,22 @@ def sweep(
     if span == 0 and len(factors) > 1:
         raise ConfigError(["all requests of this trace come at once: there is no rate to multiply"])
 
-    def run(factor: float, deployment: Deployment | Phases) -> Replay:
-        return replay(scale_rate(requests, factor), target, deployment, acceptance=acceptance)
+    def run(factor: float) -> list[Replay]:
+        scaled = scale_rate(requests, factor)
+
+        def served(each: Deployment | Phases) -> Replay:
+            return replay(scaled, target, each, acceptance=acceptance)
+
+        oracles = [each for each in deployments if isinstance(each, Oracle)]
+        replays = [served(each) for each in deployments if not isinstance(each, Oracle)]
+        for oracle in oracles:
+            replays.append(best_in_hindsight([*replays, *map(served, oracle.deployments)]))
+        return replays
 
     return [
-        SweepPoint(factor * len(requests) / span if span else None, run(factor, deployment))
+        SweepPoint(factor * len(requests) / span if span else None, each)
         for factor in factors
-        for deployment in deployments
+        for each in run(factor)
     ]
 
 

@@ -116,6 +116,7 @@ def summary(replay: Replay) -> Row:
     row["preemptions"] = replay.num_preemptions
     row |= _of_fleet(replay)
     row |= _of_phases(replay)
+    row["best_in_windows"] = " ".join(f"{name}:{n}" for name, n in (replay.best or {}).items())
     prompts = sum(r.num_prompt_tokens for r in requests)
     row["drafted_tokens"] = sum(r.num_draft_tokens for r in requests)
     row["accepted_tokens"] = sum(r.num_accepted_tokens for r in requests)

@@ -138,7 +138,7 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
                 target,
                 f"dp{devices // (sp * tp)} sp{sp} tp{tp}",
                 (devices // (sp * tp), sp, tp),
-                "oracle" if sp > 1 else "base",
+                "greedy" if sp > 1 else "base",
                 **budgets,
             )
             for sp in sizes
@@ -159,7 +159,7 @@ def gathered_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     devices, name = target.machine.num_devices, f"gather sp{target.machine.num_devices}"
     try:
         leaves_none = 1 < devices == least_tp(target)
-        return [deploy_gathered(target, name, "oracle", **budgets)] if leaves_none else []
+        return [deploy_gathered(target, name, "greedy", **budgets)] if leaves_none else []
     except ConfigError:  # they fit nowhere, or there are too few heads
         return []
 

@@ -6,7 +6,7 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 (`replicas_in_step`) has a process for each, whose host works pass side by side.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -76,6 +76,7 @@ class Replay:
     num_preemptions: int
     fleet: FleetRun | None = None
     phases: PhasesRun | None = None  # `deployment` is then that of the prompts
+    best: Mapping[str, int] | None = None  # of an oracle: windows in which each deployment was best
 
     @property
     def labels(self) -> list[str]:

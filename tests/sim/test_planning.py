@@ -33,7 +33,7 @@ def test_plan_and_replay_agree(model, machine, engine, dtype):
     names = {"model": model, "machine": machine, "engine": engine, "dtype": dtype}
     target = target_from(names)
     prompt, output = (1500, 60) if engine == "vllm" else (500, 100)
-    for name in ("tp", "oracle"):
+    for name in ("tp", "greedy"):
         deployment = standard_deployments(target, **BUDGETS)[name]
         costs, memory = cost_model(target, deployment), memory_of(target, deployment)
         workload = Workload(prompt, output)
