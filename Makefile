@@ -23,10 +23,12 @@ demo: $(VENV)/.base
 demo-fleet: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo_fleet.py
 
-# A file's tests share what they compile, so they stay in one process.
+# A file's tests share what they compile, so they stay in one process. In the order of their names,
+# for files of many tests first would leave those of a few long ones to the end, and to one process.
 test: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.clients $(VENV)/.node $(VENV)/.prometheus
 	PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
-	    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile
+	    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile \
+	    --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
