@@ -17,6 +17,7 @@ model with experts has a few steps of theirs (`expert_cases`).
 
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -27,15 +28,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device import expert_cases
 from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
 from shiftjax.models.attention import AttentionMetadata, LayerTerms, pool_shape
-from shiftjax.models.attention_backend import AttentionBackend, tuned_attention, xla_attention
+from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_attention
 from shiftjax.models.expert_backend import ExpertShape, why_not_traced
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -45,6 +47,8 @@ NUM_RUNS = 3  # of every step, whose bits must agree: a race shows
 # mask, scale, head or block is off by 5% and more.
 MOST_RELATIVE_ERROR = 1e-2  # of the rows of a sequence, in the Euclidean norm
 MOST_ERROR = 0.05  # of a number; values are drawn from the normal distribution
+BEYOND_WINDOW = 65  # tokens that the longest contexts have more than a window, at least
+MOST_OUTGROWN = 8192  # tokens: a wider window is tried with contexts that it holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +59,15 @@ class Shape:
     kv_heads: int
     head_dim: int
     block_size: int
-    sliding_window: int | None
+    windows: tuple[int | None, ...]  # `ModelConfig.windows`: layers of each are tried
     dtype: str  # of queries; a name of `arch.formats`
     kv_dtype: str
     bucket: tuple[int, ...]  # tokens, logit rows and sequences of the largest step
     deterministic: bool = False
     experts: ExpertShape | None = None
+    scale: float | None = None  # of scores; None: head_dim ** -0.5
+    soft_cap: float | None = None  # of scores
+    has_sinks: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -71,12 +78,15 @@ class Shape:
             vocab_size=64,
             hidden_size=64,
             intermediate_size=64,
-            num_layers=1,
+            num_layers=len(self.windows),
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             max_position_embeddings=1 << 20,
-            sliding_window=self.sliding_window,
+            layer_kinds=tuple(LayerKind(window, 10_000.0) for window in self.windows),
+            query_scale=self.scale,
+            attention_soft_cap=self.soft_cap,
+            attention_sinks=self.has_sinks,
         )
         return Layout(model, 1, 1)
 
@@ -107,7 +117,8 @@ class Trial:
         fields = json.loads(text)
         shape, of_experts = fields["shape"], fields["shape"].get("experts")
         experts = ExpertShape(*of_experts) if of_experts else None
-        shape = Shape(**shape | {"bucket": tuple(shape["bucket"]), "experts": experts})
+        tuples = {name: tuple(shape[name]) for name in ("windows", "bucket")}
+        shape = Shape(**shape | tuples | {"experts": experts})
         cases = fields["cases"]
         chunks = tuple((tokens, context) for tokens, context in cases["chunks"])
         cases = Cases(**cases | {"decodes": tuple(cases["decodes"]), "chunks": chunks})
@@ -134,12 +145,18 @@ class Step(NamedTuple):
 
 
 def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
-    """Yield decodes alone, and chunks beside decodes: in a bucket of theirs and in the largest."""
-    count = len(cases.decodes)
-    beside = cases.decodes[-cases.num_beside :]
+    """Yield decodes alone, and chunks beside decodes: in a bucket of theirs and in the largest.
+
+    The last of both are longer than every window, where that is not too much.
+    """
+    outgrown = [window for window in shape.windows if window and window <= MOST_OUTGROWN]
+    least = max((window + BEYOND_WINDOW for window in outgrown), default=0)
+    count, decodes = len(cases.decodes), (*cases.decodes[:-1], max(cases.decodes[-1], least))
+    beside = decodes[-cases.num_beside :]
     tokens, contexts = (tuple(each) for each in zip(*cases.chunks, strict=True))
+    contexts = (*contexts[:-1], max(contexts[-1], least + tokens[-1]))
     kinds = (
-        (f"{count} decodes", (1,) * count, cases.decodes, count),
+        (f"{count} decodes", (1,) * count, decodes, count),
         (f"chunks beside {len(beside)} decodes", (1,) * len(beside) + tokens, beside + contexts,
          len(beside)),
     )  # fmt: skip
@@ -178,7 +195,11 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(shape: Shape, step: Step) -> Inputs:
-    """Draw queries, keys and values; every slot without a token is NaN, the null block's, too."""
+    """Draw queries, keys and values; every slot without a token is NaN, the null block's, too.
+
+    Scores spread by 1, whatever the scale; with a soft cap those of every other token so far that
+    it matters. Sinks weigh as much as some tens or hundreds of keys.
+    """
     rng = np.random.default_rng(0)
     num_tokens, _, num_seqs = step.bucket
     size, dtype, kv_dtype = (
@@ -201,17 +222,31 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
     lens[: len(step.contexts)] = step.contexts
     starts = np.full(num_seqs + 1, sum(step.new), np.int32)
     starts[: len(step.new) + 1] = np.cumsum((0, *step.new))
-    q = rng.standard_normal((num_tokens, shape.heads, shape.head_dim)).astype(dtype)
-    kv_scales = None
+    q = rng.standard_normal((num_tokens, shape.heads, shape.head_dim))
+    q /= shape.layout.model.attention_scale * shape.head_dim**0.5
+    if shape.soft_cap is not None:
+        q[1::2] *= max(1.0, shape.soft_cap / 8)
+    kv_scales = sinks = None
     if FORMATS[shape.kv_dtype].has_scales:
         kv_scales = 2 ** rng.uniform(-1, 1, (2, shape.kv_heads)).astype(np.float32)
-    return Inputs(q, pool, tables, lens, starts, LayerTerms(kv_scales=kv_scales))
+    if shape.has_sinks:
+        sinks = rng.uniform(3, 7, shape.heads).astype(dtype)
+    terms = LayerTerms(kv_scales=kv_scales, sinks=sinks)
+    return Inputs(q.astype(dtype), pool, tables, lens, starts, terms)
 
 
 def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
-    """Make `attend` one program of all devices; each computes the same, [devices, tokens, ...]."""
+    """Make a layer of each window one program of all devices, which compute the same.
+
+    It returns [devices, windows, tokens, heads, head_dim].
+    """
+
+    def attend_all(q, pool, metadata, terms):
+        layers = [dataclasses.replace(terms, window=i) for i in range(len(metadata.work))]
+        return jnp.stack([attend(q, pool, metadata, layer) for layer in layers])[None]
+
     return jax.shard_map(
-        lambda q, pool, metadata, terms: attend(q, pool, metadata, terms)[None],
+        attend_all,
         mesh=rows_mesh(devices),
         in_specs=(replicated_spec(),) * 4,
         out_specs=devices_spec(),
@@ -230,7 +265,7 @@ def compiled(
 
 
 def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) -> str | None:
-    """Say what is wrong with the outputs of one device, a run each; `expected` are the loops'."""
+    """Say what is wrong with a layer on one device, a run each; `expected` is of the loops."""
     first = outputs[0].view(np.uint16)
     for later in outputs[1:]:
         if changed := int((later.view(np.uint16) != first).sum()):
@@ -265,15 +300,16 @@ def try_step(
     step: Step, shape: Shape, kernels: AttentionBackend, devices: Sequence[Device]
 ) -> Problem | None:
     """Run one step; None: nothing is wrong."""
-    inputs = make_inputs(shape, step)
-    loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)
+    inputs, windows = make_inputs(shape, step), shape.windows
+    loops = loops_of(shape.layout.model, shape.block_size)
     expected = compiled(step, inputs, loops, devices)()
 
     def judge(run: Callable[[], np.ndarray]) -> Problem | None:
         outputs = [run() for _ in range(NUM_RUNS)]
-        for place, device in enumerate(devices):
-            words = wrong_with([out[place] for out in outputs], expected[place], step)
+        for (place, device), nth in itertools.product(enumerate(devices), range(len(windows))):
+            words = wrong_with([out[place, nth] for out in outputs], expected[place, nth], step)
             if words:
+                words += f" (window {windows[nth]})" if len(windows) > 1 else ""
                 return Problem(words, f"on device {device.id} of {len(devices)}")
         return None
 

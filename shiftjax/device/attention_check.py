@@ -73,7 +73,9 @@ def shape_of(
     heads = layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
     experts = expert_shape(model, formats) if why_not_plain(model) is None else None
-    return Shape(*heads, block_size, model.sliding_window, *types, bucket, deterministic, experts)
+    own = deterministic, experts
+    scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
+    return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores)
 
 
 def check_attention(check: KernelCheck, devices: Sequence[Device], shape: Shape) -> str | None:

@@ -6,19 +6,19 @@ import pytest
 
 from shiftjax.device.attention_cases import Cases, Shape, make_inputs, on_each, steps_of
 from shiftjax.device.mesh import rows_mesh
-from shiftjax.models.attention_backend import tuned_attention, xla_attention
+from shiftjax.models.attention_backend import loops_of, tuned_attention
 
 aot.require()
 
-# One of 8 devices of Llama-70B: a KV head.
-SHAPE = Shape(8, 1, 128, 16, None, "bfloat16", "bfloat16", (256, 64, 64))
+# One of 8 devices of gpt-oss-120b: a KV head, layers with and without a window, sinks.
+SHAPE = Shape(8, 1, 64, 16, (128, None), "bfloat16", "bfloat16", (256, 64, 64), has_sinks=True)
 
 
 @pytest.mark.parametrize("name", ["kernels", "loops"])
 def test_chunks_beside_decodes_are_one_program_of_two_gpus(name):
     devices = list(aot.make_mesh("h100", (2,), ("x",)).devices.flat)
     kernels, _ = tuned_attention(SHAPE.layout, devices[0], SHAPE.block_size, SHAPE.deterministic)
-    loops = xla_attention(SHAPE.head_dim, (SHAPE.sliding_window,), SHAPE.block_size)
+    loops = loops_of(SHAPE.layout.model, SHAPE.block_size)
     backend = {"kernels": kernels, "loops": loops}[name]
     *_, step = steps_of(SHAPE, Cases())
     inputs = make_inputs(SHAPE, step)
@@ -28,4 +28,4 @@ def test_chunks_beside_decodes_are_one_program_of_two_gpus(name):
     text = program.executable.as_text()
     assert ("mosaic_gpu" in text) == (name == "kernels")
     (shape,) = jax.tree.leaves(program.executable.output_shardings)
-    assert shape.shard_shape((2, *inputs.q.shape)) == (1, *inputs.q.shape)
+    assert shape.shard_shape((2, 2, *inputs.q.shape)) == (1, 2, *inputs.q.shape)

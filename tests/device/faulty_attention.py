@@ -17,8 +17,7 @@ from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.step_work import KernelConfig
 from shiftjax.device.attention_cases import Shape
-from shiftjax.models.attention_backend import AttentionBackend, pallas_attention, xla_attention
-from shiftjax.parallel.layout import Layout
+from shiftjax.models.attention_backend import AttentionBackend, loops_of, pallas_attention
 
 # The interpreter runs thread blocks one by one: few of them.
 FEW_BLOCKS = KernelConfig(PrefillConfig(64, 2, 1), DecodeConfig(64, 1, 45_000))
@@ -31,8 +30,8 @@ def right(shape: Shape) -> AttentionBackend:
 
 def wrong_mask(shape: Shape) -> AttentionBackend:
     """Tokens see 14 keys at most, although nobody asked for a window."""
-    layout = Layout(replace(shape.layout.model, sliding_window=14), 1, 1)
-    return pallas_attention(layout, FEW_BLOCKS, shape.block_size, interpret=INTERPRETED)
+    narrow = replace(shape, windows=(14,))
+    return pallas_attention(narrow.layout, FEW_BLOCKS, shape.block_size, interpret=INTERPRETED)
 
 
 def wrong_scale(shape: Shape) -> AttentionBackend:
@@ -59,7 +58,7 @@ def swapped_scales(shape: Shape) -> AttentionBackend:
 
 def _then(shape: Shape, function) -> AttentionBackend:
     """XLA's loops, which are quick to compile, and a function of NumPy arrays after them."""
-    loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)
+    loops = loops_of(shape.layout.model, shape.block_size)
 
     def attend(q, pool, metadata, terms):
         out = loops.attend(q, pool, metadata, terms)
@@ -82,7 +81,7 @@ def racy(shape: Shape) -> AttentionBackend:
 
 def wrong_on_one(shape: Shape) -> AttentionBackend:
     """The second device adds up wrong."""
-    loops = xla_attention(shape.head_dim, (shape.sliding_window,), shape.block_size)
+    loops = loops_of(shape.layout.model, shape.block_size)
 
     def attend(q, pool, metadata, terms):
         error = jnp.where(jax.lax.axis_index("dp") == 1, 0.1, 0.0).astype(q.dtype)

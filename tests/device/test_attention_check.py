@@ -42,12 +42,13 @@ from shiftjax.device.attention_check import (
     shape_of,
 )
 from shiftjax.device.groups import attention_of
+from shiftjax.models.attention_backend import loops_of
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 MODEL = replace(PRESETS["llama-8b"], num_heads=2, num_kv_heads=1, head_dim=64)
-SHAPE = Shape(2, 1, 64, 16, None, "bfloat16", "bfloat16", (16, 8, 8))
+SHAPE = Shape(2, 1, 64, 16, (None,), "bfloat16", "bfloat16", (16, 8, 8))
 FEW = Cases(decodes=(1, 16, 37), chunks=((2, 2), (3, 20)), num_beside=1, in_largest=False)
 
 
@@ -156,6 +157,49 @@ def test_kernels_are_tried_with_the_scales_of_codes():
     assert problem is not None and "is off by" in problem.problem
 
 
+VARIED = replace(SHAPE, windows=(14, None), scale=0.1, soft_cap=50.0, has_sinks=True)
+
+
+def test_kernels_are_tried_with_all_that_the_model_has():
+    step, devices = next(steps_of(VARIED, FEW)), jax.devices()[:1]
+    assert try_step(step, VARIED, faulty_attention.right(VARIED), devices) is None
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [{"windows": (1000, None)}, {"scale": None}, {"soft_cap": None}, {"has_sinks": False}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_a_kernel_ignores_is_found(ignored):
+    """Loops in the place of kernels, of a model that has one thing less."""
+    kernels = loops_of(replace(VARIED, **ignored).layout.model, VARIED.block_size)
+
+    def attend(q, pool, metadata, terms):
+        terms = replace(terms, sinks=None) if "has_sinks" in ignored else terms
+        return kernels.attend(q, pool, metadata, terms)
+
+    *_, step = steps_of(VARIED, Cases((1, 337), ((3, 100),), num_beside=1, in_largest=False))
+    problem = try_step(step, VARIED, kernels._replace(attend=attend), jax.devices()[:1])
+    assert problem is not None and "is off by" in problem.problem
+    assert "windows" not in ignored or problem.problem.endswith("(window 14)")
+
+
+def test_contexts_outgrow_every_window_that_is_not_huge():
+    for window, longest in ((14, 3000), (4096, 4161), (1 << 18, 3000)):
+        steps = list(steps_of(replace(SHAPE, windows=(None, window)), Cases()))
+        assert {max(step.contexts) for step in steps} == {longest}
+        assert steps[-1].contexts[-1] == max(700, 100 + window + 65 if window == 4096 else 0)
+
+
+def test_a_shape_has_what_the_models_layers_have():
+    model, bucket = replace(PRESETS["gpt-oss-20b"], query_scale=0.1), Bucket(16, 8)
+    shape = shape_of(Layout(model, 1, 8), Formats(), 16, bucket, False)
+    assert shape.windows == model.windows == (128, None)
+    assert (shape.scale, shape.soft_cap, shape.has_sinks) == (0.1, None, True)
+    of_shape = shape.layout.model
+    assert (of_shape.windows, of_shape.attention_scale) == (model.windows, 0.1)
+
+
 def test_the_setting_xla_tries_nothing(tmp_path, caplog):
     chosen = choose(make_check("hangs", tmp_path), "xla")
     assert (chosen.name, chosen.reason) == ("xla", "the setting attention = xla")
@@ -195,7 +239,11 @@ def test_a_verdict_is_of_one_machine_and_one_kernel(monkeypatch):
     others = [
         replace(trial, device_kind="NVIDIA H100"),
         replace(trial, device_ids=(0, 1)),
-        replace(trial, shape=replace(SHAPE, sliding_window=8)),
+        replace(trial, shape=replace(SHAPE, windows=(8,))),
+        replace(trial, shape=replace(SHAPE, windows=(None, 8))),
+        replace(trial, shape=replace(SHAPE, scale=0.1)),
+        replace(trial, shape=replace(SHAPE, soft_cap=50.0)),
+        replace(trial, shape=replace(SHAPE, has_sinks=True)),
         replace(trial, cases=replace(FEW, decodes=(1,))),
     ]
     assert all(key_of(other) != key for other in others)
