@@ -54,8 +54,13 @@ FEW = Cases(decodes=(1, 16, 37), chunks=((2, 2), (3, 20)), num_beside=1, in_larg
 
 @pytest.fixture(autouse=True)
 def same_devices(monkeypatch):
-    """The other process has as many devices as this one, whatever was asked for in between."""
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={len(jax.devices())}")
+    """The other process has as many devices as this one, whatever was asked for in between.
+
+    And what one of them has compiled, none of the others does.
+    """
+    count = f"--xla_force_host_platform_device_count={len(jax.devices())}"
+    monkeypatch.setenv("XLA_FLAGS", f"{count} --xla_backend_optimization_level=0")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
 
 
 def make_check(builder: str, directory=None, limit_seconds=60.0, cases=FEW) -> KernelCheck:
