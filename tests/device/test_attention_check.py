@@ -190,10 +190,10 @@ def test_what_a_kernel_ignores_is_found(ignored):
 
 
 def test_contexts_outgrow_every_window_that_is_not_huge():
-    for window, longest in ((14, 3000), (4096, 4161), (1 << 18, 3000)):
-        steps = list(steps_of(replace(SHAPE, windows=(None, window)), Cases()))
-        assert {max(step.contexts) for step in steps} == {longest}
-        assert steps[-1].contexts[-1] == max(700, 100 + window + 65 if window == 4096 else 0)
+    for window, decode, chunk in ((14, 3000, 700), (4096, 4161, 4261), (1 << 18, 3000, 700)):
+        decodes, chunks = steps_of(replace(SHAPE, windows=(None, window)), Cases())
+        assert decodes.contexts[-1] == chunks.contexts[1] == decode
+        assert chunks.contexts[-1] == chunk
 
 
 def test_a_shape_has_what_the_models_layers_have():
