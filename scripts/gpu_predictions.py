@@ -18,7 +18,7 @@ from bench_cases import BF16_BYTES, decode_bytes, prefill_flops
 from pallas_kernels.measure import DecodeShape, ExpertsShape, PrefillShape, Shape
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
-from shiftjax.costs.machine import Machine, Transfer
+from shiftjax.costs.machine import Machine, Transfer, of_format
 from shiftjax.costs.machine_files import load_machine
 
 COPY, GEMM = 0.9, 0.79  # shares of the data sheet: 3.0 TB/s and 780 TFLOP/s of an H100 SXM
@@ -152,7 +152,7 @@ def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[f
 def _decode_seconds(model: ModelConfig, batch: int, machine: Machine, devices: int = 1) -> float:
     """Seconds of reading weights, then keys and values, of 1,024 tokens a sequence."""
     weights = decode_bytes(model, 1, []) / machine.memory_efficiency
-    kv = _kv_bytes(model, batch) / machine.kv_efficiency
+    kv = _kv_bytes(model, batch) / of_format(machine.kv_efficiency, "bfloat16")
     return (weights + kv) / devices / machine.memory_bytes_per_second
 
 
@@ -172,7 +172,8 @@ def _engine(machine: Machine) -> list[dict[str, Any]]:
         for batch in (1, 64):
             least = decode_bytes(model, 1, [1024] * batch) / machine.memory_bytes_per_second
             value = _decode_seconds(model, batch, machine) + gap
-            more = _kv_bytes(model, batch) / machine.memory_bytes_per_second / machine.kv_efficiency
+            share = of_format(machine.kv_efficiency, "bfloat16")
+            more = _kv_bytes(model, batch) / machine.memory_bytes_per_second / share
             low, mid, high = (more * (one - 1) if loops else 0.0 for one in LOOP_TRAFFIC)
             bounds = least + low, value + mid, 1.35 * value + high
             rows.append(

@@ -6,6 +6,9 @@ Shift Parallelism (arXiv 2509.16495): Llama-70B, FP8 weights and KV, 8 x H200, 4
 250 out, the `vllm` engine. Its bursty trace is not published; `BURSTS` is ours. Seesaw (arXiv
 2503.06433): CodeLlama-34B on 8 x A10. TensorRT-LLM: some lengths of its performance overview of
 version 1.0, FP8, with as many requests as there; its host overlaps and it has sizes of its own.
+`experts`: mixtures of experts with even routing and with `SKEW`, the pairs of the most loaded
+device over the mean: what loads that follow a power law cost over even ones in the tables of
+ai-dynamo/aiconfigurator (4 H200s, 4,096 tokens or more, TensorRT-LLM 1.3.0rc10: 1.30 to 1.35).
 `suffix`: Arctic Inference's figures for Llama-3.1-70B (Snowflake's engineering blog, 2025).
 `mooncake` replays the first 15 minutes of that trace the way the published runs did (Arctic
 Inference, benchmark/reproducibility): Qwen-32B, steps of up to 131,072 tokens, no prefix cache.
@@ -16,13 +19,13 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.fleet_setup import move_costs
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.sim.deployment import (
     Target,
@@ -56,6 +59,7 @@ SUFFIX = (  # what, published tokens/s, tokens per step and share accepted of a 
     ("ShareGPT (as MT-bench references)", 113, 1.56, 0.33),
     ("HumanEval (as edits of its functions)", 148, 4.77, 0.78),
 )
+SKEW = 1.33
 TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
     ("llama-70b", "h200x8", 1): (4336, 2909, 442, 566),
     ("llama-70b", "h100x8", 2): (6651, 4205, 762, 898),
@@ -211,13 +215,35 @@ def spread(prompt: int, output: int, count: int) -> list[TraceRequest]:
 def tensorrt_llm() -> Iterator[Figure]:
     """Output tokens per second with all requests there at once."""
     for (model, machine, tp), published in TENSORRT_LLM.items():
-        one = target(model, machine, "shiftjax")
-        one = replace(one, engine=replace(one.engine, pads_to_buckets=False))
-        deployment = deploy(one, "", (1, 1, tp), "base", max_num_seqs=2048, memory_fraction=0.95)
-        for (prompt, output, count), value in zip(LENGTHS, published, strict=True):
-            run = replay([TraceRequest(0.0, prompt, output)] * count, one, deployment)
-            what = f"{model}, {machine.removesuffix('x8')}, TP {tp}: {prompt} in, {output} out"
-            yield what, value, count * output / makespan(run)
+        yield from output_rates(model, machine, tp, published)
+
+
+def output_rates(
+    model: str, machine: str, tp: int, published: Sequence[float], skew: float = 1.0
+) -> Iterator[Figure]:
+    """One of TensorRT-LLM's rows; its norms and activations quantise in passing."""
+    one = target(model, machine, "shiftjax")
+    own = {"pads_to_buckets": False, "quantising_kernels": (), "expert_skew": skew}
+    one = replace(one, engine=replace(one.engine, **own))
+    deployment = deploy(one, "", (1, 1, tp), "base", max_num_seqs=2048, memory_fraction=0.95)
+    for (prompt, output, count), value in zip(LENGTHS, published, strict=True):
+        run = replay([TraceRequest(0.0, prompt, output)] * count, one, deployment)
+        what = f"{model}, {machine.removesuffix('x8')}, TP {tp}: {prompt} in, {output} out"
+        yield what, value, count * output / makespan(run)
+
+
+def experts() -> Iterator[Figure]:
+    """Mixtures of experts, with even routing and with uneven.
+
+    The lengths behind Qwen's 225,000 tokens/s (arXiv 2509.16495) are taken to be those of Llama's.
+    """
+    qwen = target("qwen-30b-a3b", "h200x8")
+    for name, published in (("dp", 225_000), ("tp", 150_000)):
+        rate = saturation_rate(qwen, standard_deployments(qwen)[name], PROMPT, OUTPUT)
+        yield f"Qwen-30B-A3B, {name}, even", published, rate * (PROMPT + OUTPUT)
+    row = ("llama-17b-16e", "h200x8", 4)
+    for what, published, simulated in output_rates(*row, TENSORRT_LLM[row], SKEW):
+        yield f"{what}, skew {SKEW}", published, simulated
 
 
 def mooncake(path: Path) -> Iterator[Figure]:
@@ -247,7 +273,7 @@ def show(figures: Iterator[Figure]) -> None:
 
 PARTS: dict[str, Callable[..., Iterator[Figure]]] = {
     part.__name__: part
-    for part in (quiet, saturated, bursts, flying, suffix, seesaw, tensorrt_llm, mooncake)
+    for part in (quiet, saturated, bursts, flying, suffix, seesaw, tensorrt_llm, experts, mooncake)
 }
 
 if __name__ == "__main__":

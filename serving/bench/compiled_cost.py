@@ -26,9 +26,11 @@ from serving.bench.hlo import (
     sizes_of,
 )
 from shiftjax.costs.collectives import Collective
+from shiftjax.costs.kernels import matmul_seconds
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.memory import kv_token_bytes
-from shiftjax.costs.step import CostModel, Work, matmul_seconds, transfer_seconds
+from shiftjax.costs.step import CostModel, transfer_seconds
+from shiftjax.costs.work import Work
 from shiftjax.device.all_reduces import all_reduce_kind
 from shiftjax.parallel.grid import Mode
 
@@ -214,7 +216,8 @@ def _kernel(one: Instruction, program: _Program, prices: Prices) -> Kernel:
         fmt = "fp8" if product.is_of_codes else prices.format
         seconds = max(matmul_seconds(machine, *product[:3], fmt), reading)
         flops = 2 * math.prod(product[:3])
-        return Kernel("product", name, one.shape, moved, flops, machine.kernel_seconds + seconds)
+        seconds += machine.kernel_seconds + machine.product_seconds
+        return Kernel("product", name, one.shape, moved, flops, seconds)
     return Kernel("other", name, one.shape, moved, 0, machine.kernel_seconds + reading)
 
 

@@ -27,7 +27,7 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.collectives import step_collectives
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, cost_model, memory_of
@@ -137,7 +137,7 @@ def _memory_row(
     memory = memory_of(target, deployment)
     every = [compiled for compiled, _ in steps.values()]
     held, temporary = every[0].weight_bytes, max(one.temporary_bytes for one in every)
-    predicted = memory.workspace_bytes - int(target.engine.reserved_bytes)
+    predicted = memory.workspace_bytes - target.reserved_bytes
     more = memory.weight_bytes + predicted - held - temporary  # than was predicted
     kv = memory.kv_bytes + more
     return {

@@ -10,7 +10,7 @@ from shiftjax.control.policy import Policy
 from shiftjax.control.request import Request
 from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.parallel.fleet import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group, Mode
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from shiftjax.control.request import ScheduledSequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 
 COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch is worth trusting
@@ -29,6 +29,7 @@ def work_of_items(items: Sequence[ScheduledSequence], num_rowwise: int) -> Work:
         context_tokens=sum(pairs[:num_rowwise]),
         chunk_context_tokens=sum([start + count for start, count in sizes[num_rowwise:]]),
         attention_pairs=sum(pairs[num_rowwise:]),
+        num_decodes=sum([count for _, count in sizes[:num_rowwise]]),
     )
 
 

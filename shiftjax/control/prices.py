@@ -9,7 +9,7 @@ from shiftjax.control.request import StepPlan
 from shiftjax.control.step_times import StepKind, StepTimes
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 
 

@@ -14,6 +14,7 @@ from shiftjax.parallel.stored import stored_weights
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
 LOGIT_BYTES = 4  # logits are float32
+SQUARES = 8  # bytes of a token's sums of squares of queries and of keys, for norms of all heads
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 FLAG_BYTES = EXPERT_BYTES = 4  # whether the exchange of a layer has room; an expert's number
 SAMPLE_BYTES = 12  # a sampled row's id, log-probability and is_finite, 4 bytes each
@@ -41,13 +42,17 @@ def layer_collectives(
     Both all-reduces (after o and after down) carry n / sp tokens over the devices that split a
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
     all-to-all carries q, k and v, n tokens of h + 2 m heads on each device, another the output,
-    n of h. Experts want all tokens of a group on every device, and give sums of all of them back.
+    n of h. Norms of all heads sum two numbers a token over the devices that split a weight. Experts
+    want all tokens of a group on every device, and give sums of all of them back.
     """
     head = num_tokens * layout.model.head_dim * activation_bytes
     h, m = layout.heads_per_device, layout.kv_heads_per_device
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
     moves.append(Collective("all-to-all", mode.sp, head * (h + 2 * m), 1))
     moves.append(Collective("all-to-all", mode.sp, head * h, 1))
+    if layout.model.wide_qk_norm:
+        squares = num_tokens // mode.sp * SQUARES
+        moves.append(Collective("all-reduce", layout.ways(mode), squares, 1))
     if has_experts:
         exchanges = room_of_exchange(layout, mode, num_tokens) > 0
         move_experts = exchange_of_experts if exchanges else gather_of_experts

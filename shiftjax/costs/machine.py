@@ -5,8 +5,10 @@ files, each with its unit and source; `shiftjax/costs/machine_files.py` reads th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+ANY = "bfloat16"  # `formats.AUTO`: its constant is that of formats without one
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Machine:
     memory_bytes: float
     memory_bytes_per_second: float  # of the data sheet
     memory_efficiency: float  # share of it that a matrix product reaches on its weights
-    kv_efficiency: float  # share of it that attention reaches on the KV cache
+    kv_efficiency: Mapping[str, float]  # share of it that attention reaches on KV, by format
     matmul_flops: Mapping[str, float]  # peak by number format: fp8, bfloat16, float32
     matmul_efficiency: float  # share of the peak for large matrices
     attention_efficiency: float  # share of the peak of the activations' format
@@ -61,6 +63,17 @@ class Machine:
     attention_round_seconds: float = 0.0  # fixed time of a round, where attention advances so:
     attention_round_tokens: int = 1  # context tokens of each of `attention_lanes` rows at most
     attention_lanes: int = 1
+    attention_tile_rows: int = 1  # queries of a prompt that are computed together
+    attention_seconds: float = 0.0  # fixed time of a layer's attention, beside its launches
+    product_seconds: float = 0.0  # fixed time of a product, beside its launch
+    # Share of a product's rate that products with several experts' matrices reach, by format.
+    expert_efficiency: Mapping[str, float] = field(default_factory=lambda: {ANY: 1.0})
+    reserved_bytes: float = 0.0  # context, recorded graphs, buffers; 0: what the engine says
+
+
+def of_format(constants: Mapping[str, float], fmt: str) -> float:
+    """A constant by number format; a format that is not there has that of `ANY`."""
+    return constants.get(fmt, constants[ANY])
 
 
 @dataclass(frozen=True)
@@ -78,18 +91,20 @@ class EngineOverhead:
     host_seconds_distributed: float
     host_seconds_per_sequence: float
     overlaps: bool
-    kernels_per_layer: int  # norms, rotary, quantisation ...: all but products and collectives
+    kernels_per_layer: int  # norms, rotary ...: all but products and collectives
     kernels_per_exchange: int  # packing and unpacking around an all-to-all
     kernels_per_step: int
     graph_tokens: int
     eager_kernel_seconds: float
-    reserved_bytes: float  # context, recorded graphs, communication buffers
+    reserved_bytes: float  # context, recorded graphs, buffers, where the machine does not say
     pads_to_buckets: bool  # steps come in few sizes, each doubling the one before
     copies_shift_weights: bool  # w / P more per device (arXiv 2509.16495, 3.3.2)
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
     expert_skew: float = 1.0  # of routing, beside chance: `costs.experts`
+    # More of a layer of codes, by 1, 2, 4 ... blocks of a device; (): other kernels quantise.
+    quantising_kernels: tuple[int, ...] = ()
 
     def host(self, num_sequences: int, num_devices: int) -> float:
         """Seconds of the host per step."""

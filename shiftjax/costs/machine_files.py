@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
+from shiftjax.costs.machine import ANY, EngineOverhead, Machine, Transfer
 from shiftjax.options import ConfigError, shown, unknown_name
 
 UNITS = MappingProxyType(
@@ -46,6 +46,7 @@ MACHINE_OF_DEVICE = MappingProxyType(
 )
 """Machines by JAX's `device_kind`."""
 LINKS = ("all_reduce", "all_to_all", "all_gather", "point_to_point", "to_host", "from_host")
+PER_FORMAT = ("kv_efficiency", "expert_efficiency")  # or one number for all
 MOST = 1e30  # larger numbers are none of a machine
 _HERE = Path(__file__).parent
 
@@ -67,6 +68,9 @@ def load_machine(name: str) -> Machine:
     for kind in LINKS:
         if kind in values:
             values[kind] = tuple(_ways(values[kind], f"{name}: {kind}", wrong))
+    for name_of in PER_FORMAT:
+        if _is_number(values.get(name_of)):
+            values[name_of] = {ANY: values[name_of]}
     if wrong:
         raise ConfigError(wrong)
     return _build(Machine, values, name)
@@ -168,7 +172,7 @@ def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
     """Make a dataclass of constants, checked against its annotations. Raises ConfigError."""
     known, hints = {field.name: field for field in fields(kind)}, get_type_hints(kind)
     wrong = [f"{where}: {unknown_name(name, known, 'constant')}" for name in values.keys() - known]
-    needed = {name for name, field in known.items() if field.default is MISSING}
+    needed = {n for n, f in known.items() if f.default is MISSING is f.default_factory}
     wrong += [f"{where}: {name} is missing" for name in sorted(needed - values.keys())]
     for name in known.keys() & values.keys() - set(LINKS):
         if problem := _problem(name, hints[name], values[name], known[name].default):

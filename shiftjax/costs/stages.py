@@ -21,7 +21,8 @@ from functools import cached_property
 from typing import Protocol
 
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.costs.step import CostModel, StepCost, Work, send_seconds
+from shiftjax.costs.step import CostModel, StepCost, send_seconds
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 

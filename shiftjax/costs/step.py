@@ -16,9 +16,12 @@ mixture of experts
     E experts of which a token uses k, E / P of them on a device in every mode. The products are
     those of the device with the most to do (`experts.py`), of all n tokens: A experts are read, and
     n k / P pairs of tokens and experts, or more, are multiplied with them.
-attention, per device and layer with h/P query and m KV heads
+attention, per device and layer with h/P query and m KV heads, and a fixed time (`kernels.py`)
     decode  reads the context: 2 m D b bytes per token of it
-    chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2
+    chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2,
+            and half a tile's more of each token, as tiles on the diagonal are half masked; queries
+            are read and sums written. Layers with a window see no further back (`Work.within`)
+codes: kernels that quantise, and what they read and write (`quantising.py`)
 collectives (`collectives.py`)
     latency + bytes / rate of the quickest algorithm; the bytes per device are 2 n d for TP
     whatever TP is, and O(n d / SP) for Ulysses: communication per computation grows as TP for TP
@@ -34,16 +37,16 @@ a speculator's guess: products of the sequences' rows with its projection, which
 pipeline stages: `stages.py`, of the model of each
 """
 
-import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shiftjax.arch.config import Experts, ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
-    LOGIT_BYTES,
     Collective,
+    Kind,
     entry_collectives,
     gather_collectives,
     guess_collectives,
@@ -52,33 +55,12 @@ from shiftjax.costs.collectives import (
     weight_collectives,
 )
 from shiftjax.costs.experts import Load, most_loaded
+from shiftjax.costs.kernels import KernelCosts, expert_numbers
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
-from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.costs.quantising import quantising
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
-
-
-class Work(NamedTuple):
-    """What a step computes, summed over its sequences."""
-
-    num_tokens: int
-    num_rows: int  # logit rows
-    num_sequences: int
-    context_tokens: int  # that decodes read, their own token included
-    chunk_context_tokens: int  # that prompt chunks read
-    attention_pairs: int  # (query, key) pairs of prompt chunks
-
-    @classmethod
-    def decode(cls, num_sequences: int, context: int) -> "Work":
-        """One token of each of `num_sequences` sequences with this context."""
-        n = num_sequences
-        return cls(n, n, n, n * context, 0, 0)
-
-    @classmethod
-    def prefill(cls, num_tokens: int, start: int = 0) -> "Work":
-        """A chunk of one prompt after `start` tokens, sampling its last row."""
-        n = num_tokens
-        return cls(n, 1, 1, 0, start + n, n * start + n * (n + 1) // 2)
 
 
 class StepCost(NamedTuple):
@@ -97,19 +79,6 @@ class StepCost(NamedTuple):
         return self.matmul + self.attention + self.elementwise + self.collectives + self.launch
 
 
-def matmul_seconds(
-    machine: Machine, rows: float, inner: int, columns: int, fmt: str, count: float = 1.0
-) -> float:
-    """Compute time of `count` equal products in one kernel, at the best height of its tiles."""
-    rate = machine.matmul_flops[fmt] * machine.matmul_efficiency / machine.compute_units
-    width = count * -(-columns // machine.tile_columns)
-    return min(
-        max(1.0, math.ceil(rows / height) * width / machine.compute_units)
-        * (2 * height * machine.tile_columns * inner / rate + machine.tile_seconds)
-        for height in machine.tile_rows
-    )
-
-
 def send_seconds(ways: tuple[Transfer, ...], num_bytes: float) -> float:
     """Seconds until so many bytes have crossed a link, by the quickest way."""
     return min(way.latency_seconds + num_bytes / way.bytes_per_second for way in ways)
@@ -123,6 +92,16 @@ def transfer_seconds(ways: tuple[Transfer, ...], move: Collective) -> float:
     ring = (2 if move.kind == "all-reduce" else 1) * (devices - 1) / devices * move.num_bytes
     volumes = {"ring": ring, "one_shot": (devices - 1) * move.num_bytes}
     return min(way.latency_seconds + volumes[way.volume] / way.bytes_per_second for way in ways)
+
+
+def ways_of(machine: Machine, kind: Kind) -> tuple[Transfer, ...]:
+    """A machine's algorithms of a collective."""
+    return {
+        "all-reduce": machine.all_reduce,
+        "all-to-all": machine.all_to_all,
+        "all-gather": machine.all_gather,
+        "reduce-scatter": machine.all_gather,  # as many bytes, the other way
+    }[kind]
 
 
 class CostModel:
@@ -154,14 +133,13 @@ class CostModel:
         self._by_rows: dict[tuple[Mode, int], StepCost] = {}
         self._contention = sp * tp if machine.shared_cores else 1
         self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
-        is_native = formats.weights in machine.matmul_flops  # else products widen the weights
-        self._product_format = formats.weights if is_native else formats.activations
-        heads = model.num_layers * self.layout.heads_per_device * model.head_dim
-        rate = machine.matmul_flops[formats.activations] * machine.attention_efficiency
-        bandwidth = machine.memory_bytes_per_second * machine.kv_efficiency
-        self._pair_seconds = 4 * heads * self._queueing / rate
-        token_bytes = kv_token_bytes(self.layout, formats)
-        self._read_seconds = token_bytes * self._queueing / bandwidth
+        self.kernels = KernelCosts(machine, formats, self._contention, self._queueing)
+        layout, late = self.layout, model.num_early_layers
+        self._attention = self.kernels.attention(
+            layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
+        )
+        windows = [kind.sliding_window for kind in model.kinds]
+        self._early_windows, self._late_windows = Counter(windows[:late]), Counter(windows[late:])
 
     @classmethod
     def of(
@@ -228,9 +206,9 @@ class CostModel:
             return 0.0
         rows, inner = round_up(num_sequences, SMALLEST_TOKENS), speculator.inner_dim
         gates = 4 if speculator.method == "lstm" else 1
-        head = self._product(rows, inner, -(-layout.num_draft_ids // layout.num_devices))
-        first = self._product(rows, self.model.hidden_size, gates * inner)
-        later = self._product(rows, inner, gates * inner)
+        head = self.kernels.product(rows, inner, -(-layout.num_draft_ids // layout.num_devices))
+        first = self.kernels.product(rows, self.model.hidden_size, gates * inner)
+        later = self.kernels.product(rows, inner, gates * inner)
         num = speculator.num_predict
         moves = guess_collectives(layout, rows, self.formats.activation_bytes)
         return num * head + first + (num - 1) * later + self._move(moves)
@@ -253,23 +231,23 @@ class CostModel:
         return self._by_tokens[tokens], self._by_rows[rows]
 
     def _attention_cost(self, work: Work, num_rows: int) -> StepCost:
-        """Decodes and chunks, one after the other: each is bound by reading or computing.
+        """Attention over contexts, of each layer as far back as it sees.
 
-        Where attention advances in rounds, the decodes of a step of `num_rows` rows need as many
-        as its lanes cannot do at once.
+        A late layer reads the context for a prompt's last row alone: as if every chunk had one.
         """
-        read, pair, machine = self._read_seconds, self._pair_seconds, self.machine
-        decodes = work.context_tokens * max(read, pair)
-        if machine.attention_round_seconds and work.context_tokens:
-            lanes = max(1, min(num_rows, machine.attention_lanes))
-            rounds = math.ceil(work.context_tokens / (lanes * machine.attention_round_tokens))
-            layers = self.model.num_layers * self._queueing
-            decodes += rounds * layers * machine.attention_round_seconds
-        chunks = max(work.attention_pairs * pair, work.chunk_context_tokens * read)
-        late = self.model.num_late_layers / self.model.num_layers
-        # A late layer reads the context for a prompt's last row alone: as if every chunk had one.
-        rows = work.chunk_context_tokens * max(read, pair)
-        return StepCost(attention=decodes + (1 - late) * chunks + late * rows)
+        seconds = self._attention_of(self._early_windows, work, num_rows)
+        if self._late_windows:
+            context, rows = work.context_tokens + work.chunk_context_tokens, work.num_sequences
+            late = work._replace(context_tokens=context, attention_pairs=0, num_decodes=rows)
+            seconds += self._attention_of(self._late_windows, late, num_rows)
+        return StepCost(attention=seconds)
+
+    def _attention_of(self, windows: Mapping[int | None, int], work: Work, num_rows: int) -> float:
+        """Seconds of so many layers of each window."""
+        return sum(
+            count * self._attention.seconds(work.within(window), num_rows)
+            for window, count in windows.items()
+        )
 
     def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
         """The layers that compute all tokens, and the embedding; without attention over contexts.
@@ -289,7 +267,7 @@ class CostModel:
         late_kv = 2 * config.num_late_layers * layout.kv_heads_per_device * config.head_dim
         cost = cost._replace(
             matmul=cost.matmul
-            + (self._product(padded, config.hidden_size, late_kv) if late_kv else 0.0),
+            + (self.kernels.product(padded, config.hidden_size, late_kv) if late_kv else 0.0),
             collectives=cost.collectives + self._move(moves) + gathers,
             launch=num_kernels * self.machine.kernel_seconds * self._queueing,
         )
@@ -317,11 +295,18 @@ class CostModel:
         local, width = num_tokens // mode.sp, self.formats.activation_bytes
         products, num_products = self._layer_products(mode, local, num_tokens * has_experts)
         moves = layer_collectives(self.layout, mode, num_tokens, width, has_experts=has_experts)
-        kernels = num_products + 1 + self.engine.kernels_per_layer
+        codes = quantising(
+            self.engine.quantising_kernels, self.layout, mode, num_tokens, self.formats
+        )
+        kernels = num_products + 1 + self.engine.kernels_per_layer + codes.num_kernels
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         cost = StepCost(
             matmul=count * products,
-            elementwise=count * self._elementwise_seconds(mode, num_tokens, has_experts),
+            elementwise=count
+            * (
+                self._elementwise_seconds(mode, num_tokens, has_experts)
+                + self.kernels.moved(codes.num_bytes)
+            ),
             collectives=count * self._move(moves),
             launch=count * kernels * self.machine.kernel_seconds * self._queueing,
         )
@@ -336,14 +321,14 @@ class CostModel:
         t = layout.ways(mode)
         hidden, heads = config.hidden_size, layout.num_heads // t * config.head_dim
         kv = len(layout.kv_heads_of_ranks(mode)[0])
-        seconds = self._product(rows, hidden, heads + 2 * kv * config.head_dim)
-        seconds += self._product(rows, heads, hidden)
+        seconds = self.kernels.product(rows, hidden, heads + 2 * kv * config.head_dim)
+        seconds += self.kernels.product(rows, heads, hidden)
         if not expert_tokens or config.experts is None:
             return seconds + self._mlp(rows, layout.intermediate_size // t), 4
         experts = config.experts
-        seconds += self._product(expert_tokens, hidden, experts.num)
+        seconds += self.kernels.product(expert_tokens, hidden, experts.num)
         load = self._load(experts, expert_tokens)
-        seconds += self._mlp(load.pairs / load.experts, experts.intermediate_size, load.experts)
+        seconds += self.kernels.experts(load, hidden, experts.intermediate_size)
         if not layout.shared_intermediate_size:
             return seconds, 5
         return seconds + self._mlp(rows, layout.shared_intermediate_size // t), 7
@@ -352,76 +337,45 @@ class CostModel:
         """What the most loaded device has to do for a layer of experts."""
         return most_loaded(experts, self.layout.num_devices, num_tokens, self.engine.expert_skew)
 
-    def _mlp(self, rows: float, intermediate: int, count: float = 1.0) -> float:
-        hidden = self.model.hidden_size
-        up = self._product(rows, hidden, 2 * intermediate, count)
-        return up + self._product(rows, intermediate, hidden, count)
-
-    def _product(self, rows: float, inner: int, columns: int, count: float = 1.0) -> float:
-        """Seconds of `count` products that run as one kernel, each with its own weight."""
-        machine, formats = self.machine, self.formats
-        compute = matmul_seconds(machine, rows, inner, columns, self._product_format, count)
-        weights = inner * columns * formats.weight_bytes
-        activations = rows * (inner * formats.weight_bytes + columns * formats.activation_bytes)
-        rate = machine.memory_bytes_per_second * machine.memory_efficiency
-        return self._together(compute, count * (weights + activations) / rate)
-
-    def _together(self, computing: float, reading: float) -> float:
-        """Seconds of a kernel that computes and reads, as far as the machine overlaps the two."""
-        computing, reading = computing * self._contention, reading * self._queueing
-        shorter, longer = sorted((computing, reading))
-        return longer + (1 - self.machine.memory_overlap) * shorter
+    def _mlp(self, rows: float, intermediate: int) -> float:
+        hidden, product = self.model.hidden_size, self.kernels.product
+        return product(rows, hidden, 2 * intermediate) + product(rows, intermediate, hidden)
 
     def _elementwise_seconds(self, mode: Mode, num_tokens: int, has_experts: bool) -> float:
-        """Two norms with their residuals, rotary and cache write, activation; read and written.
-
-        Of experts all pairs of all tokens are summed, whoever has them.
-        """
+        """Two norms with their residuals, rotary and cache write, activation; read and written."""
         layout, config, experts = self.layout, self.model, self.model.experts
         t, local = layout.ways(mode), num_tokens // mode.sp
         h, m = layout.heads_per_device, layout.kv_heads_per_device
         numbers = local * 8 * config.hidden_size
         if has_experts and experts is not None:
             pairs = self._load(experts, num_tokens).pairs
-            numbers += int(3 * pairs * experts.intermediate_size)
+            sizes = experts.per_token, config.hidden_size, experts.intermediate_size
+            numbers += expert_numbers(pairs, num_tokens, *sizes)
             numbers += local * 3 * layout.shared_intermediate_size // t
-            numbers += num_tokens * (experts.per_token + 1) * config.hidden_size
         else:
             numbers += local * 3 * layout.intermediate_size // t
         numbers += 2 * num_tokens * (h + 2 * m) * config.head_dim
         if mode.sp > 1:  # packed before and unpacked after both exchanges
             numbers += 4 * num_tokens * (2 * h + 2 * m) * config.head_dim
-        rate = self.machine.memory_bytes_per_second * self.machine.memory_efficiency
-        return numbers * self.formats.activation_bytes / rate * self._queueing
+        return self.kernels.moved(numbers * self.formats.activation_bytes)
 
     def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:
         """The LM head, split over all devices, what the logits move, and late layers."""
         if not num_rows or not self.model.is_last_stage:
             return StepCost()
-        machine, formats, layout = self.machine, self.formats, self.layout
-        rows, hidden = round_up(num_rows, layout.num_devices), self.model.hidden_size
-        columns = layout.vocab_size // layout.num_devices
-        compute = matmul_seconds(machine, rows, hidden, columns, formats.activations)
-        rate = machine.memory_bytes_per_second * machine.memory_efficiency
-        read = (hidden * formats.activation_bytes + rows * LOGIT_BYTES) * columns / rate
-        moves = row_collectives(layout, mode, rows, formats.activation_bytes)
+        layout, hidden = self.layout, self.model.hidden_size
+        rows = round_up(num_rows, layout.num_devices)
+        head = self.kernels.head(rows, hidden, layout.vocab_size // layout.num_devices)
+        moves = row_collectives(layout, mode, rows, self.formats.activation_bytes)
         late, _ = self._layers_cost(layout.shift, rows, self.model.num_late_layers)
-        return late._replace(
-            matmul=late.matmul + self._together(compute, read), collectives=self._move(moves)
-        )
+        return late._replace(matmul=late.matmul + head, collectives=self._move(moves))
 
     def _move(self, moves: list[Collective]) -> float:
         """Seconds of collectives, one after the other."""
-        ways = {
-            "all-reduce": self.machine.all_reduce,
-            "all-to-all": self.machine.all_to_all,
-            "all-gather": self.machine.all_gather,
-            "reduce-scatter": self.machine.all_gather,  # as many bytes, the other way
-        }
         # On virtual devices the participants of a collective come one after the other.
         return sum(
             move.num_times
-            * transfer_seconds(ways[move.kind], move)
+            * transfer_seconds(ways_of(self.machine, move.kind), move)
             * (move.num_devices if self.machine.shared_cores else 1)
             for move in moves
         )

@@ -54,6 +54,11 @@ class Target:
         memory = int(self.machine.memory_bytes)
         return Devices(self.machine.num_devices, memory, memory)
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Of a device, beside weights, temporaries and KV: the machine says, or the engine."""
+        return int(self.machine.reserved_bytes or self.engine.reserved_bytes)
+
 
 def deploy(
     target: Target,
@@ -225,7 +230,7 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
 
     Raises ConfigError where these do not fit.
     """
-    workspace = int(target.engine.reserved_bytes)
+    workspace = target.reserved_bytes
     workspace += max(each.temporary_bytes for each in deployment.by_width.values())
     memory = deployment.memory(target.devices, workspace)
     if not deployment.num_blocks:

@@ -12,7 +12,7 @@ from shiftjax.control.policy import work_of
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.drafts import ModelledDrafting
 from shiftjax.sim.host_link import HostLink

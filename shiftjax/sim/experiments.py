@@ -16,7 +16,7 @@ from shiftjax.control.deployment import Deployment
 from shiftjax.control.phases import are_modes
 from shiftjax.control.resolve import formats_in
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError, shown, unknown_name
 from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions

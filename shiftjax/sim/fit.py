@@ -12,17 +12,24 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from shiftjax.costs.machine import Machine, Transfer
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.step import CostModel
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 
 # What a fit may change: product rate, memory rate, attention's two rates, kernels, collectives.
 PLAIN = (
-    *("matmul_efficiency", "memory_efficiency", "attention_efficiency", "kv_efficiency"),
+    *("matmul_efficiency", "memory_efficiency", "attention_efficiency"),
     *("tile_seconds", "kernel_seconds", "attention_round_seconds"),
 )
 CONSTANTS = (
     *PLAIN,
-    *("all_reduce_latency", "all_reduce_rate", "all_to_all_latency", "all_to_all_rate"),
+    *(
+        "kv_efficiency",
+        "all_reduce_latency",
+        "all_reduce_rate",
+        "all_to_all_latency",
+        "all_to_all_rate",
+    ),
 )
 PRIOR = 0.05  # pull of each constant towards where it started, for those that nothing depends on
 
@@ -68,11 +75,13 @@ def errors(machine: Machine, points: Sequence[Point], costs_of: CostsOf) -> np.n
 def scaled(machine: Machine, factors: dict[str, float]) -> Machine:
     """A machine with constants of `CONSTANTS` multiplied; gathers go with all-to-alls."""
     plain = {name: f * getattr(machine, name) for name, f in factors.items() if name in PLAIN}
+    kv = {fmt: factors["kv_efficiency"] * share for fmt, share in machine.kv_efficiency.items()}
     sums = _ways(machine.all_reduce, factors["all_reduce_latency"], factors["all_reduce_rate"])
     exchange = factors["all_to_all_latency"], factors["all_to_all_rate"]
     return replace(
         machine,
         **{name: float(value) for name, value in plain.items()},
+        kv_efficiency=kv,
         all_reduce=sums,
         all_to_all=_ways(machine.all_to_all, *exchange),
         all_gather=_ways(machine.all_gather, *exchange),

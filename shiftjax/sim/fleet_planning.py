@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.policy import wanted_modes
 from shiftjax.costs.memory import Memory
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.parallel.layout import Layout

@@ -8,7 +8,7 @@ from shiftjax.control.deployment import Deployment
 from shiftjax.control.policy import shift_threshold
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import (

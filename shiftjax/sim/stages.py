@@ -19,7 +19,8 @@ from typing import NamedTuple
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.costs.step import Work, send_seconds
+from shiftjax.costs.step import send_seconds
+from shiftjax.costs.work import Work
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, reload_of
 
@@ -165,6 +166,7 @@ def _with_decodes(work: Work, num: float, batch: Batch) -> Work:
         num_rows=round(work.num_rows + num),
         num_sequences=round(work.num_sequences + num),
         context_tokens=round(num * batch.resident),
+        num_decodes=round(num),
     )
 
 

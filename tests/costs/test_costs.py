@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shiftjax.arch.config import Experts
+from shiftjax.arch.config import Experts, LayerKind
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import layer_parameters, num_parameters
@@ -12,10 +14,12 @@ from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
+from shiftjax.costs.kernels import matmul_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
-from shiftjax.costs.step import CostModel, Work, matmul_seconds, transfer_seconds
+from shiftjax.costs.step import CostModel, transfer_seconds
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout
 
@@ -27,7 +31,7 @@ PLAIN = Machine(
     memory_bytes=1e9,
     memory_bytes_per_second=1000.0,
     memory_efficiency=1.0,
-    kv_efficiency=1.0,
+    kv_efficiency={"bfloat16": 1.0},
     matmul_flops={"float32": 1e30},
     matmul_efficiency=1.0,
     attention_efficiency=1.0,
@@ -75,7 +79,7 @@ def test_work_is_the_sum_over_tokens():
     items = [ScheduledSequence(sequence(start + n), start, n, 1, -1) for start, n in spans]
     work = work_of(StepPlan(items, 10, 4, 2, [], [], 0))
     keys = [position + 1 for start, n in spans[2:] for position in range(start, start + n)]
-    assert work == Work(10, 4, 4, 10 + 5, 5 + 10, sum(keys))
+    assert work == Work(10, 4, 4, 10 + 5, 5 + 10, sum(keys), 2)
 
 
 def test_a_memory_bound_step_is_its_bytes_over_the_rate():
@@ -142,7 +146,66 @@ def test_attention_reads_the_context_of_decodes_and_computes_the_pairs_of_chunks
     chunk = model.breakdown(model.layout.base, Work(1, 0, 1, 0, 10, 100)).attention
     assert base == 0.0
     assert decode == pytest.approx(10 * max(token / 1000.0, pair))
-    assert chunk == pytest.approx(max(10 * token / 1000.0, 100 * pair))
+    queries = 2 * 2 * 8 * 8 * 4 / 1000.0  # read, and their sums written: layers, heads, head_dim
+    assert chunk == pytest.approx(max(10 * token / 1000.0, 100 * pair) + queries)
+
+
+@given(st.integers(1, 80), st.integers(1, 5), st.integers(0, 60), st.integers(1, 40), st.data())
+def test_a_window_cuts_what_each_token_sees(window, num_decodes, start, size, data):
+    """Exactly, where decodes are alike and chunks are."""
+    context, chunks = data.draw(st.integers(1, 90)), data.draw(st.integers(0, 3))
+    seen = [min(start + i, window) for i in range(1, size + 1)]
+    all_pairs = sum(start + i for i in range(1, size + 1))
+    work = Work(
+        num_decodes + chunks * size,
+        num_decodes + chunks,
+        num_decodes + chunks,
+        num_decodes * context,
+        chunks * (start + size),
+        chunks * all_pairs,
+        num_decodes,
+    )
+    cut = work.within(window)
+    assert cut.context_tokens == num_decodes * min(context, window)
+    assert cut.attention_pairs == chunks * sum(seen)
+    assert cut.chunk_context_tokens == chunks * min(start + size, size + window - 1)
+    assert cut._replace(context_tokens=0, attention_pairs=0, chunk_context_tokens=0) == (
+        work._replace(context_tokens=0, attention_pairs=0, chunk_context_tokens=0)
+    )
+    assert work.within(None) == work
+
+
+def test_layers_attend_as_far_back_as_their_kind():
+    """Half of the layers see 4 tokens, and a layer that sees all costs what it did."""
+    machine = replace(PLAIN, attention_seconds=0.5)
+    kinds = (LayerKind(4), LayerKind(None))
+    model = costs(machine=machine, model=replace(TINY, layer_kinds=kinds))
+    all_see = costs(machine=machine)
+    for work in (Work.decode(3, 10), Work.prefill(6, 5)):
+        apart = [all_see.breakdown(ONE, seen).attention / 2 for seen in (work.within(4), work)]
+        assert model.breakdown(ONE, work).attention == pytest.approx(sum(apart))
+        assert apart[0] < apart[1] and min(apart) > 0.5
+    assert model.breakdown(ONE, Work(1, 0, 1, 0, 0, 0)).attention == 0.0
+
+
+def test_codes_are_quantised_by_kernels_where_the_engine_has_them():
+    machine = replace(PLAIN, matmul_flops={"bfloat16": 1e30, "fp8": 1e30}, kernel_seconds=1.0)
+    engine = replace(NO_OVERHEAD, quantising_kernels=(3, 5, 7))
+    work = Work(8, 0, 8, 0, 0, 0)
+
+    def extra(mode, name):
+        plain, with_it = (
+            CostModel(TINY, 4, 1, machine, each, Formats(name)).breakdown(mode, work)
+            for each in (NO_OVERHEAD, engine)
+        )
+        return with_it.launch - plain.launch, with_it.elementwise - plain.elementwise
+
+    layers, hidden, inner = 2, 64, 128  # heads are as wide as hidden
+    for mode, kernels, local, ways in ((Mode(4, 1), 3, 8, 4), (Mode(4, 4), 7, 2, 1)):
+        more = 4 * 16 * hidden if ways == 1 else 0  # float32 sums of 4 blocks, of 2 products
+        num_bytes = local * (5 * hidden // ways + 3 * inner // ways + more)
+        assert extra(mode, "fp8") == pytest.approx((layers * kernels, layers * num_bytes / 1000))
+        assert extra(mode, "bfloat16") == (0.0, 0.0)
 
 
 def test_devices_that_share_a_processor_take_turns():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shiftjax.costs.machine_files
+from shiftjax.costs.machine import of_format
 from shiftjax.costs.machine_files import (
     MACHINE_OF_DEVICE,
     dump_machine,
@@ -53,10 +54,11 @@ def test_every_constant_has_a_unit_that_fits_its_name():
 
 def test_units_become_si():
     machine = load_machine("h200x8")
-    assert machine.memory_bytes == 141e9
+    assert machine.memory_bytes == pytest.approx(143_771 * 2**20, rel=1e-5)
     assert machine.memory_bytes_per_second == 4.8e12
     assert machine.matmul_flops["fp8"] == 1979e12
-    assert machine.all_reduce[0].latency_seconds == pytest.approx(5e-6)
+    assert machine.all_reduce[0].latency_seconds == pytest.approx(4.73e-6)
+    assert machine.kv_efficiency["fp8"] == 0.526
 
 
 def test_a_machine_survives_a_file(tmp_path):
@@ -65,11 +67,24 @@ def test_a_machine_survives_a_file(tmp_path):
     path.write_text(dump_machine(machine, "a test"))
     assert load_machine(str(path)) == machine
     data = yaml.safe_load(path.read_text())
-    assert data["memory_bytes"] == {"value": 24e9, "unit": "B", "source": "a test"}
+    assert data["memory_bytes"] == {"value": 24.147e9, "unit": "B", "source": "a test"}
     assert data["memory_bytes_per_second"]["unit"] == "B/s"
     assert data["matmul_flops"]["bfloat16"]["unit"] == "FLOP/s"
     assert data["all_reduce"][0]["latency_seconds"]["unit"] == "s"
-    assert data["tile_rows"]["unit"] == data["kv_efficiency"]["unit"] == "1"
+    assert data["tile_rows"]["unit"] == data["kv_efficiency"]["bfloat16"]["unit"] == "1"
+
+
+def test_a_file_of_before_has_one_number_for_all_formats_and_nothing_fixed(tmp_path):
+    data = yaml.safe_load((MACHINES / "h200x8.yaml").read_text())
+    for name in ("reserved_bytes", "attention_seconds", "product_seconds", "expert_efficiency"):
+        del data[name]
+    data["kv_efficiency"] = {"value": 0.75, "unit": "1", "source": "a test"}
+    path = tmp_path / "before.yaml"
+    path.write_text(yaml.safe_dump(data))
+    machine = load_machine(str(path))
+    assert of_format(machine.kv_efficiency, "fp8") == 0.75
+    assert of_format(machine.expert_efficiency, "bfloat16") == 1.0
+    assert machine.reserved_bytes == machine.attention_seconds == machine.product_seconds == 0.0
 
 
 def spoiled(tmp_path, change) -> str:

@@ -11,7 +11,8 @@ from shiftjax.arch.weights import num_parameters
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.stages import PipelineCosts
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.step import CostModel
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 
 MODEL, SHIFT = PRESETS["llama-8b"], Mode(1, 1)

@@ -7,7 +7,7 @@ from harness import silent
 
 from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.sim.build import make_engine
 from shiftjax.sim.deployment import cost_model, deploy, deploy_config, memory_of

@@ -9,7 +9,7 @@ import pytest
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import (

@@ -15,7 +15,8 @@ from shiftjax.control.resolve import resolve
 from shiftjax.costs.collectives import weight_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import weight_bytes
-from shiftjax.costs.step import CostModel, Work
+from shiftjax.costs.step import CostModel
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 
 from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
-from shiftjax.costs.step import Work
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees, parse_degrees
 from shiftjax.parallel.grid import Mode

@@ -1,0 +1,155 @@
+"""Seconds of single kernels on one device, without their launches. No JAX.
+
+`step.py` has the formulas, with their derivation, and what a step consists of; here is what a
+machine makes of one kernel. Measured kernels are compared with the same (`sim/kernel_fit.py`).
+"""
+
+import math
+from typing import NamedTuple
+
+from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.costs.collectives import LOGIT_BYTES
+from shiftjax.costs.experts import Load
+from shiftjax.costs.machine import Machine, of_format
+from shiftjax.costs.work import Work
+
+
+def matmul_seconds(
+    machine: Machine, rows: float, inner: int, columns: int, fmt: str, count: float = 1.0
+) -> float:
+    """Compute time of `count` equal products in one kernel, at the best height of its tiles."""
+    rate = machine.matmul_flops[fmt] * machine.matmul_efficiency / machine.compute_units
+    width = count * -(-columns // machine.tile_columns)
+    return min(
+        max(1.0, math.ceil(rows / height) * width / machine.compute_units)
+        * (2 * height * machine.tile_columns * inner / rate + machine.tile_seconds)
+        for height in machine.tile_rows
+    )
+
+
+def expert_numbers(pairs: float, num_tokens: int, per_token: int, hidden: int, inner: int) -> int:
+    """Numbers that a layer of experts reads and writes beside its products.
+
+    Rows of pairs are permuted and go through the activation; what all experts of a token gave is
+    summed, whoever has them.
+    """
+    return int(pairs * (3 * inner + 2 * hidden)) + num_tokens * (per_token + 1) * hidden
+
+
+class KernelCosts(NamedTuple):
+    """Predicts the kernels of a machine, with numbers in these formats.
+
+    Devices that share a processor take turns: computing takes `contention` times as long, all else
+    `queueing` times (`CostModel`).
+    """
+
+    machine: Machine
+    formats: Formats
+    contention: float = 1.0
+    queueing: float = 1.0
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second of what is read and written in order."""
+        return self.machine.memory_bytes_per_second * self.machine.memory_efficiency
+
+    @property
+    def product_format(self) -> str:
+        """What products are computed in: the weights' format, if the machine has such products."""
+        is_native = self.formats.weights in self.machine.matmul_flops  # else weights are widened
+        return self.formats.weights if is_native else self.formats.activations
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds of reading and writing so many bytes, all in all."""
+        return num_bytes / self.memory_rate * self.queueing
+
+    def product(self, rows: float, inner: int, columns: int) -> float:
+        """Seconds of a product with a weight of the layers."""
+        return self._product(rows, inner, columns, self.formats.weights, self.product_format)
+
+    def head(self, rows: int, inner: int, columns: int) -> float:
+        """Seconds of the LM head's: its weight has the activations' format, logits are float32."""
+        fmt = self.formats.activations
+        return self._product(rows, inner, columns, fmt, fmt, output=LOGIT_BYTES)
+
+    def experts(self, load: Load, hidden: int, inner: int) -> float:
+        """Seconds of the products of a layer's experts on one device, two kernels."""
+        fmt, rows = self.product_format, load.pairs / load.experts
+        share = of_format(self.machine.expert_efficiency, fmt)
+        return sum(
+            self._product(rows, *sizes, self.formats.weights, fmt, load.experts, share)
+            for sizes in ((hidden, 2 * inner), (inner, hidden))
+        )
+
+    def _product(
+        self,
+        rows: float,
+        inner: int,
+        columns: int,
+        stored: str,
+        fmt: str,
+        count: float = 1.0,
+        share: float = 1.0,
+        output: int = 0,
+    ) -> float:
+        computing = matmul_seconds(self.machine, rows, inner, columns, fmt, count) / share
+        width = FORMATS[stored].num_bytes
+        output = output or self.formats.activation_bytes
+        num_bytes = (inner * columns + rows * inner) * width + rows * columns * output
+        fixed = self.machine.product_seconds * self.queueing
+        return fixed + self._together(computing, count * num_bytes / self.memory_rate)
+
+    def _together(self, computing: float, reading: float) -> float:
+        """Seconds of a kernel that computes and reads, as far as the machine overlaps the two."""
+        computing, reading = computing * self.contention, reading * self.queueing
+        shorter, longer = sorted((computing, reading))
+        return longer + (1 - self.machine.memory_overlap) * shorter
+
+    def attention(self, query_heads: int, kv_heads: int, head_dim: int) -> "AttentionCosts":
+        """A layer's attention with so many heads on the device."""
+        machine, formats = self.machine, self.formats
+        width = 2 * head_dim
+        peak = machine.matmul_flops[formats.activations] * machine.attention_efficiency
+        rate = machine.memory_bytes_per_second * of_format(machine.kv_efficiency, formats.kv)
+        return AttentionCosts(
+            fixed=machine.attention_seconds * self.queueing,
+            read=kv_heads * width * formats.kv_bytes * self.queueing / rate,
+            pair=2 * query_heads * width * self.queueing / peak,
+            token=self.moved(query_heads * width * formats.activation_bytes),
+            tile_rows=machine.attention_tile_rows,
+            round=machine.attention_round_seconds * self.queueing,
+            round_tokens=machine.attention_round_tokens,
+            lanes=machine.attention_lanes,
+        )
+
+
+class AttentionCosts(NamedTuple):
+    """Predicts a layer's attention over contexts on one device; all but counts in seconds."""
+
+    fixed: float
+    read: float  # of a token's keys and values
+    pair: float  # of a query and a key
+    token: float  # of reading a token's queries and writing their sums
+    tile_rows: int
+    round: float  # 0: decodes do not advance in rounds
+    round_tokens: int
+    lanes: int
+
+    def seconds(self, work: Work, num_rows: int) -> float:
+        """Of decodes and chunks, one after the other: each is bound by reading or computing.
+
+        Where attention advances in rounds, the decodes of a step of `num_rows` rows need as many as
+        its lanes cannot do at once. Chunks are computed in tiles, half of one of them masked.
+        """
+        if not (work.context_tokens or work.attention_pairs):
+            return 0.0
+        seconds = self.fixed + work.context_tokens * max(self.read, self.pair)
+        if self.round and work.context_tokens:
+            lanes = max(1, min(num_rows, self.lanes))
+            seconds += math.ceil(work.context_tokens / (lanes * self.round_tokens)) * self.round
+        if not work.attention_pairs:
+            return seconds
+        tokens = work.num_tokens - work.num_decodes
+        pairs = work.attention_pairs + tokens * (self.tile_rows - 1) / 2
+        longer = max(pairs * self.pair, work.chunk_context_tokens * self.read)
+        return seconds + longer + tokens * self.token
