@@ -16,7 +16,7 @@ experts on one device, and collectives of 8 devices and up to 64 MB, in graphs.
 import argparse
 import csv
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,14 @@ def converted(path: Path) -> Iterator[Row]:
     convert = next(make for name, make in TABLES.items() if path.stem.endswith(name))
     for row in rows_of(path):
         if (found := convert(row)) is not None:
-            yield found | {"us": round(1e3 * float(row["latency"]), 3)}
+            yield {**found, "us": round(1e3 * float(row["latency"]), 3)}
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Write all wanted rows of the files and folders that are named."""
     parser = argparse.ArgumentParser(description="published kernel tables, for plan --kernels")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a table, or a folder")
-    paths = [one for path in parser.parse_args().paths for one in tables_of(path)]
+    paths = [one for path in parser.parse_args(words).paths for one in tables_of(path)]
     writer = csv.DictWriter(sys.stdout, COLUMNS, restval="")
     writer.writeheader()
     try:

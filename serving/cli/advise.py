@@ -33,6 +33,8 @@ def is_asked(arguments: argparse.Namespace) -> bool:
         raise ConfigError(["--window is for --trace"])
     if arguments.compile is not None:
         raise ConfigError(["--compile compiles the meshes of a whole machine: drop it, or --rate"])
+    if arguments.kernels is not None:
+        raise ConfigError(["--kernels is of one machine, whole: drop it, or --rate"])
     lengths = [name for name in ("input", "output") if getattr(arguments, name) is not None]
     if given["trace"] is not None and lengths:
         words = "--trace has lengths of its own: drop one"

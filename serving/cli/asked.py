@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from serving.cli.measured import with_kernels
 from serving.cli.mesh_flags import MODEL
 from serving.run.flags import read_settings
 from serving.run.model_config import model_of
@@ -50,10 +51,11 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
         fleet = _fleet_options(arguments, EngineConfig())
         named = flags | target | {"model": model_of(flags.get("model", MODEL))}
-        return Asked(target_from(named), settings, [], fleet)
+        return Asked(with_kernels(target_from(named), arguments.kernels), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
     model = model_of(config.model.model.removeprefix("random:"))
     asked = target_of(config, model, target["machine"], target["engine"])
+    asked = with_kernels(asked, arguments.kernels)
     own = deploy_config(asked, config)
     if drafts and not own.drafts.copies:
         raise ConfigError(["--acceptance needs speculation in --config"])

@@ -84,6 +84,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help=_CONFIG)
     parser.add_argument("--model", help=f"preset, checkpoint or config.json; default {MODEL}")
     parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
+    text = "measured kernels, CSV or JSON: the machine's constants are fitted to them, see docs"
+    parser.add_argument("--kernels", type=Path, metavar="FILE", help=text)
     parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
     dtypes = ", ".join((*SETTINGS["dtype"].choices[1:], "fp8"))  # the first is "auto"
     parser.add_argument(

@@ -75,7 +75,8 @@ def errors(machine: Machine, points: Sequence[Point], costs_of: CostsOf) -> np.n
 def scaled(machine: Machine, factors: dict[str, float]) -> Machine:
     """A machine with constants of `CONSTANTS` multiplied; gathers go with all-to-alls."""
     plain = {name: f * getattr(machine, name) for name, f in factors.items() if name in PLAIN}
-    kv = {fmt: factors["kv_efficiency"] * share for fmt, share in machine.kv_efficiency.items()}
+    by = factors.get("kv_efficiency", 1.0)
+    kv = {fmt: by * share for fmt, share in machine.kv_efficiency.items()}
     sums = _ways(machine.all_reduce, factors["all_reduce_latency"], factors["all_reduce_rate"])
     exchange = factors["all_to_all_latency"], factors["all_to_all_rate"]
     return replace(

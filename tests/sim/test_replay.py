@@ -159,7 +159,7 @@ def test_the_longest_mode_counts_seconds_not_steps():
 
 def test_temporaries_are_those_of_the_tokens_that_a_device_has():
     hidden, inner, logits = 8192, 28_672, 3 * 256 * 128_256 * 4 // 8
-    fixed = int(VLLM.engine.reserved_bytes) + logits
+    fixed = int(VLLM.machine.reserved_bytes) + logits
     memory = {name: memory_of(VLLM, DEPLOYMENTS[name]).workspace_bytes for name in NAMES}
     assert memory["sp"] - fixed == 8192 // 8 * (4 * hidden + 3 * inner) * 2
     assert memory["tp"] - fixed == 8192 * (4 * hidden + 3 * inner // 8) * 2
@@ -170,7 +170,7 @@ def test_temporaries_are_those_of_the_tokens_that_a_device_has():
 def test_memory_adds_up_and_a_copy_of_the_weights_costs_kv():
     shift, sp = memory_of(VLLM, DEPLOYMENTS["shift"]), memory_of(VLLM, DEPLOYMENTS["sp"])
     total = shift.weight_bytes + shift.shift_weight_bytes + shift.workspace_bytes + shift.kv_bytes
-    assert total == int(0.9 * 141e9)
+    assert total == int(0.9 * VLLM.machine.memory_bytes)
     assert shift.kv_bytes == sp.kv_bytes - shift.shift_weight_bytes
     mine = target("shiftjax")
     ours = memory_of(mine, standard_deployments(mine)["shift"])

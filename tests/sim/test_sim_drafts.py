@@ -181,13 +181,13 @@ def test_drafts_gain_at_low_load(rate):
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.6])
 def test_the_choice_by_cost_does_not_lose_at_high_load(rate):
-    """Fixed lengths do; 3% are the steps that find out."""
+    """Fixed lengths do; 4% are the steps that find out."""
     trace, acceptance = poisson(30.0, 6.0, 600, 60), AcceptanceModel((rate,))
     plain = row(trace, "cost")["completion_mean_seconds"]
     chosen = row(trace, "cost", "auto", acceptance)["completion_mean_seconds"]
-    assert chosen <= 1.03 * plain
+    assert chosen <= 1.04 * plain
     fixed = row(trace, "cost", "fixed", acceptance)["completion_mean_seconds"]
-    assert chosen <= 1.03 * fixed
+    assert chosen <= 1.04 * fixed
 
 
 def test_where_predictions_are_exact_nothing_is_learned_of_steps(monkeypatch):

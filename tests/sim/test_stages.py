@@ -60,7 +60,7 @@ def test_weights_that_leave_no_room_decode_nothing():
     one = target()
     assert rates_of(one, deploy_degrees(one, Degrees(8)), Batch.of(ARTICLES)) is None
     with pytest.raises(ConfigError, match="does not fit l4x8 in any number of stages"):
-        choose_stages(target("l4x8", "llama-70b"), ARTICLES, HOST)
+        choose_stages(target("l4x8", "llama-405b"), ARTICLES, HOST)
 
 
 def test_the_largest_of_several_poisson_numbers():
