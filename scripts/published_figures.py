@@ -37,6 +37,7 @@ from shiftjax.sim.deployment import (
 )
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import choose_deployments, saturation_rate, target_from
+from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.metrics import makespan, peak_throughput, summary
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
@@ -195,6 +196,7 @@ def seesaw() -> Iterator[Figure]:
         for budget in SEESAW_BUDGETS:
             names = [*SEESAW_STATIC, *(SEESAW_PHASES if budget == max(SEESAW_BUDGETS) else ())]
             for each in choose_deployments(llama, names, max_num_batched_tokens=budget):
+                assert not isinstance(each, Oracle)  # as none is named so
                 seconds = makespan(replay(lengths, llama, each))
                 rates[each.name] = max(rates.get(each.name, 0.0), count / seconds)
         print(f"<!-- {name}, requests/s: {', '.join(f'{n} {r:.3g}' for n, r in rates.items())} -->")
