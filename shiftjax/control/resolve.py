@@ -25,6 +25,7 @@ from shiftjax.parallel.layout import Layout
 logger = logging.getLogger(__name__)
 MOST_DRAFT_ROWS = 256  # unless asked for; the LM head of a row costs what a small layer costs
 WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
+LAST_SHARE = 0.8  # the same where all devices split the weights already: little KV, or no engine
 
 
 class Suited(NamedTuple):
@@ -225,12 +226,13 @@ def base_rule(
 ) -> tuple[int, int]:
     """(sp, tp) by the rule: the least TP whose share of `num_bytes` fits, the rest SP.
 
-    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory. All devices split
-    the experts among the weights, `expert_bytes`, whatever TP is. Raises ConfigError when not even
-    TP = num_devices fits.
+    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory, that of all devices
+    in LAST_SHARE. All devices split the experts among the weights, `expert_bytes`, whatever TP is.
+    Raises ConfigError when not even TP = num_devices fits.
     """
-    room = int(WEIGHT_SHARE * memory_bytes_per_device)
+    room = 0
     for tp in range(1, num_devices + 1):
+        room = int((LAST_SHARE if tp == num_devices else WEIGHT_SHARE) * memory_bytes_per_device)
         share = (num_bytes - expert_bytes) / tp + expert_bytes / num_devices
         if num_devices % tp == 0 and share <= room:
             return num_devices // tp, tp
