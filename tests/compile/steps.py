@@ -6,7 +6,7 @@ prints what the compiler planned, as the table of docs/gpu.md.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -36,14 +36,13 @@ from shiftjax.device.programs import abstract_inputs
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
 from shiftjax.models.expert_backend import choose_experts
-from shiftjax.parallel.fleet import possible_widths
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
 
 NUM_DEVICES = 8
 CHIP = "h200"
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
-FLEETS = ((8, 1), (4, 2))  # units, tp
+FLEETS = {(8, 1): (8, 2), (4, 2): (4, 1)}  # units, tp: widths whose blocks hold 16 to 128 tokens
 NUM_LAYERS = 80
 BLOCK_SIZE = 16
 LONGEST = 8192  # tokens of a sequence
@@ -132,11 +131,11 @@ def cases(size: str) -> list[Case]:
     return [Case(sp, tp, mode, size) for sp, tp in MESHES for mode in modes_of(sp)]
 
 
-def fleet_cases(units: int, tp: int) -> list[Case]:
-    """A decode step of a group of every width; that of the widest has a static twin."""
+def fleet_cases(units: int, tp: int, widths: Iterable[int]) -> list[Case]:
+    """A decode step of a group of each width; that of the widest has a static twin."""
     return [
         Case(width, tp, Mode(width, 1), num_layers=1 + (width == units), units=units)
-        for width in possible_widths(units)
+        for width in widths
     ]
 
 

@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_the_oracle(model, client):
 
 
 def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
-    """L1: 8 clients with 25 requests each over HTTP and gRPC, streams and not."""
+    """L1: 8 clients with 8 requests each over HTTP and gRPC, streams and not."""
     wanted = prompts(8)
     alone = [client.post(PATH, json=body_of(p, max_tokens=40)).json()["choices"] for p in wanted]
     before = sum(server.engine.stats.num_preemptions.values())
@@ -98,7 +98,7 @@ def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
 
     def one_client(number: int) -> list[tuple[str, list[int]]]:
         calls = [(over_http, False), (over_http, True), (over_grpc, False), (over_grpc, True)]
-        return [call(number, streams) for call, streams in islice(cycle(calls), 25)]
+        return [call(number, streams) for call, streams in islice(cycle(calls), 8)]
 
     with (
         grpc.insecure_channel(server.server.grpc.address) as channel,
