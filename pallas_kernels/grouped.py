@@ -1,9 +1,9 @@
 """The gated MLPs of a device's experts, for Hopper: rows sorted by expert, in a few launches.
 
     collect     x[token] of every own pair, tile by tile      (grouped_rows)
-    gated       silu(gate x) * up x, in one pass              (grouped_product)
+    gated       silu(gate x) * up x, or as a `Gate` says      (grouped_product)
     quantise    with codes: every row, over its whole width   (grouped_rows)
-    product     down h, times the pair's gain                 (grouped_product)
+    product     down h (and bias), times the pair's gain      (grouped_product)
 
 and XLA's: the tiles (`grouped_work`), with codes those of x, and the order undone, which fuses with
 the sum over a token's experts.
@@ -33,7 +33,14 @@ from pallas_kernels.grouped_rows import (
     collect_rows,
     quantise_rows,
 )
-from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows, place_pairs
+from pallas_kernels.grouped_work import (
+    SILU,
+    ExpertWeights,
+    Gate,
+    Routed,
+    divide_rows,
+    place_pairs,
+)
 from pallas_kernels.mosaic import FP8
 
 TILE_ROWS = 16, 32, 64, 128
@@ -64,12 +71,13 @@ def grouped_mlp(
     gains: Float[Array, "tokens k"],
     config: GroupedConfig | None = None,
     interpret: Any = False,
+    gate: Gate = SILU,
 ) -> Float[Array, "tokens k hidden"]:
     """Return every own pair's gain * down(silu(gate x) * up x); other pairs are unspecified.
 
-    Without `config` experts are taken to have a fair share of all pairs. Sums are float32, what
-    lies between the products is x's type or codes of it. Raises ValueError for what the kernels
-    cannot do.
+    With biases where there are any, and what `gate` says for silu. Without `config` experts are
+    taken to have a fair share of all pairs. Sums are float32, what lies between the products is
+    x's type or codes of it. Raises ValueError for what the kernels cannot do.
     """
     config = config or config_for(gains.size, weights.gate.shape[0])
     check(x, weights, config)
@@ -79,24 +87,30 @@ def grouped_mlp(
     launch = Launch(BLOCKS_PER_CORE * config.num_blocks, interpret)
     token, row_gains = placed.pair // k, gains.astype(jnp.float32).reshape(-1)[placed.pair]
 
-    def multiply(source: Any, gated: bool, matrices: Any, scales: Any, row_scale: Any) -> jax.Array:
-        problem = make_problem(
-            gated, rows, matrices[0], x.dtype, config.num_blocks, interpret, config.stages
-        )
-        return multiply_tiles(problem, Inputs(tiles, source, matrices, scales, row_scale))
+    def multiply(source: Any, names: tuple[str, ...], row_scale: Any) -> jax.Array:
+        matrices, scales, biases = (_of_all(weights, names, n) for n in ("", "_scale", "_bias"))
+        gated, sizes = len(names) > 1, (config.num_blocks, interpret, config.stages)
+        problem = make_problem(gate if gated else None, rows, matrices[0], x.dtype, *sizes)
+        gain = None if gated or biases is None else row_gains
+        inputs = Inputs(tiles, source, matrices, scales, row_scale, biases, gain)
+        return multiply_tiles(problem, inputs)
 
-    gate_up, down = (weights.gate, weights.up), (weights.down,)
     if weights.gate.dtype != FP8:
-        inner = multiply(collect_rows(x, token, tiles, launch), True, gate_up, None, None)
-        out = multiply(inner, False, down, None, row_gains)
+        inner = multiply(collect_rows(x, token, tiles, launch), ("gate", "up"), None)
+        out = multiply(inner, ("down",), row_gains)
     else:
         codes, scale = quantise(x)
-        of_inputs = weights.gate_scale, weights.up_scale
         collected = collect_rows(codes, token, tiles, launch)
-        inner = multiply(collected, True, gate_up, of_inputs, scale[token])
+        inner = multiply(collected, ("gate", "up"), scale[token])
         codes, scale = quantise_rows(inner, row_gains, tiles, launch)
-        out = multiply(codes, False, down, (weights.down_scale,), scale.reshape(token.shape))
+        out = multiply(codes, ("down",), scale.reshape(token.shape))
     return out[placed.place].reshape(*gains.shape, x.shape[1])
+
+
+def _of_all(weights: ExpertWeights, names: tuple[str, ...], suffix: str) -> Any:
+    """Return what some matrices have of one kind; None: nothing."""
+    found = tuple(getattr(weights, f"{name}{suffix}") for name in names)
+    return None if found[0] is None else found
 
 
 def quantise(

@@ -6,6 +6,8 @@ a tile has, 16 or 128, so that one kernel serves decodes, which read every weigh
     gated       G = gate x^T, U = up x^T    a warpgroup: 64 channels of both, and silu(G) * U
     plain       D = down h^T                a warpgroup: twice 64 channels
 
+Biases are added to sums in float32, before the activation and before a pair's gain.
+
 A thread block stays on its multiprocessor and takes items (a tile, a block of channels) in turn.
 Three warpgroups: one fetches by TMA, a warp for each operand, into a ring that it keeps full across
 items; two compute. Items of an expert follow each other, all its tiles for one block of channels
@@ -26,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped_work import Tiles
+from pallas_kernels.grouped_work import Gate, Tiles
 from pallas_kernels.mosaic import LOG2_E, WGMMA, Accumulator, swizzled
 
 WARPGROUPS = 2  # that compute
@@ -43,7 +45,7 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # of a thread: 504 for the three 
 class Problem(NamedTuple):
     """What is fixed when the kernel is compiled."""
 
-    gated: bool
+    gate: Gate | None  # None: the plain product
     rows: int  # of a tile
     channels: int  # that come out
     step: int  # of the contraction, in a stage of shared memory
@@ -52,6 +54,11 @@ class Problem(NamedTuple):
     dtype: DTypeLike  # of what comes out
     num_blocks: int  # thread blocks
     interpret: Any
+
+    @property
+    def gated(self) -> bool:
+        """Whether the parts of an item are gate and up."""
+        return self.gate is not None
 
     @property
     def width(self) -> int:
@@ -72,6 +79,8 @@ class Inputs(NamedTuple):
     weights: tuple[Any, ...]  # gate and up, or down: [experts, out, in]
     scales: tuple[Any, ...] | None  # of the output channels [experts, out] float32, with codes
     row_scale: Any  # [tiles, rows] float32: of the rows of x, and what results are to be times
+    biases: tuple[Any, ...] | None = None  # [experts, out], of the same matrices
+    bias_gain: Any = None  # [tiles, rows] float32: what a bias is to be times; None: 1
 
 
 class Shared(NamedTuple):
@@ -93,7 +102,7 @@ class Item(NamedTuple):
 
 
 def make_problem(
-    gated: bool,
+    gate: Gate | None,
     rows: int,
     weight: jax.Array,
     dtype: DTypeLike,
@@ -111,7 +120,7 @@ def make_problem(
     left = SHARED_MEMORY_LIMIT - OVERHEAD_BYTES - WARPGROUPS * rows * CHANNELS * 2
     most = min(left // ((PARTS * PART + rows) * step * item), MAX_STAGES)
     steps = contraction // step
-    return Problem(gated, rows, channels, step, steps, stages or most, dtype, num_blocks, interpret)
+    return Problem(gate, rows, channels, step, steps, stages or most, dtype, num_blocks, interpret)
 
 
 def multiply_tiles(problem: Problem, inputs: Inputs) -> Float[Array, "rows channels"]:
@@ -292,29 +301,50 @@ def _finish(
         _scaled(problem, inputs, item, place, part, values)
         for part, (place, values) in enumerate(zip((first, second), sums, strict=True))
     )
-    if problem.gated:
-        activated = first_values / (1.0 + jnp.exp2(first_values * -LOG2_E))  # silu
-        _put(problem, out, stage, item, first, activated * second_values)
+    if problem.gate is not None:
+        _put(problem, out, stage, item, first, _activate(problem.gate, first_values, second_values))
     else:
         _put(problem, out, stage, item, first, first_values)
         _put(problem, out, stage, item, second, second_values)
 
 
+def _activate(gate: Gate, g: jax.Array, u: jax.Array) -> jax.Array:
+    """See `Gate`."""
+    if gate.limit is not None:
+        g = jnp.minimum(g, gate.limit)
+        u = jnp.minimum(jnp.maximum(u, -gate.limit), gate.limit) + 1.0
+    return g / (1.0 + jnp.exp2(g * (-LOG2_E * gate.slope))) * u
+
+
 def _scaled(
     problem: Problem, inputs: Inputs, item: Item, place: jax.Array, part: int, values: jax.Array
 ) -> jax.Array:
-    """Return values [CHANNELS, rows] times the scales of their channels and of their rows."""
+    """Return values [CHANNELS, rows] times scales of their channels and rows, and plus a bias."""
+    part, shape = part if problem.gated else 0, values.shape
     if inputs.scales is not None:
-        scales = inputs.scales[part if problem.gated else 0]
-        place = jnp.minimum(place, problem.channels - CHANNELS)  # past the last: of the last
-        of_channels = scales.at[item.expert, pl.ds(place, CHANNELS)]
-        of_channels = plgpu.load(of_channels, layout=WGMMA.reduce(1), optimized=False)
-        values = values * lax.broadcast_in_dim(of_channels, values.shape, [0])
+        values = values * _of_channels(inputs.scales[part], item, place, shape)
     if inputs.row_scale is not None:
-        of_rows = inputs.row_scale.at[item.tile]
-        of_rows = plgpu.load(of_rows, layout=WGMMA.reduce(0), optimized=False)
-        values = values * lax.broadcast_in_dim(of_rows, values.shape, [1])
+        values = values * _of_rows(inputs.row_scale, item, shape)
+    if inputs.biases is not None:
+        bias = _of_channels(inputs.biases[part], item, place, shape).astype(jnp.float32)
+        if inputs.bias_gain is not None:
+            bias = bias * _of_rows(inputs.bias_gain, item, shape)
+        values = values + bias
     return values
+
+
+def _of_channels(numbers: Any, item: Item, place: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Read numbers [experts, out] of the channels from `place`, for values of a shape."""
+    place = jnp.minimum(place, numbers.shape[1] - CHANNELS)  # past the last: of the last
+    here = numbers.at[item.expert, pl.ds(place, CHANNELS)]
+    read = plgpu.load(here, layout=WGMMA.reduce(1), optimized=False)
+    return lax.broadcast_in_dim(read, shape, [0])
+
+
+def _of_rows(numbers: Any, item: Item, shape: tuple[int, ...]) -> jax.Array:
+    """Read numbers [tiles, rows] of the item's rows, for values of a shape."""
+    read = plgpu.load(numbers.at[item.tile], layout=WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(read, shape, [1])
 
 
 def _put(

@@ -28,7 +28,7 @@ class ExpertWeights(NamedTuple):
     """The experts of one device; the contraction is innermost, and scales are of output channels.
 
     Bfloat16, float32, or float8_e4m3fn codes, of which the weight is code * scale; scales are None
-    without codes.
+    without codes. Biases, of the type of x, are None where there are none.
     """
 
     gate: Float[Any, "experts width hidden"]
@@ -37,6 +37,22 @@ class ExpertWeights(NamedTuple):
     gate_scale: Float[Any, "experts width"] | None = None
     up_scale: Float[Any, "experts width"] | None = None
     down_scale: Float[Any, "experts hidden"] | None = None
+    gate_bias: Float[Any, "experts width"] | None = None
+    up_bias: Float[Any, "experts width"] | None = None
+    down_bias: Float[Any, "experts hidden"] | None = None
+
+
+class Gate(NamedTuple):
+    """What `down` multiplies: g * sigmoid(slope * g) * u, of g = gate x and u = up x.
+
+    With a limit g is at most that, u is between it and its negative, and 1 is added to u then.
+    """
+
+    slope: float = 1.0
+    limit: float | None = None
+
+
+SILU = Gate()
 
 
 class Tiles(NamedTuple):

@@ -24,6 +24,19 @@ from shiftjax.weights.resolve import open_source, resolve_model
 # 9 query and 3 KV heads, as SmolLM2 has: every device count pads or replicates them.
 MODEL = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
 
+# Experts behind an MLP, and one that all tokens use.
+MOE = {
+    "model_type": "qwen2_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "decoder_sparse_step": 2,  # the first layer has an MLP
+}
+
 
 @cache
 def checkpoint(**overrides) -> tuple[Path, dict, dict]:

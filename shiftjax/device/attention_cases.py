@@ -323,7 +323,7 @@ def try_experts(step: ExpertStep, shape: ExpertShape, devices: Sequence[Device])
         found = expert_cases.wrong_with_step(shape, step, run, devices, NUM_RUNS)
         return Problem(*found) if found else None
 
-    kernels = expert_cases.kernels(step)
+    kernels = expert_cases.kernels(shape, step)
     return attempt(lambda: expert_cases.outputs_of(kernels, shape, step, devices), judge)
 
 

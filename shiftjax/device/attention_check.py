@@ -32,7 +32,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device import kept
 from shiftjax.device.attention_cases import Cases, Shape, Trial
-from shiftjax.models.expert_backend import expert_shape, why_not_plain
+from shiftjax.models.expert_backend import expert_shape
 from shiftjax.models.gpu_software import versions
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -72,8 +72,7 @@ def shape_of(
     model, types = layout.model, (formats.activations, formats.kv)
     heads = layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
-    experts = expert_shape(model, formats) if why_not_plain(model) is None else None
-    own = deterministic, experts
+    own = deterministic, expert_shape(model, formats)
     scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
     return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores)
 

@@ -4,6 +4,7 @@ Held against XLA's loop on the same device, which `ptxas` has no part in. Expert
 the deployment's, but few. Tokens that no expert of the device has are NaN, and one expert has none.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from pallas_kernels.grouped import GroupedConfig, grouped_mlp
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
-from shiftjax.models.expert_backend import ExpertShape
+from shiftjax.models.expert_backend import GATES, ExpertShape
 from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.grid import Device
 
@@ -60,22 +61,30 @@ def draw(shape: ExpertShape, is_used: jax.Array) -> tuple[jax.Array, ExpertWeigh
     dtype, weights = FORMATS[shape.dtype].dtype, FORMATS[shape.weights]
     inner, outer = (NUM_EXPERTS, shape.width), (NUM_EXPERTS, shape.hidden)
     sizes = (*inner, shape.hidden), (*inner, shape.hidden), (*outer, shape.width)
-    *keys, key = jax.random.split(jax.random.key(0), 4)
+    key, *keys = jax.random.split(jax.random.key(0), 7)
     x = jax.random.uniform(key, (is_used.shape[0], shape.hidden), minval=-2.0, maxval=2.0)
     x = jnp.where(is_used[:, None], x, jnp.nan).astype(dtype)
     matrices = [
         jax.random.uniform(key, size, minval=-2.0, maxval=2.0)
-        for key, size in zip(keys, sizes, strict=True)
+        for key, size in zip(keys[:3], sizes, strict=True)
     ]
+    biases: list[jax.Array | None] = [None] * 3
+    if shape.has_bias:
+        biases = [
+            jax.random.uniform(key, size[:2], minval=-2.0, maxval=2.0).astype(dtype)
+            for key, size in zip(keys[3:], sizes, strict=True)
+        ]
     units = [2.0 ** -round(math.log2(size[2]) / 2) for size in sizes]
+    if GATES[shape.activation].limit:  # so that some are beyond it
+        units[:2] = [4 * unit for unit in units[:2]]
     if not weights.has_scales:
         scaled = [m * unit for m, unit in zip(matrices, units, strict=True)]
-        return x, ExpertWeights(*(m.astype(weights.dtype) for m in scaled))
+        return x, ExpertWeights(*(m.astype(weights.dtype) for m in scaled), *[None] * 3, *biases)
     codes = [(m * 128).astype(weights.dtype) for m in matrices]
     scales = [
         jnp.full(size[:2], unit / 128, jnp.float32) for size, unit in zip(sizes, units, strict=True)
     ]
-    return x, ExpertWeights(*codes, *scales)
+    return x, ExpertWeights(*codes, *scales, *biases)
 
 
 def outputs_of(
@@ -97,14 +106,14 @@ def outputs_of(
     return lambda: np.asarray(program(*arguments))[:, step.is_own]
 
 
-def kernels(step: ExpertStep) -> Multiply:
+def kernels(shape: ExpertShape, step: ExpertStep) -> Multiply:
     """Return the kernels with the step's tiles."""
-    config = GroupedConfig(step.rows)
+    config, gate = GroupedConfig(step.rows), GATES[shape.activation]
 
     def multiply(
         x: jax.Array, weights: ExpertWeights, routed: Routed, gains: jax.Array
     ) -> jax.Array:
-        return grouped_mlp(x, weights, routed, gains, config)
+        return grouped_mlp(x, weights, routed, gains, config, gate=gate)
 
     return multiply
 
@@ -131,7 +140,8 @@ def wrong_with_step(
     num_runs: int,
 ) -> tuple[str, str] | None:
     """Run a compiled step; return what is wrong with it, and on which device."""
-    expected = outputs_of(tile_loop, shape, step, devices)()
+    loop = functools.partial(tile_loop, activation=shape.activation)
+    expected = outputs_of(loop, shape, step, devices)()
     outputs = [run() for _ in range(num_runs)]
     for place, device in enumerate(devices):
         words = wrong_with_pairs([out[place] for out in outputs], expected[place], shape)

@@ -10,35 +10,41 @@ What keeps a machine from running attention's kernels keeps it from running thes
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_work import ExpertWeights, Routed
-from shiftjax.arch.config import ModelConfig
+from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed
+from shiftjax.arch.config import Activation, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.gpu_software import what_tracing_says
-from shiftjax.models.tiles import PLAIN, Gated, tile_loop
+from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.grid import Device
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
+# The activations that the kernels have.
+GATES: Mapping[Activation, Gate] = {
+    "silu": SILU,
+    "clamped_swiglu": Gate(SWIGLU_SLOPE, SWIGLU_LIMIT),
+}
 
 
 class ExpertBackend(NamedTuple):
     """One implementation of the gated MLPs of a device's experts."""
 
     name: str
-    # (x, weights, routed, gains, gated, pairs of an expert on average) -> [tokens, k, hidden]: own
-    # pairs' gain * down(silu(gate x) * up x), other pairs are unspecified
-    multiply: Callable[[jax.Array, ExpertWeights, Routed, jax.Array, Gated, float], jax.Array]
+    # (x, weights, routed, gains, activation, pairs of an expert on average) -> [tokens, k, hidden]:
+    # own pairs' gain * down(silu(gate x) * up x), other pairs are unspecified
+    multiply: Callable[[jax.Array, ExpertWeights, Routed, jax.Array, Activation, float], jax.Array]
     reason: str = ""  # why this one was chosen
 
 
 XLA_EXPERTS = ExpertBackend(  # tiles are small, whatever an expert gets
-    "xla", lambda x, weights, routed, gains, gated, _: tile_loop(x, weights, routed, gains, gated)
+    "xla", lambda *step_and_pairs: tile_loop(*step_and_pairs[:-1])
 )
 
 
@@ -55,11 +61,11 @@ def pallas_experts(device: Device) -> ExpertBackend:
         weights: ExpertWeights,
         routed: Routed,
         gains: jax.Array,
-        gated: Gated,
+        activation: Activation,
         mean_pairs: float,
     ) -> jax.Array:
-        assert gated.activation == PLAIN.activation and gated.gate_bias is None
-        return grouped_mlp(x, weights, routed, gains, config(math.ceil(mean_pairs)))
+        sizes = config(math.ceil(mean_pairs))
+        return grouped_mlp(x, weights, routed, gains, sizes, gate=GATES[activation])
 
     return ExpertBackend("pallas", multiply)
 
@@ -72,6 +78,8 @@ class ExpertShape(NamedTuple):
     per_token: int
     dtype: str  # of activations; a name of `arch.formats`
     weights: str  # of the experts
+    activation: Activation = "silu"
+    has_bias: bool = False
 
 
 def expert_shape(model: ModelConfig, formats: Formats) -> ExpertShape | None:
@@ -80,7 +88,8 @@ def expert_shape(model: ModelConfig, formats: Formats) -> ExpertShape | None:
     if experts is None:
         return None
     sizes = model.hidden_size, experts.intermediate_size, experts.per_token
-    return ExpertShape(*sizes, formats.activations, formats.weights)
+    beside = model.activation, experts.has_bias
+    return ExpertShape(*sizes, formats.activations, formats.weights, *beside)
 
 
 def choose_experts(
@@ -93,7 +102,7 @@ def choose_experts(
     shape = expert_shape(model, formats)
     if shape is None or attention != "pallas":
         return XLA_EXPERTS._replace(reason=f"attention runs as {attention}")
-    reason = why_not_plain(model) or why_not_traced(shape)
+    reason = why_not_traced(shape)
     if reason is None:
         return pallas_experts(device)
     logger.warning(
@@ -104,25 +113,20 @@ def choose_experts(
     return XLA_EXPERTS._replace(reason=reason)
 
 
-def why_not_plain(model: ModelConfig) -> str | None:
-    """Say what an expert of the model computes that the kernels do not; None: nothing."""
-    if model.experts is None:
-        return None
-    if model.activation != "silu":
-        return f"the kernels have the activation silu, not {model.activation}"
-    return "the kernels add no biases" if model.experts.has_bias else None
-
-
 def why_not_traced(shape: ExpertShape) -> str | None:
     """Trace a small step; return what the kernels cannot do, in their own words."""
     from pallas_kernels.grouped import grouped_mlp
 
+    if shape.activation not in GATES:
+        return f"the kernels have the activations {', '.join(GATES)}, not {shape.activation}"
     dtype, weights = FORMATS[shape.dtype].dtype, FORMATS[shape.weights]
     inner, outer = (1, shape.width, shape.hidden), (1, shape.hidden, shape.width)
     sizes, pairs = (inner, inner, outer), (TRACED_TOKENS, shape.per_token)
     arrays = [jax.ShapeDtypeStruct(size, weights.dtype) for size in sizes]
-    if weights.has_scales:
-        arrays += [jax.ShapeDtypeStruct(size[:2], jnp.float32) for size in sizes]
+    scales = [jax.ShapeDtypeStruct(size[:2], jnp.float32) for size in sizes]
+    biases = [jax.ShapeDtypeStruct(size[:2], dtype) for size in sizes]
+    arrays += scales if weights.has_scales else [None] * 3
+    arrays += biases if shape.has_bias else []
     routed = Routed(
         jax.ShapeDtypeStruct((math.prod(pairs),), jnp.int32),
         jax.ShapeDtypeStruct((1,), jnp.int32),

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
-from shiftjax.arch.config import Experts
+from shiftjax.arch.config import Activation, Experts
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import ExpertBackend
-from shiftjax.models.tiles import PLAIN, Gated
 
 LEAST_SUM = 1e-20  # that sigmoids of a token's experts are divided by
 
@@ -76,9 +75,9 @@ class ExpertLayer(NamedTuple):
     num_tokens: Int[Array, ""]  # of the step; those behind them are padding
     parallel: Parallel
     backend: ExpertBackend
+    activation: Activation
     router_bias: Float[Array, " experts"] | None = None
     router_correction: Float[Array, " experts"] | None = None
-    gated: Gated = PLAIN
 
     @property
     def num_own(self) -> int:
@@ -100,7 +99,7 @@ class ExpertLayer(NamedTuple):
     ) -> Float[Array, "tokens k hidden"]:
         """Return what own pairs' experts give, times their gains, in a step of so many tokens."""
         mean_pairs = num_tokens * self.experts.per_token / self.experts.num
-        return self.backend.multiply(x, self.weights, routed, gains, self.gated, mean_pairs)
+        return self.backend.multiply(x, self.weights, routed, gains, self.activation, mean_pairs)
 
 
 def expert_layer(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms, soft_cap
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.experts import ExpertLayer, ExpertWeights, Gated, expert_layer
+from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.gathered import whole_layers
 from shiftjax.models.layers import (
     Context,
@@ -258,13 +258,6 @@ class OwnExperts(Part):
         stored = (getattr(self, name, None) for name in ExpertWeights._fields)
         return ExpertWeights(*(None if one is None else one[...] for one in stored))
 
-    @property
-    def gated(self) -> Gated:
-        """What they compute besides products."""
-        biases = (getattr(self, name, None) for name in Gated._fields[1:])
-        read = (None if one is None else one[...] for one in biases)
-        return Gated(self.config.activation, *read)
-
 
 class MoE(Part):
     """The feed-forward part of experts, of which every token uses few; see `models/experts.py`."""
@@ -290,9 +283,9 @@ class MoE(Part):
         assert self.config.experts is not None
         num_tokens = context.metadata.query_start_loc[-1]
         own = self.config.experts, self.router[...], self.experts.weights
-        step = num_tokens, context.parallel, context.experts
+        step = num_tokens, context.parallel, context.experts, self.config.activation
         beside = self._of_router("router_bias"), self._of_router("router_correction")
-        layer = ExpertLayer(*own, *step, *beside, self.experts.gated)
+        layer = ExpertLayer(*own, *step, *beside)
         return expert_layer(x, layer, self._shared(x))
 
     def _of_router(self, name: str) -> Float[Array, " experts"] | None:

@@ -4,8 +4,6 @@
 GPUs.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,24 +15,12 @@ from shiftjax.models.products import Matrix, gate_with, project_out
 TILE_ROWS = 16  # pairs that are multiplied together, all of one expert
 
 
-class Gated(NamedTuple):
-    """What an expert computes besides its products."""
-
-    activation: Activation = "silu"
-    gate_bias: Float[Array, "experts width"] | None = None
-    up_bias: Float[Array, "experts width"] | None = None
-    down_bias: Float[Array, "experts hidden"] | None = None
-
-
-PLAIN = Gated()
-
-
 def tile_loop(
     x: Float[Array, "tokens hidden"],
     weights: ExpertWeights,
     routed: Routed,
     gains: Float[Array, "tokens k"],
-    gated: Gated = PLAIN,
+    activation: Activation = "silu",
 ) -> Float[Array, "tokens k hidden"]:
     """Return every own pair's gated MLP times its gain; other pairs are unspecified.
 
@@ -47,7 +33,7 @@ def tile_loop(
         nth = jnp.arange(TILE_ROWS)
         is_own = nth < tiles.rows[tile]
         pair = routed.row[jnp.where(is_own, tiles.first[tile] + nth, 0)]
-        part = _gated_mlp(x[pair // k], weights, tiles.expert[tile], gated)
+        part = _gated_mlp(x[pair // k], weights, tiles.expert[tile], activation)
         part = part * flat_gains[pair][:, None]
         return out.at[jnp.where(is_own, pair, num_pairs)].set(part.astype(x.dtype), mode="drop")
 
@@ -56,15 +42,18 @@ def tile_loop(
 
 
 def _gated_mlp(
-    x: Float[Array, "rows hidden"], weights: ExpertWeights, expert: Int[Array, ""], gated: Gated
+    x: Float[Array, "rows hidden"],
+    weights: ExpertWeights,
+    expert: Int[Array, ""],
+    activation: Activation,
 ) -> Float[Array, "rows hidden"]:
     """One expert's down(silu(gate x) * up x), float32, with its biases and activation."""
 
     def multiply(x: jax.Array, name: str) -> jax.Array:
         values, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
         out = project_out(x, Matrix(values[expert], None if scale is None else scale[expert]))
-        bias = getattr(gated, f"{name}_bias")
+        bias = getattr(weights, f"{name}_bias")
         return out if bias is None else out + bias[expert][None]
 
-    inner = gate_with(gated.activation, multiply(x, "gate"), multiply(x, "up"))
+    inner = gate_with(activation, multiply(x, "gate"), multiply(x, "up"))
     return multiply(inner, "down").astype(jnp.float32)

@@ -11,7 +11,7 @@ from hlo import entry
 aot.require()
 
 from pallas_kernels.grouped import GroupedConfig, grouped_mlp  # noqa: E402
-from pallas_kernels.grouped_work import ExpertWeights, Routed, most_tiles  # noqa: E402
+from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed, most_tiles  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
 SM_REGISTERS = 65536
@@ -30,13 +30,14 @@ class Case(NamedTuple):
     rows: int
     weight_dtype: Any = jnp.bfloat16
     chip: str = "h100"
+    is_limited: bool = False  # clamped, with biases
 
 
 CASES = {
     "Qwen3-30B-A3B, chunks": Case(2048, 768, 16, 8, 4096, 128),
     "Qwen3-30B-A3B, decodes, codes": Case(2048, 768, 16, 8, 64, 16, FP8),
     "Mixtral 8x7B on one device, decodes": Case(4096, 14336, 8, 2, 64, 16, chip="h200"),
-    "GPT-OSS 120B, chunks, codes": Case(2880, 2880, 16, 4, 4096, 128, FP8),
+    "GPT-OSS 120B, chunks, codes": Case(2880, 2880, 16, 4, 4096, 128, FP8, is_limited=True),
 }
 
 
@@ -49,16 +50,19 @@ def compile_case(case: Case) -> aot.Compiled:
     inner, outer = [(case.experts, n) for n in (case.width, case.hidden)]
     weights = [(*inner, case.hidden), (*inner, case.hidden), (*outer, case.width)]
     scales = [struct(n, jnp.float32) for n in (inner, inner, outer)]
+    biases = [struct(n, jnp.bfloat16) for n in (inner, inner, outer)]
     weights = ExpertWeights(
         *(struct(shape, case.weight_dtype) for shape in weights),
-        *(scales if case.weight_dtype == FP8 else []),
+        *(scales if case.weight_dtype == FP8 else [None] * 3),
+        *(biases if case.is_limited else [None] * 3),
     )
+    gate = Gate(1.702, 7.0) if case.is_limited else SILU
     pairs = case.tokens, case.k
     x = struct((case.tokens, case.hidden), jnp.bfloat16)
     routed = Routed(struct((case.tokens * case.k,)), struct((case.experts,)))
 
     def layer(x, weights, routed, gains, is_own):
-        parts = grouped_mlp(x, weights, routed, gains, GroupedConfig(case.rows))
+        parts = grouped_mlp(x, weights, routed, gains, GroupedConfig(case.rows), gate=gate)
         parts = jnp.where(is_own[..., None], parts.astype(jnp.float32), 0)
         return parts.sum(axis=1).astype(x.dtype)
 

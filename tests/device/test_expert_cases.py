@@ -19,12 +19,13 @@ from shiftjax.device.expert_cases import (
     outputs_of,
     wrong_with_step,
 )
-from shiftjax.models.expert_backend import ExpertShape, why_not_traced
+from shiftjax.models.expert_backend import GATES, ExpertShape, why_not_traced
 from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.layout import Layout
 
 SHAPE = ExpertShape(hidden=128, width=64, per_token=2, dtype="bfloat16", weights="bfloat16")
 CODES = SHAPE._replace(weights="fp8")
+BIASED = SHAPE._replace(activation="clamped_swiglu", has_bias=True)
 STEP = ExpertStep("few", 16, np.random.default_rng(1).choice([0, 2, OTHERS], (9, 2)))
 
 
@@ -37,11 +38,12 @@ def judged(multiply, shape: ExpertShape = SHAPE, num_runs: int = 2) -> str | Non
     return None if found is None else found[0]
 
 
-@pytest.mark.parametrize("shape", [SHAPE, CODES], ids=["bfloat16", "codes"])
+@pytest.mark.parametrize("shape", [SHAPE, CODES, BIASED], ids=["bfloat16", "codes", "biased"])
 def test_the_kernels_are_right(shape):
-    config = GroupedConfig(STEP.rows, num_blocks=2, stages=2)
+    config, gate = GroupedConfig(STEP.rows, num_blocks=2, stages=2), GATES[shape.activation]
     interpreter = plgpu.InterpretGPUParams(detect_races=False)
-    assert judged(lambda *step: grouped_mlp(*step, config, interpreter), shape, 1) is None
+    more = {"config": config, "interpret": interpreter, "gate": gate}
+    assert judged(lambda *step: grouped_mlp(*step, **more), shape, 1) is None
 
 
 def test_the_loop_is_its_own_measure():
@@ -62,6 +64,24 @@ def test_the_loop_is_its_own_measure():
 def test_what_is_wrong_is_found(change, shape):
     words = judged(lambda *step: tile_loop(*change(*step)), shape, 1)
     assert words is not None and "is off by" in words
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w._replace(up_bias=w.gate_bias),
+        lambda w: w._replace(down_bias=w.down_bias * 1.2),
+    ],
+)
+def test_wrong_biases_are_found(change):
+    def multiply(x, weights, routed, gains):
+        return tile_loop(x, change(weights), routed, gains, BIASED.activation)
+
+    assert "is off by" in (judged(multiply, BIASED, 1) or "")
+
+
+def test_another_activation_is_found():
+    assert "is off by" in (judged(tile_loop, BIASED, 1) or "")
 
 
 def test_what_changes_from_run_to_run_is_found():
@@ -100,4 +120,6 @@ def test_only_experts_that_the_kernels_take_are_tried():
 
     assert experts_of("qwen3-30b-a3b") == ExpertShape(2048, 768, 8, "bfloat16", "bfloat16")
     assert experts_of("llama-8b") is None  # has none
-    assert experts_of("gpt-oss-20b") is None  # has biases, which the kernels don't
+    biased = ExpertShape(2880, 2880, 4, "bfloat16", "bfloat16", "clamped_swiglu", has_bias=True)
+    assert experts_of("gpt-oss-20b") == biased and why_not_traced(biased) is None
+    assert "not gelu_tanh" in (why_not_traced(SHAPE._replace(activation="gelu_tanh")) or "")

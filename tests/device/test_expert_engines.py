@@ -1,7 +1,7 @@
 """Engines on models with experts: the tokens of an oracle, whatever the mode and the batch."""
 
 import numpy as np
-from engines import RandomPolicy, checkpoint, make, run, tokens
+from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from harness import forward
 from oracle import numpy_fp8, numpy_llama
 
@@ -9,17 +9,6 @@ from shiftjax.arch.formats import Formats
 from shiftjax.control.request import SamplingParams
 from shiftjax.parallel.grid import Mode
 
-MOE = {
-    "model_type": "qwen2_moe",
-    "num_experts": 16,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 64,
-    "norm_topk_prob": True,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "decoder_sparse_step": 2,  # the first layer has an MLP
-}
 PROMPT = [5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150]
 PROMPTS = [PROMPT[i:] + PROMPT[: i + 3] for i in range(8)]
 

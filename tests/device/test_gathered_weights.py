@@ -1,7 +1,7 @@
 """Weights that are stored as SHIFT uses them: the tokens, the bytes and the gathers."""
 
 import pytest
-from engines import RandomPolicy, checkpoint, make, run, tokens
+from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama
 
 from shiftjax.control.request import SamplingParams
@@ -9,9 +9,10 @@ from shiftjax.control.request import SamplingParams
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150][i:] * (1 + i % 3) for i in range(6)]
 
 
-@pytest.mark.parametrize(("sp", "tp"), [(4, 1), (2, 2)])
-def test_tokens_are_the_oracles_in_all_modes(sp, tp):
-    directory, config, tensors = checkpoint()
+@pytest.mark.parametrize(("sp", "tp", "sizes"), [(4, 1, {}), (2, 2, MOE)], ids=["mlp", "experts"])
+def test_tokens_are_the_oracles_in_all_modes(sp, tp, sizes):
+    """Experts stay where they are; what all tokens use is gathered as an MLP is."""
+    directory, config, tensors = checkpoint(**sizes)
     built = make(directory, sp, tp, weights="gather")
     built.engine.policy = RandomPolicy(1)
     sampling = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * len(PROMPTS)

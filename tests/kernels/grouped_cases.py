@@ -8,7 +8,7 @@ import numpy as np
 from attention_cases import INTERPRETER, interpreted
 
 from pallas_kernels import grouped
-from pallas_kernels.grouped_work import ExpertWeights, Routed
+from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed
 
 FP8 = jnp.float8_e4m3fn
 OTHERS = -1  # an expert of another device
@@ -25,6 +25,12 @@ class Case(NamedTuple):
     stages: int | None = 2
     dtype: Any = jnp.bfloat16
     weight_dtype: Any = jnp.bfloat16
+    gate: Gate = SILU
+    has_bias: bool = False
+
+
+# More of a `Case`: as gpt-oss has it, with so low a limit that some are beyond it.
+BIASED: dict[str, Any] = {"gate": Gate(1.702, 0.8), "has_bias": True}
 
 
 class Step(NamedTuple):
@@ -65,7 +71,11 @@ def make_step(case: Case, seed: int = 0, step: Step | None = None) -> Step:
     scales = [None] * 3
     if case.weight_dtype == FP8:
         scales = [jnp.asarray(rng.uniform(0.5, 2, m.shape[:2]), jnp.float32) for m in matrices]
-    weights = ExpertWeights(*(jnp.asarray(m, case.weight_dtype) for m in matrices), *scales)
+    biases = [None] * 3
+    if case.has_bias:
+        biases = [jnp.asarray(rng.standard_normal(m.shape[:2]), case.dtype) for m in matrices]
+    codes = (jnp.asarray(m, case.weight_dtype) for m in matrices)
+    weights = ExpertWeights(*codes, *scales, *biases)
     gains = jnp.asarray(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
     return Step(jnp.asarray(x, case.dtype), weights, route(chosen, case.experts), gains)
 
@@ -73,7 +83,9 @@ def make_step(case: Case, seed: int = 0, step: Step | None = None) -> Step:
 def run(case: Case, step: Step, module: ModuleType = grouped) -> np.ndarray:
     """Run the kernels."""
     config = grouped.GroupedConfig(case.rows, num_blocks=2, stages=case.stages)
-    return interpreted(lambda *arrays: module.grouped_mlp(*arrays, config, INTERPRETER), *step)
+    return interpreted(
+        lambda *arrays: module.grouped_mlp(*arrays, config, INTERPRETER, case.gate), *step
+    )
 
 
 def wide(x: Any) -> np.ndarray:
@@ -105,18 +117,21 @@ def define(case: Case, step: Step, token: int, j: int) -> tuple[np.ndarray, np.n
     expert = np.asarray(case.chosen)[token, j]
     gate, up, down = (wide(matrix[expert]) for matrix in step.weights[:3])
     if case.weight_dtype == FP8:
-        scales = [wide(scale[expert])[:, None] for scale in step.weights[3:]]
+        scales = [wide(scale[expert])[:, None] for scale in step.weights[3:6] if scale is not None]
         gate, up, down = (m * s for m, s in zip((gate, up, down), scales, strict=True))
     x, gain = rounded(wide(step.x[token]), case), float(step.gains[token, j])
-    g, u = gate @ x, up @ x
+    biases = [0 if bias is None else wide(bias[expert]) for bias in step.weights[6:]]
+    g, u = gate @ x + biases[0], up @ x + biases[1]
     of_sum = 2.0**-14
     g_error, u_error = (of_sum * (abs(matrix) @ abs(x)) for matrix in (gate, up))
-    h = g / (1 + np.exp(-g)) * u
+    if limit := case.gate.limit:  # which makes no error larger
+        g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + 1
+    h = g / (1 + np.exp(-case.gate.slope * g)) * u
     h_error = 1.1 * g_error * (abs(u) + u_error) + abs(g) * u_error  # |silu'| < 1.1, |silu g| < |g|
     inner = rounded(h, case)
     either = [abs(rounded(h + sign * h_error, case) - inner) for sign in (1, -1)]
     error = abs(down) @ np.maximum(*either) + of_sum * (abs(down) @ abs(inner))
-    out = down @ inner
+    out = down @ inner + biases[2]
     of_out = float(jnp.finfo(case.dtype).eps) / 2
     return gain * out, gain * (error + of_out * (abs(out) + error)) + 1e-9
 

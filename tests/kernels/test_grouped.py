@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import INTERPRETER, watched_races
-from grouped_cases import FP8, OTHERS, Case, make_step, run, worst
+from grouped_cases import BIASED, FP8, OTHERS, Case, make_step, run, worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +17,8 @@ CASES = {
     "codes, as many stages as fit": Case(
         SOME[:7], hidden=128, width=192, weight_dtype=FP8, stages=None
     ),
-    "float16, large tiles, one expert": Case(
-        np.full((70, 1), 1), rows=64, dtype=jnp.float16, weight_dtype=jnp.float16
+    "float16, large tiles, one expert, biases, limited": Case(
+        np.full((70, 1), 1), rows=64, dtype=jnp.float16, weight_dtype=jnp.float16, **BIASED
     ),
 }
 
@@ -32,9 +32,10 @@ def test_every_own_pair_is_its_experts_mlp(name):
 
 def test_any_routing():
     """Routing is data: one program takes all of it, an empty step and all on one expert, too."""
-    tokens, k, case = 10, 2, Case(None, weight_dtype=FP8)
+    tokens, k, case = 10, 2, Case(None, weight_dtype=FP8, **BIASED)
     config = GroupedConfig(case.rows, num_blocks=2, stages=case.stages)
-    multiply = jax.jit(lambda *step: grouped_mlp(*step, config, INTERPRETER))
+    settings_of = {"config": config, "interpret": INTERPRETER, "gate": case.gate}
+    multiply = jax.jit(lambda *step: grouped_mlp(*step, **settings_of))
 
     def check(chosen):
         routed = case._replace(chosen=np.reshape(chosen, (tokens, k)))

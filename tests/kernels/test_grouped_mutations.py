@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from grouped_cases import FP8, Case, make_step, run, worst
+from grouped_cases import BIASED, FP8, Case, make_step, run, worst
 
 from pallas_kernels import grouped
 
@@ -17,6 +17,7 @@ CHOSEN = np.array([[0, 2], [2, -1], [-1, 0], *[[2, 1]] * 18])  # two tiles of ex
 PLAIN = Case(CHOSEN, hidden=128, width=128)
 WIDE = Case(CHOSEN[:3], hidden=320)
 CODES = Case(CHOSEN[:3], weight_dtype=FP8)
+LIMITED = CODES._replace(**BIASED)
 FAULTS = {
     "a tile of the expert before": (
         "grouped_product", "tiles.expert[some])", "tiles.expert[jnp.maximum(some - 1, 0)])", PLAIN
@@ -42,9 +43,16 @@ FAULTS = {
         "grouped_product", "    plgpu.commit_smem()\n", "", PLAIN
     ),
     "up's scale is gate's": (
-        "grouped_product", "part if problem.gated else 0", "0", CODES
+        "grouped_product", "inputs.scales[part]", "inputs.scales[0]", CODES
     ),
-    "no gain": ("grouped", "down, None, row_gains)", "down, None, None)", PLAIN),
+    "no gain": ("grouped", """("down",), row_gains)""", """("down",), None)""", PLAIN),
+    "no gain of the bias": (
+        "grouped", "gain = None if gated or biases is None else row_gains", "gain = None", LIMITED
+    ),
+    "up's bias is gate's": ("grouped_product", "inputs.biases[part]", "inputs.biases[0]", LIMITED),
+    "up has no limit below": (
+        "grouped_product", "jnp.maximum(u, -gate.limit)", "u", LIMITED
+    ),
     "the row of the pair, not of the token": (
         "grouped", "placed.pair // k, gains", "jnp.minimum(placed.pair, 20), gains", PLAIN
     ),
@@ -64,6 +72,7 @@ FAULTS = {
 
 def load(changed: str = "", old: str = "", new: str = "") -> ModuleType:
     """Make the kernel's modules anew from their sources, with one thing changed in one of them."""
+    module = ModuleType("")
     with mock.patch.dict(sys.modules):
         for name in MODULES:
             source = (FOLDER / f"{name}.py").read_text()
