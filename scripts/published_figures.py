@@ -61,9 +61,6 @@ SUFFIX = (  # what, published tokens/s, tokens per step and share accepted of a 
     ("HumanEval (as edits of its functions)", 148, 4.77, 0.78),
 )
 SKEW = 1.33
-TENSORRT_DECODES = {"h200x8": (3.31e-6, 0.759), "h100x8": (3.11e-6, 0.842)}
-"""Of its own kernel for decodes: fixed seconds, and the share of the memory's rate that it reaches
-on FP8 KV. Fitted as the machines' are, to what ai-dynamo/aiconfigurator measured of 1.3.0rc20."""
 TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
     ("llama-70b", "h200x8", 1): (4336, 2909, 442, 566),
     ("llama-70b", "h100x8", 2): (6651, 4205, 762, 898),
@@ -229,9 +226,7 @@ def output_rates(
     """One of TensorRT-LLM's rows; its norms and activations quantise in passing."""
     one = target(model, machine, "shiftjax")
     own = {"pads_to_buckets": False, "quantising_kernels": (), "expert_skew": skew}
-    fixed, share = TENSORRT_DECODES[machine]
-    decodes = {"attention_seconds": fixed, "kv_efficiency": {"bfloat16": share}}
-    one = replace(one, engine=replace(one.engine, **own), machine=replace(one.machine, **decodes))
+    one = replace(one, engine=replace(one.engine, **own))
     deployment = deploy(one, "", (1, 1, tp), "base", max_num_seqs=2048, memory_fraction=0.95)
     for (prompt, output, count), value in zip(LENGTHS, published, strict=True):
         run = replay([TraceRequest(0.0, prompt, output)] * count, one, deployment)
