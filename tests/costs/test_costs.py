@@ -125,6 +125,15 @@ def test_tp_moves_the_same_whatever_its_size_and_ulysses_less_the_larger_it_is()
     assert exchanged[0] == 2 * exchanged[1] == 4 * exchanged[2]
 
 
+def test_norms_of_all_heads_sum_two_numbers_a_token():
+    olmo = replace(TINY, qk_norm=True, wide_qk_norm=True)
+    for mode, ways in ((Mode(2, 2), 4), (Mode(2, 1), 8)):
+        plain, wide = (layer_collectives(Layout(m, 2, 4), mode, 64, 2) for m in (TINY, olmo))
+        assert [move for move in wide if move not in plain] == [
+            Collective("all-reduce", ways, 64 // mode.sp * 2 * 4, 1)
+        ]
+
+
 @pytest.mark.parametrize("mode", Group(0, 4).modes)
 @pytest.mark.parametrize("work", [Work.decode(7, 100), Work.prefill(40, 3)])
 def test_the_breakdown_adds_up(mode, work):
