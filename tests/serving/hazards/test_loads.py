@@ -38,6 +38,12 @@ def on(server, action):
     return asyncio.run(with_clients(server, lambda senders: action(Loads(senders, BODIES))))
 
 
+@pytest.fixture(autouse=True)
+def few_bursts(monkeypatch):
+    """What the second leaves behind, the others would."""
+    monkeypatch.setattr("loads.NUM_BURSTS", 2)
+
+
 @pytest.fixture(scope="module")
 def known(server) -> Known:
     return on(server, lambda loads: loads.learn())
