@@ -75,9 +75,8 @@ def compile_rows(
 ) -> tuple[list[Row], list[Row]]:
     """A row per compiled step, beside predictions; and one per kind of kernel of each step.
 
-    Raises ConfigError.
+    The target has passed `check_target`.
     """
-    check_target(target)
     rows, kernels = [], []
     for deployment in deployments:
         steps = {step: _whole(target, deployment, step) for step in _steps(deployment, workload)}

@@ -28,6 +28,7 @@ from shiftjax.control.request import Sequence as Continuation
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
+from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.fit import CostsOf, Point, errors, fit_machine
@@ -169,6 +170,10 @@ def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     """Measure, fit, say how good the fit is, write the machine file and the points."""
     model, repeats, out = arguments.model or STEPS_MODEL, arguments.repeats, arguments.out
     meshes = meshes_of(arguments.meshes, "--meshes")
+    if repeats < 1:
+        raise ConfigError([f"--repeats must be at least 1, got {repeats}"])
+    if not out.parent.is_dir():
+        raise ConfigError([f"--out {out}: there is no directory {out.parent}"])
     devices = max(sp * tp for sp, tp in meshes)
     make_virtual_devices(EngineConfig.from_options(devices=devices))
     measured: list[tuple[Case, Point]] = []

@@ -85,7 +85,7 @@ def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
         (name, problem_with(BUDGETS[name], budgets[name])) for name in BUDGETS & budgets.keys()
     )
     wrong = [f"{name} {problem}" for name, problem in sorted(problems) if problem]
-    if budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
+    if not wrong and budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
         wrong.append("max_num_batched_tokens must be at least max_num_seqs")
     if wrong:
         raise ConfigError(wrong)

@@ -2,10 +2,16 @@
 
     title: Llama-70B under bursts
     measured:                       # on the devices of this machine; on CPU virtual ones
-      model: random:tiny
-      meshes: [[4, 2], [2, 4]]      # SP, TP
+      model: random:tiny            # any settings of LLM, for all deployments
+      max_model_len: 128
       tokens: 16                    # greedy tokens of each of the prompts
-      dtype: float32
+      prompts: [Hello, [5, 6, 7]]   # texts or token ids; or a trace, as below; or none: made up
+      deployments:                  # more settings, of one each
+        shift: {sp: 4, tp: 2}
+        replicas: {dp: 4, tp: 2}
+        stages: {pp: 2, tp: 4}
+        fleet: {fleet: true, tp: 2}
+        codes: {sp: 4, tp: 2, quantization: fp8, kv_cache_dtype: fp8}
     modelled:
       - {machine: h200x8, model: llama-70b, dtype: fp8, engine: vllm,
          compare: [dp, tp, shift], rates: [0.5, 1],
@@ -13,10 +19,11 @@
       - {machine: h200x8, model: llama-70b, trace: {file: trace.csv},
          acceptance: {tokens_per_step: 1.56, accepted_of_drafted: 0.25}}  # with drafts; or 0.7
 
-Measured: the same prompts through every mesh and mode must give the same tokens; collective bytes
-and memory come from the compiled programs, beside what the cost model says they are; times of a
-decode and a prefill step beside the predicted ones. Everything lands in one folder: JSONL, CSV
-and report.html.
+Measured: the same requests through every deployment must give the same tokens, but for other number
+formats; collective bytes come from the compiled steps, beside what the cost model says they are;
+times beside those of a replay (`serving/bench/deployments.py`). Numbers are float32 by default, in
+which sums of another order choose no other token. Everything lands in one folder: JSONL, CSV,
+report.html and its images.
 """
 
 import argparse
@@ -26,25 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from serving.bench.hlo import collectives
-from serving.bench.steps import (
-    Case,
-    build_for_all_modes,
-    device_kind,
-    generate,
-    measure,
-    plan_of,
-)
-from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.policy import FixedPolicy, work_of
+from serving.bench.deployments import TIMES, Load, agree, compare
+from serving.cli.asked import model_of
+from shiftjax.config import SETTINGS, EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.costs.collectives import step_collectives
-from shiftjax.costs.machine_files import load_engine, load_machine, machine_of
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.options import ConfigError, unknown_name
-from shiftjax.parallel.grid import Mode
-from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.drafts import acceptance_from
 from shiftjax.sim.experiments import (
     as_text,
@@ -54,18 +48,24 @@ from shiftjax.sim.experiments import (
     trace_from,
     write_rows,
 )
-from shiftjax.sim.report import Report
+from shiftjax.sim.report import Report, side_by_side
+from shiftjax.sim.trace import TraceRequest
 
 if TYPE_CHECKING:
-    from shiftjax.build import Built
+    from shiftjax.model_files import ModelFiles
 
-MAX_LENGTH = 128
-MAX_TOKENS = MAX_LENGTH // 2
-PROMPTS = ([5, 6, 7, 8] * 6, [9] * 17, [11, 12, 13] * 11, [4])
+PROMPTS = [[5, 6, 7, 8] * 6, [9] * 17, [11, 12, 13] * 11, [4]]
+TOKENS = 16  # greedy ones of each of them
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+NOT_COMPARED = (
+    "Bytes are those of compiled steps. What moves between groups of a fleet, between stages, and "
+    "between devices and host is in no step, and is not compared."
+)
 # What each part of a file may hold, with defaults where there are any.
 PARTS: Mapping[str, Any] = dict.fromkeys(("title", "measured", "modelled"))
-MEASURED = {"model": "random:tiny", "meshes": [[4, 2]], "tokens": 16, "dtype": "float32"}
+MEASURED: dict[str, Any] = dict.fromkeys(("tokens", "prompts", "trace"))
+MEASURED["deployments"] = {"shift": {"sp": 4, "tp": 2}}
+SHARED: Mapping[str, Any] = MEASURED | dict.fromkeys(SETTINGS) | {"model": "random:tiny"}
 NEEDED = ("machine", "model", "trace")
 MODELLED: dict[str, Any] = dict.fromkeys((*NEEDED, "dtype", "kv_cache_dtype", "engine", *BUDGETS))
 MODELLED |= {"acceptance": None, "compare": ["dp", "tp", "shift"], "rates": [1.0]}
@@ -79,8 +79,13 @@ def _is_rate(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
 
 
-def _is_mesh(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+def _is_map(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_prompt(value: Any) -> bool:
+    is_ids = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return bool(value) and (is_ids or isinstance(value, str))
 
 
 def _is_list(value: Any, is_item: Callable[[Any], bool] = lambda _: True) -> bool:
@@ -89,8 +94,12 @@ def _is_list(value: Any, is_item: Callable[[Any], bool] = lambda _: True) -> boo
 
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "modelled": (lambda value: isinstance(value, list), "must be a list"),
-    "meshes": (lambda value: _is_list(value, _is_mesh), "must be a list of [SP, TP]"),
-    "tokens": (lambda n: _is_count(n) and n <= MAX_TOKENS, f"must be 1 to {MAX_TOKENS}"),
+    "deployments": (
+        lambda value: _is_map(value) and value != {} and all(map(_is_map, value.values())),
+        "must map names to settings of LLM, as in {shift: {sp: 4, tp: 2}}",
+    ),
+    "prompts": (lambda value: _is_list(value, _is_prompt), "must be a list of texts or token ids"),
+    "tokens": (_is_count, "must be a whole number of at least 1"),
     "compare": (_is_list, "must be a list"),
     "rates": (lambda value: _is_list(value, _is_rate), "must be a list of numbers above 0"),
     **dict.fromkeys(BUDGETS, (_is_count, "must be a whole number of at least 1")),
@@ -101,19 +110,17 @@ def run_file(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     """Run all experiments of a file; exit code 1 if tokens or bytes disagree somewhere."""
     path, out = arguments.file, arguments.out
     options = _checked(_read(path), PARTS, str(path))
-    report, agree = Report(str(options.get("title", path.stem))), True
+    report, all_agree = Report(str(options.get("title", path.stem))), True
     if "measured" in options:
-        rows, agree = _measured(_checked(options["measured"], MEASURED, "measured"))
-        print(as_text(rows))
-        write_rows(out, "measured", rows)
-        report.table("measured on this machine", rows)
+        measured = _checked(options["measured"], SHARED, "measured")
+        all_agree = _measured(measured, out, report)
     for number, values in enumerate(options.get("modelled", []), 1):
         experiment = _checked(values, MODELLED, f"modelled {number}", NEEDED)
         _modelled(experiment, f"modelled-{number}", out, report)
     out.mkdir(parents=True, exist_ok=True)
     report.save(out / "report.html")
     print(f"wrote {out / 'report.html'}")
-    return 0 if agree else 1
+    return 0 if all_agree else 1
 
 
 def _read(path: Path) -> Any:
@@ -145,7 +152,7 @@ def _checked(
 
 
 def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Report) -> None:
-    target = target_from(experiment)
+    target = target_from({**experiment, "model": model_of(str(experiment["model"]))})
     budgets = {name: experiment[name] for name in BUDGETS if name in experiment}
     acceptance, drafts = None, {}
     if "acceptance" in experiment:
@@ -162,61 +169,64 @@ def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Repor
 # ------------------------------------------------------------------ measured
 
 
-def _measured(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """(a row per mesh and mode, whether all of them agree)."""
-    meshes = options["meshes"]
-    make_virtual_devices(EngineConfig.from_options(devices=max(sp * tp for sp, tp in meshes)))
-    rows: list[dict[str, Any]] = []
-    first: list[list[int]] | None = None
-    for sp, tp in meshes:
-        built = _build(options, sp, tp)
-        for mode in built.deployment.layout.modes:
-            tokens = _generate(built.engine, mode, options["tokens"])
-            first = first or tokens
-            rows.append(_row(built, sp, tp, mode) | {"same_tokens": tokens == first})
-    return rows, rows_agree(rows)
+def _measured(options: Mapping[str, Any], out: Path, report: Report) -> bool:
+    """Whether all deployments agree, in tokens and with the predicted bytes."""
+    rows, programs = [], []
+    for row, moved in compare(_configs(options), _load(options)):
+        print(f"measured {row['name']}: {row['mesh']}", flush=True)
+        rows.append(row)
+        programs += moved
+    print(as_text(rows))
+    write_rows(out, "measured", rows)
+    write_rows(out, "programs", programs)
+    report.table("measured on this machine, beside what was predicted", rows)
+    report.plot("measured and predicted", side_by_side(rows, TIMES))
+    report.table("compiled steps: bytes of collectives and temporaries of a device", programs)
+    report.text(NOT_COMPARED)
+    return agree(rows)
 
 
-def rows_agree(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every mesh and mode gave the same tokens and moved the predicted bytes."""
-    return all(row["same_tokens"] and row["bytes"] == row["predicted_bytes"] for row in rows)
+def _configs(options: Mapping[str, Any]) -> dict[str, EngineConfig]:
+    """The settings of every deployment. Raises ConfigError with all that is wrong in all."""
+    shared = {str(name): value for name, value in options.items() if name not in MEASURED}
+    found, wrong = {}, []
+    for name, own in options["deployments"].items():
+        settings = {"dtype": "float32"} | shared | {str(n): value for n, value in own.items()}
+        try:
+            found[str(name)] = EngineConfig.from_options(**settings)
+        except ConfigError as error:
+            wrong += (f"measured: {name}: {problem}" for problem in error.problems)
+    if wrong:
+        raise ConfigError(wrong)
+    return found
 
 
-def _build(options: Mapping[str, Any], sp: int, tp: int) -> "Built":
-    sizes = {"max_model_len": MAX_LENGTH, "max_num_seqs": 8, "num_blocks": 2048}
-    return build_for_all_modes(
-        options["model"], (8, 64), dtype=options["dtype"], sp=sp, tp=tp, **sizes
-    )
+def _load(options: Mapping[str, Any]) -> Load:
+    """The requests that all deployments serve: those of a trace, or prompts that come at once."""
+    own = [name for name in ("prompts", "tokens") if name in options and "trace" in options]
+    if own:
+        raise ConfigError([f"measured: {name}: a trace says it: drop one" for name in own])
+    requests = trace_from(options["trace"]) if "trace" in options else []
+    prompts, num_tokens = options.get("prompts", PROMPTS), options.get("tokens", TOKENS)
+
+    def of_trace(files: "ModelFiles") -> list[tuple[TraceRequest, list[int]]]:
+        size = files.source.config.vocab_size
+        return [(each, each.prompt(number, size)) for number, each in enumerate(requests)]
+
+    def of_prompts(files: "ModelFiles") -> list[tuple[TraceRequest, list[int]]]:
+        ids = [_encoded(prompt, files) for prompt in prompts]
+        return [(TraceRequest(0.0, len(each), num_tokens), each) for each in ids]
+
+    return of_trace if requests else of_prompts
 
 
-def _generate(engine: Engine, mode: Mode, num_tokens: int) -> list[list[int]]:
-    """Greedy tokens of every prompt, all steps in one mode."""
-    engine.policy = FixedPolicy(engine.lanes[0].modes.index(mode))
-    tokens = generate(engine, PROMPTS, num_tokens)
-    engine.flush_prefix_cache()
-    return tokens
-
-
-def _row(built: "Built", sp: int, tp: int, mode: Mode) -> dict[str, Any]:
-    (runner,) = built.runners
-    layout, program = runner.step.layout, runner.programs[-1]
-    step = runner.compiled(program, mode)
-    compiled = collectives(step.as_text() or "")
-    formats = built.deployment.formats
-    moves = step_collectives(layout, mode, *program.bucket[:2], formats)
-    machine = load_machine(machine_of(device_kind(runner)))
-    costs = built.deployment.costs(machine, load_engine("shiftjax"))
-    row = {
-        "sp": sp,
-        "tp": tp,
-        "mode": mode.label,
-        "bytes": sum(size * count for (_, size), count in compiled.items()),
-    }
-    row |= {"predicted_bytes": sum(m.num_bytes * m.num_times for m in moves)}
-    memory = step.memory_analysis()
-    row |= {"temporary_bytes": memory.temp_size_in_bytes if memory else None}
-    for kind, span in (("decode", (32, 1)), ("prefill", (0, 64))):
-        plan = plan_of(Case(kind, (span,)), MAX_LENGTH)
-        row[f"{kind}_ms"] = 1e3 * min(measure(runner, plan, mode) for _ in range(5))
-        row[f"{kind}_predicted_ms"] = 1e3 * costs.serial_seconds(mode, work_of(plan))
-    return row
+def _encoded(prompt: str | list[int], files: "ModelFiles") -> list[int]:
+    model = files.source.config
+    if isinstance(prompt, list):
+        if max(prompt) >= model.vocab_size:
+            words = f"token {max(prompt)} is none of the {model.vocab_size:,} of {model.name}"
+            raise ConfigError([f"prompts: {words}"])
+        return prompt
+    if files.tokenizer is None:
+        raise ConfigError([f"{model.name} has no tokenizer: give token ids"])
+    return files.tokenizer.encode(prompt)

@@ -11,9 +11,11 @@ from serving.cli.advise import is_asked, least_gpus
 from serving.cli.asked import asked_of
 from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
 from shiftjax.config import EngineConfig
+from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError, num_bytes_of
-from shiftjax.parallel.fleet import FleetOptions
+from shiftjax.parallel.degrees import Degrees
+from shiftjax.parallel.fleet import FleetOptions, spelled
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import (
@@ -42,6 +44,7 @@ from shiftjax.sim.planning import (
     recommend,
     stages_in_words,
 )
+from shiftjax.sim.replay import Replay
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.trace import TraceRequest
 
@@ -69,8 +72,9 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     target, settings, own, options = asked_of(arguments)
     workload = _workload(arguments, target)
     deployments = [*own, *all_deployments(target, **settings)]
-    print(_heading(target, workload))
     estimates = [estimate(target, deployment, workload) for deployment in deployments]
+    to_compile = _to_compile(arguments.compile, target, estimates)
+    print(_heading(target, workload))
     rows = [one.row() for one in estimates]
     print(as_text(rows))
     recommended = recommend(target, workload, **settings)
@@ -86,7 +90,7 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     if words := stages_in_words(estimates):
         print(words)
     fleets = _fleets(target, workload, settings, options)
-    compiled, kernels = _compile(arguments, target, estimates, workload)
+    compiled, kernels = _compile(target, to_compile, workload)
     if arguments.out:
         write_rows(arguments.out, "plan", rows)
         write_rows(arguments.out, "fleets", fleets)
@@ -148,30 +152,36 @@ def _fleets(
     return rows
 
 
-def _compile(
-    arguments: argparse.Namespace,
-    target: Target,
-    estimates: Sequence[Estimate],
-    workload: Workload,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """With --compile: rows of the compiled steps of the named meshes, or of all that fit.
-
-    The second list is one of kernels.
-    """
-    if arguments.compile is None:
-        return [], []
-    from serving.bench.compiled_plan import compile_rows
+def _to_compile(
+    wanted: str | None, target: Target, estimates: Sequence[Estimate]
+) -> list[Deployment]:
+    """With --compile: the named meshes, or all that fit. Raises ConfigError."""
+    if wanted is None:
+        return []
+    from serving.bench.compiled_plan import check_target
 
     plain = [e.deployment for e in estimates if e.fits and e.deployment.pp == 1]
     fitting = {(each.sp, each.tp): each for each in plain}
-    if arguments.compile:
-        meshes = meshes_of(arguments.compile, "--compile")
-    else:
+    if not wanted:
         meshes = [mesh for mesh, deployment in fitting.items() if deployment.dp == 1]
+    else:
+        meshes = meshes_of(wanted, "--compile")
     wrong = [f"--compile: {sp}x{tp} does not fit" for sp, tp in meshes if (sp, tp) not in fitting]
     if wrong:
         raise ConfigError(wrong)
-    rows, kernels = compile_rows(target, [fitting[mesh] for mesh in meshes], workload)
+    check_target(target)
+    return [fitting[mesh] for mesh in meshes]
+
+
+def _compile(
+    target: Target, deployments: Sequence[Deployment], workload: Workload
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Print the compiled steps of these, and their kernels; rows of both."""
+    if not deployments:
+        return [], []
+    from serving.bench.compiled_plan import compile_rows
+
+    rows, kernels = compile_rows(target, deployments, workload)
     print("\ncompiled: the largest step in every mode, and one of decodes:")
     print(as_text(rows))
     print("\nits kernels, those of most time first:")
@@ -222,7 +232,9 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     more = [
         name for name in ("fleet", "phases", "best") if any(getattr(p.replay, name) for p in points)
     ]
-    print(as_text([_shown(row, more) for row in rows]))
+    meanings = [in_words(point.replay) for point in points]
+    shown = [_shown(row, words, more) for row, words in zip(rows, meanings, strict=True)]
+    print(as_text(shown))
     if arguments.out:
         write_rows(arguments.out, "simulate", rows)
         report = Report(f"{arguments.trace}: {target.model.name} on {target.machine.name}")
@@ -231,6 +243,28 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         report.phases([point for point in points if point.replay.phases])
         report.save(arguments.out / "report.html")
     return 0
+
+
+def in_words(replay: Replay) -> str:
+    """What a deployment is, whatever it is called: its degrees, and how steps choose a mode."""
+    deployment = replay.deployment
+    if replay.best:
+        return "the best of all, in hindsight"
+    if replay.phases:
+        prefill, _, decode = deployment.name.partition(":")
+        return f"prompts in {prefill}, decodes in {decode}"
+    if deployment.widths:
+        units, fixed = f"{deployment.grid.units} units of tp{deployment.tp}", deployment.fixed
+        if fixed:
+            return f"{units} that stay {spelled(fixed)}"
+        return f"{units} in groups of {' '.join(map(str, deployment.widths))}"
+    degrees = Degrees(deployment.dp, deployment.pp, deployment.sp, deployment.tp).name
+    if deployment.sp == 1:
+        return degrees
+    how = {"threshold": f"shift to {deployment.threshold}", "base": "always base"}
+    how |= {"shift": "always shift", "cost": "mode by cost", "greedy": "mode by true cost"}
+    gathers = ", gathers" if deployment.layout.gathers else ""
+    return f"{degrees}{gathers}, {how[deployment.policy]}"
 
 
 def _host_bytes(text: str | None) -> int:
@@ -250,10 +284,11 @@ def _acceptance(text: str | None) -> AcceptanceModel | None:
     return acceptance_from({name: value for name, _, value in pairs})
 
 
-def _shown(row: Mapping[str, Any], more: Sequence[str]) -> dict[str, Any]:
+def _shown(row: Mapping[str, Any], is_a: str, more: Sequence[str]) -> dict[str, Any]:
     """A row of the sweep that fits a screen; `more` of these are among the deployments."""
     shown = {
         "name": row["name"],
+        "is": is_a,
         "requests/s": row["rate"],
         "tokens/s": row["tokens_per_second"],
         "peak": row["peak_tokens_per_second"],

@@ -98,12 +98,7 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
 
     Raises ConfigError, also for settings that are not simulated.
     """
-    given = config.flat()
-    wrong = [
-        f"{name} = {given[name]} is not simulated, only {' and '.join(map(str, known))}: drop it"
-        for name, known in SIMULATED.items()
-        if given[name] not in known
-    ]
+    wrong = not_simulated(config)
     believed = config.scheduler.machine
     if believed is not None and load_machine(believed) != target.machine:
         name = target.machine.name
@@ -112,6 +107,16 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
         raise ConfigError(wrong)
     deployment = resolve(config, target.model, target.devices)
     return deployment.sized(memory_of(target, deployment))
+
+
+def not_simulated(config: EngineConfig) -> list[str]:
+    """Which of the settings no replay can follow, in words."""
+    given = config.flat()
+    return [
+        f"{name} = {given[name]} is not simulated, only {' and '.join(map(str, known))}: drop it"
+        for name, known in SIMULATED.items()
+        if given[name] not in known
+    ]
 
 
 FLEET = "fleet"  # how the names of deployments begin whose groups come and go

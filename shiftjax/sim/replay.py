@@ -6,10 +6,10 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 (`replicas_in_step`) has a process for each, whose host works pass side by side.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shiftjax.control.admission import check_length
 from shiftjax.control.deployment import Deployment
@@ -140,10 +140,27 @@ def _fleet_run(deployment: Deployment, engine: Engine) -> FleetRun | None:
     return FleetRun(first, tuple(fleet.history), fleet.stats, mover.num_bytes, mover.seconds)
 
 
+class Times(Protocol):
+    """A clock that can be set forward, virtual or not; seconds."""
+
+    next_arrival: float
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        ...
+
+    @now.setter
+    def now(self, now: float) -> None: ...
+
+
 def serve(
-    engine: Engine, clock: Clock, requests: Iterable[Request]
+    engine: Engine,
+    clock: Times,
+    requests: Iterable[Request],
+    hear: Callable[[Event], None] = lambda _: None,
 ) -> tuple[list[RequestRecord], int]:
-    """Bring requests when they come, and step while there is work.
+    """Bring requests when they come, and step while there is work; `hear` is told of all events.
 
     Returns what became of them, in their order, and how many were refused.
 
@@ -170,6 +187,7 @@ def serve(
         clock.next_arrival = request.arrival_seconds if request else float("inf")
         begin = clock.now
         for event in engine.step(begin):
+            hear(event)
             if event.metrics is not None:
                 name = event.request_id
                 ended[name] = _record(event, open_requests.pop(name))

@@ -173,6 +173,20 @@ def frontier(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
+def side_by_side(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "Figure":
+    """Measured bars beside predicted ones, a panel for each column."""
+    figure, panels = new_axes(len(columns))
+    places = range(len(rows))
+    for axes, column in zip(panels, columns, strict=True):
+        for shift, kind in ((-0.2, ""), (0.2, "predicted_")):
+            heights = [row[f"{kind}{column}"] or 0.0 for row in rows]
+            label = "predicted" if kind else "measured"
+            axes.bar([place + shift for place in places], heights, 0.4, label=label)
+        axes.set_xticks(places, [row["name"] for row in rows])
+        _finish(axes, "", column.replace("_", " "))
+    return figure
+
+
 def pareto(trials: Sequence[Trial]) -> "Figure":
     """Tokens per second of a device against those of a user; filled: the limits are kept."""
     figure, (axes,) = new_axes()
