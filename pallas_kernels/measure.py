@@ -82,6 +82,7 @@ class PrefillShape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    has_sinks: bool = False
     kernel, unit = "prefill", "TFLOP/s"
 
     @property
@@ -221,7 +222,9 @@ def prefill_calls(shape: PrefillShape, config: KernelConfig, effort: Effort) -> 
     lens, starts = np.array([length], np.int32), np.array([0, shape.tokens], np.int32)
     sizes = {"num_tokens": shape.tokens, "heads": (shape.heads, shape.kv_heads)}
     work = divide_step(lens, starts, 0, **sizes, config=config).prefill
-    options = AttentionOptions(shape.head_dim**-0.5, interpret=effort.interpret)
+    sinks = jnp.zeros(shape.heads, jnp.bfloat16) if shape.has_sinks else None
+    scale = shape.head_dim**-0.5
+    options = AttentionOptions(scale, sinks=sinks, interpret=effort.interpret)
 
     def call(q, kv, work):
         return prefill_attention(q, kv, work, options, config.prefill)

@@ -51,6 +51,7 @@ class Kernel(NamedTuple):
     sliding_window: int | None = None
     soft_cap: float | None = None
     scales: tuple[float, float] = (1.0, 1.0)
+    has_sinks: bool = False
     config: KernelConfig | None = None
 
     def described(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def kernels() -> list[Kernel]:
         some.append(Kernel(head_dim=head_dim, block_size=block_size))
     fp8 = Kernel(kv_dtype=FP8, scales=(0.5, 2.0))
     some += [Kernel((8, 8), head_dim=96), Kernel(dtype=jnp.float16, kv_dtype=jnp.float16), fp8]
-    some += [Kernel(sliding_window=100), Kernel(soft_cap=30.0)]
+    some += [Kernel(sliding_window=100), Kernel(soft_cap=30.0), Kernel(has_sinks=True)]
     some += [fp8._replace(sliding_window=100, soft_cap=30.0, block_size=64)]
     prefill = (PrefillConfig(**one) for one in candidates_for("prefill", 128, 16))
     decode = (DecodeConfig(**one) for one in candidates_for("decode", 128, 16))
@@ -78,7 +79,7 @@ def kernels() -> list[Kernel]:
 
 # What an interpreter can run: few thread blocks, which it runs one by one.
 SMALL_CONFIG = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
-SMALL_KERNEL = Kernel((4, 2), head_dim=64, config=SMALL_CONFIG)
+SMALL_KERNEL = Kernel((4, 2), head_dim=64, has_sinks=True, config=SMALL_CONFIG)
 
 
 def attention_rows(
@@ -140,8 +141,10 @@ def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, work: A
 
 def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
     """Return what the kernels and the reference are told alike."""
-    limits = kernel.sliding_window, kernel.soft_cap
-    return AttentionOptions(kernel.head_dim**-0.5, *limits, *kernel.scales, interpret=interpret)
+    limits, sinks = (kernel.sliding_window, kernel.soft_cap), None
+    if kernel.has_sinks:
+        sinks = np.linspace(0, 6, kernel.heads[0], dtype=np.float32)
+    return AttentionOptions(kernel.head_dim**-0.5, *limits, *kernel.scales, sinks, interpret)
 
 
 class Arrays(NamedTuple):

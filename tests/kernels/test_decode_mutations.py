@@ -1,20 +1,14 @@
 """The checks of the decode kernel can fail: every fault below, put into it, is found."""
 
-import sys
-from pathlib import Path
-from types import ModuleType
-from unittest import mock
-
 import numpy as np
 import pytest
 from attention_cases import FP8, decodes, make_step
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
+from mutations import load
 
-from pallas_kernels import decode
-
-FOLDER = Path(decode.__file__).parent
-MODULES = ("terms", "memory", "compute", "kernel", "combine")  # each may import those before it
+PARTS = ("terms", "memory", "compute", "kernel", "combine")  # each may import those before it
+MODULES = (*(f"decode_{part}" for part in PARTS), "decode")
 TWO_HEADS = decodes(kv_heads=2, num_blocks=4)
 FAULTS = {
     "the last token is dropped": (
@@ -97,23 +91,10 @@ FAULTS = {
 }  # fmt: skip
 
 
-def load(changed: str = "", old: str = "", new: str = "") -> ModuleType:
-    """Make the kernel's modules anew from their sources, with one thing changed in one of them."""
-    with mock.patch.dict(sys.modules):
-        for name in (*(f"decode_{name}" for name in MODULES), "decode"):
-            source = (FOLDER / f"{name}.py").read_text()
-            if name == changed:
-                assert source.count(old) == 1, "the fault does not fit the source any more"
-                source = source.replace(old, new)
-            module = sys.modules[f"pallas_kernels.{name}"] = ModuleType(name)
-            exec(compile(source, f"{name}.py", "exec"), vars(module))
-    return module
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault):
     *change, case = FAULTS[fault]
-    module = load(*change)
+    module = load(MODULES, *change)
     step = make_step(case)
     try:
         out = run(case, step, module)
@@ -126,4 +107,4 @@ def test_a_fault_is_found(fault):
 def test_without_a_fault_nothing_is_found():
     case = decodes(kv_heads=2, num_blocks=4)
     step = make_step(case)
-    assert worst(case, step, run(case, step, load())) <= 1
+    assert worst(case, step, run(case, step, load(MODULES))) <= 1

@@ -1,17 +1,10 @@
 """The checks of the grouped product can fail: every fault below, put into it, is found."""
 
-import sys
-from pathlib import Path
-from types import ModuleType
-from unittest import mock
-
 import numpy as np
 import pytest
 from grouped_cases import BIASED, FP8, Case, make_step, run, worst
+from mutations import load
 
-from pallas_kernels import grouped
-
-FOLDER = Path(grouped.__file__).parent
 MODULES = ("grouped_work", "grouped_rows", "grouped_product", "grouped")  # imports come before
 CHOSEN = np.array([[0, 2], [2, -1], [-1, 0], *[[2, 1]] * 18])  # two tiles of expert 2
 PLAIN = Case(CHOSEN, hidden=128, width=128)
@@ -70,24 +63,10 @@ FAULTS = {
 }  # fmt: skip
 
 
-def load(changed: str = "", old: str = "", new: str = "") -> ModuleType:
-    """Make the kernel's modules anew from their sources, with one thing changed in one of them."""
-    module = ModuleType("")
-    with mock.patch.dict(sys.modules):
-        for name in MODULES:
-            source = (FOLDER / f"{name}.py").read_text()
-            if name == changed:
-                assert source.count(old) == 1, "the fault does not fit the source any more"
-                source = source.replace(old, new)
-            module = sys.modules[f"pallas_kernels.{name}"] = ModuleType(name)
-            exec(compile(source, f"{name}.py", "exec"), vars(module))
-    return module
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault):
     *change, case = FAULTS[fault]
-    module = load(*change)
+    module = load(MODULES, *change)
     step = make_step(case)
     try:
         error = worst(case, step, run(case, step, module))
@@ -98,4 +77,4 @@ def test_a_fault_is_found(fault):
 
 def test_without_a_fault_nothing_is_found():
     step = make_step(PLAIN)
-    assert worst(PLAIN, step, run(PLAIN, step, load())) <= 1
+    assert worst(PLAIN, step, run(PLAIN, step, load(MODULES))) <= 1

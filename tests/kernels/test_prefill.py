@@ -37,11 +37,9 @@ CASES = {
     "head_dim 256, one stage": Case(
         ((17, 200), (5, 5)), head_dim=256, config=PrefillConfig(64, 1, 1)
     ),
-    "window 20": Case(((17, 200), (40, 40)), sliding_window=20),
+    "window 20, sinks": Case(((17, 200), (40, 40)), sliding_window=20, sinks=(-2, 6)),
     "window 60, rows that see nothing of their first round": Case(((17, 200),), sliding_window=60),
-    "the same, sinks": Case(((17, 200),), sliding_window=60, sinks=(-2, 6)),
     "window 100": Case(((17, 200), (70, 150)), sliding_window=100),
-    "soft cap": Case(soft_cap=3.0),
     "soft cap, sinks": Case(soft_cap=3.0, sinks=(-2, 2)),
     "float16": Case(dtype=jnp.float16, kv_dtype=jnp.float16),
     "fp8": Case(

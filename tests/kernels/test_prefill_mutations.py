@@ -1,20 +1,17 @@
 """The checks of the prefill kernel can fail: every fault below, put into it, is found."""
 
-import importlib
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 from attention_cases import FP8, Case, make_step
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
+from mutations import load
 
-from pallas_kernels import prefill
 from pallas_kernels.prefill_work import PrefillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
-FOLDER = Path(prefill.__file__).parent
+PARTS = ("terms", "rows", "memory", "softmax", "overlap", "compute", "combine")  # as they import
+MODULES = (*(f"prefill_{part}" for part in PARTS), "prefill")
 TWO_HEADS = Case(kv_heads=2)
 SPLIT = Case(((20, 300),), config=PrefillConfig(64, 2, 2, fixed_rounds=1))
 FAULTS = {
@@ -119,36 +116,12 @@ FAULTS = {
         "    shared.q.at[warpgroup][...] = rows\n", Case(),
     ),
 }  # fmt: skip
-ENTRIES = {"compute": "compute_piece", "memory": "fetch_piece", "combine": "combine_parts"}
-
-
-def load(name: str, old: str = "", new: str = "") -> ModuleType:
-    """Make a module from the source of a kernel's, with one thing changed."""
-    source = (FOLDER / f"{name}.py").read_text()
-    assert not old or source.count(old) == 1, "the fault does not fit the source any more"
-    module = ModuleType(f"faulty_{name}")
-    exec(compile(source.replace(old, new) if old else source, f"{name}.py", "exec"), vars(module))
-    real = vars(importlib.import_module(f"pallas_kernels.{name}"))
-    vars(module).update({key: x for key, x in real.items() if isinstance(x, type)})
-    return module
-
-
-def load_kernel(part: str, old: str, new: str) -> ModuleType:
-    """Make the kernel from its modules, one of them with a fault."""
-    faulty, module = load(f"prefill_{part}", old, new), load("prefill")
-    for user, entry in ENTRIES.items():
-        other = faulty if user == part else load(f"prefill_{user}")
-        for name, value in vars(faulty).items():
-            if name in vars(other) and getattr(value, "__globals__", None) is vars(faulty):
-                setattr(other, name, value)
-        setattr(module, entry, vars(other)[entry])
-    return module
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault):
     part, old, new, case = FAULTS[fault]
-    module, step = load_kernel(part, old, new), make_step(case)
+    module, step = load(MODULES, f"prefill_{part}", old, new), make_step(case)
     try:
         error = worst(case, step, run(case, step, module))
     except Exception as problem:  # the interpreter's own: a race, a barrier left half-way
@@ -156,8 +129,6 @@ def test_a_fault_is_found(fault):
     assert isinstance(error, Exception) or error > 1
 
 
-@pytest.mark.parametrize("part", ["compute", "softmax", "terms", "rows"])
-def test_without_a_fault_nothing_is_found(part):
-    case = SPLIT if part == "rows" else Case()
-    step = make_step(case)
-    assert worst(case, step, run(case, step, load_kernel(part, "", ""))) <= 1
+def test_without_a_fault_nothing_is_found():
+    step = make_step(SPLIT)
+    assert worst(SPLIT, step, run(SPLIT, step, load(MODULES))) <= 1

@@ -1,0 +1,33 @@
+"""Steps of gpt-oss, compiled for 8 H200s: sinks go to the kernels as they are."""
+
+from collections import Counter
+from dataclasses import replace
+
+import aot
+from hlo import collectives, instructions
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.collectives import step_collectives
+from shiftjax.parallel.grid import Mode
+
+aot.require()
+
+from steps import CHIP, KERNEL, NUM_DEVICES, Case, compile_step  # noqa: E402
+
+NUM_LAYERS = 2  # one has a window
+
+
+def test_sinks_are_no_launch():
+    model = replace(PRESETS["gpt-oss-120b"], num_layers=NUM_LAYERS)
+    case = Case(8, 1, Mode(8, 8), model=model, num_tokens=1280)
+    one = compile_step(case, list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat))
+    assert one.step.attention.name == "pallas"
+    assert one.text.count(KERNEL) >= 4 * NUM_LAYERS  # chunks and rows, and what combines each
+    heads = case.layout.heads_per_device
+    shapes = {f"bf16[{size}]" for size in (f"{heads}", f"{heads},1", f"1,{heads}")}
+    of_sinks = [i for i in instructions(one.text) if i.shape.partition("{")[0] in shapes]
+    assert {i.opcode for i in of_sinks} == {"parameter", "bitcast"}
+    predicted = Counter()
+    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats):
+        predicted[move.kind, move.num_bytes] += move.num_times
+    assert collectives(one.text) == predicted

@@ -1,0 +1,27 @@
+"""Kernels with one fault in their sources: for tests of what the checks of kernels find."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pallas_kernels
+
+FOLDER = Path(pallas_kernels.__path__[0])
+
+
+def load(modules: Sequence[str], changed: str = "", old: str = "", new: str = "") -> ModuleType:
+    """Make a kernel's modules anew from their sources, with one thing changed in one of them.
+
+    Each may import those before it; the last is returned.
+    """
+    with mock.patch.dict(sys.modules):
+        for name in modules:
+            source = (FOLDER / f"{name}.py").read_text()
+            if name == changed:
+                assert source.count(old) == 1, "the fault does not fit the source any more"
+                source = source.replace(old, new)
+            module = sys.modules[f"pallas_kernels.{name}"] = ModuleType(name)
+            exec(compile(source, f"{name}.py", "exec"), vars(module))
+    return module
