@@ -293,8 +293,9 @@ def test_measured_kernels_renew_a_machine_file(tmp_path):
     ]
     file = tmp_path / "here.yaml"
     file.write_text(bench_kernels.machine_file("h200x8", rows))
-    renewed = {"matmul_efficiency": 0.8, "kv_efficiency": 0.75, "attention_efficiency": 0.5}
-    assert load_machine(str(file)) == replace(load_machine("h200x8"), **renewed)
+    renewed = {"matmul_efficiency": 0.8, "attention_efficiency": 0.5}
+    kv = {"kv_efficiency": {"bfloat16": 0.75}}
+    assert load_machine(str(file)) == replace(load_machine("h200x8"), **renewed, **kv)
 
 
 @pytest.mark.parametrize("head_dim", tune_kernels.HEAD_DIMS)
