@@ -113,7 +113,8 @@ def load_rows(
             arrays[plain.name] = None
             continue
         if weight.kind != "codes":
-            arrays[plain.name] = _load_one(plain, model.dtype, layout, mesh, rows)
+            dtype = dtype_of(weight, model.formats)
+            arrays[plain.name] = _load_one(plain, dtype, layout, mesh, rows)
             continue
         names = (f"{plain.name}{suffix}" for suffix in ("", SCALE, INPUTS))
         parts = tuple(stored[name] for name in names if name in stored)

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import forward
+from harness import forward, silent
 from jax.sharding import PartitionSpec as P
 from oracle import numpy_experts, numpy_llama
 
 from pallas_kernels.grouped_work import sort_pairs
 from shiftjax.arch.config import Experts
+from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.device.mesh import make_mesh, mesh_of
+from shiftjax.device.place import define, load
 from shiftjax.models.attention import AttentionMetadata
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
@@ -26,6 +28,7 @@ from shiftjax.models.layers import Context, Rope
 from shiftjax.models.llama import MoE
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.weights.random import RandomSource
 
 TOKENS, REAL = 48, 43  # the rest is padding
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -188,6 +191,16 @@ def test_a_correction_changes_which_experts_are_chosen_and_not_their_weights(
         assert np.asarray(chosen)[token].tolist() == want.tolist()
         weights = scores[want] / (scores[want].sum() if norm_topk else 1)
         np.testing.assert_allclose(np.asarray(gains)[token], 2.5 * weights, rtol=1e-5)
+
+
+def test_a_correction_is_float32_on_devices_whatever_the_format():
+    config, formats = PRESETS["tiny-glm4-moe"], formats_of("bfloat16")
+    layout, mesh = Layout(config, 1, 1), make_mesh(jax.devices()[:1], 1, 1)
+    model = define(layout, formats)
+    arrays = load(model, layout, mesh, RandomSource(config), silent)
+    found = {w.name: a.dtype for w, a in zip(model.declared, arrays, strict=True) if a is not None}
+    assert found.pop("layers.1.mlp.router_correction") == np.float32
+    assert set(found.values()) == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_identical_experts_are_the_dense_model(tmp_path):
