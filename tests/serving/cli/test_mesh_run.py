@@ -27,7 +27,7 @@ def test_rows_agree_only_if_tokens_and_bytes_do():
 def results(tmp_path_factory) -> Path:
     """Deployments of several kinds, which take few devices, so that they compile soon."""
     out = tmp_path_factory.mktemp("mesh")
-    own = "stages: {pp: 2, tp: 1}, codes: {sp: 2, tp: 1, quantization: fp8}"
+    own = "stages: {pp: 2, sp: 1, tp: 1}, codes: {sp: 2, tp: 1, quantization: fp8}"
     own += ", fleet: {fleet: true, tp: 1, devices: 2}"
     path = out / "experiments.yaml"
     path.write_text(f"title: t\nmeasured: {{{SMALL}, tokens: 6, deployments: {{{own}}}}}\n")
