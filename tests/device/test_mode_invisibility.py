@@ -100,19 +100,19 @@ def test_sampled_tokens_are_those_of_the_request_alone(crowded):
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_at_most_one_seeded_request_of_200_changes_in_a_batch():
+def test_fewer_than_one_seeded_request_in_200_changes_in_a_batch():
     directory, _, _ = checkpoint()
     sizes = SIZES[2, 2]
     built = make(directory, 2, 2, num_blocks=CROWDED, token_buckets=sizes)  # compiled above
     rng = random.Random(8)
-    prompts = [[rng.randrange(3, 199) for _ in range(rng.randrange(1, 20))] for _ in range(200)]
+    prompts = [[rng.randrange(3, 199) for _ in range(rng.randrange(1, 20))] for _ in range(500)]
     params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True) for i in range(len(prompts))]
     built.engine.policy = FixedPolicy(-1)
     alone = [run(built.engine, [prompts[i]], [params[i]])[0, 0] for i in range(len(prompts))]
     built.engine.policy = RandomPolicy(9)
     together = run(built.engine, prompts, params)
     changed = sum(tokens(together[i, 0]) != tokens(alone[i]) for i in range(len(prompts)))
-    assert changed <= 1
+    assert changed <= len(prompts) // 200
 
 
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
