@@ -80,13 +80,7 @@ XLA = ALIAS._replace(attention="xla", num_layers=1)
 XLA_FP8 = XLA._replace(size="fp8")
 PLAIN = ALIAS._replace(gpu_options="none", num_layers=1)
 LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
-
-
-def cases_of(size: str) -> list[Case]:
-    return [case for case in cases(size) if (case.sp, case.tp) != (2, 4)]  # (4, 2) has both axes
-
-
-EVERY = [*cases_of("bf16"), *cases_of("fp8"), *FLEET]
+EVERY = [*cases("bf16"), *cases("fp8"), *FLEET]
 
 
 def name_of(case: Case) -> str:
@@ -295,7 +289,7 @@ def test_temporaries_hardly_grow_with_the_layers(compiled):
     )
 
 
-@pytest.mark.parametrize("case", cases_of("fp8"), ids=name_of)
+@pytest.mark.parametrize("case", cases("fp8"), ids=name_of)
 def test_codes_are_multiplied_as_they_are(case, compiled):
     """No program has them in a wider format; `weight_moves` above finds what turns or copies."""
     one = compiled(case)
@@ -307,7 +301,7 @@ def test_codes_are_multiplied_as_they_are(case, compiled):
             assert not re.search(rf"(f32|bf16|f16)\[(\d+,)?{sizes}\]", one.text), sizes
 
 
-@pytest.mark.parametrize("case", [*cases_of("fp8"), XLA_FP8], ids=name_of)
+@pytest.mark.parametrize("case", [*cases("fp8"), XLA_FP8], ids=name_of)
 def test_a_pool_of_codes_is_never_held_in_a_wider_format(case, compiled):
     """By kernels nor by loops; its scales are arrays of the table."""
     one = compiled(case)
@@ -344,7 +338,7 @@ def kv_tokens(case: Case, compiled: Compiler) -> int:
 @pytest.mark.parametrize("size", ["bf16", "fp8"])
 def test_what_fits_an_h200(size, compiled):
     """Only bf16 weights whole on every device, 139 GB of 141, leave no room."""
-    for case in (one for one in cases_of(size) if one.mode.sp == 1):
+    for case in (one for one in cases(size) if one.mode.sp == 1):
         alias, second = (
             kv_tokens(case._replace(strategy=strategy), compiled)
             for strategy in ("alias", "replicate")
