@@ -130,13 +130,16 @@ def smoke(heads: tuple[int, int], run: Run) -> Iterator[Row]:
 
 
 def ceilings(run: Run) -> Iterator[Row]:
-    """The rates of a copy and of a GEMM of 8192."""
+    """The rates of a copy and of a GEMM of 8192; products of codes beside it."""
+    from gpu_products import product_rows
+
     from pallas_kernels.measure import measure_ceilings
 
     found = measure_ceilings(run.effort)
     (run.out / CEILINGS).write_text(json.dumps(found._asdict()), encoding="utf-8")
     yield {"row": "copy", "rate": found.bytes_per_second / 1e9, "unit": "GB/s"}
     yield {"row": "GEMM", "rate": found.flops_per_second / 1e12, "unit": "TFLOP/s"}
+    yield from product_rows(run.effort, found, dry=run.dry)
 
 
 def kernel_times(kind: str, run: Run) -> Iterator[Row]:
@@ -286,10 +289,10 @@ SMOKE = {"1 KV head": (8, 1), "8 KV heads": (32, 8)}  # of a GPU: Llama-70B at T
 PARTS: tuple[Part, ...] = (
     Part("environment", environment, 8, 45),
     *(Part(f"smoke: {n}", partial(smoke, heads), 20, 60) for n, heads in SMOKE.items()),
-    Part("ceilings", ceilings, 12, 45),
+    Part("ceilings", ceilings, 19, 60),
     Part("decode", partial(kernel_times, "decode"), 35, 80),
     Part("prefill", partial(kernel_times, "prefill"), 45, 90),
-    Part("experts", experts, 50, 120),
+    Part("experts", experts, 43, 120),
     *(
         Part(f"engine: {n}", partial(engine, options), 85 if first else 45, 150 if first else 90)
         for first, (n, options) in zip((True, False, False), ENGINES.items(), strict=True)

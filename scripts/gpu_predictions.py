@@ -64,7 +64,6 @@ EXPERTS = {  # of one of 8 devices, each with an eighth of them
     "Qwen3-30B-A3B, 64 tokens, fp8": _DECODES._replace(dtype=_FP8),
     "GPT-OSS-120B, 64 tokens, fp8": _DECODES._replace(dtype=_FP8, hidden=2880, width=2880, k=4),
     "Qwen3-30B-A3B, 4,096 tokens": _CHUNK,
-    "Qwen3-30B-A3B, 16,384 tokens": _CHUNK._replace(tokens=16_384),
     "Qwen3-30B-A3B, 4,096 tokens, fp8": _CHUNK._replace(dtype=_FP8),
     "Mixtral 8x7B, 4,096 tokens": ExpertsShape(4096, 4096, 14_336, experts=8, own=1, k=2),
 }
@@ -79,7 +78,7 @@ DRY_SHAPES: Shapes = {
 def predictions(chip: str) -> list[dict[str, Any]]:
     """Return the predictions for `h100` or `h200`; machines are those of 8 GPUs with NVLink."""
     machine = load_machine(f"{chip}x8")
-    tables = (_ceilings, _kernels, _experts, _engine, _all_reduces, _large)
+    tables = (_ceilings, _products, _kernels, _experts, _engine, _all_reduces, _large)
     return [row for table in tables for row in table(machine)]
 
 
@@ -97,6 +96,19 @@ def _ceilings(machine: Machine) -> list[dict[str, Any]]:
         _row("ceilings", "copy", "rate", (0.94 * copy, copy, 1.06 * copy), broken),
         _row("ceilings", "GEMM", "rate", (0.85 * gemm, gemm, 1.06 * gemm), broken),
     ]
+
+
+def _products(machine: Machine) -> list[dict[str, Any]]:
+    from gpu_products import PRODUCTS, predicted_seconds
+
+    rows = []
+    for name, shape in PRODUCTS.items():
+        us = 1e6 * predicted_seconds(shape, machine)
+        decides = "higher with 64: the inputs' codes; with 4,096: cuBLASLt's products instead"
+        if shape.blocks > 1:
+            decides = "much higher than in one block: products that add up in place are wanted"
+        rows.append(_row("ceilings", name, "us", (0.7 * us, us, 1.6 * us), decides))
+    return rows
 
 
 def _kernels(machine: Machine) -> list[dict[str, Any]]:

@@ -1,0 +1,68 @@
+"""Products of e4m3 codes as steps make them: inputs quantised on the way, in a block or several.
+
+Blocks are what a row-parallel matrix has in BASE (`shiftjax/models/products.py`): each has its own
+product, whose float32 sums are added.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.measure import Calls, Ceilings, Effort, chain_seconds
+from shiftjax.arch.formats import Formats
+from shiftjax.costs.kernels import KernelCosts
+from shiftjax.costs.machine import Machine
+from shiftjax.models.products import Matrix, in_blocks, project_in, quantise
+
+SUM_BYTES = 4  # float32
+COPIES = 2  # of a matrix, in turns, so that no cache holds what is read
+
+
+class ProductShape(NamedTuple):
+    """Tokens times a square matrix."""
+
+    tokens: int
+    width: int = 8192
+    blocks: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Operations, two for a product and its sum."""
+        return 2 * self.tokens * self.width**2
+
+
+PRODUCTS = {
+    "codes, 64 tokens": ProductShape(64),
+    "codes, 4,096 tokens": ProductShape(4096),
+    "codes, 4,096 tokens in 8 blocks": ProductShape(4096, blocks=8),
+}
+DRY = {"dry": ProductShape(4, 64, 2)}
+
+
+def product_rows(effort: Effort, ceilings: Ceilings, *, dry: bool) -> Iterator[dict[str, Any]]:
+    """Time each, beside the GEMM of bfloat16 that was measured."""
+    for name, shape in (DRY if dry else PRODUCTS).items():
+        seconds = chain_seconds(_calls(shape), effort)
+        of_gemm = shape.flops / seconds / ceilings.flops_per_second
+        yield {"row": name, "us": seconds * 1e6, "of_gemm": of_gemm}
+
+
+def _calls(shape: ProductShape) -> Calls:
+    key, *keys = jax.random.split(jax.random.key(5), 1 + COPIES)
+    matrices = []
+    for each in keys:
+        plain = jax.random.normal(each, (shape.width, shape.width)) * shape.width**-0.5
+        codes, scale = quantise(plain)
+        matrices.append((Matrix(in_blocks(codes, shape.blocks), scale),))
+    x = jax.random.normal(key, (shape.tokens, shape.width), jnp.bfloat16)
+    return Calls(project_in, x, matrices)
+
+
+def predicted_seconds(shape: ProductShape, machine: Machine) -> float:
+    """By the machine's constants, whose products of codes quantise their inputs, too."""
+    costs = KernelCosts(machine, Formats("fp8", "bfloat16", "bfloat16"))
+    product = costs.product(shape.tokens, shape.width // shape.blocks, shape.width)
+    sums = 2 * shape.blocks * shape.tokens * shape.width * SUM_BYTES if shape.blocks > 1 else 0
+    return shape.blocks * product + costs.moved(sums)
