@@ -73,7 +73,9 @@ def goals(draw: st.DrawFn) -> list[str]:
 @st.composite
 def steps(draw: st.DrawFn) -> list[str]:
     flag = draw(st.sampled_from(["--meshes", "--repeats", "--out"]))
-    text = draw({"--meshes": NAMES, "--repeats": COUNTS}.get(flag, NAMES.map("/absent/{}".format)))
+    text = draw(
+        {"--meshes": NAMES, "--repeats": COUNTS}.get(flag, NAMES.map("/dev/null/{}".format))
+    )
     return ["bench", "steps", f"{flag}={text}"]
 
 
@@ -138,7 +140,7 @@ COMMANDS = st.one_of(
     flags_of("mesh simulate", (*SYNTHETIC, "--compare", "tp"), SIMULATE),
     goals(),
     steps(),
-    experiments().map(lambda text: ["mesh", "run", written(text), "--out", "/absent/out"]),
+    experiments().map(lambda text: ["mesh", "run", written(text), "--out", "/dev/null/out"]),
     machines().map(lambda text: ["plan", "--model", "llama-8b", "--machine", written(text)]),
 )
 
