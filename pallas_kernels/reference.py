@@ -64,7 +64,7 @@ def experts(
         gate, up, down = (np.asarray(matrix[expert]).astype(np.float64) for matrix in weights[:3])
         rows = np.asarray(x)[(chosen == expert).any(axis=1)].astype(np.float64)
         if are_codes:
-            scales = (np.asarray(scale)[expert, :, None] for scale in weights[3:])
+            scales = (np.asarray(scale)[expert, :, None] for scale in weights[3:6])
             gate, up, down = (m * s for m, s in zip((gate, up, down), scales, strict=True))
             rows = rounded_to_codes(rows)
         gated = rows @ gate.T

@@ -220,7 +220,8 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         if "shift" not in names and not own:
             raise ConfigError(["--shift-threshold is for shift, which --compare does not name"])
     host_bytes = _host_bytes(arguments.host_memory)
-    if host_bytes and not any(":" in name and name.split(":")[0] != FLEET for name in names):
+    has_memory = arguments.host_memory is not None
+    if has_memory and not any(":" in name and name.split(":")[0] != FLEET for name in names):
         raise ConfigError(["--host-memory is for phases, which --compare does not name"])
     deployments = [*own, *choose_deployments(target, names, options, host_bytes, **settings)]
     requests = _trace(arguments)
@@ -269,7 +270,7 @@ def in_words(replay: Replay) -> str:
 
 def _host_bytes(text: str | None) -> int:
     try:
-        return num_bytes_of(text or "0")
+        return num_bytes_of("0" if text is None else text)
     except ValueError as error:
         raise ConfigError([f"--host-memory {error}"]) from None
 

@@ -61,7 +61,9 @@ def quantised(
 
 def saturated(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The codes of numbers in units of `scale`; what is too large for one has the largest."""
-    return np.clip(x.astype(np.float32) / scale.astype(np.float32), -448, 448).astype(E4M3)
+    with np.errstate(over="ignore"):  # to infinity, which is too large as well
+        units = x.astype(np.float32) / scale.astype(np.float32)
+    return np.clip(units, -448, 448).astype(E4M3)
 
 
 @contextmanager
