@@ -107,6 +107,8 @@ def _names(folder: str) -> list[str]:
 
 
 def _read(name: str, folder: str, what: str) -> dict[str, Any]:
+    if not isinstance(name, str):  # of a file of experiments
+        raise ConfigError([f"{what} must be a name, found {name!r}"])
     path = Path(name) if name.endswith((".yaml", ".yml")) else _HERE / folder / f"{name}.yaml"
     if not path.is_file():
         known = _names(folder)
