@@ -28,7 +28,7 @@ from shiftjax.control.request import Sequence as Continuation
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, shown
 from shiftjax.parallel.grid import Mode
 from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.fit import CostsOf, Point, errors, fit_machine
@@ -43,6 +43,7 @@ DECODES = (1, 4, 8, 16, 32)
 DECODE_CONTEXTS = (64, 256, 512, 1024, 1536)
 CHUNKS = (24, 64, 120, 256, 500)
 CHUNK_STARTS = (0, 512, 1024)
+MOST_REPEATS = 10_000  # of each step: beyond it a run would last for days
 SIZES = {"max_model_len": MAX_LENGTH, "max_num_seqs": MAX_SEQS}
 SIZES |= {"num_blocks": 1 + MAX_SEQS * MAX_LENGTH // BLOCK_SIZE}
 
@@ -170,8 +171,8 @@ def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     """Measure, fit, say how good the fit is, write the machine file and the points."""
     model, repeats, out = arguments.model or STEPS_MODEL, arguments.repeats, arguments.out
     meshes = meshes_of(arguments.meshes, "--meshes")
-    if repeats < 1:
-        raise ConfigError([f"--repeats must be at least 1, got {repeats}"])
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise ConfigError([f"--repeats must be 1 to {MOST_REPEATS}, got {shown(repeats)}"])
     if not out.parent.is_dir():
         raise ConfigError([f"--out {out}: there is no directory {out.parent}"])
     devices = max(sp * tp for sp, tp in meshes)

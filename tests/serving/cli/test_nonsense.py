@@ -72,8 +72,10 @@ def goals(draw: st.DrawFn) -> list[str]:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[str]:
-    flag, values = draw(st.sampled_from([("--meshes", NAMES), ("--repeats", COUNTS)]))
-    text = draw(values)
+    places = NAMES.map("/dev/null/{}".format)
+    wrong = {"--meshes": NAMES, "--repeats": COUNTS, "--out": places}
+    flag = draw(st.sampled_from(sorted(wrong)))
+    text = draw(wrong[flag])
     return ["bench", "steps", f"{flag}={text}"]
 
 
@@ -150,6 +152,8 @@ ALLOWED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 @given(COMMANDS)
 @example(["plan", "--window", "0:5", "--model", "llama-8b"])
 @example(["bench", "steps", "--meshes", "1x1", "--repeats", "0"])
+@example(["bench", "steps", f"--repeats={HUGE}"])
+@example(["bench", "steps", "--out=/dev/null/none"])
 def test_nonsense_is_refused_in_sentences(capsys: pytest.CaptureFixture, argv: list[str]):
     code, (out, err) = main(argv), capsys.readouterr()
     assert code == 2 and out == "", (argv, code, out)
