@@ -94,7 +94,7 @@ def measure(device: Any, head_dim: int, block_size: int) -> Iterator[dict[str, A
     settings, is_tuned = config_for(device_kind, head_dim, block_size, cores=cores)
     ceilings = kernels.measure_ceilings(effort)
     yield {"kernel": "ceilings", "device": device_kind, "tuned": is_tuned} | ceilings._asdict()
-    sizes = {"head_dim": head_dim, "block_size": block_size}
+    sizes: dict[str, Any] = {"head_dim": head_dim, "block_size": block_size}
     shapes = [
         *(kernels.DecodeShape(*shape, **sizes) for shape in DECODE_SHAPES),
         *(kernels.PrefillShape(*shape, **sizes) for shape in PREFILL_SHAPES),
