@@ -25,6 +25,7 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.columns import Row, row_of_run
 from shiftjax.sim.deployment import not_simulated
+from shiftjax.sim.devices import WallClock
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import target_of
 from shiftjax.sim.metrics import summary
@@ -51,21 +52,6 @@ class Run:
     records: list[RequestRecord]
     num_refused: int
     seconds: float
-
-
-class WallClock:
-    """The clock on the wall, in the place of a virtual one: to set it forward is to sleep."""
-
-    next_arrival = float("inf")
-
-    @property
-    def now(self) -> float:
-        """Seconds."""
-        return time.monotonic()
-
-    @now.setter
-    def now(self, now: float) -> None:
-        time.sleep(max(0.0, now - time.monotonic()))
 
 
 def compare(configs: Mapping[str, EngineConfig], load: Load) -> Iterator[tuple[Row, list[Row]]]:

@@ -180,29 +180,19 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
         problems.append(f"{model.name} is an encoder: it embeds texts, and generates none")
     if config.model.task == "embed":
         problems.append("task = embed is of Embedder, of embed and of serve")
+    split = {"query heads": model.num_heads}
     if model.experts is not None:
-        problems += _expert_problems(model, degree)
+        split["experts"] = model.experts.num
+        if model.architecture not in EXPERT_NAMES:
+            problems.append(f"{model.name}'s kind of experts can be planned for, but not loaded")
     if used > num_devices:
         problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
-    if degree > model.num_heads:
-        problems.append(
-            f"sp * tp = {degree} is more than {model.name}'s {model.num_heads} query heads: "
-            "some devices would hold none"
-        )
-    return problems
-
-
-def _expert_problems(model: ModelConfig, degree: int) -> list[str]:
-    """Why `degree` devices cannot compute a model with experts; none: they can."""
-    problems, experts = [], model.experts
-    assert experts is not None
-    if model.architecture not in EXPERT_NAMES:
-        problems.append(f"{model.name}'s kind of experts can be planned for, but not loaded")
-    if degree > experts.num:
-        problems.append(
-            f"sp * tp = {degree} is more than {model.name}'s {experts.num} experts: "
-            "some devices would hold none"
-        )
+    problems += (
+        f"sp * tp = {degree} is more than {model.name}'s {count} {what}: "
+        "some devices would hold none"
+        for what, count in split.items()
+        if degree > count
+    )
     return problems
 
 

@@ -95,7 +95,7 @@ def _ready_at(lane: Lane) -> float:
     flight = lane.in_flight[0]
     if isinstance(flight, Failure):
         raise flight.error
-    return flight.handle[0]
+    return flight.handle.done
 
 
 class Handle(NamedTuple):

@@ -172,7 +172,8 @@ def sweep(
         oracles = [each for each in deployments if isinstance(each, Oracle)]
         replays = [served(each) for each in deployments if not isinstance(each, Oracle)]
         for oracle in oracles:
-            replays.append(best_in_hindsight([*replays, *map(served, oracle.deployments)]))
+            others = (each for each in oracle.deployments if each not in deployments)
+            replays.append(best_in_hindsight([*replays, *map(served, others)]))
         return replays
 
     return [

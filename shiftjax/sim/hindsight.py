@@ -37,11 +37,9 @@ def oracle_of(target: Target, **budgets: Any) -> Oracle:
     With drafts, which stages cannot have, of the standard ones.
     """
     standard = standard_deployments(target, **budgets)
-    found = [standard["shift"], standard["cost"]]
+    found = list(standard.values())
     if budgets.get("drafts", NO_DRAFTS).speculation == "none":
-        found += all_deployments(target, **budgets)
-    else:
-        found = list(standard.values())
+        found = [standard["shift"], standard["cost"], *all_deployments(target, **budgets)]
     fitting = []
     for deployment in found:
         with suppress(ConfigError):

@@ -9,7 +9,7 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shiftjax.control.admission import check_length
 from shiftjax.control.deployment import Deployment
@@ -140,23 +140,9 @@ def _fleet_run(deployment: Deployment, engine: Engine) -> FleetRun | None:
     return FleetRun(first, tuple(fleet.history), fleet.stats, mover.num_bytes, mover.seconds)
 
 
-class Times(Protocol):
-    """A clock that can be set forward, virtual or not; seconds."""
-
-    next_arrival: float
-
-    @property
-    def now(self) -> float:
-        """The time."""
-        ...
-
-    @now.setter
-    def now(self, now: float) -> None: ...
-
-
 def serve(
     engine: Engine,
-    clock: Times,
+    clock: Clock,
     requests: Iterable[Request],
     hear: Callable[[Event], None] = lambda _: None,
 ) -> tuple[list[RequestRecord], int]:
