@@ -174,7 +174,7 @@ def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     if not 1 <= repeats <= MOST_REPEATS:
         raise ConfigError([f"--repeats must be 1 to {MOST_REPEATS}, got {shown(repeats)}"])
     if not out.parent.is_dir():
-        raise ConfigError([f"--out {out}: there is no directory {out.parent}"])
+        raise ConfigError([f"--out {shown(str(out))}: its folder is not there"])
     devices = max(sp * tp for sp, tp in meshes)
     make_virtual_devices(EngineConfig.from_options(devices=devices))
     measured: list[tuple[Case, Point]] = []

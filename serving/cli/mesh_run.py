@@ -63,8 +63,8 @@ NOT_COMPARED = (
 )
 # What each part of a file may hold, with defaults where there are any.
 PARTS: Mapping[str, Any] = dict.fromkeys(("title", "measured", "modelled"))
-MEASURED: dict[str, Any] = dict.fromkeys(("tokens", "prompts", "trace"))
-MEASURED["deployments"] = {"shift": {"sp": 4, "tp": 2}}
+MEASURED: Mapping[str, Any] = dict.fromkeys(("tokens", "prompts", "trace", "deployments"))
+DEGREES = {"sp": 4, "tp": 2}  # of the one deployment of a file that names none
 SHARED: Mapping[str, Any] = MEASURED | dict.fromkeys(SETTINGS) | {"model": "random:tiny"}
 NEEDED = ("machine", "model", "trace")
 MODELLED: dict[str, Any] = dict.fromkeys((*NEEDED, "dtype", "kv_cache_dtype", "engine", *BUDGETS))
@@ -172,7 +172,9 @@ def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Repor
 def _measured(options: Mapping[str, Any], out: Path, report: Report) -> bool:
     """Whether all deployments agree, in tokens and with the predicted bytes."""
     rows, programs = [], []
-    for row, moved in compare(_configs(options), _load(options)):
+    configs, load = _configs(options), _load(options)
+    out.mkdir(parents=True, exist_ok=True)  # before hours of measuring
+    for row, moved in compare(configs, load):
         print(f"measured {row['name']}: {row['mesh']}", flush=True)
         rows.append(row)
         programs += moved
@@ -189,9 +191,10 @@ def _measured(options: Mapping[str, Any], out: Path, report: Report) -> bool:
 def _configs(options: Mapping[str, Any]) -> dict[str, EngineConfig]:
     """The settings of every deployment. Raises ConfigError with all that is wrong in all."""
     shared = {str(name): value for name, value in options.items() if name not in MEASURED}
+    defaults = {"dtype": "float32"} | ({} if "deployments" in options else DEGREES)
     found, wrong = {}, []
-    for name, own in options["deployments"].items():
-        settings = {"dtype": "float32"} | shared | {str(n): value for n, value in own.items()}
+    for name, own in options.get("deployments", {"shift": {}}).items():
+        settings = defaults | shared | {str(n): value for n, value in own.items()}
         try:
             found[str(name)] = EngineConfig.from_options(**settings)
         except ConfigError as error:

@@ -129,8 +129,12 @@ def machines(draw: st.DrawFn) -> str:
     return yaml.safe_dump(data)
 
 
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
+
+
 def written(text: str) -> str:
-    path = Path(tempfile.mkdtemp(prefix="shiftjax-test-")) / "file.yaml"
+    path = folder() / "file.yaml"
     path.write_text(text)
     return str(path)
 
@@ -140,7 +144,7 @@ COMMANDS = st.one_of(
     flags_of("mesh simulate", (*SYNTHETIC, "--compare", "tp"), SIMULATE),
     goals(),
     steps(),
-    experiments().map(lambda text: ["mesh", "run", written(text), "--out", "/dev/null/out"]),
+    experiments().map(lambda text: ["mesh", "run", written(text), "--out", str(folder())]),
     machines().map(lambda text: ["plan", "--model", "llama-8b", "--machine", written(text)]),
 )
 
@@ -150,6 +154,7 @@ ALLOWED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 @settings(max_examples=200, deadline=None, suppress_health_check=ALLOWED)
 @given(COMMANDS)
+@example(["mesh", "run", written("measured: {tp: -1}"), "--out", str(folder())])
 @example(["plan", "--window", "0:5", "--model", "llama-8b"])
 @example(["bench", "steps", "--meshes", "1x1", "--repeats", "0"])
 @example(["bench", "steps", f"--repeats={HUGE}"])
