@@ -167,6 +167,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def printable(text: str) -> str:
+    """A text that repeats what somebody gave, in one line that commands no terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def unknown_name(name: str, known: Iterable[str], what: str = "option") -> str:
     """The sentence about a name nobody knows, with the nearest known one."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -35,7 +35,7 @@ from serving.run.flags import (
 from serving.run.start import StartError
 from shiftjax.config import SETTINGS
 from shiftjax.control.errors import RequestError
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, printable
 from shiftjax.text.errors import ChatTemplateError, TokenizerError
 from shiftjax.weights.errors import CheckpointError
 
@@ -76,7 +76,7 @@ def _system_failure(error: OSError) -> int:
 
 def _fail(problems: Iterable[str], code: int) -> int:
     for problem in problems:
-        print(f"shiftjax: {problem}", file=sys.stderr)
+        print(f"shiftjax: {printable(problem)}", file=sys.stderr)
     return code
 
 

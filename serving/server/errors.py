@@ -4,6 +4,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shiftjax.options import printable
+
 
 class Kind(NamedTuple):
     """One row of the error map. `retry_seconds`: the same request may succeed after that."""
@@ -81,7 +83,7 @@ class ServeError(Exception):
 
 def _shown(text: str) -> str:
     """A text that may hold what the client sent: one printable line of bounded length."""
-    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:MAX_MESSAGE])
+    line = printable(text[:MAX_MESSAGE])
     is_whole = len(text) <= MAX_MESSAGE and len(line) <= MAX_MESSAGE
     return line if is_whole else f"{line[: MAX_MESSAGE - 4]} ..."
 

@@ -43,6 +43,7 @@ class Devices(NamedTuple):
     num_devices: int
     total_bytes: int
     free_bytes: int  # before weights are loaded
+    pool_share: float = 1.0  # of what weights leave, for KV
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ class Deployment:
             workspace += (self.blocks_in_flight + ahead) * self.block_bytes
         used = devices.total_bytes - devices.free_bytes
         room = int(self.memory_fraction * devices.total_bytes) - used
-        kv = room - weights - copy - workspace
+        kv = int(devices.pool_share * (room - weights - copy - workspace))
         return Memory(weights, copy, workspace, kv, kv_token_bytes(layout, formats))
 
     def sized(self, memory: Memory) -> "Deployment":

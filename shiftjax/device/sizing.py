@@ -6,9 +6,9 @@ from pathlib import Path
 from shiftjax.control.deployment import Devices
 from shiftjax.parallel.grid import Device
 
-# On a CPU the memory belongs to everybody and zeroing it takes time: no pool grows beyond this
-# share of what is available, however large memory_fraction is.
-CPU_SHARE = 0.25
+# On a CPU the memory belongs to everybody and zeroing it takes time: no pool takes more than this
+# share of what weights leave, however large memory_fraction is.
+CPU_SHARE = 0.2
 
 
 def measure(devices: Sequence[Device]) -> Devices:
@@ -20,7 +20,7 @@ def measure(devices: Sequence[Device]) -> Devices:
     first, count = devices[0], len(devices)
     if first.platform == "cpu":
         total, available = host_memory()
-        return Devices(count, total // count, int(available * CPU_SHARE) // count)
+        return Devices(count, total // count, available // count, CPU_SHARE)
     stats = first.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise RuntimeError(f"{first} does not report its memory; set num_blocks")

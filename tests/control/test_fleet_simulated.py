@@ -18,7 +18,7 @@ from shiftjax.costs.moves import MoveCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.parallel.fleet import possible_widths
 from shiftjax.parallel.layout import Layout
-from shiftjax.sim.devices import Clock, CostMover, CostRunner, Units
+from shiftjax.sim.devices import Clock, CostMover, CostRunner, Handle, Units
 from shiftjax.sim.replay import serve
 
 UNITS = 4
@@ -43,8 +43,9 @@ class Recorder:
         self.plans.append((self.clock.now, self.group, mode, tables))
         handle = self.runner.run(plan, mode, previous and previous[1])
         if isinstance(self.runner, CostRunner):
-            return handle[0], handle
-        return self.units.occupy(self.group, self.clock.now, step_seconds(plan, mode)), handle
+            return Handle(handle.done, handle)
+        done = self.units.occupy(self.group, self.clock.now, step_seconds(plan, mode))
+        return Handle(done, handle)
 
     def is_ready(self, handle):
         return handle[0] <= self.clock.now

@@ -11,7 +11,7 @@ from shiftjax.control.policy import make_policy
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
-from shiftjax.sim.replay import Clock
+from shiftjax.sim.devices import Clock, Handle
 
 QUICK, SLOW = 5.0, 50.0  # seconds of a step
 
@@ -31,7 +31,7 @@ class TimedRunner(EchoRunner):
         assert len(self.started) - self.num_ended <= 2, "more than two steps in flight"
         self.idle_at = max(self.clock.now, self.idle_at) + self.seconds
         output = super().run(plan, mode, previous_handle and previous_handle[1])
-        return self.idle_at, output
+        return Handle(self.idle_at, output)
 
     def is_ready(self, handle):
         return handle[0] <= self.clock.now

@@ -18,7 +18,8 @@ from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.sim.deployment import Target, cost_model, deploy
-from shiftjax.sim.replay import Clock, CostRunner, serve
+from shiftjax.sim.devices import Clock, CostRunner, Handle
+from shiftjax.sim.replay import serve
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 8, [9] * 20, [5, 6, 7] * 4 + [1], [3] * 30, [8, 2] * 9]
 ARRIVALS = [0.0, 0.0, 0.5, 0.9, 2.0, 2.1]
@@ -46,9 +47,9 @@ class Recorder:
         self.plans[self.number].append((self.clock.now, mode, scheduled))
         handle = self.runner.run(plan, mode, previous and previous[1])
         if self.seconds is None:
-            return handle[0], handle
+            return Handle(handle[0], handle)
         self.idle_at = max(self.clock.now, self.idle_at) + self.seconds(plan, mode)
-        return self.idle_at, handle
+        return Handle(self.idle_at, handle)
 
     def is_ready(self, handle):
         return handle[0] <= self.clock.now

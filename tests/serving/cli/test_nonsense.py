@@ -24,6 +24,7 @@ WORDS = st.one_of(
 )
 TRACE = ("rate=2", "seconds=2", "prompt_tokens=50", "output_tokens=2")
 SYNTHETIC = ("--trace", "poisson", *(word for each in TRACE for word in ("--set", each)))
+FOLDER = tempfile.TemporaryDirectory(prefix="shiftjax-test-")  # gone when the tests are
 GOAL = {"--rate": "1", "--ttft": "1", "--tpot": "1"}
 
 
@@ -130,7 +131,7 @@ def machines(draw: st.DrawFn) -> str:
 
 
 def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
+    return Path(tempfile.mkdtemp(dir=FOLDER.name))
 
 
 def written(text: str) -> str:
@@ -156,6 +157,7 @@ ALLOWED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 @given(COMMANDS)
 @example(["mesh", "run", written("measured: {tp: -1}"), "--out", str(folder())])
 @example(["plan", "--window", "0:5", "--model", "llama-8b"])
+@example(["plan", "--model", "llama-8b", "--config=none \r\x1b[2J"])
 @example(["bench", "steps", "--meshes", "1x1", "--repeats", "0"])
 @example(["bench", "steps", f"--repeats={HUGE}"])
 @example(["bench", "steps", "--out=/dev/null/none"])
