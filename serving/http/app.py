@@ -143,6 +143,8 @@ class Endpoints:
             return _json(body, error.kind.status, {"retry-after": str(error.kind.retry_seconds)})
         model, engine = self._service.running()
         engine.check_room(0)
+        if engine.is_leaving:
+            raise ServeError("draining", "The server will shut down: send requests elsewhere.")
         if not engine.is_ready:
             raise ServeError("starting", "The engine does not run.")
         attention = {"attention": model.attention} if model.attention else {}

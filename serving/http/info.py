@@ -83,12 +83,14 @@ def model_info(service: Service) -> dict[str, Any]:
 
 def server_info(service: Service) -> dict[str, Any]:
     """Version, model, what was compiled for it, and the settings of the server less secrets."""
-    model, _ = service.running()
+    model, engine = service.running()
     settings = asdict(service.options)
     return {
         "version": installed("shiftjax"),
         "model_path": model.name,
         "served_model_name": model.name,
+        "context_length": engine.request_limits.max_model_len,
+        "dp_size": 1,  # of addresses: groups of devices are chosen between in here
         "status": "ready" if service.is_ready else "not ready",
         "engine": {**model.info, "num_programs": model.num_programs},
         "settings": {name: value for name, value in settings.items() if name not in SECRETS},

@@ -96,6 +96,7 @@ class Process:
         self._server = Server(self._service, keys, self._begin_end)
         self._stop = asyncio.Event()
         self._signal: int | None = None
+        self._delayed: asyncio.TimerHandle | None = None  # the drain, after `drain_delay`
         self._code = OK
         self._model: LLM | Embedder | None = None  # keeps what was loaded
 
@@ -121,15 +122,28 @@ class Process:
         return self._code
 
     def _on_signal(self, number: int) -> None:
-        """Drain at the first signal; leave at once at the second, or while the model loads."""
-        if self._signal is not None or self._service.engine is None:
+        """Begin the end at the first signal, skip `drain_delay` at the next.
+
+        Leave at once at one that comes while requests finish, or while the model loads.
+        """
+        is_next = self._signal is not None and self._stop.is_set()
+        if is_next or self._service.engine is None:
             logger.warning("leaving at once: signal %d", number)
             _leave(128 + number)
         self._signal = number
-        logger.info("draining: signal %d", number)
+        logger.info("ending: signal %d", number)
         self._begin_end()
 
     def _begin_end(self) -> None:
+        """Drain after `drain_delay`, or when asked again; be unready from now on."""
+        delay = self._options.drain_delay
+        if delay == 0 or self._delayed is not None:
+            self._drain()
+            return
+        self._service.announce_end()
+        self._delayed = asyncio.get_running_loop().call_later(delay, self._drain)
+
+    def _drain(self) -> None:
         """Refuse new requests, and let the others finish."""
         self._service.begin_drain()
         self._stop.set()
@@ -186,7 +200,7 @@ class Process:
 
     def _on_failure(self) -> None:
         self._code = ENGINE_FAILED
-        self._begin_end()
+        self._drain()
 
     async def _log_drafts(self) -> None:
         """A line every `DRAFT_LOG_SECONDS` while something drafts."""

@@ -72,7 +72,8 @@ class AsyncRequests[H: Open, O: Watches](ABC):
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] | None = None
         self.handles: dict[str, H] = {}
-        self.is_draining = False  # the end has begun
+        self.is_leaving = False  # the end is near: nobody should send more
+        self.is_draining = False  # it has begun: nothing more is taken
         self._options = options or ServerOptions()
         self._observers = observers
         self._loop = asyncio.get_running_loop()
@@ -126,8 +127,8 @@ class AsyncRequests[H: Open, O: Watches](ABC):
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are taken."""
-        return self.failure is None and not self.is_draining and self._threads.is_alive
+        """Whether new requests are welcome."""
+        return self.failure is None and not self.is_leaving and self._threads.is_alive
 
     def stalled_seconds(self) -> float:
         """How long unfinished requests have waited for a step; 0 if there are none."""
@@ -148,7 +149,7 @@ class AsyncRequests[H: Open, O: Watches](ABC):
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; those in flight go on."""
-        self.is_draining = True
+        self.is_leaving = self.is_draining = True
 
     async def drain(self, timeout: float) -> bool:
         """Wait for the requests in flight; after `timeout` end the rest. False if there were any.

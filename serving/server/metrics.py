@@ -75,7 +75,13 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "embedding_texts_moved": ("Texts of an instance that stalled or ended.", ()),
     "nan_rows": ("Requests ended by numbers that are not finite.", ()),
 }
-
+# Names that vLLM has given up and routers still ask for: production-stack's (`engine_stats.py`),
+# and endpoint pickers of the first form of the inference extension's proposal 003.
+OLD_NAMES: Mapping[str, str] = {
+    "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
+    "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
+    "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
+}
 
 Series = tuple[str, tuple[str, ...]]  # a name, and the values of its extra labels
 
@@ -248,7 +254,14 @@ class Metrics(Collector):
     # ------------------------------------------------------------------ gauges
 
     def collect(self) -> Iterator[Metric]:
-        """Everything as of now; while there is no engine, the start alone."""
+        """Everything as of now; with vLLM's prefix some of it by its older name, too."""
+        for metric in self._all():
+            yield metric
+            if metric.name in OLD_NAMES:
+                yield _renamed(metric, OLD_NAMES[metric.name])
+
+    def _all(self) -> Iterator[Metric]:
+        """While there is no engine, the start alone."""
         yield from self._start_metrics()
         engine = self._engine
         if engine is None:
@@ -413,6 +426,13 @@ class Metrics(Collector):
         for labels, value in values.items():
             family.add_metric([*self._labels.values(), *labels], value)
         return family
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    again = Metric(name, metric.documentation, metric.type)
+    for sample in metric.samples:  # of a counter they are called ..._total
+        again.samples.append(sample._replace(name=name + sample.name.removeprefix(metric.name)))
+    return again
 
 
 def _priority_label(priority: int) -> str:

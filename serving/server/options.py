@@ -63,6 +63,13 @@ class ServerOptions:
     shutdown_timeout: float = option(
         30.0, "seconds that requests have to finish after SIGTERM", low=0.0, high=3600.0
     )
+    drain_delay: float = option(
+        0.0,
+        "seconds after SIGTERM for which `ready` is denied and requests are still taken, for "
+        "routers to look elsewhere",
+        low=0.0,
+        high=3600.0,
+    )
     grammar_timeout: float = option(
         2.0, "seconds that compiling a grammar or schema may take", low=0.01, high=60.0
     )

@@ -113,6 +113,12 @@ class Service:
         self.metrics.open(model.name, engine, model.info, *counts, model.attention)
         self.notify()
 
+    def announce_end(self) -> None:
+        """Say that it is not ready, and take requests nevertheless."""
+        if self.engine is not None:
+            self.engine.is_leaving = True
+        self.notify()
+
     def begin_drain(self) -> None:
         """Refuse new requests from now on."""
         if self.engine is not None:
@@ -140,7 +146,7 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are welcome."""
         return self.engine is not None and self.engine.is_ready
 
     @property

@@ -52,7 +52,9 @@ def test_the_manifest_names_what_there_is():
     (container,) = pod["containers"]
     parser = make_parser()
     arguments = parser.parse_args(container["args"])
-    drain = float(arguments.shutdown_timeout) + 5  # preStop
+    delay = float(arguments.drain_delay)
+    drain = delay + float(arguments.shutdown_timeout)
+    assert delay > 0
     assert drain < pod["terminationGracePeriodSeconds"]
     probes = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness")}
     with running_server(grpc=False) as server, server.client() as client:

@@ -47,6 +47,8 @@ def test_the_server_keeps_its_secrets(client, told):
     about = told("/server_info")
     assert about["settings"]["root_path"] == "/llm"
     assert about["status"] == "ready"
+    assert (about["served_model_name"], about["dp_size"]) == ("echo", 1)
+    assert about["context_length"] == told("/model_info")["max_model_len"]
     assert "api_key" not in about["settings"]
     for path in PATHS:
         assert KEY not in client.get(path, headers=BEARER).text

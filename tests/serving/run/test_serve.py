@@ -112,16 +112,34 @@ def test_what_does_not_finish_in_time_says_so(model, cache_dir):
         assert served.end()[0] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_at_once(model, cache_dir, number):
+def test_the_second_signal_ends_at_once(model, cache_dir):
     with serve(model[0], cache_dir, fault=SLOW) as served:
         served.wait_for("/health/ready", 200)
         thread, answers = in_background(lambda: served.complete(max_tokens=50))
         served.wait_until_running()
-        served.process.send_signal(number)
+        served.process.send_signal(signal.SIGTERM)
         served.wait_for("/health/ready", 503)
-        served.process.send_signal(number)
-        assert served.end()[0] == 128 + number
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end()[0] == 128 + signal.SIGTERM
+        thread.join()
+        assert isinstance(answers[0], httpx.TransportError)
+
+
+def test_requests_are_taken_until_the_delay_of_the_drain_is_over(model, cache_dir):
+    """The second signal skips the delay, and the third ends at once."""
+    with serve(model[0], cache_dir, "--drain-delay=3600", fault=SLOW) as served:
+        served.wait_for("/health/ready", 200)
+        served.process.send_signal(signal.SIGINT)
+        served.wait_for("/health/ready", 503)
+        assert served.client.get("/ping").json()["error"]["code"] == "server_draining"
+        thread, answers = in_background(lambda: served.complete(max_tokens=50))
+        served.wait_until_running()
+        assert served.complete(max_tokens=1).status_code == 200
+        served.process.send_signal(signal.SIGINT)
+        while served.complete(max_tokens=1).status_code != 503:
+            pass
+        served.process.send_signal(signal.SIGINT)
+        assert served.end()[0] == 128 + signal.SIGINT
         thread.join()
         assert isinstance(answers[0], httpx.TransportError)
 

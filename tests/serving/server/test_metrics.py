@@ -50,6 +50,28 @@ def test_what_happens_is_counted(prefix):
         assert labels == {(("engine", "0"), ("model_name", "echo"))}
 
 
+@pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
+def test_vllms_names_come_with_their_older_ones(prefix):
+    old = {
+        "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
+        "vllm:prefix_cache_queries_total": "vllm:gpu_prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total": "vllm:gpu_prefix_cache_hits_total",
+    }
+    with running_server(metrics_prefix=prefix) as server, server.client() as client:
+        for _ in range(2):
+            client.post("/v1/completions", json={"prompt": "a" * 40, "max_tokens": 2})
+        server.assert_quiescent()
+        values = metric_values(client)
+    found = {name: value for (name, _), value in values.items()}
+    if prefix == "shiftjax":
+        assert not [name for name in found if "gpu_" in name]
+        return
+    labels = {name: label for name, label in values}
+    for name, older in old.items():
+        assert (found[older], labels[older]) == (found[name], labels[name])
+    assert 0 < found["vllm:gpu_prefix_cache_hits_total"] < found["vllm:prefix_cache_queries_total"]
+
+
 def test_drafts_are_counted_by_vllms_names_and_ours():
     """The same request again is drafted from what the first one left in the corpus."""
     body = {"prompt": "hello", "max_tokens": 30, "seed": 1, "ignore_eos": True}
