@@ -25,7 +25,8 @@ demo-fleet: $(VENV)/.base
 
 # A file's tests share what they compile, so they stay in one process. In the order of their names,
 # for files of many tests first would leave those of a few long ones to the end, and to one process.
-test: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.clients $(VENV)/.node $(VENV)/.prometheus
+test: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.clients $(VENV)/.routers $(VENV)/.node \
+    $(VENV)/.prometheus
 	PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
 	    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile \
 	    --no-loadscope-reorder
@@ -80,6 +81,15 @@ $(VENV)/.clients: $(VENV)/.dev
 	@$(BIN)/python -m venv $(VENV)/clients && PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	    $(VENV)/clients/bin/python -m pip install --quiet langchain-openai instructor || \
 	    echo "not found: the tests with LangChain and instructor will be skipped"
+	@touch $@
+
+# Routers to put before servers, and the schemas of Kubernetes; tests are skipped without them.
+$(VENV)/.routers: $(VENV)/.dev
+	@echo "installing routers that tests try, and the schemas of Kubernetes (some 60 MB)"
+	@$(BIN)/python -m venv $(VENV)/routers && PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	    $(VENV)/routers/bin/python -m pip install --quiet sglang-router==0.3.2 \
+	    vllm-router==0.1.17 'kubernetes-validate>=1.35' || \
+	    echo "not found: the tests with routers and of manifests will be skipped"
 	@touch $@
 
 # A second implementation of gRPC, for a test that is skipped without it.

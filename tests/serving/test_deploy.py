@@ -46,19 +46,28 @@ def test_dashboard_and_alerts_name_what_there_is(metrics):
     assert len(ids) == len(set(ids)) > 8
 
 
-def test_the_manifest_names_what_there_is():
-    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-    pod = documents[1]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    parser = make_parser()
-    arguments = parser.parse_args(container["args"])
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "llm-d.yaml"])
+def test_the_manifests_name_what_there_is(name):
+    documents = yaml.safe_load_all((DEPLOY / name).read_text())
+    kinds = {document["kind"]: document for document in documents}
+    template = kinds["Deployment"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    arguments = make_parser().parse_args(container["args"])
     delay = float(arguments.drain_delay)
+    ready = container["readinessProbe"]
+    assert delay >= ready["periodSeconds"] * ready["failureThreshold"]
     drain = delay + float(arguments.shutdown_timeout)
-    assert delay > 0
-    assert drain < pod["terminationGracePeriodSeconds"]
+    assert drain < template["spec"]["terminationGracePeriodSeconds"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (ports["http"], ports["grpc"]) == (8000, 50051)  # the defaults of `serve`
     probes = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("readiness", "liveness")}
     with running_server(grpc=False) as server, server.client() as client:
         assert all(client.get(path).status_code == 200 for path in probes)
+    if (pool := kinds.get("InferencePool")) is not None:
+        spec = pool["spec"]
+        assert spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert spec["targetPorts"] == [{"number": ports["http"]}]
+        assert arguments.metrics_prefix == template["metadata"]["labels"]["llm-d.ai/engine-type"]
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
