@@ -68,7 +68,8 @@ def _own_parts(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _pod_templates(schema: dict[str, Any], value: Any) -> Iterator[dict[str, Any]]:
     if schema.get("x-pod-template"):
-        yield {"apiVersion": "v1", "kind": "PodTemplate", "template": value}
+        template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "of-it"}}
+        yield template | {"template": value}
     elif isinstance(value, dict):
         for name, inner in schema.get("properties", {}).items():
             if name in value:
