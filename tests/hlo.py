@@ -25,6 +25,7 @@ __all__ = [
     "collectives",
     "entry",
     "expected_collectives",
+    "groups_of",
     "instructions",
     "launches",
     "matrices",
@@ -81,6 +82,32 @@ def expected_collectives(
         found["all-to-all", rows * layout.vocab_size * FLOAT32_BYTES // layout.num_devices] += 1
         found["all-gather", rows * 3 * FLOAT32_BYTES] += 1
     return found
+
+
+def groups_of(one: Instruction) -> np.ndarray:
+    """The devices that a collective joins, [groups, members], by their place in the mesh.
+
+    XLA names axes of a mesh, or says how to reshape and transpose all places, or lists them.
+    """
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", one.rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        inner = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
+        order = [i for i in range(len(sizes)) if i not in inner] + inner
+        members = int(np.prod([list(sizes.values())[i] for i in inner]))
+        places = np.arange(np.prod(list(sizes.values()))).reshape(*sizes.values())
+        return places.transpose(order).reshape(-1, members)
+    iota = r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if found := re.search(iota, one.rest):
+        places = np.arange(int(found[1]) * int(found[2])).reshape(_numbers(found[3]))
+        order = _numbers(found[4]) if found[4] else range(places.ndim)
+        return places.transpose(order).reshape(int(found[1]), int(found[2]))
+    listed = re.search(r"replica_groups=\{(\{.*?\})\}", one.rest)
+    assert listed, one.rest
+    return np.array([_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def matrices(

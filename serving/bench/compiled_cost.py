@@ -27,9 +27,10 @@ from serving.bench.hlo import (
 )
 from shiftjax.costs.collectives import Collective
 from shiftjax.costs.kernels import matmul_seconds
-from shiftjax.costs.machine import Machine, Transfer
+from shiftjax.costs.levels import transfer_seconds, ways_of
+from shiftjax.costs.machine import Machine
 from shiftjax.costs.memory import kv_token_bytes
-from shiftjax.costs.step import CostModel, transfer_seconds
+from shiftjax.costs.step import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.device.all_reduces import all_reduce_kind
 from shiftjax.parallel.grid import Mode
@@ -236,14 +237,8 @@ def _collective(
     one: Instruction, inner: Instruction, kind: Any, program: _Program, machine: Machine
 ) -> Kernel:
     """A latency, which holds the launch, and bytes over a rate."""
-    ways: dict[str, tuple[Transfer, ...]] = {
-        "all-reduce": machine.all_reduce,
-        "all-to-all": machine.all_to_all,
-        "all-gather": machine.all_gather,
-        "reduce-scatter": machine.all_gather,  # the same way back
-    }
     shape = program.done.get(one.name, one.shape)
-    chosen, label, num_bytes = ways[kind], kind, shape_bytes(shape)
+    chosen, label, num_bytes = ways_of(machine, kind), kind, shape_bytes(shape)
     if kind == "all-reduce":
         strategy = all_reduce_kind(inner.rest)
         label, volume = f"{kind}, {strategy}", "one_shot" if strategy == "one shot" else "ring"

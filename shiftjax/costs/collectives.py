@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.costs.memory import shard_bytes
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Mode, strides
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import stored_weights
 
@@ -27,6 +27,7 @@ class Collective(NamedTuple):
     num_devices: int  # that take part together
     num_bytes: int
     num_times: int
+    stride: int = 1  # from one of them to the next, in devices: `parallel.grid.strides`
 
 
 def layer_collectives(
@@ -48,11 +49,12 @@ def layer_collectives(
     head = num_tokens * layout.model.head_dim * activation_bytes
     h, m = layout.heads_per_device, layout.kv_heads_per_device
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
-    moves.append(Collective("all-to-all", mode.sp, head * (h + 2 * m), 1))
-    moves.append(Collective("all-to-all", mode.sp, head * h, 1))
+    weights, tokens = strides(mode, layout.tp)
+    moves.append(Collective("all-to-all", mode.sp, head * (h + 2 * m), 1, tokens))
+    moves.append(Collective("all-to-all", mode.sp, head * h, 1, tokens))
     if layout.model.wide_qk_norm:
         squares = num_tokens // mode.sp * SQUARES
-        moves.append(Collective("all-reduce", layout.ways(mode), squares, 1))
+        moves.append(Collective("all-reduce", layout.ways(mode), squares, 1, weights))
     if has_experts:
         exchanges = room_of_exchange(layout, mode, num_tokens) > 0
         move_experts = exchange_of_experts if exchanges else gather_of_experts
@@ -64,11 +66,12 @@ def gather_of_experts(
     layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
 ) -> list[Collective]:
     """What a layer of experts moves that all tokens are brought to, and their sums back."""
-    tokens = num_tokens * layout.model.hidden_size * activation_bytes
+    size = num_tokens * layout.model.hidden_size * activation_bytes
+    _, tokens = strides(mode, layout.tp)
     moves = [
         _reduce(layout, mode, num_tokens, activation_bytes, 1),
-        Collective("all-gather", mode.sp, tokens, 1),
-        Collective("reduce-scatter", mode.sp, tokens // mode.sp, 1),
+        Collective("all-gather", mode.sp, size, 1, tokens),
+        Collective("reduce-scatter", mode.sp, size // mode.sp, 1, tokens),
     ]
     return [move for move in moves if move.num_devices > 1]
 
@@ -84,11 +87,12 @@ def exchange_of_experts(
     """
     devices, row = layout.num_devices, layout.model.hidden_size * activation_bytes
     rows = devices * room_of_exchange(layout, mode, num_tokens)
+    weights, _ = strides(mode, layout.tp)
     moves = [
         Collective("all-reduce", devices, FLAG_BYTES, 1),
         Collective("all-to-all", devices, rows * row, 2),
         Collective("all-to-all", devices, rows * EXPERT_BYTES, 1),
-        Collective("all-gather", layout.ways(mode), num_tokens // mode.sp * row, 1),
+        Collective("all-gather", layout.ways(mode), num_tokens // mode.sp * row, 1, weights),
     ]
     if layout.shared_intermediate_size:
         moves.append(_reduce(layout, mode, num_tokens, activation_bytes, 1))
@@ -108,7 +112,8 @@ def entry_collectives(
     if not layout.model.is_first_stage:
         moves = [move._replace(kind="all-gather")]
     elif layout.gathers:
-        moves.append(move._replace(kind="reduce-scatter", num_devices=mode.sp))
+        _, tokens = strides(mode, layout.tp)
+        moves.append(move._replace(kind="reduce-scatter", num_devices=mode.sp, stride=tokens))
     return [move for move in moves if move.num_devices > 1]
 
 
@@ -122,7 +127,8 @@ def weight_collectives(layout: Layout, mode: Mode, formats: Formats) -> list[Col
         return []
     gathered = filter(layout.is_gathered, stored_weights(layout, formats))
     shards = (shard_bytes(weight, layout, formats, layout.shift) for weight in gathered)
-    return [Collective("all-gather", mode.sp, mode.sp * shard, 1) for shard in shards]
+    _, tokens = strides(mode, layout.tp)
+    return [Collective("all-gather", mode.sp, mode.sp * shard, 1, tokens) for shard in shards]
 
 
 def gather_collectives(
@@ -132,7 +138,8 @@ def gather_collectives(
     if not layout.model.num_late_layers or mode.sp == 1:
         return []
     size = num_tokens * layout.model.hidden_size * activation_bytes
-    return [Collective("all-gather", mode.sp, size, 1)]
+    _, tokens = strides(mode, layout.tp)
+    return [Collective("all-gather", mode.sp, size, 1, tokens)]
 
 
 def row_collectives(
@@ -154,7 +161,8 @@ def row_collectives(
         Collective("all-gather", size, num_rows * SAMPLE_BYTES, 1),
     ]
     if not layout.model.num_late_layers:
-        moves.append(Collective("all-reduce", mode.sp, num_rows * row, 1))
+        _, tokens = strides(mode, layout.tp)
+        moves.append(Collective("all-reduce", mode.sp, num_rows * row, 1, tokens))
     return [move for move in moves if move.num_devices > 1]
 
 
@@ -198,5 +206,6 @@ def _times(moves: list[Collective], count: int) -> list[Collective]:
 def _reduce(
     layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int, num_times: int
 ) -> Collective:
-    row = layout.model.hidden_size * activation_bytes
-    return Collective("all-reduce", layout.ways(mode), num_tokens // mode.sp * row, num_times)
+    num_bytes = num_tokens // mode.sp * layout.model.hidden_size * activation_bytes
+    weights, _ = strides(mode, layout.tp)
+    return Collective("all-reduce", layout.ways(mode), num_bytes, num_times, weights)

@@ -69,6 +69,37 @@ class Machine:
     # Share of a product's rate that products with several experts' matrices reach, by format.
     expert_efficiency: Mapping[str, float] = field(default_factory=lambda: {ANY: 1.0})
     reserved_bytes: float = 0.0  # context, recorded graphs, buffers; 0: what the engine says
+    devices_per_host: int = 0  # 0: all of them
+    # Between hosts, of each device by an adapter of its own, while all use theirs; (): not known.
+    network: tuple[Transfer, ...] = ()
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that the devices are on."""
+        return self.num_devices // (self.devices_per_host or self.num_devices)
+
+    @property
+    def hops(self) -> tuple[Transfer, ...]:
+        """From a stage to the next: on several hosts at least one pair is joined by the network,
+        and the slowest sets the pace of all."""
+        return self.point_to_point if self.num_hosts == 1 else self.network
+
+    @property
+    def one_host(self) -> "Machine":
+        """One of its hosts."""
+        return self.over(1)
+
+    def over(self, hosts: int) -> "Machine":
+        """So many hosts like its own, joined by the network."""
+        each, now = self.devices_per_host or self.num_devices, self.num_hosts
+        if hosts == now:
+            return self
+        return replace(
+            self,
+            num_devices=hosts * each,
+            devices_per_host=each,
+            host_memory_bytes=self.host_memory_bytes * hosts / now,
+        )
 
 
 def of_format(constants: Mapping[str, float], fmt: str) -> float:

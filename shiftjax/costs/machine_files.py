@@ -45,8 +45,17 @@ MACHINE_OF_DEVICE = MappingProxyType(
     }
 )
 """Machines by JAX's `device_kind`."""
-LINKS = ("all_reduce", "all_to_all", "all_gather", "point_to_point", "to_host", "from_host")
+LINKS = (
+    "all_reduce",
+    "all_to_all",
+    "all_gather",
+    "point_to_point",
+    "to_host",
+    "from_host",
+    "network",
+)
 PER_FORMAT = ("kv_efficiency", "expert_efficiency")  # or one number for all
+MOST_HOSTS = 64
 MOST = 1e30  # larger numbers are none of a machine
 _HERE = Path(__file__).parent
 
@@ -61,8 +70,24 @@ def engine_names() -> list[str]:
     return _names("engines")
 
 
-def load_machine(name: str) -> Machine:
-    """The machine of this name, or of a file in the same format. Raises ConfigError."""
+def load_machine(name: str, hosts: int | None = None) -> Machine:
+    """The machine of this name, or of a file in the same format; as many as `hosts`, if given.
+
+    Raises ConfigError, also where more hosts than one have no network.
+    """
+    machine = _load_machine(name)
+    if hosts is not None and not 1 <= hosts <= MOST_HOSTS:
+        raise ConfigError([f"hosts must be 1 to {MOST_HOSTS}, got {shown(hosts)}"])
+    machine = machine if hosts is None else machine.over(hosts)
+    if machine.num_devices != machine.num_hosts * (machine.devices_per_host or machine.num_devices):
+        raise ConfigError([f"{name}: num_devices must be a multiple of devices_per_host"])
+    if machine.num_hosts > 1 and not machine.network:
+        words = "has no network between hosts: add it to a file of it, or use one host"
+        raise ConfigError([f"the machine {name} {words}"])
+    return machine
+
+
+def _load_machine(name: str) -> Machine:
     values = _read(name, "machines", "machine")
     wrong: list[str] = []
     for kind in LINKS:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.collectives import Collective
+from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.memory import kv_token_bytes
-from shiftjax.costs.step import transfer_seconds
 from shiftjax.parallel.layout import Layout
 
 MOST_CALLS = 64  # that are dispatched together, as turns of one loop

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shiftjax.arch.formats import Formats
+from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.memory import weight_bytes
-from shiftjax.costs.step import send_seconds
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 

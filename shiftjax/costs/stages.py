@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
+from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.costs.step import CostModel, StepCost, send_seconds
+from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -155,7 +156,7 @@ class PipelineCosts:
         first = self.stages[0]
         width = first.model.hidden_size * first.formats.activation_bytes
         each = num_tokens * width / first.layout.num_devices
-        return send_seconds(self.machine.point_to_point, each)
+        return send_seconds(self.machine.hops, each)
 
     @cached_property
     def _num_devices(self) -> int:

@@ -22,7 +22,7 @@ attention, per device and layer with h/P query and m KV heads, and a fixed time 
             and half a tile's more of each token, as tiles on the diagonal are half masked; queries
             are read and sums written. Layers with a window see no further back (`Work.within`)
 codes: kernels that quantise, and what they read and write (`quantising.py`)
-collectives (`collectives.py`)
+collectives (`collectives.py`, over several hosts `levels.py`)
     latency + bytes / rate of the quickest algorithm; the bytes per device are 2 n d for TP
     whatever TP is, and O(n d / SP) for Ulysses: communication per computation grows as TP for TP
     and stays constant for SP
@@ -46,7 +46,6 @@ from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
     Collective,
-    Kind,
     entry_collectives,
     gather_collectives,
     guess_collectives,
@@ -56,7 +55,8 @@ from shiftjax.costs.collectives import (
 )
 from shiftjax.costs.experts import Load, most_loaded
 from shiftjax.costs.kernels import KernelCosts, expert_numbers
-from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
+from shiftjax.costs.levels import collective_seconds
+from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.quantising import quantising
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
@@ -77,31 +77,6 @@ class StepCost(NamedTuple):
     def device(self) -> float:
         """Seconds that the devices are busy."""
         return self.matmul + self.attention + self.elementwise + self.collectives + self.launch
-
-
-def send_seconds(ways: tuple[Transfer, ...], num_bytes: float) -> float:
-    """Seconds until so many bytes have crossed a link, by the quickest way."""
-    return min(way.latency_seconds + num_bytes / way.bytes_per_second for way in ways)
-
-
-def transfer_seconds(ways: tuple[Transfer, ...], move: Collective) -> float:
-    """Seconds of one collective by the quickest of the machine's algorithms."""
-    devices = move.num_devices
-    if move.kind == "reduce-scatter":  # of what it gives back every device has sent all others'
-        move = move._replace(num_bytes=devices * move.num_bytes)
-    ring = (2 if move.kind == "all-reduce" else 1) * (devices - 1) / devices * move.num_bytes
-    volumes = {"ring": ring, "one_shot": (devices - 1) * move.num_bytes}
-    return min(way.latency_seconds + volumes[way.volume] / way.bytes_per_second for way in ways)
-
-
-def ways_of(machine: Machine, kind: Kind) -> tuple[Transfer, ...]:
-    """A machine's algorithms of a collective."""
-    return {
-        "all-reduce": machine.all_reduce,
-        "all-to-all": machine.all_to_all,
-        "all-gather": machine.all_gather,
-        "reduce-scatter": machine.all_gather,  # as many bytes, the other way
-    }[kind]
 
 
 class CostModel:
@@ -375,7 +350,7 @@ class CostModel:
         # On virtual devices the participants of a collective come one after the other.
         return sum(
             move.num_times
-            * transfer_seconds(ways_of(self.machine, move.kind), move)
+            * collective_seconds(self.machine, move)
             * (move.num_devices if self.machine.shared_cores else 1)
             for move in moves
         )

@@ -22,6 +22,11 @@ lie inside its heads in every narrower group that it can belong to, so that a se
 between any two widths by an exchange among the devices that hold the same narrow heads: those of
 place j of the narrow groups of `n` units are the places `[j * width / n, (j + 1) * width / n)` of
 the wide one.
+
+On several hosts, devices are counted host by host, so a unit lies inside a host if `tp` divides its
+devices. In the bit-reversed order the units that split a step's weights are neighbours in that
+count, too: on 2 hosts of 8, (SP=2, TP=8), be it as stored or as a mode of (SP=8, TP=2), sums inside
+each host and exchanges between them. Only modes that split weights further cross hosts with sums.
 """
 
 from typing import Any, NamedTuple
@@ -55,6 +60,18 @@ class Mode(NamedTuple):
         if self.sp == 1:
             return "shift"
         return "base" if self.sp == self.width else f"sp{self.sp}"
+
+
+def strides(mode: Mode, tp: int) -> tuple[int, int]:
+    """Devices between neighbours among those that split weights, and among those that split tokens.
+
+    Between base and shift in the natural order, the units that split weights are `sp` apart; their
+    `tp` devices are neighbours all the same, which this leaves out.
+    """
+    width, sp = mode
+    if sp in (1, width) or width & (width - 1) == 0:
+        return 1, width // sp * tp
+    return sp, tp
 
 
 class Group(NamedTuple):

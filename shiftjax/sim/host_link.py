@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shiftjax.control.request import StepPlan
+from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine, Transfer
-from shiftjax.costs.step import send_seconds
 
 
 @dataclass

@@ -34,8 +34,8 @@ from shiftjax.arch.formats import ALIASES, AUTO, FORMATS, Formats
 from shiftjax.costs.collectives import Collective
 from shiftjax.costs.experts import Load
 from shiftjax.costs.kernels import KernelCosts, expert_numbers
+from shiftjax.costs.levels import transfer_seconds, ways_of
 from shiftjax.costs.machine import Machine
-from shiftjax.costs.step import transfer_seconds, ways_of
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError, shown, unknown_name
 

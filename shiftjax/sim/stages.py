@@ -17,9 +17,9 @@ from itertools import count
 from typing import NamedTuple
 
 from shiftjax.control.deployment import Deployment
+from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.costs.step import send_seconds
 from shiftjax.costs.work import Work
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, reload_of

@@ -106,13 +106,19 @@ def require() -> None:
         pytest.skip(reason, allow_module_level=True)
 
 
-def make_mesh(chip: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
+def make_mesh(
+    chip: str, shape: tuple[int, ...], axis_names: tuple[str, ...], hosts: int = 1
+) -> Mesh:
     """Return a mesh of compile-only devices; `chip` names a file in `serving/targets/`."""
-    return mesh_of((TARGETS / f"{chip}.txtpb").read_text(), shape, axis_names)
+    return mesh_of((TARGETS / f"{chip}.txtpb").read_text(), shape, axis_names, hosts)
 
 
-def mesh_of(target: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
-    """Return a mesh of compile-only devices of a description.
+def mesh_of(
+    target: str, shape: tuple[int, ...], axis_names: tuple[str, ...], hosts: int = 1
+) -> Mesh:
+    """Return a mesh of compile-only devices of a description, as many on each of the hosts.
+
+    A topology is domains x hosts x devices: NVLink joins those of a domain, and no two hosts here.
 
     JAX writes their programs to its compilation cache but cannot read them: until the end of the
     calling test module there is none (conftest.py).
@@ -120,7 +126,7 @@ def mesh_of(target: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) ->
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # whether there is one is asked once
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"1x1x{np.prod(shape)}"
+        platform="cuda", target_config=target, topology=f"{hosts}x1x{np.prod(shape) // hosts}"
     )
     return topologies.make_mesh(topology, shape, axis_names)
 

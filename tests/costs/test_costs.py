@@ -15,10 +15,11 @@ from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepP
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.kernels import matmul_seconds
+from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
-from shiftjax.costs.step import CostModel, transfer_seconds
+from shiftjax.costs.step import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout

@@ -21,7 +21,15 @@ from shiftjax.costs.machine_files import (
 from shiftjax.options import ConfigError
 
 MACHINES = Path(shiftjax.costs.machine_files.__file__).parent / "machines"
-WAYS = ("all_reduce", "all_to_all", "all_gather", "point_to_point", "to_host", "from_host")
+WAYS = (
+    "all_reduce",
+    "all_to_all",
+    "all_gather",
+    "point_to_point",
+    "to_host",
+    "from_host",
+    "network",
+)
 GPUS = {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8"}
 
 
