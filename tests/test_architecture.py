@@ -66,6 +66,7 @@ INSTALLED_AS = {
     "google": "protobuf",
     "orbax": "orbax_checkpoint",
     "yaml": "pyyaml",
+    "zmq": "pyzmq",
 }
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

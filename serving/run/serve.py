@@ -24,6 +24,7 @@ from serving.run.simulated import Simulated, open_simulated
 from serving.run.start import StartError, chat_template, open_model
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
+from serving.server.kv_events import KvEvents, open_kv_events
 from serving.server.options import ServerOptions, names_of
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
@@ -99,12 +100,14 @@ class Process:
         self._delayed: asyncio.TimerHandle | None = None  # the drain, after `drain_delay`
         self._code = OK
         self._model: LLM | Embedder | None = None  # keeps what was loaded
+        self._kv_events: KvEvents | None = None
 
     async def run(self) -> int:
         """From the first listener to the last; the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        self._kv_events = open_kv_events(self._options, self._config)
         await self._server.start()
         if self._server.certificates is not None:
             loop.add_signal_handler(signal.SIGHUP, self._server.certificates.reload)
@@ -160,19 +163,24 @@ class Process:
             phases("first step", 0, 1)
             if isinstance(model, Simulated):
                 observers = self._service.observers
-                engine = AsyncEngine(model.engine, model.served.tokenizer, observers, self._options)
+                tokenizer = model.served.tokenizer
+                engine = AsyncEngine(
+                    model.engine, tokenizer, observers, self._options, self._kv_events
+                )
                 self._open_engine(model.engine, model.served, engine)
             elif hasattr(model, "embed"):
                 await self._open_embedder(model)
             else:
                 await self._open_llm(model)
         _settle_memory()
+        addresses = [] if self._kv_events is None else self._kv_events.addresses()
         with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
-            print(*self._server.addresses(), sep="\n", flush=True)
+            print(*self._server.addresses(), *addresses, sep="\n", flush=True)
 
     async def _open_llm(self, llm: "LLM") -> None:
         options = self._options
-        engine = AsyncEngine(llm.engine, llm.tokenizer, self._service.observers, options)
+        observers = self._service.observers
+        engine = AsyncEngine(llm.engine, llm.tokenizer, observers, options, self._kv_events)
         # On the thread of all later steps: its first one opens files, for which there may be no
         # room when clients have come.
         await engine.call(lambda _: prove(llm))

@@ -14,9 +14,11 @@ from serving.server.choice import capacity_of, choice_of
 from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
+from serving.server.kv_events import KvEvents
 from serving.server.options import ServerOptions
 from serving.server.waiting import Place, Waits
 from shiftjax.control.admission import MAX_ID_CHARACTERS, validate_request
+from shiftjax.control.cache_events import CacheFeed
 from shiftjax.control.engine import Engine, EngineStats
 from shiftjax.control.request import Event, Request, RequestError
 from shiftjax.outputs import OutputAssembler
@@ -57,6 +59,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         tokenizer: Tokenizer | None,
         observers: Sequence[Observer] = (),
         options: ServerOptions | None = None,
+        kv_events: KvEvents | None = None,
     ):
         super().__init__(observers, options)  # requests are by the engine's name
         self.request_limits = engine.limits
@@ -69,7 +72,22 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         self._num_obeyed = 0
         self._submitted: dict[int, tuple[int, int]] = {}  # command -> sequences, prompt tokens
         self._waits = Waits(lambda: self.call(Engine.waiting))
+        self.kv_events = kv_events
+        if kv_events is not None:
+            self._tell_of_blocks(engine, kv_events)
         self._thread.start()
+
+    def _tell_of_blocks(self, engine: Engine, kv_events: KvEvents) -> None:
+        """Have what becomes of cached blocks sent after every turn."""
+        feed = CacheFeed([lane.scheduler.tables.device for lane in engine.lanes])
+        self._thread.after_turn = partial(kv_events.send_from, feed)
+
+        def tell_all() -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._thread.post, lambda _: feed.tell_all())
+
+        kv_events.ask = tell_all
+        tell_all()
 
     # ------------------------------------------------------------------ admission
 
@@ -238,6 +256,8 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         has_ended = await self._loop.run_in_executor(None, self._thread.stop)
         if has_ended:  # nobody else touches the engine any more
             self._engine.close()
+            if self.kv_events is not None:
+                await self._loop.run_in_executor(None, self.kv_events.close)
         return has_ended
 
     async def call[T](self, function: Callable[[Engine], T]) -> T:

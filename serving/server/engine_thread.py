@@ -36,6 +36,7 @@ class EngineThread(WorkerThread[Engine, Turn]):
         self._num_obeyed = 0
         self._events: list[Event] = []  # of commands since the last turn
         self._stats = engine.stats()
+        self.after_turn: Callable[[], None] = lambda: None  # what it calls never waits
         engine.wait = self._wait
 
     def _obey_one(self, command: Callable[[Engine], list[Event] | None]) -> None:
@@ -53,6 +54,7 @@ class EngineThread(WorkerThread[Engine, Turn]):
             events += self.engine.step(time.monotonic())
             self.progress_at = self.engine.waits_since(time.monotonic())
             steps = tuple(self.engine.ended_steps)
+        self.after_turn()
         self._stats = self.engine.stats()
         return Turn(time.monotonic(), events, self._stats, self._num_obeyed, steps)
 

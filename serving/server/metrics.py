@@ -273,6 +273,12 @@ class Metrics(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks held.", stats.kv_usage)
         yield self._gauge("last_step_age_seconds", "Since the last step.", engine.last_step_age)
         yield from self._engine_counters(stats)
+        if isinstance(engine, AsyncEngine) and engine.kv_events is not None:
+            counts = engine.kv_events.counts
+            sent = {(outcome,): counts[outcome] for outcome in ("sent", "dropped")}
+            yield self._total("kv_events", "Changes of cached blocks, told.", sent, "outcome")
+            text = "Replays of KV events that subscribers have asked for."
+            yield self._total("kv_event_replays", text, {(): counts["replays"]})
         if stats.drafts is not None:
             yield from self._draft_metrics(stats.drafts)
         if stats.fleet is not None:

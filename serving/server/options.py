@@ -11,6 +11,7 @@ from shiftjax.control.tasks import Task, idle_settings
 from shiftjax.options import ConfigError, option, settings_of
 
 MEBIBYTE = 1 << 20
+MOST_TOPIC = 256
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,18 @@ class ServerOptions:
     )
     strict: bool = option(False, "refuse unknown fields instead of ignoring them with a warning")
     metrics_prefix: str = option("shiftjax", "prefix of metric names, as `vllm` for its dashboards")
+    kv_events: Literal["none", "zmq"] = option(
+        "none",
+        "tell routers which prefixes are cached: token ids, so users' texts, for all who ask",
+    )
+    kv_events_endpoint: str | None = option(
+        None, "address of KV events, as tcp://*:5557; default: tcp://127.0.0.1:5557, loopback alone"
+    )
+    kv_events_topic: str | None = option(None, "their topic; default: kv@HOSTNAME@MODEL")
+    kv_events_replay: str | None = option(
+        None,
+        "address where subscribers get KV events again, as tcp://127.0.0.1:5558; default: none",
+    )
     profile_dir: str | None = option(
         None, "folder for the profiles that the Admin service makes; default: none are made"
     )
@@ -123,6 +136,10 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
         "tool_parser": "generate",
         "reasoning_parser": "generate",
         "chat_template": "generate",
+        "kv_events": "generate",
+        "kv_events_endpoint": "generate",
+        "kv_events_topic": "generate",
+        "kv_events_replay": "generate",
         "instances": "embed",
         "matryoshka_dimensions": "embed",
     }
@@ -130,6 +147,7 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9._-]+(:\d{1,5})?|null")
+_ZMQ = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5}|\*)|ipc://[^\0]{1,100}")
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+){1,16}")
 
 
@@ -166,8 +184,28 @@ def server_problems(options: ServerOptions) -> list[str]:
         problems.append("allowed_origins must be as https://app.example:8443, without a path, or *")
     if options.root_path is not None and _ROOT.fullmatch(options.root_path) is None:
         problems.append("root_path must be as /llm, without a slash at its end")
+    problems += _kv_event_problems(options)
     if any(each < 1 for each in options.matryoshka_dimensions or ()):
         problems.append("matryoshka_dimensions must be positive")
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.metrics_prefix) is None:
         problems.append("metrics_prefix must be letters, digits and _: it begins names of metrics")
+    return problems
+
+
+def _kv_event_problems(options: ServerOptions) -> list[str]:
+    given = {
+        "kv_events_endpoint": options.kv_events_endpoint,
+        "kv_events_replay": options.kv_events_replay,
+    }
+    problems = [
+        f"{name} must be as tcp://127.0.0.1:5557 or ipc:///run/kv"
+        for name, address in given.items()
+        if address is not None and _ZMQ.fullmatch(address) is None
+    ]
+    given["kv_events_topic"] = topic = options.kv_events_topic
+    if topic is not None and not (topic.isprintable() and 1 <= len(topic) <= MOST_TOPIC):
+        problems.append(f"kv_events_topic must have 1 to {MOST_TOPIC} characters that can be seen")
+    if options.kv_events == "none":
+        idle = [name for name, value in given.items() if value is not None]
+        problems += [f"{name} has no meaning with kv_events = none: drop it" for name in idle]
     return problems

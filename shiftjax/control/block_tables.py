@@ -199,12 +199,16 @@ class BlockTables:
 
     def register(self, sequence: Sequence) -> None:
         """Enter the full blocks that are computed and known to be finite into the prefix cache."""
-        size, tokens = self.block_size, sequence.token_ids
+        size, tokens, request = self.block_size, sequence.token_ids, sequence.request
         hashes = self._hashes(sequence)
+        # Who hears of blocks knows them by their tokens alone, and others' tokens are secret.
+        is_private = request.cache_salt is not None or request.adapter is not None
         num_full = sequence.num_verified_tokens // size
         for number in range(sequence.num_registered_blocks, num_full):
             block, block_hash = sequence.block_table[number], hashes[number]
-            self.device.register(block, block_hash, block_tokens(tokens, number, size))
+            parent = hashes[number - 1] if number else None
+            contents = block_tokens(tokens, number, size)
+            self.device.register(block, block_hash, contents, parent, is_private)
         sequence.num_registered_blocks = num_full
 
     def reset(self, sequences: Iterable[Sequence], plan: StepPlan | None = None) -> None:

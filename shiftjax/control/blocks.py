@@ -10,8 +10,9 @@ Every block but the null block 0 is in exactly one of three states::
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 DIGEST_BYTES = 16
 
@@ -49,6 +50,24 @@ class CachedPrefix:
 
     block_hash: bytes
     tokens: list[int]
+    parent: bytes | None = None  # the hash of the block before; None: it begins a sequence
+    is_private: bool = False  # no observer hears of it
+
+
+class CacheObserver(Protocol):
+    """Who hears of every change of the hash index, but of private blocks."""
+
+    def stored(self, contents: CachedPrefix) -> None:
+        """A block is found from now on."""
+        ...
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block is found no more."""
+        ...
+
+    def cleared(self) -> None:
+        """None is found any more."""
+        ...
 
 
 class BlockAllocator:
@@ -57,6 +76,8 @@ class BlockAllocator:
     Every operation is O(1) per block. Freed blocks with a hash stay revivable until they are
     needed, the least recently used going first.
     """
+
+    observer: CacheObserver | None = None
 
     @property
     def relatives(self) -> "Sequence[BlockAllocator]":
@@ -80,6 +101,8 @@ class BlockAllocator:
         self._ref_counts = [0] * self.num_blocks
         self._contents: list[CachedPrefix | None] = [None] * self.num_blocks
         self._index: dict[bytes, int] = {}
+        if self.observer is not None:
+            self.observer.cleared()
 
     @property
     def num_usable_blocks(self) -> int:
@@ -172,21 +195,46 @@ class BlockAllocator:
             if not count:
                 self._return(block)
 
-    def register(self, block: int, block_hash: bytes, tokens: list[int]) -> None:
+    def register(
+        self,
+        block: int,
+        block_hash: bytes,
+        tokens: list[int],
+        parent: bytes | None = None,
+        is_private: bool = False,
+    ) -> None:
         """Enter a used block, whose KV has been computed, into the prefix cache.
 
-        Of two blocks with the same contents the first stays the one that is found.
+        Of two blocks with the same contents the first stays the one that is found. Where `parent`
+        is not found, nothing after it would be: such a block is not entered.
         """
-        if block_hash not in self._index and self._contents[block] is None:
+        if block_hash in self._index or self._contents[block] is not None:
+            return
+        if parent is None or parent in self._index:
             self._index[block_hash] = block
-            self._contents[block] = CachedPrefix(block_hash, tokens)
+            contents = CachedPrefix(block_hash, tokens, parent, is_private)
+            self._contents[block] = contents
+            if self.observer is not None and not is_private:
+                self.observer.stored(contents)
+
+    def shown(self) -> Iterator[CachedPrefix]:
+        """What an observer knows of: each block after its parent, if that is still found."""
+        told: set[bytes] = set()
+        for block_hash in self._index:
+            chain, link = [], block_hash
+            while link is not None and link in self._index and link not in told:
+                contents = self._contents[self._index[link]]
+                assert contents is not None, "what is in the index has contents"
+                told.add(link)
+                chain.append(contents)
+                link = contents.parent
+            yield from (contents for contents in reversed(chain) if not contents.is_private)
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; tables keep their blocks."""
         self._free.extend(self._cached)
         self._cached.clear()
-        self._index.clear()
-        self._contents = [None] * self.num_blocks
+        self._clear_index()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Conservation, against all tables that exist. Raises `RuntimeError` at the first breach.
@@ -218,8 +266,16 @@ class BlockAllocator:
         else:
             self._cached[block] = None
 
+    def _clear_index(self) -> None:
+        self._index.clear()
+        self._contents = [None] * self.num_blocks
+        if self.observer is not None:
+            self.observer.cleared()
+
     def _forget(self, block: int) -> None:
         contents = self._contents[block]
         if contents is not None:
             del self._index[contents.block_hash]
             self._contents[block] = None
+            if self.observer is not None and not contents.is_private:
+                self.observer.removed(contents.block_hash)

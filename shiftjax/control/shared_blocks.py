@@ -136,8 +136,7 @@ class SharedBlocks(BlockAllocator):
         """Empty the prefix cache; tables keep their blocks."""
         for block in list(self._cached):
             self._drop(block)
-        self._index.clear()
-        self._contents = [None] * self.num_blocks
+        self._clear_index()
 
     def replace(self, block: int, other: int) -> None:
         """Tables hold a free block in the place of a used one, whose contents have been copied."""

@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 
 from serving.cli.main import main
 from serving.server.async_engine import AsyncEngine
+from serving.server.kv_events import KvEvents
 from serving.server.service import ServedModel, Service
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.echo import EchoRunner
@@ -187,6 +188,7 @@ def running_server(
     *,
     tokenizer: Tokenizer | None = None,
     num_compiles: Callable[[], int] = lambda: 0,
+    kv_events: KvEvents | None = None,
     **options,
 ) -> Iterator[Running]:
     """A server over an engine; at the end it must stop cleanly and hold nothing."""
@@ -195,7 +197,8 @@ def running_server(
     options.setdefault("grammar_timeout", 60.0)  # a busy machine shall not change answers
 
     def open_engine(service: Service) -> AsyncEngine:
-        async_engine = AsyncEngine(engine, tokenizer, service.observers, service.options)
+        observers, settings = service.observers, service.options
+        async_engine = AsyncEngine(engine, tokenizer, observers, settings, kv_events)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
         model = ServedModel(("echo", "echo-alias"), tokenizer, template, num_compiles=num_compiles)
         service.open(model, async_engine)

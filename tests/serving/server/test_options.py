@@ -19,6 +19,10 @@ from serving.server.options import ServerOptions, server_problems
         ({"root_path": "llm"}, "root_path"),
         ({"root_path": "/llm/"}, "root_path"),
         ({"root_path": "/a/../b?"}, "root_path"),
+        ({"kv_events_replay": "tcp://*:5558"}, "kv_events_replay has no meaning"),
+        ({"kv_events": "zmq", "kv_events_endpoint": "5557"}, "kv_events_endpoint must be as"),
+        ({"kv_events": "zmq", "kv_events_replay": "tcp://*:5558:1"}, "kv_events_replay must be"),
+        ({"kv_events": "zmq", "kv_events_topic": "kv\0"}, "kv_events_topic must have"),
     ],
 )
 def test_options_that_go_together(options, words):
@@ -32,6 +36,8 @@ def test_options_that_go_together(options, words):
         {"allowed_origins": "*"},
         {"allowed_origins": "https://app.example:8443, http://localhost:3000"},
         {"root_path": "/llm/v2"},
+        {"kv_events": "zmq"},
+        {"kv_events": "zmq", "kv_events_endpoint": "tcp://[::1]:*", "kv_events_replay": "ipc://kv"},
     ],
 )
 def test_options_that_are_right(options):

@@ -22,6 +22,10 @@ OTHERS = {
     "tool_parser": "hermes",
     "chat_template": "template.jinja",
     "reasoning_parser": "think",
+    "kv_events": "zmq",
+    "kv_events_endpoint": "tcp://*:5557",
+    "kv_events_topic": "kv@pod@model",
+    "kv_events_replay": "tcp://*:5558",
     "instances": 2,
     "matryoshka_dimensions": (16,),
 }

@@ -1,0 +1,317 @@
+"""KV events over real sockets: a subscriber has the index, whatever it has missed."""
+
+import socket
+import struct
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kit import COMPLETION, make_engine, metric_total, metric_values, running_server
+
+from serving.server import kv_events
+from serving.server.kv_events import KvEvents, open_kv_events
+from serving.server.options import ServerOptions
+from shiftjax.config import EngineConfig
+from shiftjax.control.cache_events import Batch, CacheFeed
+from shiftjax.control.engine import Engine
+from shiftjax.control.request import Request, SamplingParams
+from shiftjax.options import ConfigError
+
+zmq = pytest.importorskip("zmq", reason="KV events need pyzmq: pip install 'shiftjax[events]'")
+FREE = "tcp://127.0.0.1:*"
+MILLISECONDS = 20_000  # until a test fails
+
+
+@dataclass
+class Subscriber:
+    """A SUB socket, and the index that it makes of what comes: tokens and parent by hash."""
+
+    address: str
+    topic: bytes = b"kv@"
+    index: dict[int, tuple[list[int], int | None]] = field(default_factory=dict)
+    last: int = -1  # sequence number
+    gaps: list[int] = field(default_factory=list)
+    ranks: set = field(default_factory=set)
+
+    def __post_init__(self):
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.subscribe(self.topic)
+        self.socket.connect(self.address)
+
+    def hear(self, milliseconds: int = MILLISECONDS) -> bool:
+        """Apply the next message; whether there was one."""
+        if not self.socket.poll(milliseconds):
+            return False
+        topic, number, body = self.socket.recv_multipart()
+        assert topic.startswith(self.topic)
+        (number,) = struct.unpack(">Q", number)
+        if number != self.last + 1:
+            self.gaps.append(number)
+        self.apply(number, body)
+        return True
+
+    def apply(self, number: int, body: bytes) -> None:
+        self.last = number
+        seconds, events, rank = msgspec.msgpack.decode(body)
+        assert abs(seconds - time.time()) < 3600
+        self.ranks.add(rank)
+        for name, *fields in events:
+            if name == "AllBlocksCleared":
+                self.index.clear()
+            elif name == "BlockRemoved":
+                hashes, medium = fields
+                assert medium == "GPU"
+                for block_hash in hashes:
+                    del self.index[block_hash]
+            else:
+                hashes, parent, tokens, size, lora_id, medium, lora_name = fields
+                assert (name, lora_id, medium, lora_name) == ("BlockStored", None, "GPU", None)
+                assert len(tokens) == len(hashes) * size
+                for begin, block_hash in zip(range(0, len(tokens), size), hashes, strict=True):
+                    self.index[block_hash] = tokens[begin : begin + size], parent
+                    parent = block_hash
+
+    def hear_until(self, condition) -> None:
+        while not condition():
+            assert self.hear(), f"nothing came; it has {len(self.index)} blocks"
+
+    def replay(self, address: str, start: int) -> list[int]:
+        """Ask for what was sent from a number on, and apply it; returns the numbers."""
+        with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+            dealer.connect(address)
+            dealer.send_multipart([b"", struct.pack(">Q", start)])
+            numbers = []
+            while True:
+                assert dealer.poll(MILLISECONDS)
+                empty, topic, number, body = dealer.recv_multipart()
+                assert empty == b""
+                if number == b"\xff" * 8:
+                    assert body == b""
+                    return numbers
+                assert topic.startswith(self.topic)
+                numbers.append(struct.unpack(">Q", number)[0])
+                self.apply(numbers[-1], body)
+
+    def prefix(self, tokens: list[int], size: int = 4) -> int:
+        """How many blocks of a prompt it believes to be cached, found as a router does."""
+        by_tokens = {(parent, tuple(found)): key for key, (found, parent) in self.index.items()}
+        parent, num = None, 0
+        for begin in range(0, len(tokens) - size + 1, size):
+            parent = by_tokens.get((parent, tuple(tokens[begin : begin + size])))
+            if parent is None:
+                break
+            num += 1
+        return num
+
+
+def truth(engine: Engine) -> dict[int, tuple[list[int], int | None]]:
+    """What the engine's one group finds by hash, as it is sent."""
+    blocks = engine.lanes[0].scheduler.tables.device
+    contents = [blocks.contents_of(block) for block in blocks._index.values()]
+    number = kv_events._number
+    return {
+        number(each.block_hash): (each.tokens, each.parent and number(each.parent))
+        for each in contents
+        if each is not None and not each.is_private
+    }
+
+
+@contextmanager
+def sender(**options):
+    events = KvEvents(FREE, "kv@pod@model", FREE, **options)
+    subscriber = Subscriber(events.address)
+    try:
+        yield events, subscriber
+    finally:
+        events.close()
+        subscriber.socket.close(0)
+
+
+class Counting(CacheFeed):
+    """Knows the number of the last message."""
+
+    last = -1
+
+    def take(self) -> tuple[list[Batch], bool]:
+        batches, tells_all = super().take()
+        Counting.last += len(batches)
+        return batches, tells_all
+
+
+@pytest.fixture(scope="module")
+def sent():
+    """A sender and a subscriber that is connected."""
+    Counting.last = -1
+    with sender() as (events, subscriber):
+        feed = Counting([make_engine().lanes[0].scheduler.tables.device])
+        while subscriber.last < 0:  # whoever comes late misses something
+            feed.tell_all()
+            events.send_from(feed)
+            subscriber.hear(50)
+        yield events, subscriber
+
+
+commands = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 30), st.booleans()),
+        st.tuples(st.sampled_from(["flush", "fail", "abort"])),
+        st.tuples(st.just("step"), st.integers(1, 9)),
+    ),
+    min_size=4,
+    max_size=24,
+)
+
+
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(commands)
+def test_a_subscriber_has_the_index_after_every_command(sent, script):
+    events, subscriber = sent
+    engine = make_engine(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=48)
+    feed = Counting([engine.lanes[0].scheduler.tables.device])
+    subscriber.gaps.clear()
+    for number, (command, *rest) in enumerate(script):
+        if command == "add":
+            stem, length, is_salted = rest
+            salt = "secret" if is_salted else None
+            prompt = [stem + 1] * length + [number]
+            sampling = SamplingParams(max_tokens=12)
+            engine.add_request(
+                Request(f"r{number}", prompt, sampling, float(number), 0, None, salt)
+            )
+        elif command == "flush":
+            engine.flush_prefix_cache()
+        elif command == "fail":
+            engine.lanes[0].runner.faults = [RuntimeError("told")]
+        elif command == "abort":
+            for name in [*engine.lanes[0].scheduler.requests][:1]:
+                engine.abort(name)
+        for _ in range(rest[0] if command == "step" else 1):
+            engine.step(float(number))
+        engine.check()
+        events.send_from(feed)
+        subscriber.hear_until(lambda: subscriber.last == Counting.last)
+        assert subscriber.index == truth(engine)
+    assert not subscriber.gaps
+
+
+def ask(client, prompt: list[int], **more) -> None:
+    body = {"model": "echo", "prompt": prompt, "max_tokens": 1} | more
+    assert client.post(COMPLETION, json=body).status_code == 200
+
+
+@contextmanager
+def told_server():
+    events = KvEvents(FREE, "kv@pod@echo", FREE)
+    with running_server(make_engine(), kv_events=events) as server, server.client() as client:
+        yield events, server, client
+
+
+@contextmanager
+def subscribed(events: KvEvents):
+    subscriber = Subscriber(events.address)
+    try:
+        yield subscriber
+    finally:
+        subscriber.socket.close(0)
+
+
+def test_a_router_knows_what_a_server_has_cached(monkeypatch):
+    monkeypatch.setattr(kv_events, "TELL_ALL_SECONDS", 0.0)
+    prompt, other = list(range(40)), list(range(40, 80))
+    with told_server() as (events, server, client):
+        ask(client, prompt)
+        with subscribed(events) as late:  # and is told all
+            late.hear_until(lambda: late.prefix(prompt) == 10)
+            ask(client, other)
+            ask(client, [1] * 40, cache_salt="secret")
+            late.hear_until(lambda: late.prefix(other) == 10)
+            assert late.prefix([1] * 40) == 0
+            values = metric_values(client)
+            assert metric_total(values, "shiftjax:kv_events_total", outcome="sent") >= 3
+            assert metric_total(values, "shiftjax:kv_events_total", outcome="dropped") == 0
+            server.on_loop(server.engine.call(Engine.flush_prefix_cache))
+            late.hear_until(lambda: not late.index)
+
+
+def test_a_gap_is_filled_by_a_replay():
+    prompts = [[number] * 12 for number in range(1, 6)]
+    with told_server() as (events, _, client), subscribed(events) as there:
+        for prompt in prompts:
+            ask(client, prompt)
+        there.hear_until(lambda: all(there.prefix(each) == 3 for each in prompts))
+        with subscribed(events) as missed, subscribed(events) as half:
+            numbers = missed.replay(events.replay_address, 0)
+            assert numbers == list(range(numbers[0], there.last + 1))
+            assert missed.index == there.index
+            assert half.replay(events.replay_address, there.last - 1) == numbers[-2:]
+            assert half.prefix(prompts[-1]) == 3 and half.prefix(prompts[0]) == 0
+            assert missed.replay(events.replay_address, there.last + 1) == []
+        assert events.counts["replays"] == 3
+
+
+def test_what_is_asked_too_late_is_told_anew(monkeypatch):
+    monkeypatch.setattr(kv_events, "TELL_ALL_SECONDS", 0.0)
+    monkeypatch.setattr(kv_events, "MOST_KEPT_BATCHES", 2)
+    with told_server() as (events, _, client), subscribed(events) as there:
+        there.hear_until(lambda: there.last >= 0)
+        for number in range(1, 6):
+            ask(client, [number] * 12)
+        there.hear_until(lambda: there.prefix([5] * 12) == 3)
+        there.index.clear()  # as if it had missed most of it
+        assert len(there.replay(events.replay_address, 0)) == 2
+        there.hear_until(lambda: all(there.prefix([number] * 12) == 3 for number in range(1, 6)))
+
+
+def test_what_finds_no_room_is_counted_and_told_later(monkeypatch):
+    monkeypatch.setattr(kv_events, "TELL_ALL_SECONDS", 0.0)
+    engine = make_engine()
+    blocks = engine.lanes[0].scheduler.tables.device
+    feed = CacheFeed([blocks])
+    with sender() as (events, subscriber):
+        events.ask = feed.tell_all
+        while subscriber.last < 0:
+            feed.tell_all()
+            events.send_from(feed)
+            subscriber.hear(50)
+        monkeypatch.setattr(kv_events, "MOST_QUEUED", 0)
+        blocks.register(blocks.allocate(), b"12345678", [1] * 4)
+        events.send_from(feed)
+        assert events.counts["dropped"] == 1
+        monkeypatch.setattr(kv_events, "MOST_QUEUED", 10)
+        events.send_from(feed)
+        subscriber.hear_until(lambda: subscriber.prefix([1] * 4) == 1)
+
+
+def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ConfigError, match=r"needs pyzmq: pip install 'shiftjax\[events\]'"):
+        KvEvents(FREE, "topic")
+
+
+def test_settings_make_the_topic_and_the_address(monkeypatch):
+    config = EngineConfig.from_options(model="random:tiny")
+    assert open_kv_events(ServerOptions(), config) is None
+    options = ServerOptions(kv_events="zmq", kv_events_endpoint=FREE, served_model_name="a, b")
+    events = open_kv_events(options, config)
+    assert events is not None
+    try:
+        assert events._topic == f"kv@{socket.gethostname()}@a".encode()
+        assert events.address.startswith("tcp://127.0.0.1:")
+        with pytest.raises(ConfigError, match=r"kv_events_endpoint = .* cannot be used"):
+            KvEvents(events.address, "topic")
+    finally:
+        events.close()
+    assert kv_events.DEFAULT_ENDPOINT.startswith("tcp://127.0.0.1:")
+    config = EngineConfig.from_options(model="random:tiny", prefix_caching=False)
+    with pytest.raises(ConfigError, match="nothing to tell without prefix_caching"):
+        open_kv_events(options, config)
