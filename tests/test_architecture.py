@@ -276,7 +276,8 @@ def test_every_import_is_a_declared_dependency(shipped):
     library = third_party_imports(shipped, {"shiftjax", "pallas_kernels"})
     optional = extras["hub"] | extras["plots"]
     assert library - optional == always - {"rich"}  # rich is for the command line
-    assert third_party_imports(shipped, {"serving"}) <= always | optional | extras["serving"]
+    served = always | optional | extras["serving"] | extras["events"]
+    assert third_party_imports(shipped, {"serving"}) <= served
 
 
 def test_every_shape_annotation_is_checked_in_tests(modules, pytestconfig):

@@ -24,7 +24,7 @@ from serving.run.simulated import Simulated, open_simulated
 from serving.run.start import StartError, chat_template, open_model
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
-from serving.server.kv_events import KvEvents, open_kv_events
+from serving.server.kv_events import KvEvents, check_kv_events, open_kv_events
 from serving.server.options import ServerOptions, names_of
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
@@ -60,6 +60,7 @@ def run_server(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keys = read_keys(options)
+    check_kv_events(options, config)
     if config.parallel.stages is not None and options.simulate is None:
         given = f"stages = {config.parallel.stages}"
         raise ConfigError([f"{given} is of batch and LLM: requests that wait for a phase are late"])

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,14 +55,12 @@ class KvEvents:
     A subscriber that misses messages sees a gap in the numbers and asks for a replay. Where that
     goes too far back, where a subscriber is new, or where this thread could not keep up, the whole
     index is told again, to all: `ask` is called, from this thread, to have the engine do so.
-    Raises ConfigError where pyzmq is missing, or an address cannot be used.
+    Raises ConfigError where an address cannot be used; `check_kv_events` comes before.
     """
 
     def __init__(self, endpoint: str, topic: str, replay: str | None = None):
-        try:
-            import zmq  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ConfigError([NO_ZMQ]) from None
+        import zmq  # pyright: ignore[reportMissingImports]
+
         self.counts: Counter[str] = Counter()
         self.ask: Callable[[], None] = lambda: None
         self._topic, self._zmq = topic.encode(), zmq
@@ -232,12 +231,20 @@ def _number(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def open_kv_events(options: ServerOptions, config: EngineConfig) -> KvEvents | None:
-    """The publisher that the settings ask for, if they do. Raises ConfigError."""
+def check_kv_events(options: ServerOptions, config: EngineConfig) -> None:
+    """Raise ConfigError for what could not be told, or sent."""
     if options.kv_events == "none":
-        return None
+        return
     if not config.cache.prefix_caching:
         raise ConfigError(["kv_events = zmq has nothing to tell without prefix_caching: drop one"])
+    if find_spec("zmq") is None:
+        raise ConfigError([NO_ZMQ])
+
+
+def open_kv_events(options: ServerOptions, config: EngineConfig) -> KvEvents | None:
+    """The publisher that checked settings ask for, if they do. Raises ConfigError."""
+    if options.kv_events == "none":
+        return None
     model = names_of(options.served_model_name or config.model.model)[0]
     topic = options.kv_events_topic or f"kv@{socket.gethostname()}@{model}"
     return KvEvents(options.kv_events_endpoint or DEFAULT_ENDPOINT, topic, options.kv_events_replay)

@@ -207,3 +207,18 @@ def test_copies_inside_a_pool_are_nothing_to_tell():
     blocks.replace(block, 5)
     assert feed.take() == ([], False)
     assert blocks.is_indexed(b"hash")
+
+
+def test_all_is_told_with_parents_first():
+    engine = make_engine(num_blocks=3)
+    blocks = engine.lanes[0].scheduler.tables.device
+    feed = feed_of(engine)
+    parent, child = blocks.allocate(), blocks.allocate()
+    blocks.register(parent, b"parent", [1] * 4)
+    blocks.register(child, b"child", [2] * 4, b"parent")
+    blocks.release([parent])
+    assert blocks.allocate() == parent  # which is evicted, and comes again after its child
+    blocks.register(parent, b"parent", [1] * 4)
+    ((cleared, told), tells_all) = feed.take()
+    assert tells_all and isinstance(cleared.events[0], Cleared)
+    assert told.events == [Stored([b"parent", b"child"], None, [1] * 4 + [2] * 4, 4)]

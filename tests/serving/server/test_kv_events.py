@@ -2,7 +2,6 @@
 
 import socket
 import struct
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,14 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import COMPLETION, make_engine, metric_total, metric_values, running_server
+from kit import (
+    COMPLETION,
+    make_engine,
+    metric_total,
+    metric_values,
+    run_command,
+    running_server,
+)
 
 from serving.server import kv_events
 from serving.server.kv_events import KvEvents, open_kv_events
@@ -292,12 +298,6 @@ def test_what_finds_no_room_is_counted_and_told_later(monkeypatch):
         subscriber.hear_until(lambda: subscriber.prefix([1] * 4) == 1)
 
 
-def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"needs pyzmq: pip install 'shiftjax\[events\]'"):
-        KvEvents(FREE, "topic")
-
-
 def test_settings_make_the_topic_and_the_address(monkeypatch):
     config = EngineConfig.from_options(model="random:tiny")
     assert open_kv_events(ServerOptions(), config) is None
@@ -312,6 +312,14 @@ def test_settings_make_the_topic_and_the_address(monkeypatch):
     finally:
         events.close()
     assert kv_events.DEFAULT_ENDPOINT.startswith("tcp://127.0.0.1:")
-    config = EngineConfig.from_options(model="random:tiny", prefix_caching=False)
-    with pytest.raises(ConfigError, match="nothing to tell without prefix_caching"):
-        open_kv_events(options, config)
+
+
+def test_a_server_and_its_check_refuse_what_could_not_be_told(monkeypatch, capsys):
+    for command in ("check", "serve"):
+        argv = [command, "random:tiny", "--kv-events", "zmq", "--devices", "1"]
+        code, _, errors = run_command(capsys, *argv, "--no-enable-prefix-caching")
+        assert code == 2 and "nothing to tell without prefix_caching" in errors[0], errors
+        with monkeypatch.context() as without:
+            without.setattr(kv_events, "find_spec", lambda name: None)
+            code, _, errors = run_command(capsys, *argv)
+        assert code == 2 and "needs pyzmq: pip install 'shiftjax[events]'" in errors[0], errors
