@@ -53,7 +53,7 @@ def least_gpus(
 ) -> int:
     """Print the advice and all that was tried; 1 where nothing answers the load."""
     names = arguments.machine.split(",")
-    targets = [replace(target, machine=load_machine(name)) for name in names]
+    targets = [replace(target, machine=load_machine(name, arguments.hosts)) for name in names]
     prices = _prices(arguments.gpu_price, [each.machine.name for each in targets])
     rate: float = arguments.rate or load.rate or 0.0
     goal = Goal(rate, arguments.ttft, arguments.tpot, arguments.percentile or PERCENTILE)

@@ -47,6 +47,7 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
         flags["prefix_caching"] = False
     drafts = getattr(arguments, "acceptance", None) is not None
     target = {"machine": machine or arguments.machine, "engine": arguments.engine}
+    target["hosts"] = arguments.hosts
     if arguments.config is None:
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
         fleet = _fleet_options(arguments, EngineConfig())
@@ -54,7 +55,7 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
         return Asked(with_kernels(target_from(named), arguments.kernels), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
     model = model_of(config.model.model.removeprefix("random:"))
-    asked = target_of(config, model, target["machine"], target["engine"])
+    asked = target_of(config, model, **target)
     asked = with_kernels(asked, arguments.kernels)
     own = deploy_config(asked, config)
     if drafts and not own.drafts.copies:

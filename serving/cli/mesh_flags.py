@@ -84,6 +84,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help=_CONFIG)
     parser.add_argument("--model", help=f"preset, checkpoint or config.json; default {MODEL}")
     parser.add_argument("--machine", default="h200x8", help=f"{machines}, or a .yaml file")
+    text = "as many machines as one, joined by their network; default 1, or what a file says"
+    parser.add_argument("--hosts", type=int, metavar="N", help=text)
     text = "measured kernels, CSV or JSON: the machine's constants are fitted to them, see docs"
     parser.add_argument("--kernels", type=Path, metavar="FILE", help=text)
     parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")

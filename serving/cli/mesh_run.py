@@ -67,7 +67,9 @@ MEASURED: Mapping[str, Any] = dict.fromkeys(("tokens", "prompts", "trace", "depl
 DEGREES = {"sp": 4, "tp": 2}  # of the one deployment of a file that names none
 SHARED: Mapping[str, Any] = MEASURED | dict.fromkeys(SETTINGS) | {"model": "random:tiny"}
 NEEDED = ("machine", "model", "trace")
-MODELLED: dict[str, Any] = dict.fromkeys((*NEEDED, "dtype", "kv_cache_dtype", "engine", *BUDGETS))
+MODELLED: dict[str, Any] = dict.fromkeys(
+    (*NEEDED, "dtype", "kv_cache_dtype", "engine", "hosts", *BUDGETS)
+)
 MODELLED |= {"acceptance": None, "compare": ["dp", "tp", "shift"], "rates": [1.0]}
 
 

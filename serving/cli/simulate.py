@@ -35,6 +35,7 @@ from shiftjax.sim.experiments import (
     write_rows,
 )
 from shiftjax.sim.fleet_planning import fleet_estimates
+from shiftjax.sim.hosts import hosts_in_words
 from shiftjax.sim.planning import (
     Estimate,
     Workload,
@@ -83,8 +84,13 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         print(f"\nnothing is recommended: no deployment has room for a request of {total}")
         return 1
     best, reason = recommended
-    print(f"\nrecommended: --sp {best.sp} --tp {best.tp} --shift-threshold {best.threshold}")
+    policy = f"--shift-threshold {best.threshold}"
+    if target.machine.num_hosts > 1:  # modes between sum inside hosts, which no threshold chooses
+        policy = "--policy cost"
+    print(f"\nrecommended: --sp {best.sp} --tp {best.tp} {policy}")
     print(reason)
+    if words := hosts_in_words(target, workload, **settings):
+        print(words)
     if words := gather_in_words(target, **settings):
         print(words)
     if words := stages_in_words(estimates):
@@ -127,9 +133,10 @@ def _heading(target: Target, workload: Workload) -> str:
     if machine.from_host:
         rate = machine.from_host[0].bytes_per_second / 1e9
         host = f" (host: {machine.host_memory_bytes / 2**30:,.0f} GiB, {rate:.0f} GB/s a device)"
+    over = f" over {machine.num_hosts} hosts" if machine.num_hosts > 1 else ""
     return (
         f"{target.model.name} ({formats.weights}, KV {formats.kv}) on "
-        f"{machine.name}{host} with the overhead of {target.engine.name}, "
+        f"{machine.name}{over}{host} with the overhead of {target.engine.name}, "
         f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens; "
         "--model, --machine, --dtype, --input and --output choose others\n" + widened
     )
@@ -158,6 +165,8 @@ def _to_compile(
     """With --compile: the named meshes, or all that fit. Raises ConfigError."""
     if wanted is None:
         return []
+    if target.machine.num_hosts > 1:
+        raise ConfigError(["--compile is for the devices of one host: drop it, or --hosts"])
     from serving.bench.compiled_plan import check_target
 
     plain = [e.deployment for e in estimates if e.fits and e.deployment.pp == 1]

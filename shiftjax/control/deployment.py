@@ -44,6 +44,7 @@ class Devices(NamedTuple):
     total_bytes: int
     free_bytes: int  # before weights are loaded
     pool_share: float = 1.0  # of what weights leave, for KV
+    per_host: int = 0  # 0: all are on one host
 
 
 @dataclass(frozen=True)

@@ -212,17 +212,23 @@ def stage_problems(pp: int, model: ModelConfig) -> list[str]:
 
 
 def base_rule(
-    num_bytes: int, memory_bytes_per_device: int, num_devices: int, expert_bytes: int = 0
+    num_bytes: int,
+    memory_bytes_per_device: int,
+    num_devices: int,
+    expert_bytes: int = 0,
+    per_host: int = 0,
 ) -> tuple[int, int]:
     """(sp, tp) by the rule: the least TP whose share of `num_bytes` fits, the rest SP.
 
     TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory, that of all devices
-    in LAST_SHARE. All devices split the experts among the weights, `expert_bytes`, whatever TP is.
+    in LAST_SHARE, and that of all `per_host` of a host, for a larger TP sums between hosts in every
+    layer. All devices split the experts among the weights, `expert_bytes`, whatever TP is.
     Raises ConfigError when not even TP = num_devices fits.
     """
     room = 0
     for tp in range(1, num_devices + 1):
-        room = int((LAST_SHARE if tp == num_devices else WEIGHT_SHARE) * memory_bytes_per_device)
+        most = LAST_SHARE if tp in (num_devices, per_host) else WEIGHT_SHARE
+        room = int(most * memory_bytes_per_device)
         share = (num_bytes - expert_bytes) / tp + expert_bytes / num_devices
         if num_devices % tp == 0 and share <= room:
             return num_devices // tp, tp
@@ -263,7 +269,7 @@ def choose_degrees(
         (weight_bytes(Layout(stage, 1, 1), formats), expert_bytes(stage, formats))
         for stage in stages_of(model, parallel.pp)
     )
-    by_rule = base_rule(most, devices.total_bytes, size, of_experts)
+    by_rule = base_rule(most, devices.total_bytes, size, of_experts, devices.per_host)
     if by_rule[0] == 1 < size and not parallel.gathers:
         logger.info(
             "the weights leave no room for SP: weights = gather stores as little, and gathers them "

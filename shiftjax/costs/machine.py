@@ -76,7 +76,7 @@ class Machine:
     @property
     def num_hosts(self) -> int:
         """Hosts that the devices are on."""
-        return self.num_devices // (self.devices_per_host or self.num_devices)
+        return -(-self.num_devices // (self.devices_per_host or self.num_devices))
 
     @property
     def hops(self) -> tuple[Transfer, ...]:

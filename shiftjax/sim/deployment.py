@@ -52,7 +52,8 @@ class Target:
     def devices(self) -> Devices:
         """The machine's, with all of their memory free."""
         memory = int(self.machine.memory_bytes)
-        return Devices(self.machine.num_devices, memory, memory)
+        num_devices, per_host = self.machine.num_devices, self.machine.devices_per_host
+        return Devices(num_devices, memory, memory, per_host=per_host)
 
     @property
     def reserved_bytes(self) -> int:
@@ -100,7 +101,8 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
     """
     wrong = not_simulated(config)
     believed = config.scheduler.machine
-    if believed is not None and load_machine(believed) != target.machine:
+    hosts = target.machine.num_hosts
+    if believed is not None and load_machine(believed, hosts) != target.machine:
         name = target.machine.name
         wrong.append(f"machine = {believed} is not simulated on {name}: let them be the same")
     if wrong:
@@ -121,6 +123,7 @@ def not_simulated(config: EngineConfig) -> list[str]:
 
 FLEET = "fleet"  # how the names of deployments begin whose groups come and go
 SWITCHES = get_args(get_type_hints(FleetOptions)["switch"])
+ONE_HOST = "requests that move between groups stay on one host: drop it, or --hosts"
 FLEET_MODES = ("greedy", "threshold", "shift")
 
 
@@ -151,6 +154,8 @@ def deploy_fleet(
         else:
             known = (*FLEET_POLICIES, *SWITCHES, *FLEET_MODES)
             raise ConfigError([f"{name}: {unknown_name(word, known, 'word')}"])
+    if target.machine.num_hosts > 1:
+        raise ConfigError([f"{name}: {ONE_HOST}"])
     options, tp = replace(options, **chosen), tp or least_tp(target)
     units, rest = divmod(target.machine.num_devices, tp)
     widths = options.fleet_widths or possible_widths(units)
@@ -212,6 +217,8 @@ def deploy_phases(
     machine's links to its host, or its memory.
     """
     check_host_links(target.machine)
+    if target.machine.num_hosts > 1:
+        raise ConfigError([f"{prefill.name}:{decode.name}: {ONE_HOST}"])
     if settings.get("drafts", NO_DRAFTS).speculation != "none":
         raise ConfigError([f"{prefill.name}:{decode.name}: phases do not draft: drop the drafts"])
     host_bytes = host_bytes or int(HOST_SHARE * target.machine.host_memory_bytes)
@@ -304,10 +311,10 @@ def deploy_gathered(target: Target, name: str, policy: str = "cost", **settings:
 
 def least_tp(target: Target) -> int:
     """TP of the base configuration, by the engine's own rule. Raises ConfigError if none fits."""
-    model, machine = target.model, target.machine
+    model, (num_devices, memory, *_, per_host) = target.model, target.devices
     weights = weight_bytes(Layout(model, 1, 1), target.formats)
     experts = expert_bytes(model, target.formats)
-    _, tp = base_rule(weights, int(machine.memory_bytes), machine.num_devices, experts)
+    _, tp = base_rule(weights, memory, num_devices, experts, per_host)
     return tp
 
 

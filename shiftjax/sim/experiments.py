@@ -47,7 +47,7 @@ SYNTHETIC: Mapping[str, Callable[..., list[TraceRequest]]] = {
 
 
 def target_from(options: Mapping[str, Any]) -> Target:
-    """A target from names: model, machine, engine, dtype, kv_cache_dtype.
+    """A target from names: model, machine, hosts, engine, dtype, kv_cache_dtype.
 
     By default a model's matrices are what its checkpoint has, as the engine's are.
 
@@ -67,14 +67,20 @@ def target_from(options: Mapping[str, Any]) -> Target:
     if dtype == "auto" and model.codes is not None:
         formats = replace(formats, weights="fp8")
     machine, engine = options["machine"], options.get("engine") or "shiftjax"
-    return Target(model, load_machine(machine), load_engine(engine), formats)
+    hosts = options.get("hosts")
+    return Target(model, load_machine(machine, hosts), load_engine(engine), formats)
 
 
 def target_of(
-    config: EngineConfig, model: str | ModelConfig, machine: str, engine: str = "shiftjax"
+    config: EngineConfig,
+    model: str | ModelConfig,
+    machine: str,
+    engine: str = "shiftjax",
+    hosts: int | None = None,
 ) -> Target:
-    """The target of an engine's settings, on the machine of this name. Raises ConfigError."""
-    target = target_from({"model": model, "machine": machine, "engine": engine})
+    """The target of an engine's settings, on as many machines of this name. Raises ConfigError."""
+    named = {"model": model, "machine": machine, "engine": engine, "hosts": hosts}
+    target = target_from(named)
     overlaps = target.engine.overlaps and config.scheduler.overlap
     engine_costs = replace(target.engine, overlaps=overlaps)
     return replace(target, engine=engine_costs, formats=formats_in(config, target.model))

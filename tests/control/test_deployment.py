@@ -95,6 +95,8 @@ def test_tp_is_a_divisor_even_where_a_smaller_number_would_fit():
 def test_weights_that_fit_nowhere_are_refused_with_the_numbers():
     assert base_rule(500 * GIB, 80 * GIB, 8) == (1, 8)  # more than a smaller TP may take
     assert base_rule(15 * GIB, 23 * GIB, 1) == (1, 1)
+    assert base_rule(500 * GIB, 80 * GIB, 16) == (1, 16)
+    assert base_rule(500 * GIB, 80 * GIB, 16, per_host=8) == (2, 8)  # no sums between hosts
     with pytest.raises(ConfigError, match=r"520\.0 GiB.*8 devices offer 64\.0 GiB"):
         base_rule(520 * GIB, 80 * GIB, 8)
 

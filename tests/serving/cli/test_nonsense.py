@@ -42,6 +42,7 @@ SHARED = {
     **dict.fromkeys(("--model", "--machine", "--engine", "--dtype", "--kv-cache-dtype"), NAMES),
     **dict.fromkeys(("--block-size", "--max-num-seqs", "--max-num-batched-tokens"), COUNTS),
     "--config": NAMES,
+    "--hosts": st.one_of(COUNTS, st.just("65")),
 }
 PLAN = SHARED | {
     **dict.fromkeys(("--input", "--output"), COUNTS),

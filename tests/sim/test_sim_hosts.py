@@ -1,0 +1,85 @@
+"""Deployments over several hosts: which modes pay there, and whether one engine should be there."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from serving.cli.main import main
+from shiftjax.arch.formats import formats_of
+from shiftjax.control.policy import CostPolicy, wanted_modes
+from shiftjax.costs.machine import Machine, Transfer
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.work import Work
+from shiftjax.parallel.grid import Mode
+from shiftjax.sim.deployment import Target, cost_model, deploy, modes_of
+from shiftjax.sim.hosts import hosts_in_words
+from shiftjax.sim.models import find_model
+from shiftjax.sim.planning import Workload
+
+TWO = load_machine("h200x8", hosts=2)
+BASE, INSIDE, SHIFT = Mode(8, 8), Mode(8, 2), Mode(8, 1)  # INSIDE: TP=8 on each host
+
+
+def chosen(machine: Machine) -> tuple[dict[int, Mode], set[Mode]]:
+    """The mode of steps by their tokens, and all modes that are compiled, of Llama-70B."""
+    model, engine = find_model("llama-70b"), load_engine("shiftjax")
+    target = Target(model, machine, engine, formats_of("bfloat16"))
+    deployment = deploy(target, "cost", (1, 8, 2), "cost")
+    costs = cost_model(target, deployment)
+    policy, modes = CostPolicy(costs), modes_of(costs, deployment)
+    found = {n: policy.mode_of(Work.prefill(n), modes, 0, None) for n in (8, 512, 8192)}
+    wanted = wanted_modes(policy, deployment.buckets, modes)
+    return found, {mode for each in wanted.values() for mode in each}
+
+
+def test_between_few_and_many_tokens_weights_are_split_inside_hosts():
+    """Shift waits for the network twice a layer, for few bytes; the mode between exchanges less."""
+    by_tokens, _ = chosen(TWO)
+    assert by_tokens == {8: SHIFT, 512: INSIDE, 8192: BASE}
+
+
+def test_shift_is_left_out_where_the_network_is_too_slow_for_it():
+    """Sums of all hidden states cross in it, more than exchanges of heads: nothing compiles it."""
+    _, wanted = chosen(TWO)
+    assert {SHIFT, INSIDE, BASE} <= wanted
+    slow = replace(TWO, network=(Transfer(19e-6, 0.5e9),))
+    by_tokens, wanted = chosen(slow)
+    assert SHIFT not in wanted and SHIFT not in by_tokens.values()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--model", "llama-70b"), "replicas: a server on each of 2 hosts (--sp 4 --tp 2)"),
+        (("--model", "llama-70b"), "recommended: --sp 8 --tp 2 --policy cost"),
+        (("--model", "llama-70b"), "and has room for no longer requests"),
+        (("--model", "llama-405b"), "recommended: --sp 2 --tp 8 --policy cost"),
+        (("--model", "llama-405b", "--machine", "h100x8"), "one engine over 2 hosts: no host"),
+    ],
+)
+def test_plan_says_whether_one_engine_or_replicas(capsys, argv, words):
+    assert main(["plan", "--hosts", "2", *argv]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_requests_that_no_host_holds_are_for_one_engine():
+    """Devices of 28 GB: a host has room for a request, but not for the longest of the model."""
+    model, engine = find_model("llama-70b"), load_engine("shiftjax")
+    machine = replace(TWO, memory_bytes=28e9, reserved_bytes=0.0)
+    target = Target(model, machine, engine, formats_of("bfloat16"))
+    words = hosts_in_words(target, Workload(1000, 100))
+    longest, held = re.findall(r"of more than ([\d,]+) tokens: it holds ([\d,]+)", words)[0]
+    assert 1100 < int(longest.replace(",", "")) < model.max_position_embeddings
+    assert int(held.replace(",", "")) > int(longest.replace(",", ""))
+    assert hosts_in_words(replace(target, machine=machine.one_host), Workload(1000, 100)) == ""
+
+
+def test_a_trace_is_replayed_over_hosts(capsys):
+    argv = ["mesh", "simulate", "--trace", "poisson", "--set", "rate=4", "--set", "seconds=2"]
+    argv += ["--set", "prompt_tokens=500", "--set", "output_tokens=4", "--compare", "cost"]
+    took = []
+    for more in ((), ("--hosts", "2")):
+        assert main([*argv, *more]) == 0
+        took.append(capsys.readouterr().out)
+    assert "sp4tp2" in took[0] and "sp8tp2" in took[1]
