@@ -24,6 +24,11 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return [each for each in yaml.safe_load_all(path.read_text()) if each is not None]
 
 
+def is_custom(document: dict[str, Any]) -> bool:
+    """Whether its schema is here; any other is taken for one of Kubernetes' own."""
+    return _schema(document["kind"]) is not None
+
+
 def custom_problems(document: dict[str, Any]) -> list[str]:
     """What is wrong with a custom resource, but for its pod templates."""
     validator = jsonschema_rs.validator_for(_closed(_schema(document["kind"])))

@@ -4,18 +4,13 @@ import copy
 from pathlib import Path
 
 import pytest
-from crd import custom_problems, documents, own_problems
+from crd import custom_problems, documents, is_custom, own_problems
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted(
     path for path in DEPLOY.glob("*.yaml") if "kind:" in path.read_text(encoding="utf-8")
 )
-CUSTOM = [
-    document
-    for path in MANIFESTS
-    for document in documents(path)
-    if "." in document["apiVersion"].split("/")[0]  # a group with a domain
-]
+CUSTOM = [each for path in MANIFESTS for each in documents(path) if is_custom(each)]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

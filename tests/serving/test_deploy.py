@@ -68,6 +68,8 @@ def test_the_manifests_name_what_there_is(name):
         assert spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         assert spec["targetPorts"] == [{"number": ports["http"]}]
         assert arguments.metrics_prefix == template["metadata"]["labels"]["llm-d.ai/engine-type"]
+        assert arguments.kv_events == "zmq"
+        assert arguments.kv_events_endpoint == f"tcp://*:{ports['kv-events']}"
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
