@@ -63,7 +63,7 @@ class KvEvents:
 
         self.counts: Counter[str] = Counter()
         self.ask: Callable[[], None] = lambda: None
-        self._topic, self._zmq = topic.encode(), zmq
+        self.topic, self._zmq = topic, zmq
         self._queue: deque[_News] = deque()
         self._is_behind = self._is_stopping = False
         self._context = zmq.Context()
@@ -189,7 +189,7 @@ class KvEvents:
     def _send(self, batch: Batch) -> None:
         number, self._next = self._next, self._next + 1
         body = self._encode([time.time(), [_as_sent(event) for event in batch.events], batch.rank])
-        self._out.send_multipart((self._topic, number.to_bytes(8, "big"), body))
+        self._out.send_multipart((self.topic.encode(), number.to_bytes(8, "big"), body))
         self.counts["sent"] += len(batch.events)
         if self._replay is None:
             return
@@ -211,7 +211,7 @@ class KvEvents:
         self._wants_all |= start < first and not self._keeps_all
         for number, body in self._kept:
             if number >= start:
-                head = (who, b"", self._topic, number.to_bytes(8, "big"))
+                head = (who, b"", self.topic.encode(), number.to_bytes(8, "big"))
                 self._replay.send_multipart((*head, body))
         self._replay.send_multipart((who, b"", b"", END, b""))
 

@@ -305,7 +305,7 @@ def test_settings_make_the_topic_and_the_address(monkeypatch):
     events = open_kv_events(options, config)
     assert events is not None
     try:
-        assert events._topic == f"kv@{socket.gethostname()}@a".encode()
+        assert events.topic == f"kv@{socket.gethostname()}@a"
         assert events.address.startswith("tcp://127.0.0.1:")
         with pytest.raises(ConfigError, match=r"kv_events_endpoint = .* cannot be used"):
             KvEvents(events.address, "topic")
