@@ -5,7 +5,10 @@ A static deployment is one configuration; where prompts and decodes have one eac
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import jax
 
 from shiftjax.config import EngineConfig
 from shiftjax.control.blocks import BlockAllocator
@@ -159,5 +162,8 @@ def known_costs(deployment: Deployment, machine: str | None, device: Device) -> 
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
     if not (is_needed or (drafts and choice == "auto" and is_known)):
         return None
-    constants = load_machine(machine or machine_of(device.device_kind))
+    constants = load_machine(machine or machine_of(device.device_kind), jax.process_count())
+    if jax.process_count() > 1:  # of which each host may have fewer than the file's machine
+        here, all_of_them = jax.local_device_count(), jax.device_count()
+        constants = replace(constants, devices_per_host=here, num_devices=all_of_them)
     return deployment.costs(constants, load_engine("shiftjax"))

@@ -18,13 +18,15 @@ def measure(devices: Sequence[Device]) -> Devices:
         RuntimeError: the backend does not say how much memory it has.
     """
     first, count = devices[0], len(devices)
+    per_host = sum(device.process_index == first.process_index for device in devices)
     if first.platform == "cpu":
         total, available = host_memory()
-        return Devices(count, total // count, available // count, CPU_SHARE)
+        return Devices(count, total // per_host, available // per_host, CPU_SHARE, per_host)
     stats = first.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise RuntimeError(f"{first} does not report its memory; set num_blocks")
-    return Devices(count, stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
+    limit, used = stats["bytes_limit"], stats["bytes_in_use"]
+    return Devices(count, limit, limit - used, per_host=per_host)
 
 
 def host_memory() -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from serving.cli.main import main
@@ -11,6 +13,7 @@ from shiftjax.control.policy import CostPolicy, wanted_modes
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.work import Work
+from shiftjax.lanes import known_costs
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, cost_model, deploy, modes_of
 from shiftjax.sim.hosts import hosts_in_words
@@ -21,10 +24,14 @@ TWO = load_machine("h200x8", hosts=2)
 BASE, INSIDE, SHIFT = Mode(8, 8), Mode(8, 2), Mode(8, 1)  # INSIDE: TP=8 on each host
 
 
+def on(machine: Machine) -> Target:
+    model, engine = find_model("llama-70b"), load_engine("shiftjax")
+    return Target(model, machine, engine, formats_of("bfloat16"))
+
+
 def chosen(machine: Machine) -> tuple[dict[int, Mode], set[Mode]]:
     """The mode of steps by their tokens, and all modes that are compiled, of Llama-70B."""
-    model, engine = find_model("llama-70b"), load_engine("shiftjax")
-    target = Target(model, machine, engine, formats_of("bfloat16"))
+    target = on(machine)
     deployment = deploy(target, "cost", (1, 8, 2), "cost")
     costs = cost_model(target, deployment)
     policy, modes = CostPolicy(costs), modes_of(costs, deployment)
@@ -48,6 +55,18 @@ def test_shift_is_left_out_where_the_network_is_too_slow_for_it():
     assert SHIFT not in wanted and SHIFT not in by_tokens.values()
 
 
+def test_an_engine_over_hosts_decides_by_the_links_that_it_has(monkeypatch):
+    """Of 8 devices a host of the file's machine, this one has 4."""
+    for name, count in (("process_count", 2), ("local_device_count", 4), ("device_count", 8)):
+        monkeypatch.setattr(jax, name, lambda count=count: count)
+    deployment = deploy(on(TWO), "cost", (1, 4, 2), "cost")
+    costs = known_costs(deployment, None, SimpleNamespace(device_kind="NVIDIA H200"))
+    assert costs.machine.num_hosts == 2 and costs.machine.devices_per_host == 4
+    between = replace(costs.machine, network=(Transfer(1.0, 1.0),))
+    slower = deployment.costs(between, costs.engine).mode_seconds(Mode(4, 4), (512, 8))
+    assert slower > 1e6 > costs.mode_seconds(Mode(4, 4), (512, 8))
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -65,12 +84,11 @@ def test_plan_says_whether_one_engine_or_replicas(capsys, argv, words):
 
 def test_requests_that_no_host_holds_are_for_one_engine():
     """Devices of 28 GB: a host has room for a request, but not for the longest of the model."""
-    model, engine = find_model("llama-70b"), load_engine("shiftjax")
     machine = replace(TWO, memory_bytes=28e9, reserved_bytes=0.0)
-    target = Target(model, machine, engine, formats_of("bfloat16"))
+    target = on(machine)
     words = hosts_in_words(target, Workload(1000, 100))
     longest, held = re.findall(r"of more than ([\d,]+) tokens: it holds ([\d,]+)", words)[0]
-    assert 1100 < int(longest.replace(",", "")) < model.max_position_embeddings
+    assert 1100 < int(longest.replace(",", "")) < target.model.max_position_embeddings
     assert int(held.replace(",", "")) > int(longest.replace(",", ""))
     assert hosts_in_words(replace(target, machine=machine.one_host), Workload(1000, 100)) == ""
 
