@@ -27,7 +27,7 @@ import msgspec
 
 from serving.server.options import ServerOptions, names_of
 from shiftjax.config import EngineConfig
-from shiftjax.control.cache_events import Batch, CacheEvent, CacheFeed, Removed, Stored
+from shiftjax.control.cache_events import Batch, CacheEvent, CacheFeed, Everything, Removed, Stored
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ NO_ZMQ = "kv_events = zmq needs pyzmq: pip install 'shiftjax[events]', or use kv
 class _News(NamedTuple):
     """What one turn of the engine has brought."""
 
-    batches: Sequence[Batch]
+    batches: Sequence[Batch | Everything]
     tells_all: bool
 
 
@@ -121,7 +121,7 @@ class KvEvents:
         if not batches:
             return
         if len(self._queue) >= MOST_QUEUED:
-            self.counts["dropped"] += sum(len(batch.events) for batch in batches)
+            self.counts["dropped"] += len(batches)
             self._is_behind = True
             feed.tell_all()
             return
@@ -186,11 +186,11 @@ class KvEvents:
         self._wants_all |= self._is_behind
         self._is_behind = False
 
-    def _send(self, batch: Batch) -> None:
+    def _send(self, batch: Batch | Everything) -> None:
         number, self._next = self._next, self._next + 1
         body = self._encode([time.time(), [_as_sent(event) for event in batch.events], batch.rank])
         self._out.send_multipart((self.topic.encode(), number.to_bytes(8, "big"), body))
-        self.counts["sent"] += len(batch.events)
+        self.counts["sent"] += 1
         if self._replay is None:
             return
         self._kept.append((number, body))

@@ -276,7 +276,8 @@ class Metrics(Collector):
         if isinstance(engine, AsyncEngine) and engine.kv_events is not None:
             counts = engine.kv_events.counts
             sent = {(outcome,): counts[outcome] for outcome in ("sent", "dropped")}
-            yield self._total("kv_events", "Changes of cached blocks, told.", sent, "outcome")
+            text = "Messages about changes of cached blocks."
+            yield self._total("kv_event_batches", text, sent, "outcome")
             text = "Replays of KV events that subscribers have asked for."
             yield self._total("kv_event_replays", text, {(): counts["replays"]})
         if stats.drafts is not None:

@@ -41,11 +41,40 @@ class Batch:
     events: Sequence[CacheEvent]
 
 
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """All that a group had, for an index that has nothing of it."""
+
+    rank: int | None
+    contents: list[CachedPrefix]
+    block_size: int
+
+    @property
+    def events(self) -> Sequence[CacheEvent]:
+        """Made when they are asked for: that takes too long for the thread of the engine.
+
+        Each block comes after its parent, if that was still found.
+        """
+        log = _Log(self.block_size)
+        by_hash = {each.block_hash: each for each in self.contents}
+        told: set[bytes] = set()
+        for contents in self.contents:
+            chain: list[CachedPrefix] = []
+            link: CachedPrefix | None = contents
+            while link is not None and link.block_hash not in told:
+                told.add(link.block_hash)
+                chain.append(link)
+                link = None if link.parent is None else by_hash.get(link.parent)
+            for each in reversed(chain):
+                log.stored(each)
+        return log.events
+
+
 class _Log:
     """Hears of the blocks of one group. What belongs together becomes one event."""
 
-    def __init__(self, blocks: BlockAllocator):
-        self.block_size = blocks.block_size
+    def __init__(self, block_size: int):
+        self.block_size = block_size
         self.events: list[CacheEvent] = []
         self.was_cleared = False
 
@@ -80,7 +109,7 @@ class CacheFeed:
     def __init__(self, groups: Sequence[BlockAllocator]):
         self._groups = groups
         self._ranks = range(len(groups)) if len(groups) > 1 else [None]
-        self._logs = [_Log(blocks) for blocks in groups]
+        self._logs = [_Log(blocks.block_size) for blocks in groups]
         for blocks, log in zip(groups, self._logs, strict=True):
             blocks.observer = log
         self._tells_all = True  # nobody knows anything yet
@@ -89,7 +118,7 @@ class CacheFeed:
         """The next batches shall bring what there is, whatever was told before."""
         self._tells_all = True
 
-    def take(self) -> tuple[list[Batch], bool]:
+    def take(self) -> tuple[list[Batch | Everything], bool]:
         """What has happened since the last time, and whether it tells all."""
         tells_all = self._tells_all or any(log.was_cleared for log in self._logs)
         self._tells_all = False
@@ -103,12 +132,9 @@ class CacheFeed:
             if log.events:
                 yield Batch(rank, log.events)
 
-    def _all(self) -> Iterator[Batch]:
+    def _all(self) -> Iterator[Batch | Everything]:
         for rank in self._ranks:
             yield Batch(rank, [Cleared()])
         for rank, blocks in zip(self._ranks, self._groups, strict=True):
-            log = _Log(blocks)
-            for contents in blocks.shown():
-                log.stored(contents)
-            if log.events:
-                yield Batch(rank, log.events)
+            if contents := blocks.shown():
+                yield Everything(rank, contents, blocks.block_size)

@@ -1,0 +1,151 @@
+"""What KV events cost the engine's thread, step by step, and what telling a whole index costs it.
+
+    python scripts/bench_kv_events.py [--sequences 64] [--prompt 512] [--output 64] [--rounds 6]
+
+Two engines that make up tokens do the same work in turns, one of them with events, to which another
+process listens. Counted are CPU seconds of the engine's thread (a busy machine's clock would say
+more of others); each step is compared with the same step of the other engine. Prompts are new in
+every round and the pool holds two rounds, so blocks come and go. Prints medians, with the CPU time
+of all other threads (encoding, sockets) a step, then one line of JSON.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import time
+from functools import partial
+
+from bench_machine import describe_machine
+
+from serving.server.kv_events import KvEvents
+from shiftjax.control.admission import RequestLimits
+from shiftjax.control.blocks import BlockAllocator
+from shiftjax.control.cache_events import CacheFeed
+from shiftjax.control.echo import EchoRunner
+from shiftjax.control.engine import Engine
+from shiftjax.control.lane import Lane
+from shiftjax.control.policy import ThresholdPolicy
+from shiftjax.control.request import Request, SamplingParams
+from shiftjax.control.scheduler import Scheduler
+from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.parallel.grid import Group
+from shiftjax.sim.experiments import as_text
+
+VOCAB_SIZE, BLOCK_SIZE, STEP_TOKENS = 49152, 16, 1024
+COLUMNS = ("off", "on", "difference")
+INDEX_SIZES = (1000, 10_000, 100_000)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="What KV events cost.")
+    for name, default in (("sequences", 64), ("prompt", 512), ("output", 64), ("rounds", 6)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    events = KvEvents("tcp://127.0.0.1:*", "kv@here@echo")
+    listener = multiprocessing.get_context("spawn").Process(
+        target=listen, args=(events.address,), daemon=True
+    )
+    listener.start()
+    try:
+        found = {"machine": describe_machine(), **vars(options), **measure(options, events)}
+        while not events.counts["sent"]:
+            time.sleep(0.01)
+    finally:
+        listener.terminate()
+        events.close()
+    rows = [
+        {"microseconds a step": kind, **{name: round(found[kind][name], 1) for name in COLUMNS}}
+        for kind in ("prompts", "decodes")
+    ]
+    print(as_text(rows))
+    print(f"other threads: {found['other_us']:.1f} us a step")
+    for size in INDEX_SIZES:
+        mine, other = tell_all_ms(size)
+        print(f"telling {size} blocks: {mine:.1f} ms, and {other:.1f} of the other thread")
+    print(json.dumps(found))
+
+
+def measure(options: argparse.Namespace, events: KvEvents) -> dict:
+    """Microseconds of the engine's thread, by kind of step: (off, on, difference)."""
+    engines = [make_engine(options) for _ in range(2)]
+    feed = CacheFeed([engines[1].lanes[0].scheduler.tables.device])
+    after = (lambda: None, partial(events.send_from, feed))
+    taken: dict[str, list[tuple[float, float]]] = {"prompts": [], "decodes": []}
+    rng, num_steps, begin = random.Random(0), 0, (time.process_time(), time.thread_time())
+    for number in range(options.rounds):
+        for index in range(options.sequences):
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(options.prompt)]
+            for engine in engines:
+                sampling = SamplingParams(max_tokens=options.output, ignore_eos=True)
+                engine.add_request(Request(f"{number}:{index}", prompt, sampling))
+        while engines[0].has_work():
+            order = (0, 1) if num_steps % 2 else (1, 0)
+            pair = [0.0, 0.0]
+            for which in order:
+                start = time.thread_time()
+                engines[which].step(0.0)
+                after[which]()
+                pair[which] = time.thread_time() - start
+            ended = engines[0].ended_steps
+            if number and ended:  # the first round warms up
+                kind = "prompts" if ended[0].num_tokens > options.sequences else "decodes"
+                taken[kind].append((pair[0], pair[1]))
+            num_steps += 1
+    assert not events.counts["dropped"]
+    others = time.process_time() - begin[0] - (time.thread_time() - begin[1])
+    found: dict = {"other_us": 1e6 * others / num_steps, "num_events": events.counts["sent"]}
+    for kind, pairs in taken.items():
+        off, on = zip(*pairs, strict=True)
+        differences = [b - a for a, b in pairs]
+        medians = (1e6 * statistics.median(each) for each in (off, on, differences))
+        found[kind] = dict(zip(COLUMNS, medians, strict=True))
+    return found
+
+
+def make_engine(options: argparse.Namespace) -> Engine:
+    """An engine whose pool holds two rounds."""
+    length = options.prompt + options.output
+    num_blocks = 1 + 2 * options.sequences * -(-length // BLOCK_SIZE)
+    config = SchedulerConfig(num_blocks, BLOCK_SIZE, options.sequences, STEP_TOKENS)
+    limits = RequestLimits(VOCAB_SIZE, length, (num_blocks - 1) * BLOCK_SIZE)
+    lane = Lane(Scheduler(config), EchoRunner(VOCAB_SIZE), Group(0, 2).modes)
+    return Engine([lane], ThresholdPolicy(256), limits)
+
+
+def tell_all_ms(num_blocks: int) -> tuple[float, float]:
+    """Milliseconds to tell of an index of chains of 64 blocks: the engine's thread, the other."""
+    blocks = BlockAllocator(num_blocks + 1, BLOCK_SIZE)
+    parent = None
+    for number in range(num_blocks):
+        name = number.to_bytes(16, "big")
+        parent = parent if number % 64 else None
+        blocks.register(blocks.allocate(), name, [number] * BLOCK_SIZE, parent)
+        parent = name
+    feed, taken, made = CacheFeed([blocks]), [], []
+    for _ in range(5):
+        feed.tell_all()
+        begin = time.thread_time()
+        batches, _ = feed.take()
+        taken.append(1e3 * (time.thread_time() - begin))
+        begin = time.thread_time()
+        assert sum(len(batch.events) for batch in batches) > 1
+        made.append(1e3 * (time.thread_time() - begin))
+    return statistics.median(taken), statistics.median(made)
+
+
+def listen(address: str) -> None:
+    """Another process that reads everything."""
+    import zmq  # pyright: ignore[reportMissingImports]
+
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.subscribe(b"")
+    socket.connect(address)
+    while True:
+        socket.recv_multipart()
+
+
+if __name__ == "__main__":
+    main()
