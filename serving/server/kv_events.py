@@ -152,7 +152,7 @@ class KvEvents:
                     hears[ready]()
             except Exception:  # of one message: the next ones can be sent all the same
                 logger.exception("KV events were lost.")
-                self._is_behind = True
+                self._wants_all = True
                 time.sleep(0.1)
         self._send_all()
         self._context.destroy(linger=int(LEAVE_SECONDS * 500))

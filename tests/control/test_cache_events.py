@@ -120,7 +120,7 @@ steps = st.sets(st.integers(0, 40), max_size=3)
 
 
 @settings(FAST, max_examples=120)
-@given(engines(tightness=2), traffic(), steps, steps, st.sets(st.integers(0, 30), max_size=2))
+@given(engines(2, 1, (1, 2)), traffic(), steps, steps, st.sets(st.integers(0, 30), max_size=2))
 def test_events_rebuild_the_index_under_any_traffic(engine, clients, flushes, misses, faults):
     clients = [each for each in clients if fits(engine, each)]
     for number in range(len(engine.lanes)):
