@@ -26,12 +26,12 @@ powers = st.integers(0, 4).map(lambda k: 2**k)
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[Collective, int]:
-    """A collective and the devices of a host, which the group fills, skips or lies inside."""
+def moves(draw: st.DrawFn) -> tuple[Collective, int, int]:
+    """A collective, how many of its devices a host has, and how many devices a host has."""
     local, hosts, stride = draw(powers), draw(powers), draw(powers)
     per_host = local * stride * (draw(powers) if hosts == 1 else 1)
     num_bytes = draw(st.integers(1, 1 << 20)) * local * hosts
-    return Collective(draw(kinds), local * hosts, num_bytes, 1, stride), per_host
+    return Collective(draw(kinds), local * hosts, num_bytes, 1, stride), local, per_host
 
 
 kinds = st.sampled_from(get_args(Kind))
@@ -40,8 +40,9 @@ kinds = st.sampled_from(get_args(Kind))
 @given(moves())
 def test_both_levels_together_move_what_one_would(given_move):
     """An optimal schedule stays one: two levels only say which link the bytes take."""
-    move, per_host = given_move
+    move, local, per_host = given_move
     inside, between = levels_of(move, per_host)
+    assert inside.num_devices == local
     assert inside.num_devices * between.num_devices == move.num_devices
     assert sent_bytes(inside) + sent_bytes(between) == pytest.approx(sent_bytes(move))
 

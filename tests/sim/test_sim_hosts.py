@@ -12,6 +12,7 @@ from shiftjax.arch.formats import formats_of
 from shiftjax.control.policy import CostPolicy, wanted_modes
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.work import Work
 from shiftjax.lanes import known_costs
 from shiftjax.parallel.grid import Mode
@@ -65,6 +66,13 @@ def test_an_engine_over_hosts_decides_by_the_links_that_it_has(monkeypatch):
     between = replace(costs.machine, network=(Transfer(1.0, 1.0),))
     slower = deployment.costs(between, costs.engine).mode_seconds(Mode(4, 4), (512, 8))
     assert slower > 1e6 > costs.mode_seconds(Mode(4, 4), (512, 8))
+
+
+def test_stages_on_several_hosts_hand_over_by_the_network():
+    deployment = deploy(on(TWO), "pp2tp8", (1, 1, 8), "base", pp=2)
+    costs, num_bytes = cost_model(on(TWO), deployment), 4096 * 8192 * 2 / 8  # bf16, of a device
+    assert isinstance(costs, PipelineCosts)
+    assert costs.send_seconds(Work.prefill(4096)) == pytest.approx(19e-6 + num_bytes / 47e9)
 
 
 @pytest.mark.parametrize(
