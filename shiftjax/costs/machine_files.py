@@ -76,9 +76,9 @@ def load_machine(name: str, hosts: int | None = None) -> Machine:
     Raises ConfigError, also where more hosts than one have no network.
     """
     machine = _load_machine(name)
-    if hosts is not None and not 1 <= hosts <= MOST_HOSTS:
+    if hosts is not None and hosts not in range(1, MOST_HOSTS + 1):
         raise ConfigError([f"hosts must be 1 to {MOST_HOSTS}, got {shown(hosts)}"])
-    machine = machine if hosts is None else machine.over(hosts)
+    machine = machine if hosts is None else machine.over(int(hosts))
     if machine.num_devices != machine.num_hosts * (machine.devices_per_host or machine.num_devices):
         raise ConfigError([f"{name}: num_devices must be a multiple of devices_per_host"])
     if machine.num_hosts > 1 and not machine.network:

@@ -94,7 +94,9 @@ MODELLED = {"machine": "h200x8", "model": "tiny", "trace": {"kind": "poisson", "
 @st.composite
 def experiments(draw: st.DrawFn) -> str:
     odd, name = draw(ODD), draw(st.sampled_from(NUMBERS))
-    key = draw(st.sampled_from(["machine", "trace", "rates", "max_num_seqs", "acceptance", "x"]))
+    key = draw(
+        st.sampled_from(["machine", "hosts", "trace", "rates", "max_num_seqs", "acceptance", "x"])
+    )
     content = draw(
         st.sampled_from(
             [
