@@ -19,6 +19,7 @@ from serving.bench.load import open_loop
 from serving.http.dialects import DIALECTS
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from serving.server.kv_events import KvEvents
 from serving.server.schema import read_completion
 
 PATH = "/v1/completions"
@@ -110,6 +111,32 @@ def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
         assert all(ids == alone[number][0]["token_ids"] for _, ids in given)
     assert sum(server.engine.stats.num_preemptions.values()) > before
     assert server.service.model.num_compiles() == 0
+
+
+def test_a_router_knows_what_is_left_after_a_mixed_load(server):
+    kv_kit = pytest.importorskip("kv_kit", reason="KV events need pyzmq")
+    sent = KvEvents(kv_kit.FREE, "kv@pod@model")
+    engine, subscriber = server.engine, kv_kit.Subscriber(sent.address)
+    core = engine._engine
+
+    def one(prompt: list[int]) -> None:
+        with server.client() as own:
+            assert own.post(PATH, json=body_of(prompt, max_tokens=40)).status_code == 200
+
+    async def listen() -> None:
+        engine._tell_of_blocks(core, sent)
+
+    server.on_loop(listen())
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, prompts(16)))
+        server.assert_quiescent()
+        subscriber.hear_until(lambda: subscriber.index == kv_kit.truth(core))
+        assert len(subscriber.index) > 20
+    finally:
+        engine._thread.after_turn = lambda: None
+        sent.close()
+        subscriber.socket.close(0)
 
 
 def test_a_pool_for_one_serves_many(server, client):

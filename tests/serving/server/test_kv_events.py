@@ -1,12 +1,8 @@
 """KV events over real sockets: a subscriber has the index, whatever it has missed."""
 
 import socket
-import struct
-import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +14,7 @@ from kit import (
     run_command,
     running_server,
 )
+from kv_kit import FREE, Subscriber, truth
 
 from serving.server import kv_events
 from serving.server.kv_events import KvEvents, open_kv_events
@@ -28,108 +25,10 @@ from shiftjax.control.engine import Engine
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.options import ConfigError
 
-zmq = pytest.importorskip("zmq", reason="KV events need pyzmq: pip install 'shiftjax[events]'")
-FREE = "tcp://127.0.0.1:*"
-MILLISECONDS = 20_000  # until a test fails
-
-
-@dataclass
-class Subscriber:
-    """A SUB socket, and the index that it makes of what comes: tokens and parent by hash."""
-
-    address: str
-    topic: bytes = b"kv@"
-    index: dict[int, tuple[list[int], int | None]] = field(default_factory=dict)
-    last: int = -1  # sequence number
-    gaps: list[int] = field(default_factory=list)
-    ranks: set = field(default_factory=set)
-
-    def __post_init__(self):
-        self.socket = zmq.Context.instance().socket(zmq.SUB)
-        self.socket.subscribe(self.topic)
-        self.socket.connect(self.address)
-
-    def hear(self, milliseconds: int = MILLISECONDS) -> bool:
-        """Apply the next message; whether there was one."""
-        if not self.socket.poll(milliseconds):
-            return False
-        topic, number, body = self.socket.recv_multipart()
-        assert topic.startswith(self.topic)
-        (number,) = struct.unpack(">Q", number)
-        if number != self.last + 1:
-            self.gaps.append(number)
-        self.apply(number, body)
-        return True
-
-    def apply(self, number: int, body: bytes) -> None:
-        self.last = number
-        seconds, events, rank = msgspec.msgpack.decode(body)
-        assert abs(seconds - time.time()) < 3600
-        self.ranks.add(rank)
-        for name, *fields in events:
-            if name == "AllBlocksCleared":
-                self.index.clear()
-            elif name == "BlockRemoved":
-                hashes, medium = fields
-                assert medium == "GPU"
-                for block_hash in hashes:
-                    del self.index[block_hash]
-            else:
-                hashes, parent, tokens, size, lora_id, medium, lora_name = fields
-                assert (name, lora_id, medium, lora_name) == ("BlockStored", None, "GPU", None)
-                assert len(tokens) == len(hashes) * size
-                for begin, block_hash in zip(range(0, len(tokens), size), hashes, strict=True):
-                    self.index[block_hash] = tokens[begin : begin + size], parent
-                    parent = block_hash
-
-    def hear_until(self, condition) -> None:
-        while not condition():
-            assert self.hear(), f"nothing came; it has {len(self.index)} blocks"
-
-    def replay(self, address: str, start: int) -> list[int]:
-        """Ask for what was sent from a number on, and apply it; returns the numbers."""
-        with zmq.Context.instance().socket(zmq.DEALER) as dealer:
-            dealer.connect(address)
-            dealer.send_multipart([b"", struct.pack(">Q", start)])
-            numbers = []
-            while True:
-                assert dealer.poll(MILLISECONDS)
-                empty, topic, number, body = dealer.recv_multipart()
-                assert empty == b""
-                if number == b"\xff" * 8:
-                    assert body == b""
-                    return numbers
-                assert topic.startswith(self.topic)
-                numbers.append(struct.unpack(">Q", number)[0])
-                self.apply(numbers[-1], body)
-
-    def prefix(self, tokens: list[int], size: int = 4) -> int:
-        """How many blocks of a prompt it believes to be cached, found as a router does."""
-        by_tokens = {(parent, tuple(found)): key for key, (found, parent) in self.index.items()}
-        parent, num = None, 0
-        for begin in range(0, len(tokens) - size + 1, size):
-            parent = by_tokens.get((parent, tuple(tokens[begin : begin + size])))
-            if parent is None:
-                break
-            num += 1
-        return num
-
-
-def truth(engine: Engine) -> dict[int, tuple[list[int], int | None]]:
-    """What the engine's one group finds by hash, as it is sent."""
-    blocks = engine.lanes[0].scheduler.tables.device
-    contents = [blocks.contents_of(block) for block in blocks._index.values()]
-    number = kv_events._number
-    return {
-        number(each.block_hash): (each.tokens, each.parent and number(each.parent))
-        for each in contents
-        if each is not None and not each.is_private
-    }
-
 
 @contextmanager
-def sender(**options):
-    events = KvEvents(FREE, "kv@pod@model", FREE, **options)
+def sender():
+    events = KvEvents(FREE, "kv@pod@model", FREE)
     subscriber = Subscriber(events.address)
     try:
         yield events, subscriber
@@ -296,6 +195,22 @@ def test_what_finds_no_room_is_counted_and_told_later(monkeypatch):
         monkeypatch.setattr(kv_events, "MOST_QUEUED", 10)
         events.send_from(feed)
         subscriber.hear_until(lambda: subscriber.prefix([1] * 4) == 1)
+
+
+def test_several_groups_are_told_apart(monkeypatch):
+    groups = [make_engine().lanes[0].scheduler.tables.device for _ in range(2)]
+    feed = CacheFeed(groups)
+    with sender() as (events, subscriber):
+        while subscriber.ranks != {0, 1}:  # each is cleared first
+            feed.tell_all()
+            events.send_from(feed)
+            subscriber.hear(50)
+        for number, blocks in enumerate(groups):
+            subscriber.ranks.clear()
+            blocks.register(blocks.allocate(), bytes([number] * 8), [number] * 4)
+            events.send_from(feed)
+            subscriber.hear_until(lambda tokens=[number] * 4: subscriber.prefix(tokens) == 1)
+            assert number in subscriber.ranks
 
 
 def test_settings_make_the_topic_and_the_address(monkeypatch):
