@@ -99,6 +99,7 @@ class KvEvents:
         return made
 
     def _listen(self, on: Any, name: str, endpoint: str) -> str:
+        on.ipv6 = "[" in endpoint
         try:
             on.bind(endpoint)
         except self._zmq.ZMQError as error:

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,8 @@ pytest.importorskip("zmq", reason="KV events need pyzmq: pip install 'shiftjax[e
 from dynamo._core import Context  # pyright: ignore[reportMissingImports]
 from dynamo.llm.exceptions import InvalidArgument  # pyright: ignore[reportMissingImports]
 
+from serving.server.handle import Delta
+from shiftjax.control.request import SamplingParams, TokenLogprobs
 from shiftjax.options import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "dynamo_engine.py"
@@ -73,6 +76,36 @@ def test_tokens_go_in_and_come_out():
             assert len((await chunks_of(engine, probe))[-1]["token_ids"]) == 1
 
     asyncio.run(run())
+
+
+def test_every_wish_is_heard():
+    wish = {
+        "token_ids": [1, 2, 3],
+        "sampling_options": {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "n": None},
+        "stop_conditions": {
+            **{"max_tokens": 9, "min_tokens": 2, "ignore_eos": True, "stop": ["the frontend's"]},
+            **{"stop_token_ids": [5], "stop_token_ids_hidden": [6]},
+        },
+        "output_options": {"logprobs": 2},
+    }
+    request = worker.request_of(wish, "name")
+    assert (request.request_id, request.prompt_token_ids) == ("name", [1, 2, 3])
+    ends = {"max_tokens": 9, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": (5, 6)}
+    assert request.sampling == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=7, seed=3, logprobs=2, **ends
+    )
+    plain = worker.request_of({"token_ids": [1]}, "plain").sampling
+    assert plain == SamplingParams(max_tokens=None)  # as many as there is room for
+
+
+def test_logprobs_come_with_their_tokens():
+    handle = SimpleNamespace(request=SimpleNamespace(prompt_token_ids=[1]), num_output_tokens=1)
+    logprobs = [TokenLogprobs(4, -0.5, [4, 9], [-0.5, -1.5])]
+    chunk = worker.chunk_of(Delta(1, token_ids=[4], logprobs=logprobs), handle)
+    assert (chunk["index"], chunk["token_ids"], chunk["log_probs"]) == (1, [4], [-0.5])
+    ((first, second),) = chunk["top_logprobs"]
+    assert first == {"rank": 1, "token_id": 4, "token": None, "logprob": -0.5}
+    assert (second["rank"], second["token_id"], second["logprob"]) == (2, 9, -1.5)
 
 
 def test_what_cannot_be_done_is_refused():

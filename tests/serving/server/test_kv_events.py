@@ -213,6 +213,16 @@ def test_several_groups_are_told_apart(monkeypatch):
             assert number in subscriber.ranks
 
 
+def test_an_address_may_be_of_ip_version_6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no ::1: {error}")
+    events = KvEvents("tcp://[::1]:*", "topic")
+    assert events.address.startswith("tcp://[::1]:")
+    events.close()
+
+
 def test_settings_make_the_topic_and_the_address(monkeypatch):
     config = EngineConfig.from_options(model="random:tiny")
     assert open_kv_events(ServerOptions(), config) is None
