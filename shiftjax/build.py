@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
 from shiftjax.control.fleet_setup import make_fleet
 from shiftjax.control.host_chunks import HostMemory
+from shiftjax.control.hosts import Follower, Hosts, Leader
 from shiftjax.control.lane import Lane
 from shiftjax.control.phases import limits_of, merge_phases, resolve_phases
 from shiftjax.control.resharding import PHASES, Phase, Resharding
@@ -31,6 +33,8 @@ from shiftjax.device.groups import (
     place,
     start_runners,
 )
+from shiftjax.device.hosts import LeaderRunner
+from shiftjax.device.mesh import own_devices
 from shiftjax.device.place import HostWeights
 from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Progress
@@ -78,25 +82,61 @@ def build(
     source: TensorSource,
     progress: Progress,
     cache_dir: Path | None = None,
+    leader: Leader | None = None,
 ) -> Built:
     """Resolve, place, compile, start; compiled programs are kept in `cache_dir`, if there is one.
+
+    Of several hosts this is the first, `leader`, and the others run `build_follower`.
 
     Raises:
         ConfigError: what the options ask for does not fit the model or the machine.
         CheckpointError: the checkpoint is not what its config says.
+        LostHostError: another host does not come as far.
     """
     config = merge_phases(config)
     if config.parallel.stages is not None:
         return _build_phases(config, source, progress, cache_dir)
-    devices, deployment = deploy(config, source.config, cache_dir)
+    placed = _load(config, source, progress, cache_dir, leader)
+    return assemble(config, *placed, leader=leader)
+
+
+def build_follower(
+    config: EngineConfig,
+    source: TensorSource,
+    progress: Progress,
+    hosts: Follower,
+    cache_dir: Path | None = None,
+) -> DeviceRunner:
+    """The same as far as a host needs it that repeats the leader's calls: its runner."""
+    deployment, groups, progress, _, programs_dir = _load(
+        config, source, progress, cache_dir, hosts
+    )
+    compiled = _compile(config, deployment, groups, progress, programs_dir, hosts)
+    programs, seed = compiled.programs, config.model.seed
+    runners = start_runners(compiled.deployment, groups, programs, seed, {})
+    hosts.least("to have started", ())
+    ((runner,),) = runners.values()
+    return runner
+
+
+def _load(
+    config: EngineConfig,
+    source: TensorSource,
+    progress: Progress,
+    cache_dir: Path | None,
+    hosts: Hosts | None,
+) -> tuple[Deployment, list[Placed], Progress, float, Path | None]:
+    """Resolve and place: what `assemble` goes on with."""
+    if (hosts.num if hosts else 1) != config.host.hosts:
+        raise ConfigError([f"hosts = {config.host.hosts} can be had with shiftjax serve alone"])
+    devices, deployment = deploy(config, source.config, cache_dir, hosts)
     programs_dir = _use_cache_for([deployment], devices[0], cache_dir)
     check_complete(source)
     (deployment,) = with_kv_scales([deployment], source)
     begin = time.perf_counter()
-    check = _kernel_check(devices, progress, cache_dir)
+    check = _kernel_check(own_devices(devices), progress, cache_dir)
     groups = place(deployment, devices, source, progress, check)
-    load_seconds = time.perf_counter() - begin
-    return assemble(config, deployment, groups, progress, load_seconds, programs_dir)
+    return deployment, groups, progress, time.perf_counter() - begin, programs_dir
 
 
 def _build_phases(
@@ -149,7 +189,10 @@ def _build_phases(
 
 
 def deploy(
-    config: EngineConfig, model: ModelConfig, cache_dir: Path | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    cache_dir: Path | None = None,
+    hosts: Hosts | None = None,
 ) -> tuple[list[Device], Deployment]:
     """The devices, and what the settings come to on them; a start begins with this, and `check`.
 
@@ -157,7 +200,11 @@ def deploy(
     machine cannot take, before anything is loaded.
     """
     devices, suited = _machine(config, model, cache_dir)
-    deployment = resolve(config, model, measure(devices), suited)
+    deployment = resolve(config, model, measure(devices, hosts), suited)
+    used, present = deployment.grid.num_devices, jax.device_count()
+    if config.host.hosts != 1 and used != present:
+        words = f"and {config.host.hosts} hosts have {present}: make them equal"
+        raise ConfigError([f"sp * tp = {used} devices are asked for, {words}"])
     _check_host(config, [deployment], devices[0], host_memory()[1])
     return devices, deployment
 
@@ -207,6 +254,8 @@ def _machine(
 ) -> tuple[list[Device], Suited]:
     """The devices, and what suits them."""
     devices = jax.devices()[: config.parallel.devices]
+    if config.host.hosts != 1:  # measured on each they would differ
+        return devices, Suited()
     if devices[0].platform != "cpu" or num_parameters(model) < LEAST_PARAMETERS:
         return devices, Suited()
     dtype, sizes = config.model.dtype, config.compile.token_buckets
@@ -229,7 +278,8 @@ def _check_host(
             raise ConfigError([f"{given}: use less"])
         choosers_of(config, deployment, device)
     if device.platform == "cpu":
-        warn_of_crowding(max(deployment.grid.num_devices for deployment in deployments))
+        most = max(deployment.grid.num_devices for deployment in deployments)
+        warn_of_crowding(most // jax.process_count())
 
 
 def _kernel_check(
@@ -253,19 +303,23 @@ def assemble(
     progress: Progress,
     load_seconds: float = 0.0,
     cache_dir: Path | None = None,
+    leader: Leader | None = None,
 ) -> Built:
     """Compile and start over weights that are in place. Raises ConfigError as `build` does.
 
     Beside the compiled programs in `cache_dir` lies the size of their KV pool.
     """
     begin = time.perf_counter()
-    devices = jax.devices()[: config.parallel.devices]
-    sizes = PoolSizes(deployment, devices, cache_dir)
-    compiled = compile_groups(config, deployment, groups, sizes, progress)
+    compiled = _compile(config, deployment, groups, progress, cache_dir, leader)
     deployment, programs, known, policies = compiled
     progress("warm up", 0, 1)
     runners = start_runners(deployment, groups, programs, config.model.seed, {})
     lanes = make_lanes(config, compiled, runners, HostMemory(deployment.host_bytes))
+    if leader is not None:
+        (lane,) = lanes
+        ((runner,),) = runners.values()
+        lane.runner = LeaderRunner(runner, leader)
+        leader.least("to have started", ())
     fleet = None
     if deployment.widths:
         progress("compile moves", 0, 1)
@@ -282,6 +336,29 @@ def assemble(
     compile_seconds = time.perf_counter() - begin
     of_devices = [runner for stages in runners.values() for runner in stages]
     return _told(Built(deployment, engine, of_devices, load_seconds, compile_seconds))
+
+
+def _compile(
+    config: EngineConfig,
+    deployment: Deployment,
+    groups: list[Placed],
+    progress: Progress,
+    cache_dir: Path | None,
+    hosts: Hosts | None,
+) -> Compiled:
+    """Compile the steps, and size the KV pools; all hosts must come to the same."""
+    devices = jax.devices()[: config.parallel.devices]
+    sizes = PoolSizes(deployment, devices, cache_dir, hosts=hosts)
+    compiled = compile_groups(config, deployment, groups, sizes, progress)
+    if hosts is not None:
+        names = [placed.step.attention.name for placed in groups]
+        buckets = [[p.bucket for p in each] for each in compiled.programs.values()]
+        told = blake2b(repr((compiled.deployment, names, buckets)).encode(), digest_size=7)
+        value = int.from_bytes(told.digest())
+        least, most = hosts.least("to have compiled", (value, -value))
+        if least != -most:
+            raise ConfigError(["hosts come to other steps or KV blocks: are their devices alike?"])
+    return compiled
 
 
 def _told(built: Built) -> Built:

@@ -28,6 +28,7 @@ from shiftjax.parallel.fleet import FleetOptions, fleet_problems
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
 MOST_HOST_BYTES = 1 << 50
+MOST_PORT = 65535  # the port after that of `coordinator` is JAX's
 # Of a group, on the GPU servers that are planned for and simulated: vLLM's defaults there, with
 # which published figures were taken. The engine's own defaults are below; `--config` has them.
 SERVER_BUDGETS = types.MappingProxyType({"max_num_seqs": 256, "max_num_batched_tokens": 8192})
@@ -64,6 +65,13 @@ def _size(text: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None if num_bytes <= MOST_HOST_BYTES else f"must be at most 1024TiB, got {shown(text)}"
+
+
+def _address(text: str) -> str | None:
+    host, _, port = text.rpartition(":")
+    if host and port.isdecimal() and 0 < int(port) < MOST_PORT:
+        return None
+    return f"must be HOST:PORT with a port below {MOST_PORT}, got {shown(text)}"
 
 
 def _stages(text: str) -> str | None:
@@ -172,6 +180,35 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True)
+class HostOptions:
+    """The machines of one engine, each with as many of its devices (docs/hosts.md)."""
+
+    hosts: int | None = option(
+        1,
+        "machines of one engine, each of which runs this command; auto: as LeaderWorkerSet or "
+        "Slurm say in the environment, with host_rank and coordinator",
+        low=1,
+        high=256,
+    )
+    host_rank: int = option(
+        0, "which of the machines this is; 0 schedules and serves", low=0, high=255
+    )
+    coordinator: str | None = option(
+        None,
+        "HOST:PORT where machine 0 listens for the others, JAX at the port after it",
+        check=_address,
+    )
+    host_secret_file: str | None = option(
+        None, "file with the secret that the machines of one engine share"
+    )
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether the engine has devices on other machines, too."""
+        return self.hosts != 1
+
+
+@dataclass(frozen=True)
 class CacheOptions:
     """The paged KV cache."""
 
@@ -259,6 +296,7 @@ class EngineConfig:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    host: HostOptions = field(default_factory=HostOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
@@ -364,6 +402,31 @@ def _stages_fill_the_devices(stages: str | None, devices: int | None) -> str | N
     return f"stages = {stages} takes {used} devices, but devices = {devices}: make them equal"
 
 
+def _hosts_are_complete(
+    hosts: int | None, host_rank: int, coordinator: str | None, host_secret_file: str | None
+) -> str | None:
+    if hosts is None:
+        return "hosts = auto is read from the environment of shiftjax serve: give a number"
+    names = {"coordinator": coordinator, "host_secret_file": host_secret_file}
+    if hosts == 1:
+        given = [name for name, value in ({"host_rank": host_rank} | names).items() if value]
+        return f"{given[0]} has no meaning with hosts = 1: drop it" if given else None
+    if missing := [name for name, value in names.items() if value is None]:
+        return f"hosts = {hosts} needs {' and '.join(missing)}"
+    if host_rank >= hosts:
+        return f"host_rank = {host_rank} must be below hosts = {hosts}"
+    return None
+
+
+def _hosts_share_the_devices(
+    hosts: int | None, devices: int | None, sp: int | None, tp: int | None
+) -> str | None:
+    used = devices or (sp or 1) * (tp or 1)
+    if hosts in (None, 1) or used % hosts == 0 or (devices is None and not (sp and tp)):
+        return None
+    return f"hosts = {hosts} must have as many devices each, and {used} are asked for in all"
+
+
 def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
     if policy == "threshold" or shift_threshold is None:
         return None
@@ -443,9 +506,12 @@ def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | 
     )
 
 
+_ONE_ENGINE = "hosts are for models that one does not hold; start a server on each instead"
 _ALL_DEGREES = "it says the degrees of both phases"
-_NOT_BESIDE = {  # a setting, its value where it is off, and what it is refused with otherwise:
-    "pp": (  # settings, the value of each that agrees, and why no other does
+# A setting, its value where it is off, and what it is refused with otherwise: settings, the value
+# of each that agrees, and why no other does.
+_NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
+    "pp": (
         1,
         {
             "fleet": (False, "groups of a fleet share what each unit holds whole"),
@@ -453,6 +519,16 @@ _NOT_BESIDE = {  # a setting, its value where it is off, and what it is refused 
                 "none",
                 "a draft is verified before the next one, so all stages but one idle",
             ),
+        },
+    ),
+    "hosts": (
+        1,
+        {
+            "dp": (1, _ONE_ENGINE),
+            "fleet": (False, _ONE_ENGINE),
+            "pp": (1, "stages pass their hidden states on one machine"),
+            "stages": (None, "weights change places on one machine"),
+            "host_memory": ("0", "KV blocks leave the devices of one machine"),
         },
     ),
     "stages": (
@@ -506,6 +582,8 @@ def _unused_draft_settings(options: Mapping[str, Any]) -> list[str]:
 RULES: tuple[Callable[..., str | None], ...] = (
     budget_holds_the_decodes,
     _mesh_fills_the_devices,
+    _hosts_are_complete,
+    _hosts_share_the_devices,
     _stages_fill_the_devices,
     _fleet_has_its_own_degrees,
     _threshold_is_used,

@@ -11,6 +11,7 @@ from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.control.admission import validate_request
 from shiftjax.control.fleet_state import plain_counters, plain_state
+from shiftjax.control.hosts import Leader
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.model_files import ModelFiles, open_files
@@ -51,17 +52,22 @@ class LLM:
         config: EngineConfig,
         progress: Progress | None = None,
         files: ModelFiles | None = None,
+        leader: Leader | None = None,
     ) -> "LLM":
         """Build from a finished config, and from its files where they are open.
 
-        `progress(stage, done, total)` is called while it loads.
+        `progress(stage, done, total)` is called while it loads; `leader`: of several hosts.
         """
         llm = cls.__new__(cls)
-        llm._start(config, progress, files)
+        llm._start(config, progress, files, leader)
         return llm
 
     def _start(
-        self, config: EngineConfig, progress: Progress | None, files: ModelFiles | None = None
+        self,
+        config: EngineConfig,
+        progress: Progress | None,
+        files: ModelFiles | None = None,
+        leader: Leader | None = None,
     ) -> None:
         make_virtual_devices(config)
         keep_communicators_apart(config)
@@ -72,7 +78,8 @@ class LLM:
         self._template: ChatTemplate | None = None
         self._num_requests = 0
         self._backlog: list[Event] = []
-        self._built = build(config, files.source, progress or _silent, files.cache_dir)
+        progress = progress or _silent
+        self._built = build(config, files.source, progress, files.cache_dir, leader)
         self.engine = self._built.engine
         self.runners = self._built.runners
         self._compiles = CompileCounter()

@@ -30,6 +30,13 @@ MAX_FILE_BYTES = 1 << 20
 # Read by `fault_of` only.
 TEST_VARIABLES = ("TESTING", "FAULT")
 
+DEFAULT_HOSTS_PORT = 50061
+# How many hosts there are, which this is, and where the first one is.
+_HOST_VARIABLES = (
+    ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"),
+    ("SLURM_NNODES", "SLURM_NODEID", "SLURM_NODELIST"),
+)
+
 # Kubernetes puts these into every container beside a service that is called `shiftjax`.
 _SERVICE_LINK = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT)(_\w+)?$")
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
@@ -74,6 +81,8 @@ def resolve_with(
     problems += [f"{g.label}: {problem}" for g, problem in wrong]
     options = {name: setting.default for name, setting in settings.items()}
     options |= {g.name: g.value for g in given}
+    if options["hosts"] is None:
+        options |= hosts_of(environ, options, problems)
     problems += rule_problems(options, {g.name for g, _ in wrong})
     if problems:
         raise ConfigError(problems)
@@ -246,6 +255,34 @@ def compile_cache_dir(
     return path
 
 
+def hosts_of(
+    environ: Mapping[str, str] | None, options: Mapping[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    """What `hosts = auto` stands for: number, rank and, where it is not given, coordinator.
+
+    LeaderWorkerSet's variables, then Slurm's; what is wrong with them is added to `problems`.
+    """
+    environ = os.environ if environ is None else environ
+    for number, rank, leaders in _HOST_VARIABLES:
+        if number not in environ:
+            continue
+        numbers = {"hosts": environ[number], "host_rank": environ.get(rank, "")}
+        if not all(text.isdecimal() for text in numbers.values()) or leaders not in environ:
+            problems.append(f"hosts = auto: {number} needs {rank} and {leaders} beside it")
+            return {"hosts": 1}
+        if environ.get("SLURM_NTASKS", environ[number]) != environ[number]:
+            problems.append("hosts = auto: Slurm must start one task on each node")
+        # Slurm writes node[03-04,7],other: the first one is node 0.
+        first = re.match(r"([^,\[]*)(?:\[(\w+))?", environ[leaders])
+        host = "".join(part or "" for part in first.groups()) if first else ""
+        coordinator = options["coordinator"] or f"{host}:{DEFAULT_HOSTS_PORT}"
+        if int(numbers["hosts"]) == 1:  # the same command serves from one machine, too
+            return {"hosts": 1, "coordinator": None, "host_secret_file": None}
+        return {name: int(text) for name, text in numbers.items()} | {"coordinator": coordinator}
+    problems.append("hosts = auto: neither LeaderWorkerSet nor Slurm has started this process")
+    return {"hosts": 1}
+
+
 def environ_beside(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a process that uses the devices for a while beside this one.
 
@@ -270,7 +307,7 @@ def make_virtual_devices(
     """
     environ = os.environ if environ is None else environ
     parallel, option = config.parallel, "--xla_force_host_platform_device_count="
-    needed = parallel.devices or parallel.least_devices
+    needed = (parallel.devices or parallel.least_devices) // (config.host.hosts or 1)
     present = environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in present if not flag.startswith(option)]
     is_open = parallel.devices is not None or others == present

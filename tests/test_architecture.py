@@ -40,6 +40,7 @@ FLOORS = (
     ("serving.server", NO_JAX),
     ("serving.http", NO_JAX),
     ("serving.rpc", JAX),
+    ("serving.hosts", NO_JAX),
     ("serving.run", JAX),
     ("serving.bench", JAX),
     ("serving.cli", JAX),

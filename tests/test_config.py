@@ -156,6 +156,7 @@ def test_a_part_with_a_bad_value_cannot_become_a_config():
 
 # ---------------------------------------------------------------- rules between values
 
+HOSTS = {"hosts": 2, "coordinator": "a:5", "host_secret_file": "secret"}
 BROKEN_RULES = [
     ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens = 32 is less"),
     ({"devices": 8, "sp": 2, "tp": 2}, "dp 1 * sp 2 * tp 2 = 4 devices, but devices = 8"),
@@ -163,6 +164,11 @@ BROKEN_RULES = [
     ({"devices": 8, "sp": 3}, "devices = 8 is no multiple of dp 1 * sp 3 = 3"),
     ({"devices": 8, "dp": 3}, "devices = 8 is no multiple of dp 3 = 3"),
     ({"devices": 8, "stages": "pp4:tp4"}, "pp4:tp4 takes 4 devices, but devices = 8"),
+    ({"hosts": None}, "hosts = auto is read from the environment"),
+    ({"hosts": 2}, "hosts = 2 needs coordinator and host_secret_file"),
+    ({"host_rank": 1}, "host_rank has no meaning with hosts = 1"),
+    (HOSTS | {"host_rank": 2}, "host_rank = 2 must be below hosts = 2"),
+    (HOSTS | {"sp": 3, "tp": 1}, "as many devices each, and 3 are asked for"),
     ({"policy": "base", "shift_threshold": 64}, "shift_threshold = 64 has no meaning"),
     ({"machine": "h200x8"}, "machine = h200x8 has no meaning"),
     ({"preemption": "swap"}, "preemption = swap needs host_memory, say 8GiB, got '0'"),
@@ -215,7 +221,16 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "fragment"), BROKEN_RULES + UNREAD + FLEETS)
+SINGLE_HOST = [
+    (HOSTS | {"dp": 2}, "hosts = 2 cannot be had with dp = 2"),
+    (HOSTS | {"pp": 2}, "hosts = 2 cannot be had with pp = 2"),
+    (HOSTS | {"host_memory": "1GiB"}, "hosts = 2 cannot be had with host_memory = 1GiB"),
+    (HOSTS | {"coordinator": "a"}, "coordinator: must be HOST:PORT"),
+    (HOSTS | {"coordinator": "a:65535"}, "with a port below 65535"),  # the next one is JAX's
+]
+
+
+@pytest.mark.parametrize(("options", "fragment"), BROKEN_RULES + UNREAD + FLEETS + SINGLE_HOST)
 def test_options_that_contradict_each_other_are_one_line(options, fragment):
     (problem,) = problems_of(**options)
     assert fragment in problem
@@ -461,3 +476,37 @@ def test_xla_knows_the_flags_of_a_fleet():
 def test_the_config_needs_no_jax():
     code = "import sys, shiftjax, shiftjax.settings; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "a-0.a.default"}
+SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "3", "SLURM_NODELIST": "n[07-09,12],m"}
+AUTO = {"hosts": "auto", "host_secret_file": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "expected"),
+    [
+        (LWS, {}, (2, 1, "a-0.a.default:50061")),
+        (LWS, {"coordinator": "b:7"}, (2, 1, "b:7")),
+        (LWS | {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, {}, (1, 0, None)),
+        (SLURM, {}, (4, 3, "n07:50061")),
+        (SLURM | {"SLURM_NODELIST": "gpu-1,gpu-2", "SLURM_NTASKS": "4"}, {}, (4, 3, "gpu-1:50061")),
+    ],
+)
+def test_hosts_come_from_who_starts_them(environ, flags, expected):
+    host = resolve(AUTO | flags, environ).host
+    assert (host.hosts, host.host_rank, host.coordinator) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "fragment"),
+    [
+        ({}, "neither LeaderWorkerSet nor Slurm"),
+        (LWS | {"LWS_WORKER_INDEX": "x"}, "LWS_GROUP_SIZE needs LWS_WORKER_INDEX"),
+        ({"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}, "and LWS_LEADER_ADDRESS beside it"),
+        (SLURM | {"SLURM_NTASKS": "8"}, "one task on each node"),
+    ],
+)
+def test_hosts_that_nobody_has_started_are_refused(environ, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        resolve({"hosts": "auto"}, environ)

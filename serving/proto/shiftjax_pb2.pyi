@@ -724,3 +724,68 @@ class StopProfileRequest(_message.Message):
 class StopProfileResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FollowerMessage(_message.Message):
+    __slots__ = ("hello", "progress", "numbers")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    progress: Progress
+    numbers: Numbers
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., numbers: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("rank", "facts")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    facts: _containers.ScalarMap[str, str]
+    def __init__(self, rank: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("calls", "error")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    calls: int
+    error: str
+    def __init__(self, calls: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Numbers(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LeaderMessage(_message.Message):
+    __slots__ = ("welcome", "heartbeat", "numbers", "call", "end")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    heartbeat: Heartbeat
+    numbers: Numbers
+    call: bytes
+    end: End
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., numbers: _Optional[_Union[Numbers, _Mapping]] = ..., call: _Optional[bytes] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -776,3 +776,79 @@ class Admin:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class HostsStub:
+    """Between the hosts of one engine, on a listener of its own; a call must bring the hosts' secret.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Follow = channel.stream_stream(
+                '/shiftjax.v1.Hosts/Follow',
+                request_serializer=serving_dot_proto_dot_shiftjax__pb2.FollowerMessage.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_shiftjax__pb2.LeaderMessage.FromString,
+                _registered_method=True)
+
+
+class HostsServicer:
+    """Between the hosts of one engine, on a listener of its own; a call must bring the hosts' secret.
+    """
+
+    def Follow(self, request_iterator, context):
+        """A follower says who it is, and then how far; the leader says what to do, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_HostsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=serving_dot_proto_dot_shiftjax__pb2.FollowerMessage.FromString,
+                    response_serializer=serving_dot_proto_dot_shiftjax__pb2.LeaderMessage.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'shiftjax.v1.Hosts', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('shiftjax.v1.Hosts', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Hosts:
+    """Between the hosts of one engine, on a listener of its own; a call must bring the hosts' secret.
+    """
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/shiftjax.v1.Hosts/Follow',
+            serving_dot_proto_dot_shiftjax__pb2.FollowerMessage.SerializeToString,
+            serving_dot_proto_dot_shiftjax__pb2.LeaderMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -7,7 +7,6 @@ import ctypes
 import faulthandler
 import gc
 import logging
-import os
 import resource
 import signal
 import sys
@@ -16,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.loops.auto import auto_loop_factory
 
+from serving.hosts.leader import LeaderHosts
 from serving.run.access import read_keys
 from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
+from serving.run.hosts import leave, open_leader, run_follower
 from serving.run.listeners import Server
 from serving.run.progress import shown_phases
 from serving.run.simulated import Simulated, open_simulated
@@ -26,10 +27,12 @@ from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.kv_events import KvEvents, check_kv_events, open_kv_events
 from serving.server.options import ServerOptions, names_of
+from serving.server.phases import Phases
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.errors import RequestError
+from shiftjax.control.hosts import LostHostError
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import DraftStats
 from shiftjax.options import ConfigError
@@ -71,6 +74,8 @@ def run_server(
         make_virtual_devices(config)
     _use_all_descriptors()
     sys.setswitchinterval(GIL_SECONDS)
+    if config.host.host_rank:
+        run_follower(config, options)
     faulthandler.enable()  # a library that aborts leaves at least its stack
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         return runner.run(Process(config, options, keys, fault).run())
@@ -102,10 +107,11 @@ class Process:
         self._code = OK
         self._model: LLM | Embedder | None = None  # keeps what was loaded
         self._kv_events: KvEvents | None = None
+        self._hosts: LeaderHosts | None = None
 
     async def run(self) -> int:
         """From the first listener to the last; the exit code."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         self._kv_events = open_kv_events(self._options, self._config)
@@ -122,7 +128,10 @@ class Process:
             await self._server.stop(self._options.shutdown_timeout if self._code == OK else 0)
             has_ended = await self._service.close()
         if not has_ended or self._code != OK:
-            _leave(self._code or ENGINE_FAILED)  # a thread hangs in a step: nothing waits for it
+            leave(self._code or ENGINE_FAILED)  # a thread hangs in a step: nothing waits for it
+        if self._hosts is not None:
+            self._hosts.close()
+            leave(OK)
         return self._code
 
     def _on_signal(self, number: int) -> None:
@@ -133,7 +142,7 @@ class Process:
         is_next = self._signal is not None and self._stop.is_set()
         if is_next or self._service.engine is None:
             logger.warning("leaving at once: signal %d", number)
-            _leave(128 + number)
+            leave(128 + number)
         self._signal = number
         logger.info("ending: signal %d", number)
         self._begin_end()
@@ -156,6 +165,7 @@ class Process:
         """Load, compile, run a first step, then take requests."""
         fault = self._fault
         load: Any = open_model if self._options.simulate is None else open_simulated
+        load = self._open_leader if self._config.host.is_one_of_several else load
         load = faulty(fault, load) if fault and fault.point == LOADING else load
         phases = self._service.phases
         with shown_phases(phases):
@@ -177,6 +187,19 @@ class Process:
         addresses = [] if self._kv_events is None else self._kv_events.addresses()
         with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
             print(*self._server.addresses(), *addresses, sep="\n", flush=True)
+
+    def _open_leader(self, config: EngineConfig, options: ServerOptions, phases: Phases) -> "LLM":
+        """The same together with the other hosts, on a thread."""
+        llm, self._hosts = open_leader(config, options, phases, self._lost_host)
+        self._service.metrics.hosts = self._hosts.ages
+        return llm
+
+    def _lost_host(self, error: LostHostError) -> None:
+        """Another host is gone: end everything, also what waits for a step that hangs."""
+        engine = self._service.engine
+        if engine is None:
+            leave(ENGINE_FAILED)
+        self._loop.call_soon_threadsafe(engine.lost, error)
 
     async def _open_llm(self, llm: "LLM") -> None:
         options = self._options
@@ -311,10 +334,3 @@ def served_encoder(embedder: "Embedder", options: ServerOptions) -> ServedModel:
     runner, reader = embedder.runner, embedder.reader
     compiles = lambda: embedder.num_compiles  # noqa: E731
     return ServedModel(names, reader.tokenizer, None, info, runner.num_programs, compiles, reader)
-
-
-def _leave(code: int) -> None:
-    """End the process without waiting for threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

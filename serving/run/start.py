@@ -11,6 +11,7 @@ from shiftjax.control.tasks import Task
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
+    from shiftjax.control.hosts import Leader
     from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
     from shiftjax.model_files import ModelFiles
@@ -40,7 +41,7 @@ def open_embedder(config: EngineConfig, server: ServerOptions | None = None) -> 
 
 def open_model(config: EngineConfig, server: ServerOptions, phases: Phases) -> "LLM | Embedder":
     """Open what generates as a language model and what embeds as an embedder, for a server."""
-    return _loaded(config, look_for_server(config, server, phases), phases)
+    return loaded(config, look_for_server(config, server, phases), phases)
 
 
 def look(
@@ -107,12 +108,15 @@ def _opened(config: EngineConfig, server: ServerOptions | None, task: Task) -> A
 
     phases = Phases()
     with shown_phases(phases):
-        model = _loaded(config, look(config, server, task, phases), phases)
+        model = loaded(config, look(config, server, task, phases), phases)
         phases.end()
     return model
 
 
-def _loaded(config: EngineConfig, files: "ModelFiles", phases: Phases) -> Any:
+def loaded(
+    config: EngineConfig, files: "ModelFiles", phases: Phases, leader: "Leader | None" = None
+) -> Any:
+    """Load what the files hold; `leader`: on several hosts. Raises StartError, ConfigError."""
     from shiftjax.control.engine import is_out_of_memory
     from shiftjax.settings import make_virtual_devices
 
@@ -122,6 +126,8 @@ def _loaded(config: EngineConfig, files: "ModelFiles", phases: Phases) -> Any:
     try:
         import shiftjax
 
+        if leader is not None:
+            return shiftjax.LLM.from_config(config, phases, files, leader)
         kind = shiftjax.LLM if files.task == "generate" else shiftjax.Embedder
         return kind.from_config(config, phases, files)
     except (MemoryError, RuntimeError) as error:

@@ -27,6 +27,7 @@ from shiftjax.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_RECENT = 1024  # ended requests whose ids are remembered
+STOP_SECONDS, STOP_FAILED_SECONDS = 5.0, 0.5  # for the step that runs; for one that may hang
 PLACE_SECONDS = 1.0  # that the engine has for saying who waits
 
 
@@ -253,7 +254,8 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
     # ------------------------------------------------------------------ the thread
 
     async def _leave(self) -> bool:
-        has_ended = await self._loop.run_in_executor(None, self._thread.stop)
+        seconds = STOP_SECONDS if self.failure is None else STOP_FAILED_SECONDS
+        has_ended = await self._loop.run_in_executor(None, self._thread.stop, seconds)
         if has_ended:  # nobody else touches the engine any more
             self._engine.close()
             if self.kv_events is not None:

@@ -94,7 +94,7 @@ class AsyncRequests[H: Open, O: Watches](ABC):
     def _check_open(self) -> None:
         """Refuse with `ServeError` what comes at a bad time."""
         if self.failure is not None:
-            raise ServeError("starting", "The engine has failed and is being restarted.")
+            raise ServeError("restarting", "The engine has failed and is being restarted.")
         if self.is_draining:
             raise ServeError("draining", "The server is shutting down and takes no new requests.")
 
@@ -118,8 +118,10 @@ class AsyncRequests[H: Open, O: Watches](ABC):
 
     def lost(self, failure: BaseException) -> None:
         """End everything: no thread is left to do the work."""
+        if self.failure is not None:
+            return
         self.failure = failure
-        self._end_all("starting", "The engine failed; the request did not finish.")
+        self._end_all("restarting", "The engine failed; the request did not finish.")
         if self.on_failure is not None:
             self.on_failure()
 

@@ -42,6 +42,7 @@ KINDS: Mapping[str, Kind] = types.MappingProxyType(
         "device_memory": Kind(503, "server_error", "RESOURCE_EXHAUSTED", "device_oom", 5),
         "busy": Kind(503, "service_unavailable", "UNAVAILABLE", "server_busy", 1),
         "starting": Kind(503, "service_unavailable", "UNAVAILABLE", "server_starting", 5),
+        "restarting": Kind(503, "service_unavailable", "UNAVAILABLE", "engine_restarting", 5),
         "draining": Kind(503, "service_unavailable", "UNAVAILABLE", "server_draining", 5),
         "deadline": Kind(504, "timeout_error", "DEADLINE_EXCEEDED", "deadline_exceeded"),
     }

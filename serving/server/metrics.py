@@ -114,6 +114,7 @@ class Metrics(Collector):
         self.prefix = prefix
         self._start = start or Phases()
         self.registry = CollectorRegistry(auto_describe=False)
+        self.hosts: Callable[[], Mapping[int, float]] = dict  # seconds since the step of each
         self._engine: AsyncEngine | AsyncEmbedder | None = None
         self._labels = {"model_name": "", "engine": "0"}
         self._info: Mapping[str, str] = {}
@@ -272,6 +273,8 @@ class Metrics(Collector):
         yield self._gauge("num_requests_waiting", "Sequences that wait.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks held.", stats.kv_usage)
         yield self._gauge("last_step_age_seconds", "Since the last step.", engine.last_step_age)
+        if self.hosts():
+            yield self._host_ages()
         yield from self._engine_counters(stats)
         if isinstance(engine, AsyncEngine) and engine.kv_events is not None:
             counts = engine.kv_events.counts
@@ -419,6 +422,13 @@ class Metrics(Collector):
         yield self._gauge("sequences_parked", text, state.num_parked)
         text = "Bytes of the host that sequences need or have reserved."
         yield self._gauge("host_cache_held_bytes", text, state.num_held_bytes)
+
+    def _host_ages(self) -> Metric:
+        name, text = f"{self.prefix}:follower_last_step_age_seconds", "Since a host did a step."
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, "host"])
+        for host, age in self.hosts().items():
+            family.add_metric([*self._labels.values(), str(host)], age)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=[*self._labels])

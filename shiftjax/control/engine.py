@@ -12,6 +12,7 @@ from shiftjax.control.admission import RequestLimits, validate_request
 from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_state import FleetState, state_of
 from shiftjax.control.host_stats import HostStats, host_stats
+from shiftjax.control.hosts import LostHostError
 from shiftjax.control.lane import Failure, Flight, Lane, load_of, wait_for_one
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import (
@@ -199,8 +200,10 @@ class Engine:
 
         Steps launched on top of it are forgotten; what they have alone starts from its tokens.
         Where not even a plan could be made, all requests of the group end. An exception from
-        `Runner.reset` is final: the engine is then of no more use.
+        `Runner.reset` is final: the engine is then of no more use. So is a lost host.
         """
+        if isinstance(error, LostHostError):
+            raise error
         self._num_failed_steps += 1
         if self.fleet is not None and self.fleet.is_unproven(lane):
             logger.error("A move failed; its requests are computed again.", exc_info=error)

@@ -13,7 +13,7 @@ from shiftjax.device.attention_check import shape_of
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.memory import GroupMemory
-from shiftjax.device.mesh import group_mesh, joined_mesh
+from shiftjax.device.mesh import group_mesh, joined_mesh, own_devices
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.mover import DeviceMover
 from shiftjax.device.place import Rows, define, load_rows, read_rows
@@ -63,11 +63,12 @@ def define_steps(
     Attention kernels are tried with `check` first, where devices and shapes allow them.
     """
     found: dict[Group, StepDef] = {}
-    options = gpu_options(devices[0], deployment.gpu_options)
+    own = own_devices(devices)[0]
+    options = gpu_options(own, deployment.gpu_options)
     for width, of_width in deployment.by_width.items():
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
-        attention = attention_of(of_width, devices[0], check)
-        experts = choose_experts(layout.model, of_width.formats, devices[0], attention.name)
+        attention = attention_of(of_width, own, check)
+        experts = choose_experts(layout.model, of_width.formats, own, attention.name)
         weights = ModeWeights(define(layout, of_width.formats), layout, of_width.weights)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
         has_paths = of_width.drafts.draft_paths > 1

@@ -14,6 +14,7 @@ given, that order is 0 2 4 1 3 5 (Shift Parallelism, arXiv 2509.16495, section 3
 
 from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -140,6 +141,26 @@ def devices_spec() -> P:
 def replicated_spec() -> P:
     """Return the spec of an array that every device holds whole."""
     return P()
+
+
+def is_spread(mesh: Mesh) -> bool:
+    """Whether devices of a mesh belong to other hosts, too."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def own_devices(devices: Iterable[Device]) -> list[Device]:
+    """Those of some devices that are this host's."""
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
+def put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Put values that every host has on devices: all on one host, else each host its part.
+
+    `jax.device_put` compares what the hosts have, a collective that no follower would expect.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def named(mesh: Mesh, spec: P) -> NamedSharding:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shiftjax.control.deployment import Deployment
+from shiftjax.control.hosts import Alone, Hosts
 from shiftjax.device import kept
 from shiftjax.device.sizing import measure
 from shiftjax.parallel.grid import Device
@@ -37,7 +38,8 @@ class Compiled(NamedTuple):
 class PoolSizes:
     """The sizes that a deployment was compiled with on such devices; written by every start.
 
-    Without a directory, or with `num_blocks` in the settings, nothing is read or kept.
+    Without a directory, with `num_blocks` in the settings or on several hosts, nothing is read or
+    kept.
     `is_loaded`: the stored weights are in place when free memory is measured.
     """
 
@@ -48,9 +50,12 @@ class PoolSizes:
         directory: Path | None,
         *,
         is_loaded: bool = True,
+        hosts: Hosts | None = None,
     ):
         self._deployment, self._devices, self._is_loaded = deployment, devices, is_loaded
-        self._directory = None if deployment.num_blocks else directory
+        self._hosts = hosts or Alone()
+        forgets = deployment.num_blocks or self._hosts.num > 1  # each host would recall its own
+        self._directory = None if forgets else directory
         self._key = key_of(deployment, devices[0])
         self._known = _sizes_in(kept.read(self._directory, FOLDER, self._key))
 
@@ -60,7 +65,7 @@ class PoolSizes:
         By the memory that is free now; steps need at least `workspace_bytes`. Raises ConfigError
         where there is no room for blocks.
         """
-        now = measure(self._devices)
+        now = measure(self._devices, self._hosts)
         held = 0
         if self._is_loaded:  # on the devices that are asked
             held = self._deployment.stages[0].memory(now).weight_bytes

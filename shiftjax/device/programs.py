@@ -10,7 +10,7 @@ import numpy as np
 
 from shiftjax.control.request import StepPlan
 from shiftjax.costs.buckets import Bucket
-from shiftjax.device.mesh import named, rows_spec
+from shiftjax.device.mesh import is_spread, named, put, rows_spec
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.retarget import load_on
@@ -56,7 +56,8 @@ def compile_programs(
     programs = [_empty_program(step, pool, bucket) for bucket in wanted]
     tasks = [(program, mode) for program in programs for mode in wanted[program.bucket]]
     progress("compile", 0, len(tasks))
-    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+    # Hosts compile in one order: where compilers wait for each other, they then do for the same.
+    with ThreadPoolExecutor(1 if is_spread(step.mesh) else COMPILE_THREADS) as threads:
         jobs = [threads.submit(add_mode, step, pool, *task) for task in tasks]
         for done, job in enumerate(jobs, 1):
             job.result()
@@ -97,7 +98,8 @@ def load_program(
 
 def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
     packing, tables = empty_inputs(step, pool, bucket)
-    return Program(bucket, packing, jax.device_put(tables, named(step.mesh, rows_spec())), {})
+    rows = named(step.mesh, rows_spec())
+    return Program(bucket, packing, jax.tree.map(lambda table: put(table, rows), tables), {})
 
 
 def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:

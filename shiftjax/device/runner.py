@@ -14,7 +14,7 @@ import numpy as np
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.memory import GroupMemory
-from shiftjax.device.mesh import named, replicated_spec, rows_spec
+from shiftjax.device.mesh import named, put, replicated_spec, rows_spec
 from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, empty_step, load_program
@@ -76,7 +76,7 @@ class DeviceRunner:
         self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
         self._replicated = named(step.mesh, replicated_spec())
         self._rows = named(step.mesh, rows_spec())
-        self._no_tokens = jax.device_put(np.zeros(step.max_rows, np.int32), self._replicated)
+        self._no_tokens = put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
         memory.prepare(pool, chunks)
 
@@ -160,7 +160,7 @@ class DeviceRunner:
         last_tokens: jax.Array | None,
         *hidden: jax.Array,
     ) -> list[Any]:
-        flat = jax.device_put(prepared.flat, self._replicated)
+        flat = put(prepared.flat, self._replicated)
         tables = self._place(program.tables, prepared.tables)
         last = self._no_tokens if last_tokens is None else last_tokens
         memory, step = self.memory, program.steps[mode]
@@ -239,7 +239,7 @@ class DeviceRunner:
             return neutral
         return RowMasks(
             *(
-                default if table is None else jax.device_put(table, self._rows)
+                default if table is None else put(table, self._rows)
                 for default, table in zip(neutral, tables, strict=True)
             )
         )

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shiftjax.control.deployment import Devices
+from shiftjax.control.hosts import Alone, Hosts
+from shiftjax.device.mesh import own_devices
 from shiftjax.parallel.grid import Device
 
 # On a CPU the memory belongs to everybody and zeroing it takes time: no pool takes more than this
@@ -11,22 +13,26 @@ from shiftjax.parallel.grid import Device
 CPU_SHARE = 0.2
 
 
-def measure(devices: Sequence[Device]) -> Devices:
-    """Ask the first of these devices, which are alike; virtual ones share the host's evenly.
+def measure(devices: Sequence[Device], hosts: Hosts | None = None) -> Devices:
+    """Ask the first of this host's, which are alike; virtual ones share the host's evenly.
+
+    Of several hosts all have to ask, and get what the poorest has.
 
     Raises:
         RuntimeError: the backend does not say how much memory it has.
     """
-    first, count = devices[0], len(devices)
-    per_host = sum(device.process_index == first.process_index for device in devices)
+    own = own_devices(devices)
+    first, hosts, share = own[0], hosts or Alone(), 1.0
     if first.platform == "cpu":
-        total, available = host_memory()
-        return Devices(count, total // per_host, available // per_host, CPU_SHARE, per_host)
-    stats = first.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise RuntimeError(f"{first} does not report its memory; set num_blocks")
-    limit, used = stats["bytes_limit"], stats["bytes_in_use"]
-    return Devices(count, limit, limit - used, per_host=per_host)
+        total, free = (each // len(own) for each in host_memory())
+        share = CPU_SHARE
+    else:
+        stats = first.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            raise RuntimeError(f"{first} does not report its memory; set num_blocks")
+        total, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
+    total, free = hosts.least("to measure memory", (total, free))
+    return Devices(len(devices), total, free, share, len(own))
 
 
 def host_memory() -> tuple[int, int]:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from shiftjax.device.mesh import (
     hidden_spec,
+    is_spread,
     mesh_of,
     named,
     pool_spec,
@@ -184,7 +185,8 @@ class StepDef:
         """Return the step of one mode as a function of global arrays."""
         everywhere, rows, model = replicated_spec(), rows_spec(), self.layout.model
         guesses = everywhere if model.speculator is not None else None
-        result = StepResult._make((everywhere, rows, rows, guesses))
+        top = everywhere if is_spread(self.mesh) else rows  # a host can fetch what it holds
+        result = StepResult._make((everywhere, top, top, guesses))
         given = () if model.is_first_stage else (hidden_spec(),)
         given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
 
@@ -266,7 +268,10 @@ class StepDef:
             token_ids, probabilities = drafts
             bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
             guesses = jnp.stack([token_ids, bits])
-        return pools, tokens, StepResult(summary, out.top_ids, out.top_logprobs, guesses)
+        top_ids, top_logprobs = out.top_ids, out.top_logprobs
+        if is_spread(self.mesh):
+            top_ids, top_logprobs = parallel.all_rows(top_ids), parallel.all_rows(top_logprobs)
+        return pools, tokens, StepResult(summary, top_ids, top_logprobs, guesses)
 
     def _local_rows(self, per_row: jax.Array) -> jax.Array:
         """Return the rows that this device samples."""

@@ -3,6 +3,8 @@
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from hashlib import blake2b
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +23,7 @@ _IGNORED = re.compile(
 _KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_scale")
 _ORIGINAL = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qkv]_proj\.(?:weight|bias)")
 _CHUNK_BYTES = 64 << 20
+NAMED_ROWS = 2  # of a tensor, in the name of a checkpoint
 # After the name of a matrix that a checkpoint has as e4m3 codes: what `read` has of it, too.
 OF_CODES, OF_SCALE, OF_INPUTS = ".codes", ".scale", ".input_scale"
 logger = logging.getLogger(__name__)
@@ -195,3 +198,16 @@ def check_finite(name: str, array: np.ndarray, file: str) -> None:
 
 def _show(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def identify(source: TensorSource) -> str:
+    """A name for the weights of a checkpoint, by which hosts see whether they have the same.
+
+    It covers the model, names, shapes and types of all tensors, and a few rows of each.
+    """
+    told = blake2b(repr(replace(source.config, name="")).encode(), digest_size=12)
+    for name, info in sorted(source.tensors.items()):
+        told.update(f"{name} {info.shape} {info.dtype}".encode())
+        rows = (slice(0, min(NAMED_ROWS, info.shape[0])),) if info.shape else ()
+        told.update(source.read(name, rows).tobytes())
+    return told.hexdigest()

@@ -47,7 +47,7 @@ def free(monkeypatch):
 
     def set_free(num_blocks: int, more_bytes: int = 0) -> None:
         free = num_blocks * deployment().block_bytes + LEAST + more_bytes
-        monkeypatch.setattr(pool_sizes, "measure", lambda _: Devices(1, TOTAL, free))
+        monkeypatch.setattr(pool_sizes, "measure", lambda *_: Devices(1, TOTAL, free))
 
     return set_free
 
@@ -110,7 +110,7 @@ def test_a_size_is_taken_where_it_fits_and_is_not_too_small(free, tmp_path):
 
 def test_a_cpu_takes_a_size_that_is_a_quarter_more_than_its_share(free, tmp_path, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(pool_sizes, "measure", lambda _: Devices(1, TOTAL, free_bytes))
+    monkeypatch.setattr(pool_sizes, "measure", lambda *_: Devices(1, TOTAL, free_bytes))
     sizes_in(tmp_path).keep(BORDER, LEAST)
     for num_blocks, taken in ((1023, 1024), (820, 1024), (819, 768)):
         free_bytes = num_blocks * deployment().block_bytes + LEAST

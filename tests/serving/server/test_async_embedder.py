@@ -158,7 +158,7 @@ def test_when_the_last_instance_dies_requests_end_and_the_process_hears_of_it():
         embedder.on_failure = heard.set
         with pytest.raises(ServeError, match="did not finish") as caught:
             await embedder.embed("a", [[1]])
-        assert caught.value.kind_name == "starting"
+        assert caught.value.kind_name == "restarting"
         assert heard.is_set()
         assert not embedder.is_ready
         with pytest.raises(ServeError, match="is being restarted"):

@@ -1,0 +1,1 @@
+"""What the hosts of one engine say to each other, over gRPC."""

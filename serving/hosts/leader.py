@@ -1,0 +1,251 @@
+"""The first host: listens for the others, tells them what to call, hears how far they are."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from serving.hosts.terms import (
+    AGREE_SECONDS,
+    AUTHORIZATION,
+    CHANNEL_OPTIONS,
+    HEARTBEAT_SECONDS,
+    JOIN_SECONDS,
+    Terms,
+    differences,
+)
+from serving.proto import shiftjax_pb2 as pb
+from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from serving.server.headers import digests, has_key
+from shiftjax.control.hosts import LostHostError
+from shiftjax.options import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 256  # messages that a follower has not taken; steps in flight are a few
+EXPLAIN_SECONDS = 3.0  # in which a host whose absence fails a step is known to be gone
+WATCH_SECONDS = 0.25
+CLOSE_SECONDS = 5.0
+
+
+class Peer:
+    """A follower as the leader sees it."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.messages: queue.Queue[pb.LeaderMessage] = queue.Queue(MOST_WAITING)
+        self.numbers: queue.Queue[list[int]] = queue.Queue()
+        self.heard_at = self.moved_at = time.monotonic()
+        self.sent = self.done = 0  # calls
+        self.gone = threading.Event()
+
+    def hear(self, calls: int) -> None:
+        """It has done so many."""
+        if calls > self.done:
+            self.done, self.moved_at = calls, time.monotonic()
+
+    def stuck_seconds(self, now: float) -> float:
+        """How long it has had calls before it, and done none; 0: it has none."""
+        return now - self.moved_at if self.sent > self.done else 0.0
+
+
+class LeaderHosts(pb_grpc.HostsServicer):
+    """Listens, and is a `control.hosts.Leader`. `on_lost` hears once, on any thread, of the end."""
+
+    def __init__(self, terms: Terms, on_lost: Callable[[LostHostError], None] = lambda _: None):
+        self.terms, self.num, self.on_lost = terms, terms.num, on_lost
+        self._keys = digests((terms.secret,))
+        self._peers: dict[int, Peer] = {}
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._lost: LostHostError | None = None
+        self._has_lost = threading.Event()
+        self._refusal: str | None = None  # why a host cannot be one of these
+        self._is_closing = False
+        self._server = grpc.server(
+            ThreadPoolExecutor(2 * terms.num + 2, thread_name_prefix="hosts"),
+            options=CHANNEL_OPTIONS,
+        )
+        pb_grpc.add_HostsServicer_to_server(self, self._server)
+
+    # ------------------------------------------------------------------ the start
+
+    def start(self, credentials: grpc.ServerCredentials | None = None) -> None:
+        """Listen. Raises ConfigError for an address that cannot be used."""
+        address = self.terms.address
+        try:
+            if credentials is None:
+                self._server.add_insecure_port(address)
+            else:
+                self._server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise ConfigError([f"cannot listen on coordinator = {address}"]) from None
+        self._server.start()
+
+    def gather(self, seconds: float = JOIN_SECONDS) -> None:
+        """Wait until all hosts have come.
+
+        Raises ConfigError for one that differs, LostHostError for one that does not come.
+        """
+        with self._changed:
+            is_over = lambda: self._refusal or self._lost or len(self._peers) == self.num - 1  # noqa: E731
+            self._changed.wait_for(is_over, seconds)
+            missing = [rank for rank in range(1, self.num) if rank not in self._peers]
+        if self._refusal is not None:
+            self._server.stop(1.0).wait()  # who is refused hears why, and the others of the end
+            raise ConfigError([self._refusal])
+        if missing:
+            raise self._lose(f"hosts {missing} have not come in {seconds:.0f} s")
+        threading.Thread(target=self._watch, name="watch hosts", daemon=True).start()
+        self._tell(pb.LeaderMessage(welcome=pb.Welcome()))
+
+    def least(self, what: str, values: Sequence[int]) -> list[int]:
+        """See `control.hosts.Hosts`."""
+        told, end = [list(values)], time.monotonic() + AGREE_SECONDS
+        for peer in list(self._peers.values()):
+            told.append(self._numbers_of(peer, what, end))
+        if len({len(each) for each in told}) != 1:
+            raise self._lose("hosts are at different points of the start")
+        least = list(map(min, *told)) if values else []
+        self._tell(pb.LeaderMessage(numbers=pb.Numbers(values=least)))
+        return least
+
+    def _numbers_of(self, peer: Peer, what: str, end: float) -> list[int]:
+        while time.monotonic() < end:
+            self._check()
+            try:
+                return peer.numbers.get(timeout=WATCH_SECONDS)
+            except queue.Empty:
+                continue
+        raise self._lose(f"host {peer.rank} took more than {AGREE_SECONDS:.0f} s {what}")
+
+    # ------------------------------------------------------------------ calls
+
+    def send(self, number: int, call: bytes) -> None:
+        """See `control.hosts.Leader`."""
+        now = time.monotonic()
+        for peer in self._peers.values():
+            if peer.sent <= peer.done:
+                peer.moved_at = now
+            peer.sent = number
+        self._tell(pb.LeaderMessage(call=call))
+
+    def explain(self, error: Exception) -> LostHostError:
+        """See `control.hosts.Leader`."""
+        if isinstance(error, LostHostError):
+            return error
+        self._has_lost.wait(EXPLAIN_SECONDS)
+        return self._lose(f"a step of all hosts failed on host 0: {error}")
+
+    def ages(self) -> Mapping[int, float]:
+        """By host, the seconds since it was last heard to have done a step."""
+        now = time.monotonic()
+        return {rank: now - peer.moved_at for rank, peer in self._peers.items()}
+
+    def close(self) -> None:
+        """Have the followers end well, and wait for that."""
+        self._is_closing = True
+        if self._lost is None:
+            self._tell(pb.LeaderMessage(end=pb.End()))
+            for peer in self._peers.values():
+                peer.gone.wait(CLOSE_SECONDS)
+        self._server.stop(0.2).wait()
+
+    def _tell(self, message: pb.LeaderMessage) -> None:
+        self._check()
+        for peer in self._peers.values():
+            try:
+                peer.messages.put_nowait(message)
+            except queue.Full:
+                words = f"host {peer.rank} has not taken {MOST_WAITING} messages"
+                raise self._lose(words) from None
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _lose(self, words: str) -> LostHostError:
+        """The end of the engine, for the first reason that is heard."""
+        with self._lock:
+            if self._lost is not None or self._is_closing:
+                return self._lost or LostHostError(words)
+            self._lost = LostHostError(words)
+            self._changed.notify_all()
+        logger.critical("the engine ends: %s", words)
+        self._has_lost.set()
+        self.on_lost(self._lost)
+        return self._lost
+
+    def _watch(self) -> None:
+        while not self._is_closing and self._lost is None:
+            time.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            for peer in self._peers.values():
+                if now - peer.heard_at > self.terms.limit:
+                    self._lose(f"host {peer.rank} has been silent for {self.terms.limit:.0f} s")
+                elif peer.stuck_seconds(now) > self.terms.stuck_limit:
+                    seconds = self.terms.stuck_limit
+                    self._lose(f"host {peer.rank} has done no step for {seconds:.0f} s")
+
+    # ------------------------------------------------------------------ the connection
+
+    def Follow(self, request_iterator: Iterator[Any], context: Any) -> Iterator[pb.LeaderMessage]:
+        """The call of one follower, as long as the engine lives."""
+        metadata = dict(context.invocation_metadata())
+        if not has_key(str(metadata.get(AUTHORIZATION, "")).encode(), self._keys):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the hosts' secret is another one")
+        hello = next(request_iterator).hello
+        peer = self._admitted(hello, context)
+        context.add_callback(lambda: self._on_end(peer))
+        threading.Thread(target=self._read, args=(peer, request_iterator), daemon=True).start()
+        while self._lost is None:
+            try:
+                message = peer.messages.get(timeout=HEARTBEAT_SECONDS)
+            except queue.Empty:
+                message = pb.LeaderMessage(heartbeat=pb.Heartbeat())
+            yield message
+            if message.WhichOneof("kind") == "end":
+                peer.gone.wait(CLOSE_SECONDS)  # ended here first, JAX would abort it
+                return
+        context.abort(grpc.StatusCode.ABORTED, str(self._lost))
+
+    def _admitted(self, hello: Any, context: Any) -> Peer:
+        """A host that may be one of these; the call ends for any other."""
+        rank = hello.rank
+        problem = differences(rank, hello.facts, self.terms.facts)
+        with self._changed:
+            if problem is None and not 0 < rank < self.num:
+                problem = f"host_rank = {rank} is none of hosts = {self.num}"
+            if problem is None and rank in self._peers:
+                problem = f"host_rank = {rank} is there already: give each host its own"
+            if problem is None:
+                self._peers[rank] = Peer(rank)
+            elif len(self._peers) < self.num - 1:
+                self._refusal = problem
+            self._changed.notify_all()
+        if problem is not None:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
+        return self._peers[rank]
+
+    def _read(self, peer: Peer, messages: Iterator[Any]) -> None:
+        try:
+            for message in messages:
+                peer.heard_at = time.monotonic()
+                if message.HasField("numbers"):
+                    peer.numbers.put(list(message.numbers.values))
+                elif message.progress.HasField("error"):
+                    self._lose(f"host {peer.rank} failed: {message.progress.error}")
+                else:
+                    peer.hear(message.progress.calls)
+        except Exception as error:  # the call has ended, which its callback tells
+            logger.debug("host %d: %s", peer.rank, error)
+
+    def _on_end(self, peer: Peer) -> None:
+        peer.gone.set()
+        if not self._is_closing:
+            self._lose(f"host {peer.rank} has gone")
