@@ -48,6 +48,7 @@ ACTIONS: Mapping[str, Callable[[], None]] = {
     "nan": lambda: None,  # done to the result of `fetch`
 }
 LOADING = "loading"  # stands for the loader itself: there is no engine yet
+FOLLOWING = "following"  # for the steps of a follower, which has no engine
 # point -> the objects and the method that it stands for
 POINTS: Mapping[str, Callable[[Engine, Service], Iterable[tuple[Any, str]]]] = {
     "admission": lambda engine, service: [(service.engine, "submit")],
@@ -71,7 +72,7 @@ def parse_fault(text: str) -> Fault:
     point, _, rest = text.partition(":")
     action, _, when = rest.partition(":")
     number = (when or "1").removesuffix("+")
-    is_known = (point in POINTS or point == LOADING) and action in ACTIONS and number.isdecimal()
+    is_known = point in (*POINTS, LOADING, FOLLOWING) and action in ACTIONS and number.isdecimal()
     if not is_known or (action == "nan" and point != "fetch"):
         raise ConfigError([f"SHIFTJAX_FAULT: {shown(text)} is no <point>:<action>:<when>"])
     return Fault(point, action, int(number), when.endswith("+"))

@@ -19,6 +19,7 @@ from serving.hosts.follower import FollowerHosts
 from serving.hosts.leader import LeaderHosts
 from serving.hosts.terms import SILENT_SECONDS, Terms, facts_of
 from serving.run.access import bind
+from serving.run.faults import FOLLOWING, Fault, faulty
 from serving.run.flags import read_secret_lines
 from serving.run.jax_log import shorten_jax_log
 from serving.run.listeners import HttpServer
@@ -59,7 +60,9 @@ def open_leader(
     return loaded(config, files, phases, hosts), hosts
 
 
-def run_follower(config: EngineConfig, options: ServerOptions) -> NoReturn:
+def run_follower(
+    config: EngineConfig, options: ServerOptions, fault: Fault | None = None
+) -> NoReturn:
     """Follow the leader to its end, and leave; `/health/live` is all that listens.
 
     Raises ConfigError for what makes this host none of the leader's.
@@ -75,6 +78,8 @@ def run_follower(config: EngineConfig, options: ServerOptions) -> NoReturn:
         from shiftjax.device.hosts import follow
 
         runner = build_follower(config, files.source, _log, hosts, files.cache_dir)
+        if fault and fault.point == FOLLOWING:
+            runner.launch = faulty(fault, runner.launch)
         logger.info("following %s", config.host.coordinator)
         follow(runner, hosts)
     except LostHostError:

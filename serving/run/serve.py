@@ -17,7 +17,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from serving.hosts.leader import LeaderHosts
 from serving.run.access import read_keys
-from serving.run.faults import LOADING, Fault, faulty, install, parse_fault
+from serving.run.faults import LOADING, POINTS, Fault, faulty, install, parse_fault
 from serving.run.hosts import leave, open_leader, run_follower
 from serving.run.listeners import Server
 from serving.run.progress import shown_phases
@@ -75,7 +75,7 @@ def run_server(
     _use_all_descriptors()
     sys.setswitchinterval(GIL_SECONDS)
     if config.host.host_rank:
-        run_follower(config, options)
+        run_follower(config, options, fault)
     faulthandler.enable()  # a library that aborts leaves at least its stack
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         return runner.run(Process(config, options, keys, fault).run())
@@ -215,7 +215,7 @@ class Process:
         fault = self._fault
         engine.on_failure = self._on_failure
         self._service.open(model, engine)
-        if fault and fault.point != LOADING:
+        if fault and fault.point in POINTS:
             install(fault, core, self._service)
 
     async def _open_embedder(self, embedder: "Embedder") -> None:

@@ -1,0 +1,270 @@
+"""One engine over two processes of this machine, compared with one process of as many devices.
+
+    python scripts/two_hosts.py [--devices 4] [--quick]
+
+Two processes of so many virtual CPU devices each make one mesh (gloo): the first schedules, the
+second repeats its calls, as `shiftjax serve --hosts 2` does. All run the same requests in random
+modes: seeded and greedy ones with shared beginnings, drafts and tables, in too few KV blocks for
+all, and one that is given up. Then four sequences decode, for the time of a step; processes share
+the cores, so the ratio says what talking costs here, and nothing of GPUs. Last, what a message
+takes for 1, 64 and 256 sequences of 512 blocks. Prints a line of JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from load_kit import free_port
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.config import EngineConfig
+from shiftjax.control.engine import Engine
+from shiftjax.control.hosts import NOBODY, Recent, Step
+from shiftjax.control.request import Request, SamplingParams
+
+MODEL = ModelConfig(
+    name="two hosts",
+    architecture="llama",
+    vocab_size=200,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=16,
+    max_position_embeddings=256,
+)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 96,
+    "block_size": 4,
+    "num_blocks": 26,  # too few for all that runs
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (32,),
+    "cache_dir": "none",
+    "speculation": "ngram",
+    "prompt_lookup_min": 1,
+    "draft_choice": "fixed",
+    "tp": 2,
+}
+ABORTED = 2  # of the requests, in turn 4
+ROLES = ("alone", "leader", "follower")
+SIZES = (1, 64, 256)
+
+
+class RandomModes:
+    """Base or shift, drawn for every step."""
+
+    def __init__(self):
+        self._random = random.Random(5)
+
+    def choose(self, plan: Any, modes: Any, num_waiting: int, last_mode: Any) -> Any:
+        """The mode of a step."""
+        return self._random.choice((modes[0], modes[-1]))
+
+
+def serve(engine: Engine, prompts: list[list[int]], asked: list[SamplingParams]) -> list[list[int]]:
+    """The tokens of each prompt. Raises RuntimeError for one that ends with an error."""
+    first = engine._num_requests
+    names = {f"r{first + i}": i for i in range(len(prompts))}
+    for name, i in names.items():
+        engine.add_request(Request(name, prompts[i], asked[i]))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    turn = 0
+    while engine.has_work():
+        events = engine.step(float(turn))
+        if turn == 4 and len(prompts) > ABORTED:
+            events += engine.abort(f"r{first + ABORTED}")
+        for event in events:
+            if event.error is not None:
+                raise RuntimeError(event.error)
+            tokens[names[event.request_id]] += event.token_ids
+        turn += 1
+    engine.check()
+    return tokens
+
+
+def workload(engine: Engine) -> dict[str, Any]:
+    """What the requests come to; the aborted one has no say."""
+    engine.policy = RandomModes()  # pyright: ignore[reportAttributeAccessIssue]
+    rng = random.Random(3)
+    stem = [rng.randrange(3, 199) for _ in range(20)]
+    prompts = [
+        stem[: rng.randrange(21)] + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 40))]
+        for _ in range(9)
+    ]
+    extra: dict[int, dict[str, Any]] = {
+        1: {"logprobs": 3},
+        4: {"presence_penalty": 0.5},
+        5: {"logit_bias": {17: 2.0}},
+        6: {"allowed_token_ids": [5, 6, 7, 8]},
+    }
+    asked = [
+        SamplingParams(
+            max_tokens=12, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, **extra.get(i, {})
+        )
+        for i in range(len(prompts))
+    ]
+    first, again = serve(engine, prompts, asked), serve(engine, prompts[:2], asked[:2])
+    first[ABORTED].clear()
+    stats = engine.stats()
+    return {
+        "tokens": [first, again],
+        "steps": stats.steps_by_mode,
+        "preemptions": stats.num_preemptions["recompute"],
+        "prefix_hit_tokens": stats.num_prefix_hit_tokens,
+        "drafted_steps": sum(stats.drafts.steps.values()) if stats.drafts else 0,
+    }
+
+
+def decode(engine: Engine, num_tokens: int) -> float:
+    """The median milliseconds of a step of four sequences."""
+    prompts = [[i + 5] for i in range(4)]
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.7, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(Request(f"decode-{i}", prompt, sampling))
+    seconds = []
+    while engine.has_work():
+        begin = time.perf_counter()
+        engine.step(time.monotonic())
+        seconds.append(time.perf_counter() - begin)
+    return round(1e3 * statistics.median(seconds), 3)
+
+
+def run_role(args: argparse.Namespace) -> dict[str, Any]:
+    """One of the three processes."""
+    from serving.hosts.follower import FollowerHosts
+    from serving.hosts.leader import LeaderHosts
+    from serving.hosts.terms import Terms, facts_of
+    from shiftjax.build import build, build_follower
+    from shiftjax.device.hosts import follow, join
+    from shiftjax.device.programs import CompileCounter
+    from shiftjax.device.step import COMPILER_OPTIONS
+    from shiftjax.settings import make_virtual_devices
+    from shiftjax.weights.random import RandomSource
+
+    options = OPTIONS | {"sp": args.devices, "devices": 2 * args.devices}
+    rank, address = ROLES.index(args.role) - 1, f"127.0.0.1:{args.port}"
+    if args.role != "alone":
+        options |= {"hosts": 2, "host_rank": rank, "coordinator": address}
+        options |= {"host_secret_file": "unused"}
+    if args.quick:
+        COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = "0"
+    config, source = EngineConfig.from_options(**options), RandomSource(MODEL)
+    make_virtual_devices(config)
+    counter, silent = CompileCounter(), lambda *_: None
+    if args.role == "alone":
+        engine = build(config, source, silent).engine
+        return workload(engine) | {"step_ms": decode(engine, args.tokens)}
+    terms = Terms(rank, 2, address, args.secret, facts_of(config, source))
+    if args.role == "follower":
+        hosts = FollowerHosts(terms, lambda _: os._exit(75))
+        hosts.connect()
+        join(f"127.0.0.1:{args.port + 1}", 2, rank)
+        runner = build_follower(config, source, silent, hosts)
+        counter.start()
+        follow(runner, hosts)
+        return {"compiles": counter.count}
+    hosts = LeaderHosts(terms, lambda _: os._exit(75))
+    hosts.start()
+    hosts.gather()
+    join(f"127.0.0.1:{args.port + 1}", 2, rank)
+    engine = build(config, source, silent, leader=hosts).engine
+    counter.start()
+    sizes, send = [], hosts.send
+    hosts.send = lambda number, call: (sizes.append(len(call)), send(number, call))[1]
+    told = workload(engine) | {"step_ms": decode(engine, args.tokens)}
+    hosts.close()
+    return told | {"compiles": counter.count, "message_bytes_p50": statistics.median(sizes)}
+
+
+def message_cost(num_seqs: int, repeats: int = 200) -> dict[str, float]:
+    """Bytes and microseconds of writing the message of a decode step; medians."""
+    num_blocks, recent = 512, Recent()
+    flat = np.zeros(num_seqs * (num_blocks + 24), np.int32)  # as many scalars as a step has
+    table = flat[24 * num_seqs :].reshape(num_seqs, num_blocks)
+    sizes, seconds = [], []
+    for number in range(1, 1 + repeats):
+        flat[: 4 * num_seqs] += 1  # positions, slots, lengths, positions that are sampled
+        table[number % 16 :: 16, number // 16] = number  # a block of 16 tokens is full
+        begin = time.perf_counter()
+        call = recent.encode(Step(number, NOBODY, 0, 1, (flat.copy(),)))
+        seconds.append(time.perf_counter() - begin)
+        sizes.append(len(call))
+    micros = round(1e6 * statistics.median(seconds[1:]), 1)
+    return {"bytes": statistics.median(sizes[1:]), "microseconds": micros}
+
+
+def start(role: str, args: argparse.Namespace, port: int, secret: str, log: Path) -> Any:
+    """A process of its own; its output goes to files."""
+    command = [sys.executable, __file__, "--role", role, "--port", str(port), "--secret", secret]
+    command += ["--devices", str(args.devices), "--tokens", str(args.tokens)]
+    command += ["--quick"] if args.quick else []
+    with open(log / f"{role}.json", "w") as out, open(log / f"{role}.log", "w") as err:
+        return subprocess.Popen(command, stdout=out, stderr=err)
+
+
+def result_of(role: str, process: Any, log: Path) -> dict[str, Any]:
+    """What a process has printed last. Raises RuntimeError with its log if it failed."""
+    code = process.wait(600)
+    lines = (log / f"{role}.json").read_text().splitlines()
+    if code or not lines:
+        raise RuntimeError(f"{role} ended with {code}: {(log / f'{role}.log').read_text()[-3000:]}")
+    return json.loads(lines[-1])
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all three, the pair after the one."""
+    port, secret = free_port(), os.urandom(16).hex()
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for roles in (("alone",), ("leader", "follower")):
+            running = {role: start(role, args, port, secret, Path(folder)) for role in roles}
+            try:
+                for role, process in running.items():
+                    results[role] = result_of(role, process, Path(folder))
+            finally:
+                for process in running.values():
+                    process.kill()
+                    process.wait()
+    alone, leader = results["alone"], results["leader"]
+    same = ("preemptions", "prefix_hit_tokens", "drafted_steps", "steps", "message_bytes_p50")
+    return {
+        "tokens_equal": alone.pop("tokens") == leader.pop("tokens"),
+        "devices": 2 * args.devices,
+        **{name: leader[name] for name in same},
+        "compiles": [leader["compiles"], results["follower"]["compiles"]],
+        "step_ms": {"one process": alone["step_ms"], "two": leader["step_ms"]},
+        "message": {num_seqs: message_cost(num_seqs) for num_seqs in SIZES},
+    }
+
+
+def main() -> None:
+    """Compare, or be one of the processes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, default=4, help="of each process")
+    parser.add_argument("--tokens", type=int, default=100, help="of the sequences that are timed")
+    parser.add_argument("--quick", action="store_true", help="compiled quickly, few tokens")
+    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--secret", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.tokens = min(args.tokens, 20)
+    print(json.dumps(run_role(args) if args.role else compare(args)), flush=True)
+    if args.role:
+        os._exit(0)  # JAX would wait for the other process
+
+
+if __name__ == "__main__":
+    main()
