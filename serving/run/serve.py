@@ -67,6 +67,8 @@ def run_server(
     if config.parallel.stages is not None and options.simulate is None:
         given = f"stages = {config.parallel.stages}"
         raise ConfigError([f"{given} is of batch and LLM: requests that wait for a phase are late"])
+    if config.host.is_one_of_several and options.simulate is not None:
+        raise ConfigError([f"hosts = {config.host.hosts} has no meaning with simulate: drop it"])
     text = fault_of()
     fault = parse_fault(text) if text else None
     if options.simulate is None:

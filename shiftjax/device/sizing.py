@@ -5,7 +5,6 @@ from pathlib import Path
 
 from shiftjax.control.deployment import Devices
 from shiftjax.control.hosts import Alone, Hosts
-from shiftjax.device.mesh import own_devices
 from shiftjax.parallel.grid import Device
 
 # On a CPU the memory belongs to everybody and zeroing it takes time: no pool takes more than this
@@ -21,6 +20,8 @@ def measure(devices: Sequence[Device], hosts: Hosts | None = None) -> Devices:
     Raises:
         RuntimeError: the backend does not say how much memory it has.
     """
+    from shiftjax.device.mesh import own_devices  # whoever asks for the host's alone needs no JAX
+
     own = own_devices(devices)
     first, hosts, share = own[0], hosts or Alone(), 1.0
     if first.platform == "cpu":
