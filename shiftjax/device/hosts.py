@@ -40,6 +40,7 @@ def join(address: str, num: int, rank: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Or JAX aborts the leader when a follower dies, before anybody hears of it.
     jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
     jax.distributed.initialize(
         address,
         num,
