@@ -166,7 +166,7 @@ def run_role(args: argparse.Namespace) -> dict[str, Any]:
     if args.role == "alone":
         engine = build(config, source, silent).engine
         return workload(engine) | {"step_ms": decode(engine, args.tokens)}
-    terms = Terms(rank, 2, address, args.secret, facts_of(config, source))
+    terms = Terms(rank, 2, address, args.secret, facts_of(config, source), limit=120)
     if args.role == "follower":
         hosts = FollowerHosts(terms, lambda _: os._exit(75))
         hosts.connect()

@@ -15,6 +15,7 @@ from serving.hosts.terms import (
     CHANNEL_OPTIONS,
     HEARTBEAT_SECONDS,
     JOIN_SECONDS,
+    START_SILENT_SECONDS,
     Terms,
 )
 from serving.proto import shiftjax_pb2 as pb
@@ -41,7 +42,7 @@ class FollowerHosts:
         self._numbers: queue.Queue[list[int] | Exception] = queue.Queue()
         self._outgoing: queue.Queue[pb.FollowerMessage] = queue.Queue()
         self._stream: Any = None
-        self._done = 0
+        self._has_begun, self._done = False, 0
         self._heard_at = time.monotonic()
         self._lost: LostHostError | None = None
         self._has_ended = False
@@ -131,6 +132,7 @@ class FollowerHosts:
                 self._heard_at = time.monotonic()
                 kind = message.WhichOneof("kind")
                 if kind == "call":
+                    self._has_begun = True
                     self._calls.put(message.call)
                 elif kind in ("welcome", "numbers"):
                     self._numbers.put(list(message.numbers.values))
@@ -148,8 +150,9 @@ class FollowerHosts:
     def _watch(self) -> None:
         while self._lost is None:
             time.sleep(HEARTBEAT_SECONDS)
-            if time.monotonic() - self._heard_at > self.terms.limit:
-                self._lose(f"the leader has been silent for {self.terms.limit:.0f} s")
+            limit = self.terms.limit if self._has_begun else START_SILENT_SECONDS
+            if time.monotonic() - self._heard_at > limit:
+                self._lose(f"the leader has been silent for {limit:.0f} s")
 
     def _lose(self, words: str) -> None:
         if self._has_ended or self._lost is not None:

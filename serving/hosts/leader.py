@@ -16,6 +16,7 @@ from serving.hosts.terms import (
     CHANNEL_OPTIONS,
     HEARTBEAT_SECONDS,
     JOIN_SECONDS,
+    START_SILENT_SECONDS,
     Terms,
     differences,
 )
@@ -66,7 +67,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._lost: LostHostError | None = None
         self._has_lost = threading.Event()
         self._refusal: str | None = None  # why a host cannot be one of these
-        self._is_closing = False
+        self._has_begun = self._is_closing = False
         self._server = grpc.server(
             ThreadPoolExecutor(2 * terms.num + 2, thread_name_prefix="hosts"),
             options=CHANNEL_OPTIONS,
@@ -128,7 +129,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
 
     def send(self, number: int, call: bytes) -> None:
         """See `control.hosts.Leader`."""
-        now = time.monotonic()
+        self._has_begun, now = True, time.monotonic()
         for peer in self._peers.values():
             if peer.sent <= peer.done:
                 peer.moved_at = now
@@ -184,10 +185,11 @@ class LeaderHosts(pb_grpc.HostsServicer):
     def _watch(self) -> None:
         while not self._is_closing and self._lost is None:
             time.sleep(WATCH_SECONDS)
+            limit = self.terms.limit if self._has_begun else START_SILENT_SECONDS
             now = time.monotonic()
             for peer in self._peers.values():
-                if now - peer.heard_at > self.terms.limit:
-                    self._lose(f"host {peer.rank} has been silent for {self.terms.limit:.0f} s")
+                if now - peer.heard_at > limit:
+                    self._lose(f"host {peer.rank} has been silent for {limit:.0f} s")
                 elif peer.stuck_seconds(now) > self.terms.stuck_limit:
                     seconds = self.terms.stuck_limit
                     self._lose(f"host {peer.rank} has done no step for {seconds:.0f} s")

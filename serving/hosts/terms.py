@@ -10,6 +10,7 @@ from shiftjax.weights.source import TensorSource, identify
 
 HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0  # without a word: a host that is stopped, or a network that is split
+START_SILENT_SECONDS = 120.0  # the same while it starts: tracing leaves other threads little time
 JOIN_SECONDS = 600.0  # until all hosts have come
 AGREE_SECONDS = 1800.0  # between the first and the last host at a point of the start
 MAX_MESSAGE_BYTES = 256 << 20

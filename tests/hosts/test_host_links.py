@@ -225,8 +225,11 @@ def test_a_network_that_splits_ends_both_sides():
     held: list[socket.socket] = [listener]
     port = free_port()
     threading.Thread(target=relay, args=(port,), daemon=True).start()
-    fields = {"address": f"127.0.0.1:{port}", "limit": 0.5}
+    fields = {"address": f"127.0.0.1:{port}", "limit": 0.5, "stuck_limit": 60}
     with joined(port=listener.getsockname()[1], **fields) as hosts:
+        hosts.leader.send(1, b"the first step")
+        next(hosts.followers[0].calls())
+        hosts.followers[0].done(1)
         time.sleep(0.7)
         assert hosts.lost.empty()
         is_open.clear()
