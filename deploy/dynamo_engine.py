@@ -223,6 +223,10 @@ def chunk_of(delta: Delta, handle: RequestHandle) -> dict[str, Any]:
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
         }
+        metrics = handle.output.metrics
+        if metrics is not None:
+            details = {"cached_tokens": metrics.num_cached_tokens}
+            chunk["completion_usage"]["prompt_tokens_details"] = details
     return chunk
 
 

@@ -69,6 +69,8 @@ def test_tokens_go_in_and_come_out():
                 )
                 assert mine[-1]["finish_reason"] == "length"
             assert chunks[-1]["completion_usage"]["total_tokens"] == 40 + 10
+            usage = (await chunks_of(engine, request))[-1]["completion_usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": 32}
             packed = {**request, "token_ids": b"\x01\0\0\0\x02\0\0\0"}
             usage = (await chunks_of(engine, packed))[-1]["completion_usage"]
             assert usage["prompt_tokens"] == 2
