@@ -34,6 +34,7 @@ from shiftjax.control.resolve import base_rule
 from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine
 from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.costs.quantising import quantising
 from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -321,6 +322,15 @@ def test_the_simulators_preset_has_as_many_kernels(compiled):
     products, attention, sums, moves = 4, 1, 2, 3  # beside the layers: a sum, an exchange, a gather
     assert 0 <= each - (products + attention + sums + engine.kernels_per_layer) <= 1
     assert abs(more - layers * each - moves - engine.kernels_per_step) <= 2
+
+
+@pytest.mark.parametrize("case", cases("fp8"), ids=name_of)
+def test_the_simulators_preset_quantises_with_as_many_kernels(case, compiled):
+    """What codes of weights and of KV add to a layer."""
+    one, plain = (launches(compiled(case._replace(size=size)).text) for size in ("fp8", "bf16"))
+    kernels, tokens = load_engine("shiftjax").quantising_kernels, case.bucket.tokens
+    counted = quantising(kernels, case.layout, case.mode, tokens, case.formats).num_kernels
+    assert abs((len(one) - len(plain)) / case.num_layers - counted) <= 2
 
 
 def kv_tokens(case: Case, compiled: Compiler) -> int:
