@@ -13,6 +13,8 @@ from kit import running_server
 from load_kit import free_port
 
 from serving.cli.main import make_parser
+from shiftjax.config import SETTINGS
+from shiftjax.settings import resolve
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMTOOL = shutil.which("promtool")
@@ -70,6 +72,32 @@ def test_the_manifests_name_what_there_is(name):
         assert arguments.metrics_prefix == template["metadata"]["labels"]["llm-d.ai/engine-type"]
         assert arguments.kv_events == "zmq"
         assert arguments.kv_events_endpoint == f"tcp://*:{ports['kv-events']}"
+
+
+def test_the_hosts_of_a_set_run_one_command():
+    """As LeaderWorkerSet tells them who they are; a follower answers /health/live alone."""
+    service, group = yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text())
+    spec = group["spec"]["leaderWorkerTemplate"]
+    leader, worker = (spec[f"{role}Template"]["spec"] for role in ("leader", "worker"))
+    (first,), (other,) = leader["containers"], worker["containers"]
+    assert first["args"] == other["args"] and first["image"] == other["image"]
+    options = make_parser().parse_args(first["args"])
+    flags = {name: v for name, v in vars(options).items() if name in SETTINGS and v is not None}
+    told = {"LWS_GROUP_SIZE": str(spec["size"]), "LWS_LEADER_ADDRESS": "shiftjax-0.shiftjax"}
+    ports = {port["name"]: port["containerPort"] for port in first["ports"]}
+    for rank in range(spec["size"]):
+        host = resolve(flags, told | {"LWS_WORKER_INDEX": str(rank)}).host
+        assert (host.hosts, host.host_rank) == (spec["size"], rank)
+        assert host.coordinator == f"shiftjax-0.shiftjax:{ports['hosts']}"
+    assert ports["jax"] == ports["hosts"] + 1
+    assert other["livenessProbe"]["httpGet"]["path"] == "/health/live"
+    assert not {"readinessProbe", "startupProbe"} & other.keys()
+    drain = float(options.drain_delay) + float(options.shutdown_timeout)
+    for pod in (leader, worker):
+        assert drain < pod["terminationGracePeriodSeconds"]
+    index = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    name = {"leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"]}
+    assert service["spec"]["selector"] == index | name
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
