@@ -54,6 +54,8 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
         named = flags | target | {"model": model_of(flags.get("model", MODEL))}
         return Asked(with_kernels(target_from(named), arguments.kernels), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
+    if config.host.is_one_of_several:
+        target["hosts"] = arguments.hosts or config.host.hosts
     model = model_of(config.model.model.removeprefix("random:"))
     asked = target_of(config, model, **target)
     asked = with_kernels(asked, arguments.kernels)

@@ -90,6 +90,13 @@ def test_plan_says_whether_one_engine_or_replicas(capsys, argv, words):
     assert words in capsys.readouterr().out
 
 
+def test_a_plan_of_an_engines_settings_is_over_its_hosts(capsys, tmp_path):
+    file = tmp_path / "engine.yaml"
+    file.write_text("{model: llama-70b, hosts: 2, coordinator: 'a:5', host_secret_file: secret}")
+    assert main(["plan", "--config", str(file)]) == 0
+    assert "on h200x8 over 2 hosts" in capsys.readouterr().out
+
+
 def test_requests_that_no_host_holds_are_for_one_engine():
     """Devices of 28 GB: a host has room for a request, but not for the longest of the model."""
     machine = replace(TWO, memory_bytes=28e9, reserved_bytes=0.0)
