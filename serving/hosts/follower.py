@@ -26,6 +26,7 @@ from shiftjax.options import ConfigError
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.1  # without a call, after which a follower says what it has done
+FAIL_SECONDS = 5.0
 REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -46,6 +47,7 @@ class FollowerHosts:
         self._heard_at = time.monotonic()
         self._lost: LostHostError | None = None
         self._has_ended = False
+        self._is_over = threading.Event()
 
     def connect(self, credentials: grpc.ChannelCredentials | None = None) -> None:
         """Wait until the leader has all hosts.
@@ -95,10 +97,11 @@ class FollowerHosts:
         self._outgoing.put(self._progress())
 
     def fail(self, error: Exception) -> None:
-        """Tell the leader why this host does no more."""
+        """Tell the leader why this host does no more, and give it time to hear of it."""
         words = f"{type(error).__name__}: {error}"[:500]
         progress = pb.Progress(calls=self._done, error=words)
         self._outgoing.put(pb.FollowerMessage(progress=progress))
+        self._is_over.wait(FAIL_SECONDS)
 
     def close(self) -> None:
         """End the connection, after which the leader waits no more for this host."""
@@ -158,6 +161,7 @@ class FollowerHosts:
         if self._has_ended or self._lost is not None:
             return
         self._lost = LostHostError(words)
+        self._is_over.set()
         logger.critical("%s", words)
         self._numbers.put(self._lost)
         self._calls.put(None)

@@ -14,6 +14,7 @@ from echo_kit import (
     runner_of,
 )
 
+from shiftjax.control.hosts import LostHostError
 from shiftjax.control.policy import POLICIES, FixedPolicy, make_policy, wanted_modes
 from shiftjax.control.request import DuplicateRequestError, StepPlan
 from shiftjax.costs.buckets import Bucket
@@ -192,6 +193,21 @@ def test_a_failed_step_ends_its_batch_and_the_engine_goes_on(fault, overlap):
     assert survivor.token_ids == reference(engine, requests[2], 3, 0)[0]
     assert survivor.last.metrics.num_cached_tokens == 0  # the cache was lost with the pool
     assert (runner.num_resets, engine.stats().num_failed_steps) == (1, 1)
+
+
+@pytest.mark.parametrize("where", ["run", "fetch"])
+def test_a_lost_host_is_the_end_of_the_engine(where, monkeypatch):
+    engine = make_engine()
+    runner = runner_of(engine)
+
+    def lose(*_):
+        raise LostHostError("host 1 has gone")
+
+    monkeypatch.setattr(runner, where, lose)
+    engine.add_request(make_request("r", [1, 2, 3], max_tokens=5))
+    with pytest.raises(LostHostError, match="host 1"):
+        run_to_end(engine, Listener())
+    assert runner.num_resets == 0  # which other hosts would have to take part in
 
 
 @pytest.mark.parametrize("overlap", [True, False])
