@@ -162,8 +162,11 @@ def known_costs(deployment: Deployment, machine: str | None, device: Device) -> 
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
     if not (is_needed or (drafts and choice == "auto" and is_known)):
         return None
-    constants = load_machine(machine or machine_of(device.device_kind), jax.process_count())
-    if jax.process_count() > 1:  # of which each host may have fewer than the file's machine
+    name, hosts = machine or machine_of(device.device_kind), jax.process_count()
+    if hosts > 1 and not (is_needed or load_machine(name).network):
+        return None
+    constants = load_machine(name, hosts)
+    if hosts > 1:  # of which each host may have fewer than the file's machine
         here, all_of_them = jax.local_device_count(), jax.device_count()
         constants = replace(constants, devices_per_host=here, num_devices=all_of_them)
     return deployment.costs(constants, load_engine("shiftjax"))

@@ -14,7 +14,9 @@ from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.work import Work
+from shiftjax.drafts.draft import DraftOptions
 from shiftjax.lanes import known_costs
+from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, cost_model, deploy, modes_of
 from shiftjax.sim.hosts import hosts_in_words
@@ -66,6 +68,16 @@ def test_an_engine_over_hosts_decides_by_the_links_that_it_has(monkeypatch):
     between = replace(costs.machine, network=(Transfer(1.0, 1.0),))
     slower = deployment.costs(between, costs.engine).mode_seconds(Mode(4, 4), (512, 8))
     assert slower > 1e6 > costs.mode_seconds(Mode(4, 4), (512, 8))
+
+
+def test_without_a_network_drafts_do_without_costs_and_the_policy_cannot(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    deployment, device = deploy(on(TWO), "x", (1, 4, 2), "base"), SimpleNamespace(device_kind="cpu")
+    drafting = replace(deployment, drafts=DraftOptions(speculation="ngram"))
+    assert drafting.drafts.draft_choice == "auto"
+    assert known_costs(drafting, None, device) is None
+    with pytest.raises(ConfigError, match="cpu has no network between hosts"):
+        known_costs(replace(deployment, policy="cost"), None, device)
 
 
 def test_stages_on_several_hosts_hand_over_by_the_network():
