@@ -312,6 +312,8 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
         "num_gpu_blocks": str(cache.num_blocks),
         "enable_prefix_caching": str(cache.prefix_caching),
     }
+    if llm.config.host.is_one_of_several:
+        info["hosts"] = str(llm.config.host.hosts)
     # With SP = 1 the two modes of a program are one step.
     programs = sum(len(set(p.steps.values())) for runner in llm.runners for p in runner.programs)
     return ServedModel(

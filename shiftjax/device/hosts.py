@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 20  # without one JAX takes a process for dead; the hosts themselves know before
 JOIN_SECONDS = 300  # that processes may start apart
+SHUTDOWN_SECONDS = 5  # that a process which ends waits for the others
 MOST_IN_FLIGHT = 4  # steps whose sampled tokens a later one may read
 
 
@@ -48,6 +49,7 @@ def join(address: str, num: int, rank: int) -> None:
         cluster_detection_method="deactivate",  # Slurm's would give each process one device
         initialization_timeout=JOIN_SECONDS,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
 
 

@@ -228,7 +228,7 @@ def test_the_process_ends_with_its_parent():
 
 
 def test_another_gpu_than_the_parents_is_no_verdict(tmp_path):
-    other = SimpleNamespace(id=0, device_kind="NVIDIA H200")
+    other = SimpleNamespace(local_hardware_id=0, device_kind="NVIDIA H200")
     verdict = find_verdict(make_check("right", tmp_path), [other], SHAPE)
     assert verdict.problem == "their process found 1 x cpu"
     assert not (tmp_path / FOLDER).exists()
