@@ -176,7 +176,8 @@ class _Signals:
     """A first signal is the leader's business, which ends this host when it has drained."""
 
     def __init__(self, options: ServerOptions):
-        self._seconds, self._has_come = options.shutdown_timeout + 10, False
+        self._seconds = options.drain_delay + options.shutdown_timeout + 10
+        self._has_come = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
