@@ -13,7 +13,6 @@ from serving.run.access import check_access
 from serving.run.jax_log import shorten_jax_log
 from serving.run.progress import print_table, throughput
 from serving.run.start import look_for_server, open_llm
-from serving.server.kv_events import check_kv_events
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
 from shiftjax.options import ConfigError
@@ -107,7 +106,10 @@ def convert(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampl
 def check(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Read settings and model headers, and print the mesh and the memory they lead to."""
     check_access(arguments.server)
-    check_kv_events(arguments.server, config)
+    if arguments.server.kv_events != "none":  # whose packages the base install lacks
+        from serving.server.kv_events import check_kv_events
+
+        check_kv_events(arguments.server, config)
     if arguments.server.simulate is not None:
         from serving.run.simulated import open_simulated
 
