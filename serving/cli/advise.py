@@ -13,9 +13,10 @@ from shiftjax.sim.advice import Advice, Goal, Load, advise, in_words
 from shiftjax.sim.deployment import Target
 from shiftjax.sim.experiments import as_text, write_rows
 from shiftjax.sim.report import Report, pareto
+from shiftjax.sim.trace import MOST_CV
 
 NEEDED = ("rate", "ttft", "tpot")
-ASKED = (*NEEDED, "percentile", "gpu_price", "trace", "window")
+ASKED = (*NEEDED, "percentile", "gpu_price", "length_cv", "trace", "window")
 PERCENTILE = 90
 
 
@@ -35,10 +36,13 @@ def is_asked(arguments: argparse.Namespace) -> bool:
         raise ConfigError(["--compile compiles the meshes of a whole machine: drop it, or --rate"])
     if arguments.kernels is not None:
         raise ConfigError(["--kernels is of one machine, whole: drop it, or --rate"])
-    lengths = [name for name in ("input", "output") if getattr(arguments, name) is not None]
+    names = ("input", "output", "length_cv")
+    lengths = [name for name in names if getattr(arguments, name) is not None]
     if given["trace"] is not None and lengths:
         words = "--trace has lengths of its own: drop one"
-        raise ConfigError([f"--{name}: {words}" for name in lengths])
+        raise ConfigError([f"--{name.replace('_', '-')}: {words}" for name in lengths])
+    if not 0 <= (given["length_cv"] or 0.0) <= MOST_CV:
+        raise ConfigError([f"--length-cv must be a number from 0 to {MOST_CV:g}"])
     wrong = [f"--{name}" for name in NEEDED if not 0 < given[name] < math.inf]
     if wrong:
         raise ConfigError([f"{name} must be a number above 0" for name in wrong])

@@ -45,6 +45,8 @@ def _add_goal(group: Any) -> None:
     group.add_argument("--percentile", type=int, choices=PERCENTILES, help=text)
     text = "of a device and hour: 2.5, or h200x8=4,l4x8=0.8; then the least cost is found"
     group.add_argument("--gpu-price", metavar="DOLLARS", help=text)
+    text = "coefficient of variation of --input and --output, log-normal; default 0, all alike"
+    group.add_argument("--length-cv", type=float, metavar="CV", help=text)
     text = "file of requests, instead of --input and --output; --rate is its own by default"
     group.add_argument("--trace", help=text)
     group.add_argument("--window", metavar="START:SECONDS", help="of the trace; default 0:900")

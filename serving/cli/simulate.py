@@ -68,7 +68,10 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         trace = arguments.trace
         requests = None if trace is None else _window_of(trace, arguments.window)
         asked = asked_of(arguments, machine=arguments.machine.partition(",")[0])
-        load = load_of(requests) if requests else even_load(_workload(arguments, asked.target))
+        if requests:
+            load = load_of(requests)
+        else:
+            load = even_load(_workload(arguments, asked.target), arguments.length_cv or 0.0)
         return least_gpus(arguments, asked.target, asked.settings, load)
     target, settings, own, options = asked_of(arguments)
     workload = _workload(arguments, target)

@@ -98,12 +98,12 @@ class Advice(NamedTuple):
     reasons: dict[str, str]  # why a deployment was not tried
 
 
-def even_load(each: Workload) -> Load:
-    """Requests that are alike and come independently of each other."""
+def even_load(each: Workload, length_cv: float = 0.0) -> Load:
+    """Requests that come independently of each other, alike or around these means (`poisson`)."""
 
     def of_one(rate: float, replicas: int) -> list[TraceRequest]:
         own, lengths = rate / replicas, (each.num_prompt_tokens, each.num_output_tokens)
-        return poisson(own, 1.25 * LEAST_REQUESTS / own, *lengths)
+        return poisson(own, 1.25 * LEAST_REQUESTS / own, *lengths, length_cv=length_cv)
 
     return Load(each, of_one)
 

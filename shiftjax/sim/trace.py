@@ -23,7 +23,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 MOONCAKE_TICK_SECONDS = 3.0  # arrivals were recorded on ticks
 MOST_TOKENS = 2**31 - 1  # of a request's prompt, and of its output
 MOST_REQUESTS = 10_000_000  # that are made up at once
-MOST_CV = 100.0  # of gaps: beyond it nearly all of them are nothing
+MOST_CV = 100.0  # of gaps and lengths: beyond it nearly all of them are nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +222,38 @@ def _check_number(rate: float, seconds: float) -> None:
         raise ValueError(words)
 
 
-def poisson(
-    rate: float, seconds: float, prompt_tokens: float, output_tokens: float, seed: int = 0
+def _requests(
+    times: Iterable[float], prompt_tokens: float, output_tokens: float, cv: float, seed: int
 ) -> list[TraceRequest]:
-    """Independent arrivals at `rate` per second, all of one length."""
-    return gamma_bursty(rate, 1.0, seconds, prompt_tokens, output_tokens, seed)
+    """Requests at these times; prompts and outputs have these mean lengths, log-normal by `cv`."""
+    prompt, output = _lengths(prompt_tokens, output_tokens)
+    _check_length_cv(cv)
+    if cv == 0:
+        return [TraceRequest(at, prompt, output) for at in times]
+    rng, sigma = random.Random(f"lengths {seed}"), math.sqrt(math.log1p(cv**2))
+
+    def drawn(mean: int) -> int:
+        length = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+        return min(MOST_TOKENS, max(1, round(length)))
+
+    return [TraceRequest(at, drawn(prompt), drawn(output)) for at in times]
+
+
+def _check_length_cv(cv: float) -> None:
+    if isinstance(cv, bool) or not isinstance(cv, (int, float)) or not 0 <= cv <= MOST_CV:
+        raise ValueError(f"length_cv must be a number from 0 to {MOST_CV:g}, got {shown(cv)}")
+
+
+def poisson(
+    rate: float,
+    seconds: float,
+    prompt_tokens: float,
+    output_tokens: float,
+    seed: int = 0,
+    length_cv: float = 0.0,
+) -> list[TraceRequest]:
+    """Independent arrivals at `rate` per second; lengths as those of `gamma_bursty`."""
+    return gamma_bursty(rate, 1.0, seconds, prompt_tokens, output_tokens, seed, length_cv)
 
 
 def gamma_bursty(
@@ -236,14 +263,17 @@ def gamma_bursty(
     prompt_tokens: float,
     output_tokens: float,
     seed: int = 0,
+    length_cv: float = 0.0,
 ) -> list[TraceRequest]:
     """Gamma-distributed gaps with coefficient of variation `cv`: 1 is Poisson, more is bursty.
 
+    Lengths are all alike, or log-normal with the coefficient of variation `length_cv`.
+
     Raises:
-        ValueError: an argument is not above 0.
+        ValueError: an argument is not above 0, or too large.
     """
-    lengths = _lengths(prompt_tokens, output_tokens)
-    return [TraceRequest(at, *lengths) for at in arrival_times(rate, seconds, cv, seed)]
+    times = arrival_times(rate, seconds, cv, seed)
+    return _requests(times, prompt_tokens, output_tokens, length_cv, seed)
 
 
 def arrival_times(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[float]:
@@ -268,23 +298,25 @@ def on_off(
     prompt_tokens: float,
     output_tokens: float,
     seed: int = 0,
+    length_cv: float = 0.0,
 ) -> list[TraceRequest]:
     """Poisson at a quiet rate; the last `burst_seconds` of every period at a burst's.
+
+    Lengths as those of `gamma_bursty`.
 
     Raises:
         ValueError: an argument is not above 0, or the burst is longer than its period.
     """
     _above_zero(quiet_rate=quiet_rate, burst_rate=burst_rate, burst_seconds=burst_seconds)
     _above_zero(period_seconds=period_seconds, seconds=seconds)
-    lengths = _lengths(prompt_tokens, output_tokens)
     _check_number(max(quiet_rate, burst_rate), seconds)
     if burst_seconds > period_seconds:
         raise ValueError(f"a burst of {burst_seconds:g} s in a period of {period_seconds:g} s")
     rng, at = random.Random(seed), 0.0
     most = max(quiet_rate, burst_rate)
-    requests = []
+    times = []
     while (at := at + rng.expovariate(most)) < seconds:  # thinning
         is_burst = at % period_seconds >= period_seconds - burst_seconds
         if rng.random() * most < (burst_rate if is_burst else quiet_rate):
-            requests.append(TraceRequest(at, *lengths))
-    return requests
+            times.append(at)
+    return _requests(times, prompt_tokens, output_tokens, length_cv, seed)

@@ -72,6 +72,12 @@ def test_more_load_and_tighter_limits_never_need_less():
     assert usual <= devices(Goal(6.0, 1.0, 0.025))
 
 
+def test_lengths_that_differ_are_those_of_the_load():
+    alike, spread = (even_load(Workload(500, 30), cv).of_one(9.0, 3) for cv in (0.0, 0.8))
+    assert len(spread) == len(alike) and {r.num_prompt_tokens for r in alike} == {500}
+    assert len({r.num_prompt_tokens for r in spread}) > len(spread) / 2
+
+
 def test_what_cannot_be_is_said_with_a_reason():
     nothing = advise([target("l4x8")], LOAD, Goal(1.0, 1e-4, 1e-4), {}, **SMALL)
     assert nothing.best is None and not nothing.trials

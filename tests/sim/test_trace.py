@@ -123,6 +123,8 @@ def test_windows_and_rates():
         (lambda: poisson("fast", 10.0, 8, 4), "rate must be a number, got 'fast'"),
         (lambda: poisson(1e9, 1e9, 8, 4), "are more than 10,000,000 requests"),
         (lambda: gamma_bursty(1.0, 1e9, 10.0, 8, 4), "cv must be at most 100"),
+        (lambda: poisson(1.0, 10.0, 8, 4, length_cv=-1), "length_cv must be a number from 0 to"),
+        (lambda: poisson(1.0, 10.0, 8, 4, length_cv="x"), "length_cv must be a number from 0 to"),
         (lambda: on_off(1.0, 2.0, math.nan, 1.0, 20.0, 8, 4), "period_seconds must be above 0"),
         (lambda: window([], math.nan, 5.0), "a window of 5 s from nan s on"),
         (lambda: on_off(1.0, 2.0, 10.0, 11.0, 20.0, 8, 4), "a burst of 11 s in a period of 10 s"),
@@ -140,6 +142,20 @@ def test_gaps_have_the_mean_and_the_spread_that_was_asked_for(cv):
     gaps = [b - a for a, b in itertools.pairwise(arrivals)]
     assert 1 / statistics.mean(gaps) == pytest.approx(50.0, rel=0.05)
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(cv, rel=0.05)
+
+
+@pytest.mark.parametrize("cv", [0.3, 1.5])
+def test_lengths_have_the_mean_and_the_spread_that_was_asked_for(cv):
+    requests = poisson(50.0, 1000.0, 800, 200, length_cv=cv)
+    alike = poisson(50.0, 1000.0, 800, 200)
+    assert [r.arrival_seconds for r in requests] == [r.arrival_seconds for r in alike]
+    prompts = [r.num_prompt_tokens for r in requests]
+    outputs = [r.num_output_tokens for r in requests]
+    for lengths, mean in ((prompts, 800), (outputs, 200)):
+        assert statistics.mean(lengths) == pytest.approx(mean, rel=0.05)
+        assert statistics.stdev(lengths) / mean == pytest.approx(cv, rel=0.1)
+        assert min(lengths) >= 1
+    assert abs(statistics.correlation(prompts, outputs)) < 0.05
 
 
 def test_lengths_may_be_spelled_with_an_exponent():

@@ -37,6 +37,7 @@ def is_number(text: str, kind: Callable[[str], float], least: float) -> bool:
 
 COUNTS = WORDS.filter(lambda text: text == HUGE or not is_number(text, int, 1))
 RATES = WORDS.filter(lambda text: not is_number(text, float, 5e-324))
+SPREADS = WORDS.filter(lambda text: not is_number(text, float, 0))
 NAMES = WORDS.map(lambda text: f"none {text}")  # none of any that there are
 SHARED = {
     **dict.fromkeys(("--model", "--machine", "--engine", "--dtype", "--kv-cache-dtype"), NAMES),
@@ -67,8 +68,8 @@ def flags_of(draw: st.DrawFn, command: str, usual: tuple[str, ...], wrong: dict)
 
 @st.composite
 def goals(draw: st.DrawFn) -> list[str]:
-    flag = draw(st.sampled_from([*GOAL, "--gpu-price", "--window"]))
-    pairs = GOAL | {flag: draw(RATES)}
+    flag = draw(st.sampled_from([*GOAL, "--gpu-price", "--window", "--length-cv"]))
+    pairs = GOAL | {flag: draw(SPREADS if flag == "--length-cv" else RATES)}
     return ["plan", "--model", "llama-8b", *(f"{name}={value}" for name, value in pairs.items())]
 
 
