@@ -72,7 +72,7 @@ def run_follower(
     hosts = FollowerHosts(_terms(config, options, files), lambda error: leave(LOST))
     _listen(options)
     try:
-        hosts.connect(_channel_credentials(options))
+        hosts.connect(channel_credentials(options))
         _join(config)
         from shiftjax.build import build_follower
         from shiftjax.device.hosts import follow
@@ -137,7 +137,7 @@ def _join(config: EngineConfig) -> None:
     join(jax_address(config.host.coordinator), config.host.hosts, config.host.host_rank)
 
 
-def _channel_credentials(options: ServerOptions) -> grpc.ChannelCredentials | None:
+def channel_credentials(options: ServerOptions) -> grpc.ChannelCredentials | None:
     """As a client of the leader: its certificate, or the authorities', is what is trusted."""
     if options.ssl_certfile is None or options.ssl_keyfile is None:
         return None

@@ -8,12 +8,16 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 import pytest
+from certificates import NEEDS_OPENSSL, make_authority, make_own
 from served import free_port
 
 from serving.hosts import follower, leader
 from serving.hosts.follower import FollowerHosts
 from serving.hosts.leader import LeaderHosts
 from serving.hosts.terms import Terms, differences
+from serving.run.hosts import channel_credentials
+from serving.server.options import ServerOptions
+from serving.server.tls import Certificates
 from shiftjax.control.hosts import LostHostError
 from shiftjax.options import ConfigError
 
@@ -37,12 +41,12 @@ def terms_of(rank: int, num: int = 2, port: int = 0, **fields) -> Terms:
 class Joined:
     """A leader and its followers, all in this process."""
 
-    def __init__(self, num: int = 2, port: int = 0, **fields):
+    def __init__(self, num: int = 2, port: int = 0, credentials=(None, None), **fields):
         """Followers connect to `port`, if it is another one."""
         terms = terms_of(0, num, **fields)
         self.lost: queue.Queue[tuple[int, LostHostError]] = queue.Queue()
         self.leader = LeaderHosts(terms, lambda error: self.lost.put((0, error)))
-        self.leader.start()
+        self.leader.start(credentials[0])
         self.at = f"127.0.0.1:{port}" if port else terms.address
         self.followers = [
             FollowerHosts(
@@ -51,7 +55,9 @@ class Joined:
             )
             for rank in range(1, num)
         ]
-        threads = [threading.Thread(target=each.connect) for each in self.followers]
+        threads = [
+            threading.Thread(target=each.connect, args=credentials[1:]) for each in self.followers
+        ]
         for thread in threads:
             thread.start()
         self.leader.gather(WAIT)
@@ -102,6 +108,26 @@ def test_calls_come_in_order_and_the_end_is_a_good_one():
             each.close()
         closes.get(timeout=WAIT)
         assert hosts.lost.empty()
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize("authorities", [{}, {"ssl_ca_certs": "ca.pem"}], ids=["own", "mutual"])
+def test_hosts_may_speak_tls(authorities, tmp_path, monkeypatch):
+    """With a certificate that all have, or of an authority that both sides ask for."""
+    make_authority(tmp_path)
+    make_own(tmp_path)
+    names = {"ssl_certfile": "own.pem", "ssl_keyfile": "own.key"}
+    if authorities:
+        names = {"ssl_certfile": "server.pem", "ssl_keyfile": "server.key"} | authorities
+    options = ServerOptions(**{name: str(tmp_path / file) for name, file in names.items()})
+    both = Certificates(options).credentials, channel_credentials(options)
+    with joined(credentials=both) as hosts:
+        hosts.leader.send(1, b"secret")
+        assert next(hosts.followers[0].calls()) == b"secret"
+        monkeypatch.setattr(follower, "JOIN_SECONDS", 0.5)
+        plain = FollowerHosts(hosts.followers[0].terms, lambda _: None)
+        with pytest.raises(LostHostError, match="nobody listens"):
+            plain.connect()
 
 
 def test_all_hosts_hear_the_least_of_each_number():

@@ -1,14 +1,13 @@
 """TLS and mutual TLS on both front ends; and what is no secure channel is refused."""
 
-import shutil
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+from certificates import NEEDS_OPENSSL, make_authority, make_certificate
 from kit import running_server
 
 from serving.proto import shiftjax_pb2 as pb
@@ -17,14 +16,7 @@ from serving.server.options import ServerOptions
 from serving.server.tls import Certificates
 from shiftjax.options import ConfigError
 
-NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-OPENSSL = shutil.which("openssl")
-pytestmark = pytest.mark.skipif(OPENSSL is None, reason="needs openssl to make certificates")
-
-
-def run_openssl(directory: Path, *arguments: str) -> None:
-    command = [str(OPENSSL), *arguments]
-    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+pytestmark = NEEDS_OPENSSL
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +25,6 @@ def certificates(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("tls")
     make_authority(directory)
     return directory
-
-
-def make_authority(directory: Path) -> None:
-    """Make an authority, and the certificates of a server and a client."""
-    request = ("req", "-x509", *NEW_KEY, "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
-    usage = "keyUsage=critical,keyCertSign,cRLSign"
-    run_openssl(directory, *request, "-subj", "/CN=test", "-addext", usage)
-    for name in ("server", "client"):
-        make_certificate(directory, name)
-
-
-def make_certificate(directory: Path, name: str) -> None:
-    """Make a key and a certificate that the authority in the directory has signed."""
-    signed = (*NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2")
-    authority = ("-CA", "ca.pem", "-CAkey", "ca.key", "-subj", f"/CN={name}")
-    names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    names += ("-addext", "basicConstraints=critical,CA:FALSE")
-    run_openssl(directory, "req", "-x509", *signed, *authority, *names)
 
 
 def options_of(directory: Path, *, mutual: bool) -> dict:
