@@ -144,6 +144,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             vocab_size=limits.vocab_size,
             created=model.created,
             task=model.task,
+            simulated=model.simulated,
         )
 
     async def _tell_the_wait(

@@ -90,6 +90,9 @@ def test_everybody_is_told_that_devices_are_simulated(server, client):
     assert client.get("/health").json()["simulated"] == "h200x8"
     assert client.get("/model_info").json()["simulated"] == "h200x8"
     assert client.get("/server_info").json()["engine"]["devices"] == "simulated h200x8"
+    with grpc.insecure_channel(server.server.grpc.address) as channel:
+        told = rpc.InferenceStub(channel).GetModel(pb.GetModelRequest())
+        assert told.simulated == "h200x8"
     assert client.get("/ui/data").json()["model"]["mesh"].startswith("simulated h200x8: ")
     told = {dict(labels).get("devices") for _, labels in metric_values(client)}
     assert "simulated h200x8" in told
