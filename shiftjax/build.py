@@ -21,7 +21,7 @@ from shiftjax.control.hosts import Follower, Hosts, Leader
 from shiftjax.control.lane import Lane
 from shiftjax.control.phases import limits_of, merge_phases, resolve_phases
 from shiftjax.control.resharding import PHASES, Phase, Resharding
-from shiftjax.control.resolve import Suited, formats_in, resolve
+from shiftjax.control.resolve import Suited, check_hosts, formats_in, resolve
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
@@ -127,8 +127,6 @@ def _load(
     hosts: Hosts | None,
 ) -> tuple[Deployment, list[Placed], Progress, float, Path | None]:
     """Resolve and place: what `assemble` goes on with."""
-    if (hosts.num if hosts else 1) != config.host.hosts:
-        raise ConfigError([f"hosts = {config.host.hosts} can be had with shiftjax serve alone"])
     devices, deployment = deploy(config, source.config, cache_dir, hosts)
     programs_dir = _use_cache_for([deployment], devices[0], cache_dir)
     check_complete(source)
@@ -199,10 +197,11 @@ def deploy(
     What suits a CPU is measured, once for each `cache_dir`. Raises ConfigError for what model or
     machine cannot take, before anything is loaded.
     """
+    check_hosts(config, hosts.num if hosts else 1)
     devices, suited = _machine(config, model, cache_dir)
     deployment = resolve(config, model, measure(devices, hosts), suited)
     used, present = deployment.grid.num_devices, jax.device_count()
-    if config.host.hosts != 1 and used != present:
+    if config.host.is_one_of_several and used != present:
         words = f"and {config.host.hosts} hosts have {present}: make them equal"
         raise ConfigError([f"sp * tp = {used} devices are asked for, {words}"])
     _check_host(config, [deployment], devices[0], host_memory()[1])
@@ -254,7 +253,7 @@ def _machine(
 ) -> tuple[list[Device], Suited]:
     """The devices, and what suits them."""
     devices = jax.devices()[: config.parallel.devices]
-    if config.host.hosts != 1:  # measured on each they would differ
+    if config.host.is_one_of_several:  # measured on each they would differ
         return devices, Suited()
     if devices[0].platform != "cpu" or num_parameters(model) < LEAST_PARAMETERS:
         return devices, Suited()

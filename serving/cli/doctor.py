@@ -20,7 +20,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import SETTINGS, EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.control.resolve import resolve
+from shiftjax.control.resolve import check_hosts, resolve
 from shiftjax.device.attention_check import KernelCheck, Verdict, find_verdict
 from shiftjax.device.groups import attention_of
 from shiftjax.device.mesh import named, replicated_spec, rows_mesh
@@ -127,6 +127,7 @@ def attention(
     config: EngineConfig, model: ModelConfig, devices: Sequence[Device]
 ) -> Iterator[Found]:
     """What would be chosen for groups of each width, why, and what the check found."""
+    check_hosts(config)
     here = measure(devices)
     if model is PRESETS[STAND_IN]:  # of which shapes alone count
         here = here._replace(total_bytes=1 << 40, free_bytes=1 << 40)

@@ -45,6 +45,14 @@ def formats_in(config: EngineConfig, model: ModelConfig, suited: Suited | None =
     return formats if quantization == "none" else replace(formats, weights=quantization)
 
 
+def check_hosts(config: EngineConfig, num: int = 1) -> None:
+    """Raise ConfigError for settings of another number of machines than these."""
+    if config.host.hosts != num:
+        words = "shiftjax plan --hosts says what they come to"
+        given = f"hosts = {config.host.hosts}"
+        raise ConfigError([f"{given} can be had with shiftjax serve alone, on each: {words}"])
+
+
 def resolve(
     config: EngineConfig, model: ModelConfig, devices: Devices, suited: Suited | None = None
 ) -> Deployment:

@@ -131,6 +131,18 @@ def test_check_refuses_what_the_model_cannot_do(capsys):
     assert (code, len(lines)) == (2, 3)  # positions, devices of this test run, heads
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["check", "--model", "random:tiny"], ["generate", "--model", "random:tiny", "x"], ["doctor"]],
+    ids=lambda command: command[0],
+)
+def test_several_hosts_are_for_serve_alone(command, capsys):
+    hosts = ("--hosts=2", "--coordinator=127.0.0.1:5", "--host-secret-file=x", "--cache-dir=none")
+    code, out, [line] = run_command(capsys, *command, *hosts, "--sp", "2", "--tp", "1")
+    assert (code, out) == (2, "")
+    assert "hosts = 2 can be had with shiftjax serve alone" in line
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> Path:
     """A file, and folders that a cache of programs cannot be in."""
