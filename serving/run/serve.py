@@ -156,7 +156,7 @@ class Process:
             self._drain()
             return
         self._service.announce_end()
-        self._delayed = asyncio.get_running_loop().call_later(delay, self._drain)
+        self._delayed = self._loop.call_later(delay, self._drain)
 
     def _drain(self) -> None:
         """Refuse new requests, and let the others finish."""

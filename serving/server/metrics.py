@@ -273,8 +273,8 @@ class Metrics(Collector):
         yield self._gauge("num_requests_waiting", "Sequences that wait.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks held.", stats.kv_usage)
         yield self._gauge("last_step_age_seconds", "Since the last step.", engine.last_step_age)
-        if self.hosts():
-            yield self._host_ages()
+        if ages := self.hosts():
+            yield self._host_ages(ages)
         yield from self._engine_counters(stats)
         if isinstance(engine, AsyncEngine) and engine.kv_events is not None:
             counts = engine.kv_events.counts
@@ -423,10 +423,10 @@ class Metrics(Collector):
         text = "Bytes of the host that sequences need or have reserved."
         yield self._gauge("host_cache_held_bytes", text, state.num_held_bytes)
 
-    def _host_ages(self) -> Metric:
+    def _host_ages(self, ages: Mapping[int, float]) -> Metric:
         name, text = f"{self.prefix}:follower_last_step_age_seconds", "Since a host did a step."
         family = GaugeMetricFamily(name, text, labels=[*self._labels, "host"])
-        for host, age in self.hosts().items():
+        for host, age in ages.items():
             family.add_metric([*self._labels.values(), str(host)], age)
         return family
 

@@ -311,10 +311,11 @@ def deploy_gathered(target: Target, name: str, policy: str = "cost", **settings:
 
 def least_tp(target: Target) -> int:
     """TP of the base configuration, by the engine's own rule. Raises ConfigError if none fits."""
-    model, (num_devices, memory, *_, per_host) = target.model, target.devices
+    model, devices = target.model, target.devices
     weights = weight_bytes(Layout(model, 1, 1), target.formats)
     experts = expert_bytes(model, target.formats)
-    _, tp = base_rule(weights, memory, num_devices, experts, per_host)
+    memory, num_devices = devices.total_bytes, devices.num_devices
+    _, tp = base_rule(weights, memory, num_devices, experts, devices.per_host)
     return tp
 
 

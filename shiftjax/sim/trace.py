@@ -222,26 +222,22 @@ def _check_number(rate: float, seconds: float) -> None:
         raise ValueError(words)
 
 
-def _requests(
-    times: Iterable[float], prompt_tokens: float, output_tokens: float, cv: float, seed: int
-) -> list[TraceRequest]:
-    """Requests at these times; prompts and outputs have these mean lengths, log-normal by `cv`."""
+def _maker(
+    prompt_tokens: float, output_tokens: float, cv: float, seed: int
+) -> Callable[[float], TraceRequest]:
+    """What makes the request of an arrival: of these mean lengths, log-normal by `cv`."""
     prompt, output = _lengths(prompt_tokens, output_tokens)
-    _check_length_cv(cv)
+    if isinstance(cv, bool) or not isinstance(cv, (int, float)) or not 0 <= cv <= MOST_CV:
+        raise ValueError(f"length_cv must be a number from 0 to {MOST_CV:g}, got {shown(cv)}")
     if cv == 0:
-        return [TraceRequest(at, prompt, output) for at in times]
+        return lambda at: TraceRequest(at, prompt, output)
     rng, sigma = random.Random(f"lengths {seed}"), math.sqrt(math.log1p(cv**2))
 
     def drawn(mean: int) -> int:
         length = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
         return min(MOST_TOKENS, max(1, round(length)))
 
-    return [TraceRequest(at, drawn(prompt), drawn(output)) for at in times]
-
-
-def _check_length_cv(cv: float) -> None:
-    if isinstance(cv, bool) or not isinstance(cv, (int, float)) or not 0 <= cv <= MOST_CV:
-        raise ValueError(f"length_cv must be a number from 0 to {MOST_CV:g}, got {shown(cv)}")
+    return lambda at: TraceRequest(at, drawn(prompt), drawn(output))
 
 
 def poisson(
@@ -272,8 +268,8 @@ def gamma_bursty(
     Raises:
         ValueError: an argument is not above 0, or too large.
     """
-    times = arrival_times(rate, seconds, cv, seed)
-    return _requests(times, prompt_tokens, output_tokens, length_cv, seed)
+    make = _maker(prompt_tokens, output_tokens, length_cv, seed)
+    return [make(at) for at in arrival_times(rate, seconds, cv, seed)]
 
 
 def arrival_times(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[float]:
@@ -309,14 +305,15 @@ def on_off(
     """
     _above_zero(quiet_rate=quiet_rate, burst_rate=burst_rate, burst_seconds=burst_seconds)
     _above_zero(period_seconds=period_seconds, seconds=seconds)
+    make = _maker(prompt_tokens, output_tokens, length_cv, seed)
     _check_number(max(quiet_rate, burst_rate), seconds)
     if burst_seconds > period_seconds:
         raise ValueError(f"a burst of {burst_seconds:g} s in a period of {period_seconds:g} s")
     rng, at = random.Random(seed), 0.0
     most = max(quiet_rate, burst_rate)
-    times = []
+    requests = []
     while (at := at + rng.expovariate(most)) < seconds:  # thinning
         is_burst = at % period_seconds >= period_seconds - burst_seconds
         if rng.random() * most < (burst_rate if is_burst else quiet_rate):
-            times.append(at)
-    return _requests(times, prompt_tokens, output_tokens, length_cv, seed)
+            requests.append(make(at))
+    return requests
