@@ -17,7 +17,7 @@ class Memory(NamedTuple):
     weight_bytes: int
     shift_weight_bytes: int  # that SHIFT takes beside them
     workspace_bytes: int  # temporaries of the largest step, and what is reserved
-    kv_bytes: int  # all that is left; below 0 where the rest does not fit
+    kv_bytes: int  # of what is left; below 0 where the rest does not fit
     kv_token_bytes: int
 
     @property

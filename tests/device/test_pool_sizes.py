@@ -10,7 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment, Devices, stable
 from shiftjax.control.resolve import resolve
-from shiftjax.device import pool_sizes
+from shiftjax.device import pool_sizes, sizing
 from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, MOST_SIZES, PoolSizes
 from shiftjax.options import ConfigError
 from shiftjax.weights.resolve import open_source, resolve_model
@@ -98,6 +98,16 @@ def test_a_second_start_on_the_other_side_of_a_border_compiles_nothing(free, fou
     assert start() == 960 and found["misses"] == 0 < found["hits"]
     free(600)
     assert start() == stable(600) and found["misses"] > 0
+
+
+def test_a_pool_on_a_cpu_is_a_share_of_what_weights_leave(monkeypatch):
+    """However little of the memory is available: a machine half full has room for a small model."""
+    monkeypatch.setattr(sizing, "host_memory", lambda: (4 * TOTAL, TOTAL))
+    here = sizing.measure(jax.devices()[:4])
+    assert (here.total_bytes, here.free_bytes) == (TOTAL, TOTAL // 4)
+    mostly_used = deployment(memory_fraction=0.9)
+    left = mostly_used.memory(here._replace(pool_share=1.0)).kv_bytes
+    assert mostly_used.memory(here).kv_bytes == int(sizing.CPU_SHARE * left) > 0
 
 
 def test_a_size_is_taken_where_it_fits_and_is_not_too_small(free, tmp_path):
