@@ -245,8 +245,7 @@ def start_runners(
             runner.programs = programs[kind]
         firsts.setdefault(kind, runner)
         runner.view_weights()
-        if step.platform != "cpu":  # where there is nothing to record, and steps take seconds
-            runner.warm_up()
+        runner.warm_up()
         stages.setdefault(group, []).append(runner)
     first = next(iter(firsts.values()))
     shift, smallest = first.step.layout.shift, first.programs[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from shiftjax.control.request import StepPlan
+from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import is_spread, named, put, rows_spec
 from shiftjax.device.pack import step_inputs
@@ -105,17 +105,24 @@ def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
 def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:
     """How the inputs of a bucket are packed, and its neutral tables; NumPy arrays."""
     _, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
-    return Packing.of(empty_step(step, pool, bucket)), tables
+    return Packing.of(trial_step(step, pool, bucket)), tables
 
 
-def empty_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
-    """The inputs of a step of no sequences, which writes to the null block only."""
-    scalars, _ = neutral_rows(bucket.rows, step.layout.model.vocab_size)
-    empty = StepPlan([], 0, 0, 0, [], [], step_id=-1)
-    key = np.zeros(2, np.uint32)
+def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
+    """The inputs of a step that writes to the null block only, and goes once through every loop.
+
+    It has a decode and, where there is room, a chunk; both read what they write.
+    """
     model, paths = step.layout.model, step.has_paths
+    scalars, _ = neutral_rows(bucket.rows, model.vocab_size)
+    nobody = Sequence(Request("", [0]), 0, 0, (0, 0.0, 0, 0), [0], 1, 1, frozenset(), [])
+    item = ScheduledSequence(nobody, start=0, num_tokens=1, num_rows=1, previous_row=-1)
+    num = min(2, bucket.tokens, bucket.rows, bucket.seqs)
+    guesses = 0 if model.speculator is None else 1
+    plan = StepPlan([item] * num, num, num, 1, [], [], step_id=-1, num_guesses=guesses)
+    key = np.zeros(2, np.uint32)
     return step_inputs(
-        empty, bucket, pool, step.attention, scalars, key, model=model, has_paths=paths
+        plan, bucket, pool, step.attention, scalars, key, model=model, has_paths=paths
     )
 
 

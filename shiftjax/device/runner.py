@@ -17,7 +17,7 @@ from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, put, replicated_spec, rows_spec
 from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions
-from shiftjax.device.programs import Program, add_mode, empty_step, load_program
+from shiftjax.device.programs import Program, add_mode, load_program, trial_step
 from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.drafts.drafting import ModelGuess
@@ -51,6 +51,7 @@ class Handle(NamedTuple):
     first_tokens: jax.Array | None = None  # `last_tokens` on the first stage, of a pipeline
 
 
+MOST_TOKENS_TRIED_ON_CPU = 128
 NO_ROWS = StepOutput(np.zeros(0, np.int32), np.zeros(0, bool))  # of a step that moves blocks alone
 
 
@@ -92,14 +93,21 @@ class DeviceRunner:
             self.memory.params(mode)
 
     def warm_up(self) -> None:
-        """Run every program once: a GPU records graphs, and loads code, when a step first runs."""
+        """Run every program once: a GPU records graphs, and loads code, when a step first runs.
+
+        A CPU prepares its products then: 0.2 s for 30 layers, many times a small step's own time.
+        A large one takes longer than that anyhow, and is left to whoever needs it.
+        """
+        is_cpu = self.step.platform == "cpu"
         for program in self.programs:
+            if is_cpu and program.bucket.tokens > MOST_TOKENS_TRIED_ON_CPU:
+                continue
             for mode in program.steps:
                 self._try_out(program, mode)
 
     def _try_out(self, program: Program, mode: Mode) -> None:
-        """Run an empty step, which writes to the null block only. Raises what makes it fail."""
-        inputs = empty_step(self.step, self.pool, program.bucket)
+        """Run `trial_step`. Raises what makes it fail."""
+        inputs = trial_step(self.step, self.pool, program.bucket)
         prepared = Prepared(0, program.packing.pack(inputs), None, False)
         hidden = self.step.hidden(mode, program.bucket.tokens)
         given = [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in hidden]

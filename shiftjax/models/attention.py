@@ -1,6 +1,6 @@
 """Ragged paged attention and the KV write, in plain XLA.
 
-A step holds decode rows (tokens that attend one by one) and then prefill chunks; `attention_work`
+A step holds decode rows (tokens that attend one by one) and then tiles of many; `attention_work`
 says how they are cut up. Both parts are loops whose trip counts are data, so that the work follows
 the real lengths and never the padded block table; how much a round takes depends on the platform.
 The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), the split of long contexts
@@ -174,8 +174,9 @@ def ragged_paged_attention(
     """
     own = {"scale": scale, "soft_cap": soft_cap, "kv_scales": kv_scales, "sinks": sinks}
     out = row_attention(q, pool, block_tables, work.rows, **own, sizes=sizes)
-    own = scale, soft_cap, sliding_window, kv_scales, sinks, sizes
-    return _prefill(q, out, pool, block_tables, work.tiles, *own)
+    tile = tile_tokens(q.shape[0], work.rows.row_count.shape[0], sizes)
+    own = tile, scale, soft_cap, sliding_window, kv_scales, sinks, sizes
+    return _in_tiles(q, out, pool, block_tables, work.tiles, *own)
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -289,7 +290,7 @@ def row_attention(
     sinks: Float[Array, " heads"] | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Return attention of the decode rows: row i is q[i]. All other rows are zeros.
+    """Return attention of the decode rows: row i is q[i]. Rows that have no jobs are zeros.
 
     A row sees as much of its sequence as `work` says, the window included.
     """
@@ -374,12 +375,13 @@ def _combine_all(parts: State, work: RowWork) -> State:
     return State(highest[:, 0], (gain * total[None]).sum(1), sums)
 
 
-def _prefill(
+def _in_tiles(
     q: jax.Array,
     out: jax.Array,
     pool: LayerPool,
     block_tables: jax.Array,
     work: TileWork,
+    tile: int,
     scale: float,
     soft_cap: float | None,
     sliding_window: int | None,
@@ -387,10 +389,10 @@ def _prefill(
     sinks: Float[Array, " heads"] | None,
     sizes: LoopSizes,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Return `out` with the rows of the prefill chunks filled in, tile by tile."""
-    tokens, heads, head_dim = q.shape
+    """Return `out` with the rows of tiles filled in, one tile after the other."""
+    heads, head_dim = q.shape[1:]
     kv_heads, block_size = pool[0].shape[1:3]
-    q_per_kv, tile = heads // kv_heads, tile_tokens(tokens, sizes)
+    q_per_kv = heads // kv_heads
     k_scale, v_scale = _of_each(kv_scales)
     scores = Scores(_scaled(scale, k_scale), soft_cap)
     chunk = whole_blocks(sizes.tile_chunk, block_size)

@@ -9,7 +9,8 @@ rows      the contexts of tokens that attend one by one (decodes, drafts, whatev
               lane 2 | row 1: chunks 3 4 5 |        its second: combined at the end
 
 tiles     chunks of prompts are cut into tiles of query tokens; tiles are computed one after the
-          other, each against the context chunks that it can see
+          other, each against the context chunks that it can see. On a CPU drafts of some length
+          are tiles, too: their rows read the same context, and a tile reads it once
 """
 
 from collections.abc import Callable
@@ -35,6 +36,9 @@ class LoopSizes(NamedTuple):
     row_loop: Callable[[int], RowLoop]  # by the rows of the bucket
     tile: int  # query tokens of a prefill tile
     tile_chunk: int  # context tokens of a prefill round
+    # of a tile where every token of a bucket may be a row; sequences that have at least half as
+    # many rows are tiles there. None: rows never are, and all tiles have the same size
+    row_tile: int | None = None
     whole_rows: bool = False  # no row is cut into jobs: the order of its sums is its own
 
 
@@ -51,9 +55,10 @@ def _gpu_rows(num_rows: int) -> RowLoop:
     return RowLoop(max(16, num_rows, min(2 * num_rows, 128)), 1, 256)
 
 
-CPU_SIZES = LoopSizes(_cpu_rows, 64, 128)  # a round fits a cache; also of what is no GPU
+# A round fits a cache; also of what is no GPU.
+CPU_SIZES = LoopSizes(_cpu_rows, tile=64, tile_chunk=128, row_tile=8)
 # A round is a few launches, one after the other, some 50 us: it needs as much to do.
-GPU_SIZES = LoopSizes(_gpu_rows, 512, 1024)
+GPU_SIZES = LoopSizes(_gpu_rows, tile=512, tile_chunk=1024)
 
 
 def loop_sizes(platform: str, deterministic: bool = False) -> LoopSizes:
@@ -62,7 +67,7 @@ def loop_sizes(platform: str, deterministic: bool = False) -> LoopSizes:
     With `deterministic` ones the sums over a row's context do not depend on other rows.
     """
     sizes = GPU_SIZES if platform == "gpu" else CPU_SIZES
-    return sizes._replace(whole_rows=deterministic)
+    return sizes._replace(whole_rows=True, row_tile=None) if deterministic else sizes
 
 
 class RowWork(NamedTuple):
@@ -85,7 +90,7 @@ class RowWork(NamedTuple):
 
 
 class TileWork(NamedTuple):
-    """The prefill tiles of a step, like `RowWork`: `tiles` of them at most, zeros beyond."""
+    """The tiles of a step, like `RowWork`: `tiles` of them at most, zeros beyond."""
 
     tile_seq: Int32[Any, " tiles"]  # the sequence that a tile belongs to
     tile_start: Int32[Any, " tiles"]  # first token read: early enough that a whole tile exists
@@ -94,7 +99,7 @@ class TileWork(NamedTuple):
     tile_shift: Int32[Any, " tiles"]  # position in the sequence = token index + shift
     tile_chunk_begin: Int32[Any, " tiles"]  # first context chunk that the tile sees
     tile_chunk_end: Int32[Any, " tiles"]  # one past the last
-    num_tiles: Int32[Any, ""]  # the trip count of prefill
+    num_tiles: Int32[Any, ""]  # the trip count
 
 
 class AttentionWork(NamedTuple):
@@ -104,9 +109,10 @@ class AttentionWork(NamedTuple):
     tiles: TileWork
 
 
-def tile_tokens(num_tokens: int, sizes: LoopSizes = CPU_SIZES) -> int:
-    """Query tokens of a prefill tile in a bucket of `num_tokens`."""
-    return min(num_tokens, sizes.tile)
+def tile_tokens(num_tokens: int, num_rows: int, sizes: LoopSizes = CPU_SIZES) -> int:
+    """Query tokens of a tile in a bucket of so many tokens and rows."""
+    of_rows = sizes.row_tile if num_rows >= num_tokens else None
+    return min(num_tokens, of_rows or sizes.tile)
 
 
 def whole_blocks(tokens: int, block_size: int) -> int:
@@ -129,17 +135,25 @@ def divide_attention(
     """Divide one step, given its padded arrays; `num_tokens` and `num_rows` are the bucket's.
 
     Every token of the first `num_decodes` sequences is a decode row, of which there are `num_rows`
-    at most (None: as many as sequences); the others are prefill chunks. Raises ValueError where a
-    context is longer than its block table, which the device would read past without a word.
+    at most (None: as many as sequences); the others are prefill chunks. Where `sizes` let many rows
+    of a sequence be tiles, they are, and no jobs. Raises ValueError where a context is longer than
+    its block table, which the device would read past without a word.
     """
     check_contexts(block_tables, seq_lens, block_size)
+    num_rows = num_rows or len(seq_lens)
     options = {"block_size": block_size, "sliding_window": sliding_window, "sizes": sizes}
     rows = rows_of(seq_lens, query_start_loc, num_decodes)
-    starts = query_start_loc[num_decodes:].astype(np.int64)
-    ends = seq_lens[num_decodes:].astype(np.int64)
+    in_tiles = np.arange(len(seq_lens)) >= num_decodes
+    if sizes.row_tile is not None and num_rows >= num_tokens:
+        in_tiles |= 2 * np.diff(query_start_loc) >= min(num_tokens, sizes.row_tile)
+        rows = rows._replace(length=np.where(in_tiles[rows.seq], 0, rows.length))
+    seqs = np.flatnonzero(in_tiles)
+    tile = tile_tokens(num_tokens, num_rows, sizes)
+    spans = seqs, query_start_loc[seqs], query_start_loc[seqs + 1], seq_lens[seqs]
+    tiles = _Tiles(*(x.astype(np.int64) for x in spans))
     return AttentionWork(
-        divide_rows(rows, num_rows or len(seq_lens), **options),
-        _divide_prefill(starts, ends, len(seq_lens), num_tokens, block_size, sliding_window, sizes),
+        divide_rows(rows, num_rows, **options),
+        _divide_tiles(tiles, len(seq_lens), num_tokens, tile, **options),
     )
 
 
@@ -213,30 +227,37 @@ def _rounds_per_job(chunks: np.ndarray, lanes: int, capacity: int) -> int:
     return int(rounds[np.argmin(np.where(num_jobs <= capacity, cost, np.iinfo(np.int64).max))])
 
 
-def _divide_prefill(
-    starts: np.ndarray,
-    context_ends: np.ndarray,
+class _Tiles(NamedTuple):
+    """The sequences that are cut into tiles, int64."""
+
+    seq: np.ndarray
+    first: np.ndarray  # token of the step
+    after: np.ndarray  # one past its last
+    context: np.ndarray  # tokens, with those of this step
+
+
+def _divide_tiles(
+    of: _Tiles,
     num_seqs: int,
     num_tokens: int,
+    tile: int,
+    *,
     block_size: int,
-    window: int | None,
+    sliding_window: int | None,
     sizes: LoopSizes,
 ) -> TileWork:
-    """Cut the chunks of the sequences after those of decode rows into tiles.
-
-    `starts` are their first tokens and one more, `context_ends` their lengths.
-    """
-    tile, chunk = tile_tokens(num_tokens, sizes), whole_blocks(sizes.tile_chunk, block_size)
+    """Cut sequences into tiles of `tile` tokens; both numbers are the bucket's."""
+    chunk, window = whole_blocks(sizes.tile_chunk, block_size), sliding_window
     capacity = -(-num_tokens // tile) + num_seqs
-    tiles = -(-np.diff(starts) // tile)
-    seq = np.repeat(np.arange(len(tiles)), tiles)
-    nth = np.arange(len(seq)) - (np.cumsum(tiles) - tiles)[seq]
-    begin = starts[seq] + nth * tile
-    end = np.minimum(begin + tile, starts[seq + 1])
-    shift = context_ends[seq] - starts[seq + 1]
+    tiles = -(-(of.after - of.first) // tile)
+    owner = np.repeat(np.arange(len(tiles)), tiles)
+    nth = np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]
+    begin = of.first[owner] + nth * tile
+    end = np.minimum(begin + tile, of.after[owner])
+    shift = (of.context - of.after)[owner]
     oldest = np.maximum(begin + shift - window + 1, 0) if window else np.zeros_like(begin)
     fields = {
-        "tile_seq": seq + (num_seqs - len(tiles)),
+        "tile_seq": of.seq[owner],
         "tile_start": np.minimum(begin, num_tokens - tile),
         "tile_begin": begin,
         "tile_end": end,
@@ -245,7 +266,7 @@ def _divide_prefill(
         "tile_chunk_end": -(-(end + shift) // chunk),
     }
     padded = {name: _padded(values, capacity) for name, values in fields.items()}
-    return TileWork(**padded, num_tiles=np.asarray(len(seq), np.int32))
+    return TileWork(**padded, num_tiles=np.asarray(len(owner), np.int32))
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

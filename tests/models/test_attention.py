@@ -183,14 +183,38 @@ DRAFTED = {
     "drafts alone, as many as fit": ([6, 2], [70, 17], 8, 2, 2, 8),
     "one draft of a short context": ([4], [4], 8, 2, 1, 4),
 }
+JOBS_ALONE = CPU_SIZES._replace(row_tile=None)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("name", DRAFTED)
 def test_every_token_of_a_sequence_may_be_a_row(name, window):
     *step, num_decodes, num_rows = DRAFTED[name]
-    case = make_case(*step, num_decodes=num_decodes, num_rows=num_rows, window=window)
+    own = {"num_decodes": num_decodes, "num_rows": num_rows, "window": window}
+    case = make_case(*step, **own, sizes=JOBS_ALONE)
     assert case.metadata.work.tiles.num_tiles == len(step[0]) - num_decodes
+    check(case, window, JOBS_ALONE)
+
+
+# As above; with the tiles and jobs that are made of them.
+TILED = {
+    "one draft": ([6], [300], 8, 2, 1, 8, 1, 0),
+    "too few rows for a tile": ([3], [300], 8, 2, 1, 8, 0, 3),
+    "drafts of several tiles, and a short one": ([17, 1, 2], [300, 90, 33], 32, 4, 3, 32, 3, 3),
+    "a draft beside a decode and a chunk": ([1, 4, 5], [300, 130, 60], 16, 4, 2, 16, 2, 1),
+    "in a bucket of fewer rows": ([1, 6, 40], [300, 130, 60], 64, 4, 2, 16, 1, 7),
+    "two rows fill the smallest bucket": ([2], [140], 2, 2, 1, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("name", TILED)
+def test_drafts_of_some_length_are_tiles_on_a_cpu(name, window):
+    *step, num_decodes, num_rows, num_tiles, num_in_jobs = TILED[name]
+    own = {"num_decodes": num_decodes, "num_rows": num_rows, "window": window}
+    case = make_case(*step, **own)
+    work = case.metadata.work
+    assert (work.tiles.num_tiles, (work.rows.row_count > 0).sum()) == (num_tiles, num_in_jobs)
     check(case, window)
 
 
