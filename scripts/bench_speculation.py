@@ -8,8 +8,8 @@
 
 Workloads, all greedy chats, as many of each as `--streams` says at once:
 
-    edit     a function of the package, to be written again with one name changed
-    agent    the next call of a tool, after many like it
+    edit     a function of the package, to be written again with one name changed, after an example
+    agent    the next call of a tool, in a conversation with many like it
     chat     questions with little to repeat; with `--prompts`, the tasks of that file instead
              (MT-bench's or Spec-Bench's lines), and over all of them a row `overall`
 
@@ -47,7 +47,7 @@ from bench_machine import describe_machine
 from bench_workers import WORKERS, Worker
 from peers.prepare import default_work_dir, prepare
 from speculation_rows import FIXED, PLAIN, Answer, Round, joined, rows_of
-from speculation_workloads import batches, make_workloads, questions
+from speculation_workloads import Prompt, batches, conversation, make_workloads, questions
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.config import EngineConfig
@@ -75,10 +75,10 @@ SHOWN = ("tokens_equal", "tokens_per_step", "ratio_to_plain", "decode_ratio", "o
 # ---------------------------------------------------------------------- measuring
 
 
-def answer_all(llm: LLM, prompts: list[str], num_tokens: int) -> tuple[Round, list[list[int]]]:
+def answer_all(llm: LLM, prompts: list[Prompt], num_tokens: int) -> tuple[Round, list[list[int]]]:
     """These chats all at once, and their prompts' token ids."""
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
-    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    conversations = [conversation(prompt) for prompt in prompts]
     start = time.perf_counter()
     outputs = llm.chat(conversations, sampling)
     seconds, answers = time.perf_counter() - start, []
@@ -100,7 +100,7 @@ def answer_by_peer(worker: Worker, prompts: list[list[int]], lengths: list[int])
 def run_rounds(
     engines: Mapping[str, LLM],
     peers: Mapping[str, Worker],
-    batches: list[list[str]],
+    batches: list[list[Prompt]],
     num_tokens: int,
 ) -> dict[str, list[Round]]:
     """Every batch by every engine in turn, the plain one first, whose lengths peers are told."""
@@ -237,7 +237,7 @@ def show(rows: Iterable[dict], output: Path | None) -> dict[str, dict]:
     return shown
 
 
-def planned(args: argparse.Namespace) -> dict[int, dict[str, list[list[str]]]]:
+def planned(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]]:
     """The prompts of every round, by streams and workload; raises ValueError if too few."""
     workloads, found = make_workloads(args.workloads, args.prompts), {}
     for streams in args.streams:

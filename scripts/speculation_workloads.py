@@ -2,11 +2,14 @@
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, cycle, islice, zip_longest
 from pathlib import Path
 
-from shiftjax.control import blocks, lane
+from shiftjax.control import blocks
+from shiftjax.costs import buckets
+from shiftjax.drafts import choice, search
+from shiftjax.parallel import degrees
 
 TOPICS = [
     "rivers",
@@ -49,31 +52,64 @@ QUESTIONS = (
     "Argue that a town needs more {}, then argue against it.",
     "Begin a short story in which {} matter.",
 )
-FUNCTIONS = (lane.poll, blocks.extend_hashes, lane.wait_for_one, blocks.block_tokens)
+type Prompt = str | tuple[str, ...]  # or turns, the user's first
+MODULES = blocks, buckets, choice, degrees, search
+LINES = range(6, 21)  # of a function that is worth an edit
+EDIT = "Write this Python function again, with the name changed to `{}`, and nothing else:\n"
+EXAMPLE = '''def average(values: list[float]) -> float:
+    """The mean of some numbers; 0 for none."""
+    if not values:
+        return 0.0
+    return sum(values) / len(values)
+'''
+ROLES = "user", "assistant"
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = frozenset(
     ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 )
 
 
-def edits() -> Iterator[str]:
-    """Functions, each with the request to write it again."""
-    for number, function in enumerate(cycle(FUNCTIONS)):
-        yield (
-            f"Write this Python function again, with the name changed to `renamed_{number}`, and "
-            f"nothing else:\n```python\n{inspect.getsource(function)}```"
-        )
+def functions() -> list[str]:
+    """The source of functions of the package."""
+    own = [
+        function
+        for module in MODULES
+        for _, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
+    ]
+    sources = map(inspect.getsource, own)
+    return [source for source in sources if len(source.splitlines()) in LINES]
 
 
-def calls() -> Iterator[str]:
-    """Frames of an agent: each a call and its result, the next to come."""
+def edits() -> Iterator[tuple[str, ...]]:
+    """Functions, each with the request to write it again, after an example of that."""
+    asked = EDIT.format("mean_of") + _block(EXAMPLE)
+    given = _block(EXAMPLE.replace("average", "mean_of"))
+    for number, source in enumerate(cycle(functions())):
+        yield asked, given, EDIT.format(f"renamed_{number}") + _block(source)
+
+
+def _block(source: str) -> str:
+    return f"```python\n{source}```"
+
+
+def calls() -> Iterator[tuple[str, ...]]:
+    """An agent at work, by turns: it reads a file and writes a test for it; the next to write."""
+    done = json.dumps({"status": "ok"})
     for number in count():
-        frames = "\n".join(
-            f'{{"tool": "read", "arguments": {{"path": "src/part_{n}.py", "lines": [1, 200]}}}}\n'
-            f'{{"result": "200 lines of part_{n}", "status": "ok"}}'
-            for n in range(number, number + 8)
-        )
-        yield f"{frames}\nGo on in the same way with parts {number + 8} to {number + 16}."
+        turns = [
+            f"Read the parts {number} to {number + 8} of the program one after the other, and "
+            "write a test for each. Answer with one call of a tool at a time."
+        ]
+        for n in range(number, number + 4):
+            read = {"path": f"src/part_{n}.py", "lines": [1, 200]}
+            test = f"from src.part_{n} import load\n\n\ndef test_part_{n}_has_all_lines():\n"
+            test += "    assert len(load()) == 200\n"
+            write = {"path": f"tests/test_part_{n}.py", "content": test}
+            turns.append(json.dumps({"tool": "read", "arguments": read}))
+            turns.append(json.dumps({"status": "ok", "result": f"200 lines of part_{n}"}))
+            turns += [json.dumps({"tool": "write", "arguments": write}), done]
+        yield tuple(turns[:-2])
 
 
 def questions() -> Iterator[str]:
@@ -100,10 +136,11 @@ def tasks(lines: list[str]) -> dict[str, list[str]]:
     }
 
 
-def make_workloads(names: list[str], prompts: Path | None) -> dict[str, Iterator[str]]:
+def make_workloads(names: list[str], prompts: Path | None) -> dict[str, Iterator[Prompt]]:
     """The prompts of each workload; those of a file's tasks in the place of `chat`."""
+    own: dict[str, Callable[[], Iterator[Prompt]]]
     own = {"edit": edits, "agent": calls, "chat": questions}
-    workloads: dict[str, Iterator[str]] = {}
+    workloads: dict[str, Iterator[Prompt]] = {}
     for name in names:
         if name == "chat" and prompts is not None:
             by_task = tasks(prompts.read_text().splitlines())
@@ -113,7 +150,13 @@ def make_workloads(names: list[str], prompts: Path | None) -> dict[str, Iterator
     return workloads
 
 
-def batches(prompts: Iterator[str], streams: int, num_rounds: int) -> list[list[str]]:
+def conversation(prompt: Prompt) -> list[dict[str, str]]:
+    """The messages of a chat."""
+    turns = (prompt,) if isinstance(prompt, str) else prompt
+    return [{"role": role, "content": turn} for role, turn in zip(cycle(ROLES), turns)]
+
+
+def batches(prompts: Iterator[Prompt], streams: int, num_rounds: int) -> list[list[Prompt]]:
     """The next prompts of a workload, for so many rounds of so many; raises ValueError if few."""
     found = [list(islice(prompts, streams)) for _ in range(num_rounds)]
     missing = streams * num_rounds - sum(map(len, found))

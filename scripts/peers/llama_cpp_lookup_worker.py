@@ -52,6 +52,7 @@ def main() -> None:
         n_threads=args.threads,
         n_threads_batch=args.threads,
         flash_attn=True,
+        logits_all=True,  # room for the logits of more than a batch, which drafts need
         draft_model=LlamaPromptLookupDecoding(args.ngram, args.draft_tokens),
         verbose=False,
     )
