@@ -8,6 +8,9 @@ from shiftjax.drafts.draft import Claims
 BINS = 8  # of claimed probabilities
 MOST_OCTAVES = 6  # matches of 32 tokens and more are alike
 PRIOR_OFFERS = 8.0  # what a claim weighs against what was seen
+# A text that repeats m tokens goes on as before in about m / (m + 2) of what it claims to: of the
+# questions and answers of chats 0.3, 0.5, 0.7, 0.8 and 0.95 with 1, 2, 4, 8 and 16 tokens.
+SHORT_MATCH = 2.0
 DECAY = 0.999  # of what was seen, per offer
 FADE = 0.7  # of what was seen, each time that a group gives drafts up
 RECORD_PRIOR_OFFERS = 4.0
@@ -43,7 +46,7 @@ class Acceptance:
         """[tokens] the probability that each token and all before it are kept."""
         factor, path, found = record.factor, 1.0, []
         for claim in claims.values:
-            path *= min(1.0, self._rate(self._cell(claims, claim), claim) * factor)
+            path *= min(1.0, self._rate(claims, claim) * factor)
             found.append(path)
         return found
 
@@ -54,7 +57,7 @@ class Acceptance:
         for place, claim in enumerate(claims.values[: min(offered, accepted + 1)]):
             cell, is_kept = self._cell(claims, claim), float(place < accepted)
             record.accepted += is_kept
-            record.expected += self._rate(cell, claim)
+            record.expected += self._rate(claims, claim)
             kept, tried = self._cells.get(cell, (0.0, 0.0))
             self._cells[cell] = kept * DECAY + is_kept, tried * DECAY + 1.0
 
@@ -70,6 +73,8 @@ class Acceptance:
         octave = min(claims.match.bit_length(), MOST_OCTAVES)
         return claims.source, min(int(claim * BINS), BINS - 1), octave
 
-    def _rate(self, cell: tuple[str, int, int], claim: float) -> float:
-        kept, tried = self._cells.get(cell, (0.0, 0.0))
+    def _rate(self, claims: Claims, claim: float) -> float:
+        kept, tried = self._cells.get(self._cell(claims, claim), (0.0, 0.0))
+        if claims.match:  # else guessed, not copied
+            claim *= claims.match / (claims.match + SHORT_MATCH)
         return (kept + claim * PRIOR_OFFERS) / (tried + PRIOR_OFFERS)

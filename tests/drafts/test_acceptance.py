@@ -30,8 +30,15 @@ def teach(table, claims, rate, times, record=None, seed=0):
 
 
 def test_before_anything_is_learned_a_claim_is_believed():
-    claims = Claims("own", 3, [1.0, 0.5, 0.5])
+    claims = Claims("model", 0, [1.0, 0.5, 0.5])
     assert Acceptance().survivals(claims, Record()) == [1.0, 0.5, 0.25]
+
+
+def test_what_is_copied_is_believed_by_the_length_of_its_match():
+    firsts = [Acceptance().survivals(Claims("own", n, [1.0]), Record())[0] for n in (1, 2, 6, 30)]
+    assert firsts == pytest.approx([1 / 3, 1 / 2, 3 / 4, 30 / 32])
+    pair = Acceptance().survivals(Claims("own", 2, [1.0, 0.5]), Record())
+    assert pair == pytest.approx([1 / 2, 1 / 8])
 
 
 def test_rates_are_learned_apart():
@@ -52,13 +59,13 @@ def test_traffic_that_changes_is_followed():
 
 
 def test_what_is_not_tried_is_believed_again():
-    table, record, claims = Acceptance(), Record(), Claims("own", 3, [0.8])
+    table, record, claims = Acceptance(), Record(), Claims("own", 6, [0.8])
     teach(table, claims, 0.0, 4, record)
     (unlucky,) = table.survivals(claims, record)
     assert unlucky < 0.5
     for _ in range(20):
         table.fade([record])
-    assert table.survivals(claims, record) == pytest.approx([0.8], abs=0.01)
+    assert table.survivals(claims, record) == pytest.approx([0.6], abs=0.01)
 
 
 def test_only_outcomes_that_are_known_count():

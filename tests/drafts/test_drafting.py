@@ -241,7 +241,8 @@ def test_what_the_drafts_of_a_sequence_are_worth_is_learned():
     for name in ("good", "bad"):
         drafting.start(name, ANSWER * 3, None)
         draft = drafting.draft(name, 8)
-        assert draft is not None and draft.survivals == [1.0] * 8
+        assert draft is not None
+        assert draft.survivals == pytest.approx([(16 / 18) ** n for n in range(1, 9)])
     for _ in range(30):
         for name, accepted in (("good", 8), ("bad", 0)):
             draft = drafting.draft(name, 8)
