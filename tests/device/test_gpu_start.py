@@ -1,4 +1,4 @@
-"""What a start does on GPUs alone, on virtual devices that pass for GPUs."""
+"""What a start does, on GPUs above all: on virtual devices that pass for GPUs."""
 
 import logging
 
@@ -10,6 +10,7 @@ from oracle import numpy_llama
 
 from shiftjax.control.request import SamplingParams
 from shiftjax.device.all_reduces import all_reduce_kinds, warn_of_slow_all_reduces
+from shiftjax.device.programs import trial_step
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
 
@@ -54,7 +55,23 @@ def test_every_program_runs_once_before_traffic(built):
     assert {label for _, label in compiled} == {"base", "shift"}
 
 
-def test_an_empty_step_writes_to_the_null_block_only(built):
+def test_on_a_cpu_small_programs_run_before_traffic(monkeypatch):
+    """With a row and a tile, so that the products of every loop are prepared."""
+    ran, loops, try_out = [], [], DeviceRunner._try_out
+
+    def noted(runner, program, mode):
+        (work,) = trial_step(runner.step, runner.pool, program.bucket).attention.work
+        loops.append((work.rows.num_waves.item(), work.tiles.num_tiles.item()))
+        ran.append(program.bucket.tokens)
+        try_out(runner, program, mode)
+
+    monkeypatch.setattr(DeviceRunner, "_try_out", noted)
+    made = make(checkpoint()[0], 1, 1, token_buckets=[16, 256])
+    assert [program.bucket.tokens for program in made.runners[0].programs] == [16, 256]
+    assert (ran, loops) == ([16], [(1, 1)])
+
+
+def test_a_trial_step_writes_to_the_null_block_only(built):
     _, ran, _, _ = built
     _, _, before, after = ran[0]
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
