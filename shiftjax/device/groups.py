@@ -94,6 +94,7 @@ def attention_of(
         kv,
         size,
         deterministic=deployment.deterministic,
+        drafts=deployment.drafts.speculation != "none",
         wanted=deployment.attention,
         check=None if check is None else partial(check, shape),
     )

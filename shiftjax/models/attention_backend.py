@@ -77,14 +77,15 @@ def xla_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     deterministic: bool = False,
+    drafts: bool = False,
 ) -> AttentionBackend:
-    """Return the XLA loops, as large as a round of them should be on a platform.
+    """Return the XLA loops, as large as a round of them should be on a platform, for drafts or not.
 
     `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores.
 
     `deterministic` ones never split the context of a row, nor take more of it where rows are few.
     """
-    sizes = loop_sizes(platform, deterministic)
+    sizes = loop_sizes(platform, deterministic, drafts)
     scale = head_dim**-0.5 if scale is None else scale
     options = {"scale": scale, "soft_cap": soft_cap, "sizes": sizes}
 
@@ -121,16 +122,17 @@ def choose_attention(
     block_size: int,
     *,
     deterministic: bool = False,
+    drafts: bool = False,
     wanted: Literal["auto", "pallas", "xla"] = "auto",
     check: Callable[[], str | None] | None = None,
 ) -> AttentionBackend:
     """Return the kernels where device and shapes allow them, else the XLA loops.
 
     `dtype` is that of activations; what is `deterministic` gives a row the same bits whatever the
-    others. `wanted` is the setting `attention`. `check` tries the kernels on
-    the devices and returns what is wrong with them; it is asked last, and None does not ask. On a
-    GPU without kernels, or with a tuning table that does not know it, this warns; call it once for
-    a deployment.
+    others; with `drafts` sequences may have several rows. `wanted` is the setting `attention`.
+    `check` tries the kernels on the devices and returns what is wrong with them; it is asked last,
+    and None does not ask. On a GPU without kernels, or with a tuning table that does not know it,
+    this warns; call it once for a deployment.
 
     Raises:
         ConfigError: `wanted` are the kernels, and they cannot be had.
@@ -155,12 +157,17 @@ def choose_attention(
             device.device_kind,
             reason,
         )
-    loops = loops_of(layout.model, block_size, device.platform, deterministic=deterministic)
-    return loops._replace(reason=reason)
+    kind = {"deterministic": deterministic, "drafts": drafts}
+    return loops_of(layout.model, block_size, device.platform, **kind)._replace(reason=reason)
 
 
 def loops_of(
-    model: ModelConfig, block_size: int, platform: str = "cpu", *, deterministic: bool = False
+    model: ModelConfig,
+    block_size: int,
+    platform: str = "cpu",
+    *,
+    deterministic: bool = False,
+    drafts: bool = False,
 ) -> AttentionBackend:
     """Return the XLA loops of a model."""
     return xla_attention(
@@ -171,6 +178,7 @@ def loops_of(
         scale=model.attention_scale,
         soft_cap=model.attention_soft_cap,
         deterministic=deterministic,
+        drafts=drafts,
     )
 
 

@@ -10,7 +10,7 @@ rows      the contexts of tokens that attend one by one (decodes, drafts, whatev
 
 tiles     chunks of prompts are cut into tiles of query tokens; tiles are computed one after the
           other, each against the context chunks that it can see. On a CPU drafts of some length
-          are tiles, too: their rows read the same context, and a tile reads it once
+          are tiles, too: their rows read the same context, which a tile reads once
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ class LoopSizes(NamedTuple):
     row_loop: Callable[[int], RowLoop]  # by the rows of the bucket
     tile: int  # query tokens of a prefill tile
     tile_chunk: int  # context tokens of a prefill round
-    # of a tile where every token of a bucket may be a row; sequences that have at least half as
-    # many rows are tiles there. None: rows never are, and all tiles have the same size
+    # of a tile in buckets up to `tile` whose tokens may all be rows; sequences that have at least
+    # half as many rows are tiles there. None: rows never are, and all tiles have the same size
     row_tile: int | None = None
     whole_rows: bool = False  # no row is cut into jobs: the order of its sums is its own
 
@@ -56,18 +56,23 @@ def _gpu_rows(num_rows: int) -> RowLoop:
 
 
 # A round fits a cache; also of what is no GPU.
-CPU_SIZES = LoopSizes(_cpu_rows, tile=64, tile_chunk=128, row_tile=8)
+CPU_SIZES = LoopSizes(_cpu_rows, tile=64, tile_chunk=128)
+CPU_DRAFT_SIZES = CPU_SIZES._replace(row_tile=8)  # chunks of prompts are dearer in these
 # A round is a few launches, one after the other, some 50 us: it needs as much to do.
 GPU_SIZES = LoopSizes(_gpu_rows, tile=512, tile_chunk=1024)
 
 
-def loop_sizes(platform: str, deterministic: bool = False) -> LoopSizes:
+def loop_sizes(platform: str, deterministic: bool = False, drafts: bool = False) -> LoopSizes:
     """Return the sizes for the devices of a platform, as JAX names it.
 
-    With `deterministic` ones the sums over a row's context do not depend on other rows.
+    With `deterministic` ones the sums over a row's context do not depend on other rows; with
+    `drafts` sequences may have several rows.
     """
-    sizes = GPU_SIZES if platform == "gpu" else CPU_SIZES
-    return sizes._replace(whole_rows=True, row_tile=None) if deterministic else sizes
+    if platform == "gpu":
+        return GPU_SIZES._replace(whole_rows=deterministic)
+    if deterministic:
+        return CPU_SIZES._replace(whole_rows=True)
+    return CPU_DRAFT_SIZES if drafts else CPU_SIZES
 
 
 class RowWork(NamedTuple):
@@ -111,8 +116,11 @@ class AttentionWork(NamedTuple):
 
 def tile_tokens(num_tokens: int, num_rows: int, sizes: LoopSizes = CPU_SIZES) -> int:
     """Query tokens of a tile in a bucket of so many tokens and rows."""
-    of_rows = sizes.row_tile if num_rows >= num_tokens else None
-    return min(num_tokens, of_rows or sizes.tile)
+    return min(num_tokens, _row_tile(num_tokens, num_rows, sizes) or sizes.tile)
+
+
+def _row_tile(num_tokens: int, num_rows: int, sizes: LoopSizes) -> int | None:
+    return sizes.row_tile if num_tokens <= min(num_rows, sizes.tile) else None
 
 
 def whole_blocks(tokens: int, block_size: int) -> int:
@@ -144,8 +152,8 @@ def divide_attention(
     options = {"block_size": block_size, "sliding_window": sliding_window, "sizes": sizes}
     rows = rows_of(seq_lens, query_start_loc, num_decodes)
     in_tiles = np.arange(len(seq_lens)) >= num_decodes
-    if sizes.row_tile is not None and num_rows >= num_tokens:
-        in_tiles |= 2 * np.diff(query_start_loc) >= min(num_tokens, sizes.row_tile)
+    if row_tile := _row_tile(num_tokens, num_rows, sizes):
+        in_tiles |= 2 * np.diff(query_start_loc) >= min(num_tokens, row_tile)
         rows = rows._replace(length=np.where(in_tiles[rows.seq], 0, rows.length))
     seqs = np.flatnonzero(in_tiles)
     tile = tile_tokens(num_tokens, num_rows, sizes)

@@ -30,6 +30,7 @@ from shiftjax.models.attention import (
     write_kv,
 )
 from shiftjax.models.attention_work import (
+    CPU_DRAFT_SIZES,
     CPU_SIZES,
     GPU_SIZES,
     LoopSizes,
@@ -174,7 +175,10 @@ def test_the_loops_of_gpus_take_large_rounds():
     assert (work.rows.wave_rounds.tolist(), work.rows.max_parts) == ([4], 2)
     work = make_case([1], [8192], 8, 8, max_len=8192, sizes=GPU_SIZES).metadata.work
     assert (work.rows.wave_rounds.tolist(), work.rows.max_parts) == ([2], 16)
-    assert loop_sizes("gpu") == GPU_SIZES and loop_sizes("cpu") == loop_sizes("tpu") == CPU_SIZES
+    assert loop_sizes("gpu") == loop_sizes("gpu", drafts=True) == GPU_SIZES
+    assert loop_sizes("cpu") == loop_sizes("tpu") == CPU_SIZES
+    assert loop_sizes("cpu", drafts=True) == CPU_DRAFT_SIZES
+    assert loop_sizes("cpu", deterministic=True, drafts=True).row_tile is None
 
 
 # Sequences whose tokens are decode rows, as drafted ones are: [tokens], [contexts], sizes.
@@ -183,7 +187,6 @@ DRAFTED = {
     "drafts alone, as many as fit": ([6, 2], [70, 17], 8, 2, 2, 8),
     "one draft of a short context": ([4], [4], 8, 2, 1, 4),
 }
-JOBS_ALONE = CPU_SIZES._replace(row_tile=None)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -191,9 +194,9 @@ JOBS_ALONE = CPU_SIZES._replace(row_tile=None)
 def test_every_token_of_a_sequence_may_be_a_row(name, window):
     *step, num_decodes, num_rows = DRAFTED[name]
     own = {"num_decodes": num_decodes, "num_rows": num_rows, "window": window}
-    case = make_case(*step, **own, sizes=JOBS_ALONE)
+    case = make_case(*step, **own)
     assert case.metadata.work.tiles.num_tiles == len(step[0]) - num_decodes
-    check(case, window, JOBS_ALONE)
+    check(case, window)
 
 
 # As above; with the tiles and jobs that are made of them.
@@ -204,6 +207,7 @@ TILED = {
     "a draft beside a decode and a chunk": ([1, 4, 5], [300, 130, 60], 16, 4, 2, 16, 2, 1),
     "in a bucket of fewer rows": ([1, 6, 40], [300, 130, 60], 64, 4, 2, 16, 1, 7),
     "two rows fill the smallest bucket": ([2], [140], 2, 2, 1, 2, 1, 0),
+    "a bucket of more than a large tile": ([9, 40], [300, 130], 96, 2, 1, 96, 1, 9),
 }
 
 
@@ -212,10 +216,10 @@ TILED = {
 def test_drafts_of_some_length_are_tiles_on_a_cpu(name, window):
     *step, num_decodes, num_rows, num_tiles, num_in_jobs = TILED[name]
     own = {"num_decodes": num_decodes, "num_rows": num_rows, "window": window}
-    case = make_case(*step, **own)
+    case = make_case(*step, **own, sizes=CPU_DRAFT_SIZES)
     work = case.metadata.work
     assert (work.tiles.num_tiles, (work.rows.row_count > 0).sum()) == (num_tiles, num_in_jobs)
-    check(case, window)
+    check(case, window, CPU_DRAFT_SIZES)
 
 
 @pytest.mark.parametrize("window", [None, 20])
