@@ -149,20 +149,15 @@ def divide_attention(
     """
     check_contexts(block_tables, seq_lens, block_size)
     num_rows = num_rows or len(seq_lens)
+    tile = tile_tokens(num_tokens, num_rows, sizes)
     options = {"block_size": block_size, "sliding_window": sliding_window, "sizes": sizes}
     rows = rows_of(seq_lens, query_start_loc, num_decodes)
     in_tiles = np.arange(len(seq_lens)) >= num_decodes
-    if row_tile := _row_tile(num_tokens, num_rows, sizes):
-        in_tiles |= 2 * np.diff(query_start_loc) >= min(num_tokens, row_tile)
+    if _row_tile(num_tokens, num_rows, sizes):
+        in_tiles |= 2 * np.diff(query_start_loc) >= tile
         rows = rows._replace(length=np.where(in_tiles[rows.seq], 0, rows.length))
-    seqs = np.flatnonzero(in_tiles)
-    tile = tile_tokens(num_tokens, num_rows, sizes)
-    spans = seqs, query_start_loc[seqs], query_start_loc[seqs + 1], seq_lens[seqs]
-    tiles = _Tiles(*(x.astype(np.int64) for x in spans))
-    return AttentionWork(
-        divide_rows(rows, num_rows, **options),
-        _divide_tiles(tiles, len(seq_lens), num_tokens, tile, **options),
-    )
+    of = np.flatnonzero(in_tiles), seq_lens, query_start_loc, num_tokens, tile
+    return AttentionWork(divide_rows(rows, num_rows, **options), _divide_tiles(*of, **options))
 
 
 def check_contexts(
@@ -235,18 +230,10 @@ def _rounds_per_job(chunks: np.ndarray, lanes: int, capacity: int) -> int:
     return int(rounds[np.argmin(np.where(num_jobs <= capacity, cost, np.iinfo(np.int64).max))])
 
 
-class _Tiles(NamedTuple):
-    """The sequences that are cut into tiles, int64."""
-
-    seq: np.ndarray
-    first: np.ndarray  # token of the step
-    after: np.ndarray  # one past its last
-    context: np.ndarray  # tokens, with those of this step
-
-
 def _divide_tiles(
-    of: _Tiles,
-    num_seqs: int,
+    seqs: np.ndarray,
+    seq_lens: Int32[np.ndarray, " seqs"],
+    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
     num_tokens: int,
     tile: int,
     *,
@@ -254,18 +241,19 @@ def _divide_tiles(
     sliding_window: int | None,
     sizes: LoopSizes,
 ) -> TileWork:
-    """Cut sequences into tiles of `tile` tokens; both numbers are the bucket's."""
+    """Cut the sequences `seqs` into tiles of `tile` tokens, in a bucket of `num_tokens`."""
     chunk, window = whole_blocks(sizes.tile_chunk, block_size), sliding_window
-    capacity = -(-num_tokens // tile) + num_seqs
-    tiles = -(-(of.after - of.first) // tile)
+    capacity = -(-num_tokens // tile) + len(seq_lens)
+    first, after = (query_start_loc[at].astype(np.int64) for at in (seqs, seqs + 1))
+    tiles = -(-(after - first) // tile)
     owner = np.repeat(np.arange(len(tiles)), tiles)
     nth = np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]
-    begin = of.first[owner] + nth * tile
-    end = np.minimum(begin + tile, of.after[owner])
-    shift = (of.context - of.after)[owner]
+    begin = first[owner] + nth * tile
+    end = np.minimum(begin + tile, after[owner])
+    shift = (seq_lens[seqs] - after)[owner]
     oldest = np.maximum(begin + shift - window + 1, 0) if window else np.zeros_like(begin)
     fields = {
-        "tile_seq": of.seq[owner],
+        "tile_seq": seqs[owner],
         "tile_start": np.minimum(begin, num_tokens - tile),
         "tile_begin": begin,
         "tile_end": end,

@@ -85,6 +85,15 @@ def test_greedy_tokens_equal_the_oracle_whatever_is_drafted(built, quality):
     assert counter.count == 0
 
 
+def test_engines_that_draft_read_the_context_of_a_draft_once(built):
+    """The others keep large tiles for chunks of prompts; see `LoopSizes.row_tile`."""
+    (runner,) = built[0].runners
+    lens, starts = np.array([20, 0], np.int32), np.array([0, 6, 6], np.int32)
+    step = np.zeros((2, 8), np.int32), lens, starts, 1
+    (work,) = runner.step.attention.divide(*step, num_tokens=8, num_rows=8)
+    assert (work.tiles.num_tiles, work.rows.num_waves) == (1, 0)
+
+
 def test_drafted_rows_pass_late_layers_too():
     """SwiftKV: every row of a draft attends alone, in early layers and in late ones."""
     layers = {"num_hidden_layers": 2, "num_key_value_layers": 1}
