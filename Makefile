@@ -1,16 +1,18 @@
-# make demo, make demo-fleet: 8 virtual devices at work.  make test, make lint: what CI runs.
+# make demo, make demo-fleet: 8 virtual devices at work.  make test: a few minutes.
+# make test-all, make lint: what CI runs.
 # The first call makes .venv with a Python >= 3.12 that it finds; make PYTHON=... names one.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
-.PHONY: help install demo demo-fleet test lint format clean
+.PHONY: help install demo demo-fleet test test-all lint format clean
 help:
 	@echo "make demo     serve a small model on 8 virtual CPU devices, with base and shift steps"
 	@echo "make demo-fleet  groups of devices that come and go while texts stream"
 	@echo "make install  the virtual environment with everything the other targets need"
-	@echo "make test     all tests"
+	@echo "make test     the tests that a change is tried with"
+	@echo "make test-all all tests, as CI runs them"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   let ruff format and repair"
 	@echo "make clean    remove the virtual environment, caches and build products"
@@ -23,13 +25,20 @@ demo: $(VENV)/.base
 demo-fleet: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo_fleet.py
 
-# A file's tests share what they compile, so they stay in one process. In the order of their names,
-# for files of many tests first would leave those of a few long ones to the end, and to one process.
-test: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.clients $(VENV)/.routers $(VENV)/.node \
-    $(VENV)/.prometheus
-	PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
-	    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile \
-	    --no-loadscope-reorder
+# A file's tests share what they compile, so they stay in one process. In the order that
+# tests/spent.py gives, for files of many tests first would leave those of a few long ones to the
+# end, and to one process. What is compiled is kept in ~/.cache/shiftjax/tests;
+# PYTEST_COMPILED=off is a run that neither reads nor keeps it.
+PYTEST := PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
+    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile \
+    --no-loadscope-reorder
+
+test: $(VENV)/.gpu
+	$(PYTEST) --quick
+
+test-all: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.clients $(VENV)/.routers $(VENV)/.node \
+    $(VENV)/.prometheus $(VENV)/.chromium
+	$(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -107,6 +116,14 @@ $(VENV)/.prometheus: | $(VENV)/.dev
 	    { timeout 100 apt-get update -qq && timeout 100 apt-get download -qq prometheus; }; } && \
 	    dpkg -x prometheus_*.deb prometheus; } >/dev/null 2>&1; then \
 	    echo "no package prometheus: the tests with a real one will be skipped"; fi
+	@touch $@
+
+# For tests of the page. Debian's package needs some 100 others, so it is installed, by who may.
+$(VENV)/.chromium: | $(VENV)/.dev
+	@if ! command -v chromium >/dev/null && ! { { apt-get install -qq -y \
+	    --no-install-recommends chromium || { apt-get update -qq && apt-get install -qq -y \
+	    --no-install-recommends chromium; }; } >/dev/null 2>&1; }; then \
+	    echo "no package chromium: the tests in a browser will be skipped"; fi
 	@touch $@
 
 clean:

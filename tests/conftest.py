@@ -1,10 +1,9 @@
 """Every test sees 8 virtual CPU devices and strict array rules."""
 
-import atexit
 import gc
 import os
-import shutil
-import tempfile
+import re
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 NUM_DEVICES = 9  # 9 for (SP=3, TP=3); everything else uses the first 8 or fewer
@@ -17,23 +16,30 @@ FLAGS = [
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 import jax  # noqa: E402
+import kept  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
+from spent import Spent  # noqa: E402
 
 assert len(jax.devices()) == NUM_DEVICES  # now, before a test asks for fewer
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Engines that differ in what no program contains (a policy, a kind of preemption) compile once, in
-# whichever process of this run comes first.
-COMPILED = os.environ.get("PYTEST_COMPILED", "")
-if not COMPILED:
-    os.environ["PYTEST_COMPILED"] = COMPILED = tempfile.mkdtemp(prefix="shiftjax-compiled-")
-    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", COMPILED)
-jax.config.update("jax_compilation_cache_max_size", 1 << 34)  # with a limit, writers hold a lock
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+# whichever process of this run or of an earlier one comes first.
+kept.use()
+# Kernels for GPUs hold the places of their sources: a clone elsewhere has the same ones.
+ROOT = re.escape(f"{Path(__file__).parents[1]}/")
+jax.config.update("jax_hlo_source_file_canonicalization_regex", ROOT)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="leave out what is marked thorough")
+
+
+def pytest_configure(config):
+    is_limited = os.environ.get("CI") == "true" and not config.getoption("quick")
+    config.pluginmanager.register(Spent(is_limited=is_limited))
 
 
 def pytest_collection_finish():

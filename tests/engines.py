@@ -4,12 +4,14 @@ import itertools
 import random
 import shutil
 import tempfile
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import silent
+from lean import greedy_steps
 from oracle import numpy_llama
 from safetensors.numpy import save_file
 
@@ -67,8 +69,13 @@ def make(directory: Path, sp: int, tp: int, cache: Path | None = None, **options
     return build_tiny(directory, cache, sp=sp, tp=tp, **options)
 
 
-def build_tiny(directory: Path, cache: Path | None = None, **options) -> Built:
-    """The same in whatever degrees the options say."""
+def build_tiny(
+    directory: Path, cache: Path | None = None, *, whole: bool = False, **options
+) -> Built:
+    """The same in whatever degrees the options say.
+
+    All rows are greedy, and one that asks for more fails, unless the sampler is `whole`.
+    """
     defaults = {
         "dtype": "float32",
         "max_model_len": 128,
@@ -81,7 +88,8 @@ def build_tiny(directory: Path, cache: Path | None = None, **options) -> Built:
     }
     config = EngineConfig.from_options(**(defaults | options))
     source = open_source(resolve_model(str(directory)), drafts=config.drafts)
-    return build(config, source, silent, cache)
+    with nullcontext() if whole else greedy_steps():
+        return build(config, source, silent, cache)
 
 
 def crowd(seed: int, count: int = 9) -> list[list[int]]:

@@ -32,14 +32,14 @@ def phased(request) -> Built:
     """An engine in phases, whose host tier holds some four prompts."""
     directory, _, _ = checkpoint(num_hidden_layers=NUM_LAYERS)
     sizes = SIZES | PAIRS[request.param]
-    return build_tiny(directory, stages=request.param, **sizes)
+    return build_tiny(directory, whole=True, stages=request.param, **sizes)
 
 
 @pytest.fixture(scope="module")
 def static() -> Built:
     """The same model on one device."""
     directory, _, _ = checkpoint(num_hidden_layers=NUM_LAYERS)
-    return make(directory, 1, 1, **SIZES)
+    return make(directory, 1, 1, whole=True, **SIZES)
 
 
 def sampling(seed: int, **others) -> SamplingParams:

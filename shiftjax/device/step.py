@@ -12,7 +12,7 @@ because each separate transfer to 8 devices costs more than all their bytes; wha
 requests need (`tables`) stays on the device until a request asks for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from shiftjax.device.mesh import (
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
 from shiftjax.device.pool import as_stored, copy_blocks, in_shape
-from shiftjax.device.sampling import sample
+from shiftjax.device.sampling import SampleOutput, sample
 from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs
 from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
@@ -135,6 +135,7 @@ class StepDef:
     has_paths: bool = False  # drafts of a sequence may be several
     gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
     experts: ExpertBackend = XLA_EXPERTS
+    sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
 
     @property
     def model(self) -> ModelDef:
@@ -256,7 +257,7 @@ class StepDef:
         scalars = {name: self._local_rows(array) for name, array in scalars.items()}
         sampling = SamplingInputs(**scalars, **tables._asdict())
         key = jax.random.wrap_key_data(inputs.key, impl="threefry2x32")
-        out = sample(logits, sampling, key, vocab_size=self.layout.model.vocab_size)
+        out = self.sampler(logits, sampling, key, vocab_size=self.layout.model.vocab_size)
         logprob_bits = jax.lax.bitcast_convert_type(out.logprobs, jnp.int32)
         summary = jnp.stack([out.token_ids, logprob_bits, out.is_finite.astype(jnp.int32)], axis=1)
         summary = parallel.all_rows(summary)

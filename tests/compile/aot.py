@@ -4,21 +4,31 @@ XLA's CUDA plugin takes a description of a chip (`serving/targets/`) in place of
 the way to machine code; `ptxas` comes from CUDA or from the wheel `nvidia-cuda-nvcc`. What the
 compiler says of itself (registers, spills, shared memory) is as true here as on the chip; speed is
 not visible.
+
+What is asked of a program is kept between runs (`kept.py`) under all that it depends on, because
+JAX cannot read programs for absent devices out of its compilation cache.
 """
 
+import functools
+import gzip
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import kept
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -54,7 +64,7 @@ class MosaicKernel(NamedTuple):
 class Compiled(NamedTuple):
     """One program for a chip."""
 
-    executable: Any  # jax.stages.Compiled: as_text(), memory_analysis()
+    executable: jax.stages.Compiled
     kernels: list[MosaicKernel]
     shared_memory_bytes: list[int]  # of one thread block of each Mosaic kernel, in tracing order
 
@@ -125,10 +135,11 @@ def mesh_of(
     """
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # whether there is one is asked once
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"{hosts}x1x{np.prod(shape) // hosts}"
-    )
-    return topologies.make_mesh(topology, shape, axis_names)
+    joined = f"{hosts}x1x{np.prod(shape) // hosts}"
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=joined)
+    mesh = topologies.make_mesh(topology, shape, axis_names)
+    DESCRIBED[mesh.devices.flat[0].client] = f"{joined} {target}"
+    return mesh
 
 
 def on_device(mesh: Mesh, tree: Any) -> Any:
@@ -145,8 +156,7 @@ def compile_for(mesh: Mesh, function: Callable, *arguments: Any, **jit_options: 
     """
     with jax.set_mesh(mesh), _mosaic_report() as report:
         executable = jax.jit(function, **jit_options).lower(*arguments).compile(NO_SPILLS)
-        sys.stdout.flush()
-        text = report.read_text(errors="replace")
+        text = _printed(report)
     if "wgmma.mma_async instructions are serialized" in text:
         raise RuntimeError("ptxas waits for each matrix instruction before it begins the next")
     shared = [int(n) for n in re.findall(r"Resources\(smem_scratch_bytes=(\d+)", text)]
@@ -178,11 +188,96 @@ def _mosaic_report() -> Iterator[Path]:
         with path.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.environ.update(wanted)
+            REPORTS.append(path)
             try:
                 with path.open("a") as text, redirect_stdout(text):  # Python's part
                     yield path
             finally:
+                REPORTS.remove(path)
                 os.dup2(stdout, 1)
                 os.close(stdout)
                 for name, value in before.items():
                     os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _printed(report: Path) -> str:
+    sys.stdout.flush()
+    return report.read_text(errors="replace")
+
+
+# ---------------------------------------------------------------- kept between runs
+
+DESCRIBED: dict[Any, str] = {}  # by the client of the devices: their topology and target
+REPORTS: list[Path] = []  # where what Mosaic prints goes now
+DUMP = "xla_dump_to"
+MEMORY = ("argument", "output", "temp", "alias")
+COMPILE = jax.stages.Lowered.compile
+
+
+class KeptProgram(jax.stages.Compiled):
+    """What an earlier run was told of a program; what it did not ask for is compiled after all."""
+
+    def __init__(self, facts: Mapping[str, Any], compile_it: Callable[[], jax.stages.Compiled]):
+        self._facts, self._compile_it = facts, compile_it
+
+    def as_text(self) -> str | None:
+        """The program after XLA's passes."""
+        return self._facts["text"]
+
+    def memory_analysis(self) -> Any:
+        """Bytes on one device, as `*_size_in_bytes`."""
+        sizes = self._facts["memory"]
+        return SimpleNamespace(**{f"{name}_size_in_bytes": n for name, n in sizes.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compile_it(), name)
+
+
+def _compile_or_read(
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """`Lowered.compile`, with the facts of programs for GPUs from an earlier run."""
+    client = lowered._lowering._device_list[0].client
+    options = dict(compiler_options or {})
+    if client not in DESCRIBED:
+        return COMPILE(lowered, compiler_options)
+    dump = options.pop(DUMP, None)
+    key = _key(lowered, DESCRIBED[client], options, dump is not None, bool(REPORTS))
+    files = kept.Files(kept.folder() / "gpu")
+    if (found := files.get(key)) is not None:
+        facts = json.loads(gzip.decompress(found))
+        for name, text in facts["dumped"].items():
+            (Path(dump) / name).write_text(text)
+        if REPORTS:
+            with REPORTS[-1].open("a") as report:
+                report.write(facts["printed"])
+        return KeptProgram(facts, lambda: COMPILE(lowered, compiler_options))
+    before = _printed(REPORTS[-1]) if REPORTS else ""
+    compiled = COMPILE(lowered, compiler_options)
+    memory = compiled.memory_analysis()
+    sequences = Path(dump).glob("*thunk_sequence*.txt") if dump else ()
+    facts = {
+        "text": compiled.as_text(),
+        "memory": {name: getattr(memory, f"{name}_size_in_bytes") for name in MEMORY},
+        "dumped": {path.name: path.read_text(errors="replace") for path in sequences},
+        "printed": _printed(REPORTS[-1])[len(before) :] if REPORTS else "",
+    }
+    files.put(key, gzip.compress(json.dumps(facts).encode(), 1))
+    return compiled
+
+
+def _key(lowered: jax.stages.Lowered, *beside: Any) -> str:
+    """A name for all that a program depends on."""
+    text, everything = lowered.as_text(), [*_versions(), os.environ["XLA_FLAGS"], *beside]
+    return hashlib.sha256(f"{json.dumps(everything)}\n{text}".encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Of the compilers."""
+    wheels = ("jaxlib", *packages(cuda()))
+    ptxas = subprocess.run([find_ptxas(), "--version"], capture_output=True, text=True, check=True)
+    return (*(importlib.metadata.version(wheel) for wheel in wheels), ptxas.stdout)
+
+
+jax.stages.Lowered.compile = _compile_or_read

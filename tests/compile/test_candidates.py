@@ -7,6 +7,7 @@ import aot
 import pytest
 
 aot.require()
+pytestmark = pytest.mark.thorough
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
 
 from tune_kernels import Candidate, candidates_for, why_not  # noqa: E402

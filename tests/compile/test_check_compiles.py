@@ -9,6 +9,7 @@ from shiftjax.device.mesh import rows_mesh
 from shiftjax.models.attention_backend import loops_of, tuned_attention
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 # One of 8 devices of gpt-oss-120b: a KV head, layers with and without a window, sinks.
 SHAPE = Shape(8, 1, 64, 16, (128, None), "bfloat16", "bfloat16", (256, 64, 64), has_sinks=True)

@@ -13,6 +13,7 @@ import aot
 import pytest
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 TESTS = Path(__file__).parent.parent
 CHECKS = ("compile/test_prefill_compile.py", "kernels/test_decode_compile.py")

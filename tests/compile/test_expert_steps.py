@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import aot
@@ -14,6 +13,7 @@ from shiftjax.costs.collectives import step_collectives
 from shiftjax.parallel.grid import Mode
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from steps import KERNEL, Case, CompiledStep, Compiler  # noqa: E402
 
@@ -36,12 +36,8 @@ def name_of(case: Case) -> str:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiler]:
-    compiler = Compiler()
-    for case in (*CASES, LOOPS):
-        compiler.want(case)
-    yield compiler
-    compiler.stop()
+def compiled() -> Compiler:
+    return Compiler()
 
 
 def stacks(one: CompiledStep) -> set[tuple[int, int]]:

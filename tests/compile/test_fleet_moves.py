@@ -24,6 +24,7 @@ from shiftjax.parallel.fleet import possible_widths
 from shiftjax.parallel.grid import Grid, Group, Mode
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from steps import BLOCK_SIZE, CHIP, FLEETS, NUM_DEVICES, Case, device_bytes  # noqa: E402
 

@@ -1,7 +1,6 @@
 """Gathered weights, compiled for 8 H200s: the gathers hide behind products, two layers at most."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import aot
 import pytest
@@ -13,6 +12,7 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from steps import (  # noqa: E402
     NUM_DEVICES,
@@ -34,13 +34,8 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.size}-{c.
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiler]:
-    """The program of a case; all of them are on their way from the first test on."""
-    compiler = Compiler()
-    for case in CASES:
-        compiler.want(case)
-    yield compiler
-    compiler.stop()
+def compiled() -> Compiler:
+    return Compiler()
 
 
 def is_product(one: Instruction) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from hlo import entry
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from pallas_kernels.grouped import GroupedConfig, grouped_mlp  # noqa: E402
 from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed, most_tiles  # noqa: E402

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from shiftjax.models.attention import (  # noqa: E402
     divide_attention,

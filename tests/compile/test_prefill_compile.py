@@ -15,6 +15,7 @@ import pytest
 from hlo import entry, instructions
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from pallas_kernels.call import AttentionOptions, PagedKV  # noqa: E402
 from pallas_kernels.prefill import prefill_attention  # noqa: E402

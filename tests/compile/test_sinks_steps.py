@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import aot
+import pytest
 from hlo import collectives, instructions
 
 from shiftjax.arch.presets import PRESETS
@@ -11,6 +12,7 @@ from shiftjax.costs.collectives import step_collectives
 from shiftjax.parallel.grid import Mode
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from steps import CHIP, KERNEL, NUM_DEVICES, Case, compile_step  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Stages of pipelines, compiled for 8 H200s and for 8 cards of 24 GB on a machine without them."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import aot
@@ -16,9 +16,9 @@ from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.parallel.grid import Mode
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 from steps import (  # noqa: E402
-    THREADS,
     Case,
     CompiledStep,
     compile_step,
@@ -50,16 +50,10 @@ def case_of(chip: str, place: str, num_layers: int | None = None) -> Case:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator:
+def compiled() -> Callable[[str, str], CompiledStep]:
     """The program of a stage with one layer."""
     devices = {chip: list(aot.make_mesh(chip, (TP,), ("x",)).devices.flat) for chip in MODELS}
-    with ThreadPoolExecutor(THREADS) as threads:
-        jobs = {
-            (chip, place): threads.submit(compile_step, case_of(chip, place, 1), devices[chip])
-            for chip in MODELS
-            for place in PLACES
-        }
-        yield lambda chip, place: jobs[chip, place].result()
+    return functools.cache(lambda chip, place: compile_step(case_of(chip, place, 1), devices[chip]))
 
 
 @every_stage

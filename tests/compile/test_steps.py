@@ -7,7 +7,6 @@ What only a chip can tell is not: whether the numbers are right, and how long th
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import aot
 import jax
@@ -36,6 +35,7 @@ from shiftjax.costs.machine_files import load_engine
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.costs.quantising import quantising
 from shiftjax.device.all_reduces import all_reduce_kinds
+from shiftjax.device.sampling import sample
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
@@ -76,30 +76,31 @@ MAX_QUANTISING = {1: 3, 2: 11, 4: 15, 8: 18}  # more of a layer, by the blocks t
 
 FLEET = [case for (units, tp), widths in FLEETS.items() for case in fleet_cases(units, tp, widths)]
 ALIAS = Case(4, 2, Mode(4, 1))
+WHOLE = [Case(4, 2, mode, sampler=sample) for mode in modes_of(4)]  # as the engine has them
 SLICE, MORE_LAYERS = ALIAS._replace(strategy="slice"), ALIAS._replace(num_layers=4)
 XLA = ALIAS._replace(attention="xla", num_layers=1)
 XLA_FP8 = XLA._replace(size="fp8")
-PLAIN = ALIAS._replace(gpu_options="none", num_layers=1)
+PLAIN = ALIAS._replace(gpu_options="none", num_layers=1, sampler=sample)
 LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
-EVERY = [*cases("bf16"), *cases("fp8"), *FLEET]
+EVERY = [*WHOLE, *cases("bf16"), *cases("fp8"), *FLEET]
 
 
 def name_of(case: Case) -> str:
-    fleet = f"{case.units}-units-" if case.units else ""
-    return f"{fleet}{case.size}-{case.sp}x{case.tp}-{case.mode.label}"
+    kind = f"{case.units}-units-" if case.units else ""
+    kind += "whole-" if case.sampler is sample else ""
+    return f"{kind}{case.size}-{case.sp}x{case.tp}-{case.mode.label}"
 
 
-every_case = pytest.mark.parametrize("case", EVERY, ids=name_of)
+thorough = pytest.mark.thorough
+every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, id=name_of(one), marks=() if one == ALIAS else thorough) for one in EVERY],
+)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiler]:
-    """The program of a case; all of them are on their way from the first test on."""
-    compiler = Compiler()
-    for case in (*EVERY, SLICE, MORE_LAYERS, XLA, XLA_FP8, PLAIN, *LATE):
-        compiler.want(case)
-    yield compiler
-    compiler.stop()
+def compiled() -> Compiler:
+    return Compiler()
 
 
 def pool_moves(one: CompiledStep) -> list[Instruction]:
@@ -165,6 +166,7 @@ def test_weights_are_read_where_they_are(case, compiled):
         assert one.temporary_bytes < gate
 
 
+@thorough
 def test_slicing_in_the_step_copies_every_weight(compiled):
     """The control: a copy is seen where there is one, in the text and in the temporaries."""
     alias, sliced = compiled(ALIAS), compiled(SLICE)
@@ -176,6 +178,7 @@ def test_slicing_in_the_step_copies_every_weight(compiled):
     assert sliced.temporary_bytes - alias.temporary_bytes > layer // 2
 
 
+@thorough
 def test_a_second_copy_of_the_weights_is_for_the_same_program(compiled):
     alias, second = (
         define_step(ALIAS._replace(strategy=strategy), compiled.devices)[0]
@@ -203,6 +206,7 @@ def test_the_host_launches_a_step_at_once(case, compiled):
     assert top_level(compiled(case).thunks) == ["CommandBuffer"]
 
 
+@thorough
 def test_without_the_options_the_host_waits_in_every_step(compiled):
     """The control: the sampler's branch is the host's, and what it cuts are several launches."""
     kinds = top_level(compiled(PLAIN).thunks)
@@ -233,6 +237,7 @@ def test_kernels_take_nothing_whose_address_changes(case, compiled):
     assert len(taken) >= 6 * case.num_layers
 
 
+@thorough
 def test_a_step_of_a_fleet_needs_what_it_needs_without_one(compiled):
     """Whatever a block holds: of every size there is a kernel (see above), and no table grows."""
     assert {case.pool.block_size for case in FLEET} == {16, 32, 64, 128}
@@ -246,6 +251,7 @@ def test_a_step_of_a_fleet_needs_what_it_needs_without_one(compiled):
         assert one.aliased_bytes == alone.aliased_bytes == device_bytes(alone.pools)
 
 
+@thorough
 @pytest.mark.parametrize("case", LATE, ids=name_of)
 def test_late_layers_read_the_pools_where_they_are(case, compiled):
     """SwiftKV: a layer of each kind. The branch without rows has no copy of a pool either."""
@@ -260,6 +266,7 @@ def test_late_layers_read_the_pools_where_they_are(case, compiled):
     assert collectives(one.text) == predicted
 
 
+@thorough
 def test_the_xla_path_compiles_for_a_gpu_too(compiled):
     """What a GPU without kernels gets: loops, but the pool stays where it is."""
     one = compiled(XLA)
@@ -279,6 +286,7 @@ def test_the_arguments_are_weights_pools_and_inputs(case, compiled):
     assert one.argument_bytes == device_bytes((one.params, one.pools, one.inputs))
 
 
+@thorough
 def test_temporaries_hardly_grow_with_the_layers(compiled):
     """But for the table of the pools' addresses: 80 layers take less than 4 MB more than two."""
     few, more = compiled(ALIAS), compiled(MORE_LAYERS)
@@ -290,6 +298,7 @@ def test_temporaries_hardly_grow_with_the_layers(compiled):
     )
 
 
+@thorough
 @pytest.mark.parametrize("case", cases("fp8"), ids=name_of)
 def test_codes_are_multiplied_as_they_are(case, compiled):
     """No program has them in a wider format; `weight_moves` above finds what turns or copies."""
@@ -302,6 +311,7 @@ def test_codes_are_multiplied_as_they_are(case, compiled):
             assert not re.search(rf"(f32|bf16|f16)\[(\d+,)?{sizes}\]", one.text), sizes
 
 
+@thorough
 @pytest.mark.parametrize("case", [*cases("fp8"), XLA_FP8], ids=name_of)
 def test_a_pool_of_codes_is_never_held_in_a_wider_format(case, compiled):
     """By kernels nor by loops; its scales are arrays of the table."""
@@ -314,16 +324,19 @@ def test_a_pool_of_codes_is_never_held_in_a_wider_format(case, compiled):
     assert size not in {math.prod(sizes_of(shape)) for shape in shapes}
 
 
+@thorough
 def test_the_simulators_preset_has_as_many_kernels(compiled):
     """Of a layer and beside the layers, in SHIFT; a step with chunks has more of both."""
     engine, layers = load_engine("shiftjax"), MORE_LAYERS.num_layers
-    few, more = (len(launches(compiled(case).text)) for case in (ALIAS, MORE_LAYERS))
+    cases = (one._replace(sampler=sample) for one in (ALIAS, MORE_LAYERS))
+    few, more = (len(launches(compiled(case).text)) for case in cases)
     each = (more - few) / (layers - ALIAS.num_layers)  # every second layer may have one more
     products, attention, sums, moves = 4, 1, 2, 3  # beside the layers: a sum, an exchange, a gather
     assert 0 <= each - (products + attention + sums + engine.kernels_per_layer) <= 1
     assert abs(more - layers * each - moves - engine.kernels_per_step) <= 2
 
 
+@thorough
 @pytest.mark.parametrize("case", cases("fp8"), ids=name_of)
 def test_the_simulators_preset_quantises_with_as_many_kernels(case, compiled):
     """What codes of weights and of KV add to a layer."""
@@ -345,6 +358,7 @@ def kv_tokens(case: Case, compiled: Compiler) -> int:
     return BLOCK_SIZE * max(0, (room - temporaries) // each)
 
 
+@thorough
 @pytest.mark.parametrize("size", ["bf16", "fp8"])
 def test_what_fits_an_h200(size, compiled):
     """Only bf16 weights whole on every device, 139 GB of 141, leave no room."""
@@ -366,6 +380,7 @@ def test_the_rule_chooses_the_mesh_that_the_paper_does():
     assert base_rule(weight_bytes // 2, int(H200_BYTES), NUM_DEVICES) == (8, 1)
 
 
+@thorough
 def test_the_formula_of_the_weights(compiled):
     """w / TP for BASE, and w / P more for a second copy (arXiv 2509.16495, section 3.3.2)."""
     case = Case(4, 2, Mode(4, 1))

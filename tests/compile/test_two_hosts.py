@@ -4,9 +4,9 @@ Shapes of the 70B with one layer stand for all 80. That a collective's devices a
 read off the program, not off the formulas that it is compared with.
 """
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import aot
 import pytest
@@ -20,8 +20,9 @@ from shiftjax.device.sampling import MAX_LOGPROBS
 from shiftjax.parallel.grid import Mode
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
-from steps import CHIP, THREADS, Case, CompiledStep, compile_step  # noqa: E402
+from steps import CHIP, Case, CompiledStep, compile_step  # noqa: E402
 
 HOSTS, PER_HOST = 2, 8
 SP, TP = 8, 2
@@ -39,13 +40,11 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.mode.l
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator:
+def compiled() -> Callable[[Case], CompiledStep]:
     """The program of a case."""
     mesh = aot.make_mesh(CHIP, (HOSTS * PER_HOST,), ("x",), hosts=HOSTS)
     devices = sorted(mesh.devices.flat, key=lambda device: device.id)
-    with ThreadPoolExecutor(THREADS) as threads:
-        jobs = {case: threads.submit(compile_step, case, devices) for case in CASES}
-        yield lambda case: jobs[case].result()
+    return functools.cache(lambda case: compile_step(case, devices))
 
 
 def found(one: CompiledStep) -> Counter:

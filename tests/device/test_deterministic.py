@@ -24,7 +24,7 @@ def test_a_request_alone_and_among_others(deterministic):
     """One bucket: products of matrices have one shape, so that only attention could differ."""
     directory, *_ = engines.checkpoint()
     options = {"token_buckets": [32], "prefix_caching": False, "num_blocks": 300}
-    built = engines.make(directory, 1, 1, deterministic=deterministic, **options)
+    built = engines.make(directory, 1, 1, whole=True, deterministic=deterministic, **options)
     alone, among = served(built, []), served(built, OTHERS)
     assert [token for token, _ in alone] == [token for token, _ in among]
     same = np.array_equal([bits for _, bits in alone], [bits for _, bits in among])

@@ -55,7 +55,7 @@ def built(request):
     overrides, sp, tp = DEPLOYMENTS[request.param]
     directory, config, tensors = checkpoint(**overrides)
     options = {"speculation": "suffix", "draft_paths": NUM_PATHS, "max_draft_rows": 24}
-    made = make(directory, sp, tp, num_blocks=FEW_BLOCKS, token_buckets=[32], **options)
+    made = make(directory, sp, tp, whole=True, num_blocks=FEW_BLOCKS, token_buckets=[32], **options)
     (runner,) = made.runners
     for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
         runner.compiled(program, mode)  # a random policy chooses any

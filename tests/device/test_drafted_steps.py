@@ -41,7 +41,7 @@ def built(request):
     directory, config, tensors = checkpoint()
     options = {"num_blocks": CROWDED, "speculation": "suffix", "max_draft_rows": 24}
     options["token_buckets"] = [8, 32] if request.param == (2, 2) else [32]
-    made = make(directory, *request.param, **options)
+    made = make(directory, *request.param, whole=True, **options)
     (runner,) = made.runners
     for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
         runner.compiled(program, mode)  # a random policy chooses any

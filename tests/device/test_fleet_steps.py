@@ -61,6 +61,7 @@ def built(shape) -> Built:
         directory,
         None,
         tp,
+        whole=True,
         fleet=True,
         devices=units * tp,
         fleet_widths=widths,

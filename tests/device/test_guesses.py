@@ -92,7 +92,7 @@ def built(request):
     where = numpy_speculator.save(Path(tempfile.mkdtemp()), config, tensors)
     options = {"speculation": "hybrid", "draft_model": str(where), "max_draft_rows": 24}
     options |= {"draft_choice": "fill", "token_buckets": [8, 32] if sp == 2 else [32]}
-    made = make(directory, sp, tp, num_blocks=CROWDED, policy="cost", **options)
+    made = make(directory, sp, tp, whole=True, num_blocks=CROWDED, policy="cost", **options)
     (runner,) = made.runners
     for program in runner.programs:
         for mode in (made.deployment.layout.base, made.deployment.layout.shift):

@@ -38,7 +38,7 @@ def crowded(request):
     """An engine whose pool holds fewer sequences than want to run, so that it preempts."""
     directory, config, tensors = checkpoint()
     sizes = SIZES.get(request.param, [32])
-    built = make(directory, *request.param, num_blocks=CROWDED, token_buckets=sizes)
+    built = make(directory, *request.param, whole=True, num_blocks=CROWDED, token_buckets=sizes)
     return built, config, tensors
 
 
@@ -103,7 +103,9 @@ def test_sampled_tokens_are_those_of_the_request_alone(crowded):
 def test_fewer_than_one_seeded_request_in_200_changes_in_a_batch():
     directory, _, _ = checkpoint()
     sizes = SIZES[2, 2]
-    built = make(directory, 2, 2, num_blocks=CROWDED, token_buckets=sizes)  # compiled above
+    built = make(
+        directory, 2, 2, whole=True, num_blocks=CROWDED, token_buckets=sizes
+    )  # compiled above
     rng = random.Random(8)
     prompts = [[rng.randrange(3, 199) for _ in range(rng.randrange(1, 20))] for _ in range(500)]
     params = [SamplingParams(seed=i, max_tokens=3, ignore_eos=True) for i in range(len(prompts))]

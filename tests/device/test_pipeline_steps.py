@@ -34,7 +34,12 @@ def staged(request):
     """An engine in stages, the config and tensors of its model, and where that is."""
     (pp, sp, tp), num_layers, model, options = request.param
     directory, config, tensors = checkpoint(num_hidden_layers=num_layers, **model)
-    return make(directory, sp, tp, pp=pp, **SIZES, **options), config, tensors, directory
+    return (
+        make(directory, sp, tp, whole=True, pp=pp, **SIZES, **options),
+        config,
+        tensors,
+        directory,
+    )
 
 
 def greedy(**others) -> SamplingParams:
@@ -74,7 +79,7 @@ def test_greedy_tokens_equal_the_oracle(staged):
 def test_draws_are_those_of_one_stage(staged):
     """Whoever draws, and whatever else is in its steps; penalties count tokens in flight, too."""
     built, _, _, directory = staged
-    whole = make(directory, 1, 1, token_buckets=[BUCKET])
+    alone = make(directory, 1, 1, whole=True, token_buckets=[BUCKET])
     prompts = crowd(2, 6)
     sampling = [
         SamplingParams(
@@ -82,7 +87,7 @@ def test_draws_are_those_of_one_stage(staged):
         )
         for i in range(len(prompts))
     ]
-    got, expected = (run(one.engine, prompts, sampling) for one in (built, whole))
+    got, expected = (run(one.engine, prompts, sampling) for one in (built, alone))
     for key, events in expected.items():
         assert tokens(got[key]) == tokens(events)
 

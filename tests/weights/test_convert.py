@@ -213,7 +213,7 @@ def test_a_flipped_bit_of_a_weight_stops_the_start(tmp_path, tiny, format):
         LLM(str(out))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_smollm2_to_huggingface(tmp_path):
     """GGUF to bfloat16 safetensors, with the tokenizer rebuilt."""
     out = convert("smollm2-135m", tmp_path / "smollm2-135m", dtype="bfloat16")

@@ -408,7 +408,7 @@ def test_no_prefix_of_a_file_crashes(path):
             GgufSource(path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_smollm2():
     source = open_source(resolve_model("smollm2-135m"))
     assert source.config == PRESETS["smollm2-135m"]

@@ -42,7 +42,7 @@ def model():
 @pytest.fixture(scope="module")
 def server(model):
     # A pool that holds 1.2 of the longest requests; both modes of every size, compiled ahead.
-    built = make(model[0], 2, 2, max_num_seqs=8, num_blocks=39)
+    built = make(model[0], 2, 2, whole=True, max_num_seqs=8, num_blocks=39)
     (runner,) = built.runners
     for program in runner.programs:
         for mode in runner.step.weights.modes:
@@ -161,7 +161,7 @@ def test_a_pool_for_one_serves_many(server, client):
 
 def test_bursts_switch_modes_both_ways_and_compile_nothing(model):
     """On 8 devices: the prefills of a burst run in base, its decodes in shift."""
-    built = make(model[0], 4, 2, max_num_seqs=8, num_blocks=128, shift_threshold=8)
+    built = make(model[0], 4, 2, whole=True, max_num_seqs=8, num_blocks=128, shift_threshold=8)
     with serving(built.engine) as server, server.client() as client:
         target = parse_url(server.url)
 

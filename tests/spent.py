@@ -1,0 +1,128 @@
+"""What tests cost and which are skipped: printed after every run, and limited in CI.
+
+CPU seconds, with those of child processes, because seconds of a clock depend on what else a
+machine does. What a module's tests share is counted for the first that takes it, so those that
+always run come before the `thorough` ones of their file.
+"""
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+TEST_SECONDS, FILE_SECONDS = 5.0, 20.0  # of what is not marked `thorough`
+SHOWN = 15  # files
+
+# Reasons to skip a test that are no one's mistake, as they begin; any other fails in CI.
+ALLOWED_SKIPS = (
+    "root may read everything",  # a test of file permissions; CI runs as root
+    "this machine has no ::1",
+    "needs ai-dynamo",  # pins an older jax, so it is in no extra
+    "needs ray",  # some 200 MB, and no wheel for each new Python
+)
+
+
+class Spent:
+    """A plugin of pytest, in the process that reports and in its workers."""
+
+    def __init__(self, *, is_limited: bool):
+        self.is_limited = is_limited
+        self.files: Counter[str] = Counter()
+        self.unmarked: Counter[str] = Counter()
+        self.tests: dict[str, float] = {}
+        self.skips: Counter[str] = Counter()
+        self._began = 0.0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]):
+        """Of a file what always runs first; files with `thorough` tests first, as the longest."""
+        files = list(dict.fromkeys(item.path for item in items))
+        dear = {item.path for item in items if is_thorough(item)}
+        place = {path: (path not in dear, i) for i, path in enumerate(files)}
+        items.sort(key=lambda item: (place[item.path], is_thorough(item)))
+        if config.getoption("quick"):
+            config.hook.pytest_deselected(items=[item for item in items if is_thorough(item)])
+            items[:] = [item for item in items if not is_thorough(item)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self):
+        self._began = seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]):
+        report = yield
+        if call.when == "teardown":
+            report.user_properties.append(("cpu", seconds() - self._began))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport):
+        if report.skipped:
+            self._skipped(report)
+        if report.when == "teardown":
+            spent = dict(report.user_properties)["cpu"]
+            file = report.nodeid.split("::")[0]
+            self.files[file] += spent
+            if "thorough" not in report.keywords:
+                self.unmarked[file] += spent
+                self.tests[report.nodeid] = spent
+
+    def pytest_collectreport(self, report: pytest.CollectReport):
+        if report.skipped:
+            self._skipped(report)
+
+    def _skipped(self, report: Any) -> None:
+        if not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+            self.skips[str(reason).removeprefix("Skipped: ")] += 1
+
+    @property
+    def complaints(self) -> list[str]:
+        """What CI does not accept."""
+        dear = [(s, name, TEST_SECONDS) for name, s in self.tests.items() if s > TEST_SECONDS]
+        dear += [(s, name, FILE_SECONDS) for name, s in self.unmarked.items() if s > FILE_SECONDS]
+        wrong = [
+            f"{spent:.1f} CPU seconds, more than {most:.0f}; mark it thorough or make it cheaper: "
+            + name
+            for spent, name, most in sorted(dear, reverse=True)
+        ]
+        return wrong + [
+            f"skipped, {count} times, for no reason of {__name__}.ALLOWED_SKIPS: {reason}"
+            for reason, count in self.skips.items()
+            if not reason.startswith(ALLOWED_SKIPS)
+        ]
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int):
+        if self.is_limited and is_reporter(session.config) and self.complaints and not exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any):
+        if not self.files and not self.skips:
+            return
+        total = sum(self.files.values())
+        thorough = total - sum(self.unmarked.values())
+        terminalreporter.section("CPU seconds, with those of child processes")
+        terminalreporter.write_line(
+            f"{total:7.1f}  {len(self.files)} files, {thorough:.1f} of it in thorough tests"
+        )
+        for file, spent in self.files.most_common(SHOWN):
+            terminalreporter.write_line(f"{spent:7.1f}  {file}")
+        if self.is_limited:
+            for complaint in self.complaints:
+                terminalreporter.write_line(f"FAILED {complaint}", red=True)
+
+
+def seconds() -> float:
+    """CPU seconds of this process and of the children that have ended."""
+    return sum(os.times()[:4])
+
+
+def is_thorough(item: pytest.Item) -> bool:
+    """Whether a test is left to `make test-all`."""
+    return item.get_closest_marker("thorough") is not None
+
+
+def is_reporter(config: pytest.Config) -> bool:
+    """Whether this is the process that prints, and not a worker of it."""
+    return not hasattr(config, "workerinput")
