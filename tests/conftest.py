@@ -18,8 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).st
 import jax  # noqa: E402
 import kept  # noqa: E402
 import pytest  # noqa: E402
+import spent  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
-from spent import Spent  # noqa: E402
 
 assert len(jax.devices()) == NUM_DEVICES  # now, before a test asks for fewer
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -38,8 +38,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    is_limited = os.environ.get("CI") == "true" and not config.getoption("quick")
-    config.pluginmanager.register(Spent(is_limited=is_limited))
+    spent.QUICK = config.getoption("quick")
+    is_limited = os.environ.get("CI") == "true" and not spent.QUICK
+    config.pluginmanager.register(spent.Spent(is_limited=is_limited))
 
 
 def pytest_collection_finish():

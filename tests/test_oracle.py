@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 from engines import RandomPolicy
 from harness import silent
-from oracle.smollm2 import ALL, CASES, NEEDS_WEIGHTS, OPTIONS, SHORT, THRESHOLD, compare
+from lean import greedy_steps
+from oracle.smollm2 import (
+    ALL,
+    CASES,
+    FEW,
+    NEEDS_WEIGHTS,
+    OPTIONS,
+    SHORT,
+    THRESHOLD,
+    compare,
+)
 
 from shiftjax import LLM
 from shiftjax.build import build
@@ -26,8 +36,9 @@ BFLOAT16_MARGIN = 0.15  # a near-tie that bfloat16 may turn
 pytestmark = NEEDS_WEIGHTS
 
 
-def open_llm(sp: int, tp: int, dtype: str) -> LLM:
-    return LLM("smollm2-135m", sp=sp, tp=tp, dtype=dtype, **OPTIONS)
+def open_llm(sp: int, tp: int, dtype: str, **options) -> LLM:
+    with greedy_steps():
+        return LLM("smollm2-135m", sp=sp, tp=tp, dtype=dtype, **(OPTIONS | options))
 
 
 class OwnLastLayer:
@@ -51,18 +62,31 @@ class OwnLastLayer:
         return self._source.read(self._names[name], index)
 
 
+@pytest.mark.costs(30)
+def test_two_devices_begin_as_transformers_does():
+    """Base and shift, the shortest prompts: the one real model of the quick suite."""
+    small = {"max_num_batched_tokens": 16, "token_buckets": [16], "max_num_seqs": 2}
+    llm = open_llm(2, 1, "float32", shift_threshold=8, max_model_len=64, **small)
+    compare(llm.engine, "threshold", make_policy("threshold", 8), FEW, 6)
+    steps = llm.stats()["steps_by_mode"]
+    assert steps["base"] > 0 and steps["shift"] > 0
+    llm.close()
+
+
 @pytest.fixture(scope="module")
 def one_device():
-    llm = open_llm(1, 1, "float32")
+    llm = LLM("smollm2-135m", sp=1, tp=1, dtype="float32", **OPTIONS)
     yield llm
     llm.close()
 
 
+@pytest.mark.thorough
 def test_one_device_gives_the_tokens_of_transformers(one_device):
     """Base and shift are one program here."""
     compare(one_device.engine, "threshold", make_policy("threshold", THRESHOLD), ALL, 32)
 
 
+@pytest.mark.thorough
 # (4, 2) has a mode between, and replicates KV heads; (3, 3) splits the 9 heads without padding.
 @pytest.mark.parametrize(("sp", "tp", "chosen"), [(4, 2, ALL), (3, 3, SHORT)], ids=["4x2", "3x3"])
 def test_every_mode_gives_the_tokens_of_transformers(sp, tp, chosen):
@@ -78,15 +102,18 @@ def test_every_mode_gives_the_tokens_of_transformers(sp, tp, chosen):
     llm.close()
 
 
+@pytest.mark.thorough
 def test_a_late_layer_that_is_its_own_gives_the_same_tokens():
     """Only sampled rows pass the last layer; all else of it is what it was."""
     source = OwnLastLayer(open_source(resolve_model("smollm2-135m")))
     config = EngineConfig.from_options(sp=2, tp=1, dtype="float32", **OPTIONS)
-    engine = build(config, source, silent).engine
+    with greedy_steps():
+        engine = build(config, source, silent).engine
     compare(engine, "threshold", make_policy("threshold", THRESHOLD), SHORT, 32)
     compare(engine, "random", RandomPolicy(1), SHORT, 5)
 
 
+@pytest.mark.thorough
 def test_bfloat16_differs_at_near_ties_only():
     llm = open_llm(2, 2, "bfloat16")
     greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -100,6 +127,7 @@ def test_bfloat16_differs_at_near_ties_only():
     llm.close()
 
 
+@pytest.mark.thorough
 def test_text_in_and_text_out(one_device):
     llm = one_device
     texts = [case for case in CASES if case["text"] is not None and case["prompt_len"] <= 300]

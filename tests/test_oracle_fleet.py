@@ -3,6 +3,8 @@
 import random
 from typing import ClassVar
 
+import pytest
+from lean import greedy_steps
 from oracle.smollm2 import ALL, NEEDS_WEIGHTS, OPTIONS, SHORT, compare
 
 from shiftjax import LLM
@@ -10,7 +12,7 @@ from shiftjax.control.fleet_policy import FleetView, Wish
 from shiftjax.control.request import Request
 from shiftjax.parallel.fleet import all_groups, bound, equal_groups
 
-pytestmark = NEEDS_WEIGHTS
+pytestmark = [NEEDS_WEIGHTS, pytest.mark.thorough]
 UNITS, WIDTHS = 8, (1, 8)  # small models have others side by side (device/test_fleet_steps.py)
 
 
@@ -44,7 +46,8 @@ class OneGroup(AnyArrangement):
 
 def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
     options = OPTIONS | {"fleet": True, "devices": UNITS, "fleet_widths": WIDTHS}
-    llm = LLM("smollm2-135m", dtype="float32", fleet_policy="context", **options)
+    with greedy_steps():
+        llm = LLM("smollm2-135m", dtype="float32", fleet_policy="context", **options)
     fleet = llm.engine.fleet
     assert fleet is not None
     fleet.policy, fleet.arrange_seconds = AnyArrangement(1), 0.0

@@ -26,6 +26,10 @@ SUITE = """
     def test_dear():
         spend(DEAR)
 
+    @pytest.mark.costs(0.6)
+    def test_that_may():
+        spend(0.3)
+
     @pytest.mark.thorough
     def test_thorough():
         spend(0.3)
@@ -61,7 +65,7 @@ def run(folder: Path, *arguments: str, **files: str) -> tuple[int, list[str], st
     """The exit code, complaints and output of pytest on some files."""
     for name, text in ({"conftest": CONFTEST} | files).items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = thorough\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    thorough\n    costs(seconds)\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *arguments],
         check=False,
@@ -85,7 +89,7 @@ def test_dear_tests_and_skips_that_nobody_expects_fail_the_run(tmp_path):
     code, failed, output = run(
         tmp_path, *workers, test_a=dear, test_skips=SKIPS, test_module=MODULE
     )
-    assert "3 passed, 3 skipped" in output and code == 1
+    assert "4 passed, 3 skipped" in output and code == 1
     assert "of it in thorough tests" in output
     slow, *skipped = failed
     assert "test_a.py::test_dear" in slow and "mark it thorough" in slow
@@ -95,7 +99,7 @@ def test_dear_tests_and_skips_that_nobody_expects_fail_the_run(tmp_path):
 def test_the_quick_suite_leaves_out_what_is_thorough(tmp_path):
     code, failed, output = run(tmp_path, "--quick", test_a=SUITE.replace("DEAR", "0"))
     assert (code, failed) == (0, [])
-    assert "2 passed, 1 skipped, 1 deselected" in output
+    assert "3 passed, 1 skipped, 1 deselected" in output
 
 
 def test_what_is_kept_is_bounded_and_the_longest_unused_goes(tmp_path):

@@ -9,6 +9,7 @@ from echo_kit import Listener, make_engine, make_request, run_to_end, runner_of
 from fleet_kit import make_fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spent import examples
 from test_engine_properties import FAST, Client, engines, traffic
 from test_fleet import random_arrangement, random_requests
 
@@ -119,7 +120,7 @@ def play(
 steps = st.sets(st.integers(0, 40), max_size=3)
 
 
-@settings(FAST, max_examples=120)
+@settings(FAST, max_examples=examples(120))
 @given(engines(2, 1, (1, 2)), traffic(), steps, steps, st.sets(st.integers(0, 30), max_size=2))
 def test_events_rebuild_the_index_under_any_traffic(engine, clients, flushes, misses, faults):
     clients = [each for each in clients if fits(engine, each)]

@@ -6,6 +6,7 @@ share or a lost swap fails at the step that would have read it.
 
 from dataclasses import dataclass
 
+import pytest
 from echo_kit import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -18,6 +19,7 @@ from echo_kit import (
 )
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from spent import examples
 
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import Request
@@ -185,7 +187,8 @@ def check_logprobs(request: Request, index: int, outcome) -> None:
     assert all(len(entry.top_ids) == sampling.prompt_logprobs for entry in entries[1:])
 
 
-@settings(FAST, max_examples=250)
+@pytest.mark.costs(15)
+@settings(FAST, max_examples=examples(250))
 @given(engines(), traffic())
 def test_any_schedule_gives_the_reference_tokens(engine, clients):
     accepted, listener = play(engine, clients)
@@ -199,7 +202,8 @@ def test_any_schedule_gives_the_reference_tokens(engine, clients):
     assert stats.num_failed_steps == 0
 
 
-@settings(FAST, max_examples=150)
+@pytest.mark.costs(15)
+@settings(FAST, max_examples=examples(150))
 @given(engines(tightness=2, least_seqs=3), traffic(least=8, most=12))
 def test_crowds_in_a_small_pool_get_the_reference_tokens(engine, clients):
     accepted, listener = play(engine, clients)
@@ -209,7 +213,7 @@ def test_crowds_in_a_small_pool_get_the_reference_tokens(engine, clients):
         event(f"{kind}: {number > 0}")
 
 
-@settings(FAST, max_examples=120)
+@settings(FAST, max_examples=examples(120))
 @given(
     engines(),
     traffic(most=8),

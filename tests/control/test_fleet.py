@@ -15,6 +15,7 @@ from echo_pools import EchoMover, Told
 from fleet_kit import make_fleet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from spent import examples
 from test_speculation import Guesses, let_draft
 
 from shiftjax.control import handover
@@ -97,7 +98,8 @@ def assert_as_alone(engine, requests, listener: Listener, but: frozenset[str] = 
                 assert (outcome.token_ids, outcome.last.finish_reason) == (wanted, reason)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.costs(30)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
     num_kv_heads=st.sampled_from([1, 2, 4, 8]),
@@ -120,7 +122,8 @@ def test_nobody_notices_a_move(seed, num_kv_heads, num_blocks, overlap, prefix_c
     assert_quiescent(engine)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.costs(25)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
     preemption=st.sampled_from(["recompute", "swap"]),
@@ -141,7 +144,8 @@ def test_nobody_notices_any_kind_of_switching(seed, preemption, aborts):
     assert_quiescent(engine)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.costs(20)
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
     preemption=st.sampled_from(["recompute", "swap"]),

@@ -17,6 +17,7 @@ from echo_kit import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from spent import examples
 from test_engine_properties import FAST, Client, check_tokens, play
 
 from shiftjax.control.blocks import CachedPrefix
@@ -52,7 +53,7 @@ def tight_engines(draw):
     )
 
 
-@settings(FAST, max_examples=150)
+@settings(FAST, max_examples=examples(150))
 @given(
     tight_engines(),
     repeated(),

@@ -14,6 +14,7 @@ from echo_kit import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from spent import examples
 from test_engine_properties import FAST, check_tokens, engines, play, traffic
 
 from shiftjax.control.micro_batches import num_dealt
@@ -195,7 +196,8 @@ def test_an_abort_with_all_stages_at_work_leaves_the_others_as_they_are():
 # ---------------------------------------------------------------------- random traffic
 
 
-@settings(FAST, max_examples=200)
+@pytest.mark.costs(20)
+@settings(FAST, max_examples=examples(200))
 @given(engines(stages=PIPELINES), traffic())
 def test_any_pipeline_gives_the_tokens_of_one_stage(engine, clients):
     accepted, listener = play(engine, clients)
@@ -206,7 +208,8 @@ def test_any_pipeline_gives_the_tokens_of_one_stage(engine, clients):
     assert stats.num_failed_steps == 0
 
 
-@settings(FAST, max_examples=200)
+@pytest.mark.costs(25)
+@settings(FAST, max_examples=examples(200))
 @given(engines(tightness=2, least_seqs=3, stages=PIPELINES), traffic(least=8, most=12))
 def test_crowds_in_a_small_pool_of_a_pipeline(engine, clients):
     accepted, listener = play(engine, clients)
@@ -217,7 +220,7 @@ def test_crowds_in_a_small_pool_of_a_pipeline(engine, clients):
     assert stats.num_failed_steps == 0
 
 
-@settings(FAST, max_examples=120)
+@settings(FAST, max_examples=examples(120))
 @given(
     engines(stages=PIPELINES),
     traffic(most=8),

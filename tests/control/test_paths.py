@@ -16,6 +16,7 @@ from echo_kit import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from spent import examples
 from test_engine_properties import FAST, check_tokens, engines, play, traffic
 from test_speculation import Guesses, counts, let_draft
 
@@ -79,7 +80,7 @@ forks = st.builds(
 )
 
 
-@settings(FAST, max_examples=100)
+@settings(FAST, max_examples=examples(100))
 @given(engines(), traffic(), forks)
 def test_paths_change_nothing(engine, clients, guesses):
     let_draft(engine, guesses)
@@ -90,7 +91,7 @@ def test_paths_change_nothing(engine, clients, guesses):
     event(f"prefix hits: {engine.stats().num_prefix_hit_tokens > 0}")
 
 
-@settings(FAST, max_examples=80)
+@settings(FAST, max_examples=examples(80))
 @given(engines(tightness=2, least_seqs=3), traffic(least=8, most=12), forks)
 def test_paths_in_a_small_pool(engine, clients, guesses):
     let_draft(engine, guesses)

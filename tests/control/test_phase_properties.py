@@ -3,10 +3,12 @@
 Every switch is held to the rule by the exchange, every step by the audited runners.
 """
 
+import pytest
 from echo_kit import MAX_MODEL_LEN
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from phases_kit import exchange_of, make_phases, runners_of
+from spent import examples
 from test_engine_properties import FAST, check_tokens, play, traffic
 
 
@@ -38,7 +40,8 @@ def extra_steps(clients) -> int:
     return 50 + 10 * sum(client.request.sampling.n for client in clients)
 
 
-@settings(FAST, max_examples=120)
+@pytest.mark.costs(15)
+@settings(FAST, max_examples=examples(120))
 @given(engines(), traffic())
 def test_phases_give_the_tokens_of_one_configuration(engine, clients):
     accepted, listener = play(engine, clients, extra_steps(clients))
@@ -52,7 +55,7 @@ def test_phases_give_the_tokens_of_one_configuration(engine, clients):
     assert (stats.resharding.num_parked, stats.resharding.num_held_bytes) == (0, 0)
 
 
-@settings(FAST, max_examples=60)
+@settings(FAST, max_examples=examples(60))
 @given(engines(), traffic(least=8, most=12))
 def test_crowds_in_phases(engine, clients):
     accepted, listener = play(engine, clients, extra_steps(clients))
@@ -60,7 +63,8 @@ def test_crowds_in_phases(engine, clients):
     event(f"cycles: {min(4, len(exchange_of(engine).loads) // 2)}")
 
 
-@settings(FAST, max_examples=150)
+@pytest.mark.costs(15)
+@settings(FAST, max_examples=examples(150))
 @given(
     engines(),
     traffic(most=8),

@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spent import examples
 
 from shiftjax.control.shared_blocks import SharedBlocks, State, plan_compaction, share
 from shiftjax.parallel.fleet import all_groups, possible_widths
@@ -67,7 +68,8 @@ class Tables:
             assert self.blocks[group].num_used_blocks == len(own)
 
 
-@settings(max_examples=600, deadline=None)
+@pytest.mark.costs(15)
+@settings(max_examples=examples(600), deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_block_has_one_owner_on_every_unit(seed):
     tables = Tables(random.Random(seed))

@@ -19,6 +19,7 @@ from echo_kit import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from spent import examples
 from test_engine_properties import FAST, check_tokens, engines, play, traffic
 
 from shiftjax.control.echo import echo_token
@@ -105,7 +106,7 @@ class Capped(Guesses):
 caps = st.tuples(st.sampled_from([0, 0, 1, 3]), st.sampled_from([0, 0, 1, 3]))
 
 
-@settings(FAST, max_examples=100)
+@settings(FAST, max_examples=examples(100))
 @given(engines(), traffic(), st.integers(1, 6), st.integers(0, 10), st.lists(caps, min_size=1))
 def test_drafts_change_nothing(engine, clients, most, quality, caps):
     let_draft(engine, Capped(caps, quality, most))
@@ -116,7 +117,7 @@ def test_drafts_change_nothing(engine, clients, most, quality, caps):
     event(f"prefix hits: {engine.stats().num_prefix_hit_tokens > 0}")
 
 
-@settings(FAST, max_examples=80)
+@settings(FAST, max_examples=examples(80))
 @given(
     engines(tightness=2, least_seqs=3),
     traffic(least=8, most=12),
@@ -309,7 +310,7 @@ def with_model(engine: Engine, choice: str = "fixed", overlap: bool = True) -> E
     return engine
 
 
-@settings(FAST, max_examples=60)
+@settings(FAST, max_examples=examples(60))
 @given(engines(), traffic())
 def test_drafts_of_a_model_change_nothing(engine, clients):
     accepted, listener = play(with_model(engine, overlap=engine.overlap), clients)

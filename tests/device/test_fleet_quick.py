@@ -1,0 +1,32 @@
+"""The least fleet on devices: two units, one layer, a request that moves while it is decoded."""
+
+import pytest
+from echo_pools import Told
+from engines import checkpoint, make, tokens
+from oracle import numpy_llama
+
+from shiftjax.control.fleet_policy import Wish
+from shiftjax.control.request import Event, Request, SamplingParams
+from shiftjax.device.programs import CompileCounter
+from shiftjax.parallel.fleet import equal_groups
+
+
+@pytest.mark.costs(15)
+def test_a_request_that_moves_gets_the_tokens_of_one_that_stays():
+    directory, config, tensors = checkpoint(num_hidden_layers=1)
+    built = make(directory, None, 1, fleet=True, devices=2, token_buckets=[32])
+    engine, policy, counter = built.engine, Told(), CompileCounter()
+    engine.fleet.policy = policy
+    prompt, events = [(7 * i) % 190 + 3 for i in range(20)], list[Event]()
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    engine.add_request(Request("moves", prompt, greedy))
+    counter.start()
+    for turn in range(40):
+        if turn % 8 == 4:  # from a unit to both, and back
+            policy.wishes = [Wish(equal_groups(2, 2 if turn % 16 == 4 else 1), "told", "move")]
+        events += engine.step(float(turn))
+        engine.check()
+    counter.stop()
+    assert tokens(events) == numpy_llama.greedy(config, tensors, prompt, 24)
+    assert engine.fleet.stats.num_moved_sequences >= 2
+    assert counter.count == 0 and not engine.has_work()
