@@ -32,6 +32,12 @@ ALLOWED_SKIPS = (
 )
 
 
+def thorough(*rows: Any) -> list[Any]:
+    """Rows of a parametrisation that are left to `make test-all`."""
+    values = (row if isinstance(row, tuple) else (row,) for row in rows)
+    return [pytest.param(*each, marks=pytest.mark.thorough) for each in values]
+
+
 class Spent:
     """A plugin of pytest, in the process that reports and in its workers."""
 

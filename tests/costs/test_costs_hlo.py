@@ -11,6 +11,7 @@ import pytest
 from engines import checkpoint, make
 from hlo import FLOAT32_BYTES, collectives, instructions, product_flops
 from oracle import numpy_speculator
+from spent import thorough
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
@@ -50,7 +51,11 @@ ODD = {"hidden_size": 80, "intermediate_size": 272, "vocab_size": 331, "head_dim
 CASES = [(*mesh, heads) for mesh in MESHES for heads in ("replicated", "padded")]
 
 
-@pytest.mark.parametrize(("sp", "tp", "heads"), [(4, 2, "even"), *CASES])
+@pytest.mark.costs(10)
+@pytest.mark.parametrize(
+    ("sp", "tp", "heads"),
+    [(4, 2, "even"), *thorough(*CASES)],
+)
 def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
     num_heads, num_kv_heads = HEADS[heads]
     sizes = ODD | {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
@@ -58,6 +63,7 @@ def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
     check(sp, tp, sizes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sp", "tp", "heads", "options"),
     [
@@ -71,22 +77,26 @@ def test_gathered_weights_cross_once_a_layer(sp, tp, heads, options):
     check(sp, tp, sizes | {"num_hidden_layers": 2}, weights="gather", **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sp", "tp"), [(4, 2), (1, 8)])
 def test_late_layers_gather_once_and_reduce_rows(sp, tp):
     check(sp, tp, ODD | SWIFTKV)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sp", "tp"), [(4, 2), (1, 8)])
 def test_experts_gather_tokens_and_scatter_their_sums(sp, tp):
     """The sum of what the shared one adds is made with theirs."""
     check(sp, tp, ODD | EXPERTS)
 
 
+@pytest.mark.thorough
 def test_few_experts_of_a_token_are_exchanged():
     """Beside the exchange, the program has the gather of a step in which somebody lacks room."""
     check(4, 2, ODD | EXPERTS | {"num_experts_per_tok": 1})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "tie_lstm_embs"), [("sum_rnn", True), ("sum_lstm", False)])
 def test_guesses_move_embeddings_and_best_tokens_alone(tmp_path, method, tie_lstm_embs):
     kind = {"sum_rnn": "MLP", "sum_lstm": "LSTM"}[method]
@@ -160,6 +170,7 @@ def test_a_move_exchanges_the_bytes_of_its_blocks(units, tp, narrow, wide, num_k
         assert collectives(text_of(step)) == {("all-to-all", num_bytes): 1}
 
 
+@pytest.mark.thorough
 def test_late_layers_multiply_rows_alone():
     """A prefill's products fall to (L' + late * (KV's share + rows / tokens)) / L of all layers."""
     sizes = ODD | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}

@@ -148,6 +148,7 @@ def test_logits_are_those_of_the_same_codes_in_numpy(plain):
         assert np.median(far) < 1e-3 and (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
+@pytest.mark.thorough
 def test_tokens_are_those_of_the_checkpoint_in_every_mode():
     """Without being asked: a checkpoint of codes is computed with as codes."""
     directory, config, _, numbers = written("fp8")

@@ -132,6 +132,7 @@ def test_only_a_model_that_caches_cannot_hold_is_worth_a_trial(little, tmp_path,
     assert len(list((tmp_path / "cpu").iterdir())) == 1
 
 
+@pytest.mark.thorough
 def test_steps_of_one_and_two_tokens_give_the_same_tokens():
     directory, config, tensors = checkpoint()
     built = make(directory, 1, 1, token_buckets=[1, 2, 32], max_num_batched_tokens=32)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from engines import RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama
+from spent import thorough
 from test_drafted_steps import VOCAB_SIZE, let_draft
 from test_mode_invisibility import OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
@@ -50,7 +51,10 @@ class Forked(Drafting):
         return paths[0]._replace(others=tuple(paths[1:]))
 
 
-@pytest.fixture(scope="module", params=DEPLOYMENTS)
+@pytest.fixture(
+    scope="module",
+    params=["swiftkv", *thorough("sp2tp2")],
+)
 def built(request):
     overrides, sp, tp = DEPLOYMENTS[request.param]
     directory, config, tensors = checkpoint(**overrides)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from engines import RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama
+from spent import thorough
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
 from shiftjax.control.prices import prices_of
@@ -36,7 +37,11 @@ class Known(Drafting):
         return self.rated(name, guesses, [0.5] * len(guesses), "known") if guesses else None
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (3, 2)], ids=lambda mesh: f"sp{mesh[0]}tp{mesh[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[(3, 2), *thorough(((2, 2),))],
+    ids=lambda mesh: f"sp{mesh[0]}tp{mesh[1]}",
+)
 def built(request):
     directory, config, tensors = checkpoint()
     options = {"num_blocks": CROWDED, "speculation": "suffix", "max_draft_rows": 24}
@@ -61,6 +66,7 @@ def let_draft(built, drafting, num_guesses=0):
     return speculation
 
 
+@pytest.mark.costs(15)
 @pytest.mark.parametrize("quality", QUALITIES)
 def test_greedy_tokens_equal_the_oracle_whatever_is_drafted(built, quality):
     """With preemption, prefix hits, chunks and random modes; nothing is compiled for drafts."""

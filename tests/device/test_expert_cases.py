@@ -38,7 +38,14 @@ def judged(multiply, shape: ExpertShape = SHAPE, num_runs: int = 2) -> str | Non
     return None if found is None else found[0]
 
 
-@pytest.mark.parametrize("shape", [SHAPE, CODES, BIASED], ids=["bfloat16", "codes", "biased"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SHAPE, id="bfloat16", marks=pytest.mark.thorough),
+        pytest.param(CODES, id="codes", marks=pytest.mark.thorough),
+        pytest.param(BIASED, id="biased"),
+    ],
+)
 def test_the_kernels_are_right(shape):
     config, gate = GroupedConfig(STEP.rows, num_blocks=2, stages=2), GATES[shape.activation]
     interpreter = plgpu.InterpretGPUParams(detect_races=False)

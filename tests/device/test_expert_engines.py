@@ -1,6 +1,7 @@
 """Engines on models with experts: the tokens of an oracle, whatever the mode and the batch."""
 
 import numpy as np
+import pytest
 from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from harness import forward
 from oracle import numpy_fp8, numpy_llama
@@ -22,6 +23,7 @@ def texts(built, seed: int) -> list[list[int]]:
     return [tokens(events[i, 0]) for i in range(len(PROMPTS))]
 
 
+@pytest.mark.costs(15)
 def test_tokens_are_those_of_the_oracle_in_every_mode():
     directory, config, tensors = checkpoint(**MOE)
     built = make(directory, 4, 2, num_blocks=42, token_buckets=[32])
@@ -30,6 +32,7 @@ def test_tokens_are_those_of_the_oracle_in_every_mode():
     assert built.engine.stats().steps_by_mode.keys() == {"base", "sp2", "shift"}
 
 
+@pytest.mark.thorough
 def test_logits_of_codes_are_those_of_the_same_codes_in_numpy():
     directory, config, tensors = checkpoint(**MOE)
     formats = Formats("fp8", "float32", "float32")

@@ -50,6 +50,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.thorough
 def test_a_thousand_switches_compile_nothing_and_keep_nothing(built):
     """And what a sequence has computed survives them."""
     greedy = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)

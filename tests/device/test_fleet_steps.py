@@ -17,6 +17,8 @@ from shiftjax.device.programs import CompileCounter
 from shiftjax.parallel.fleet import equal_groups
 from shiftjax.parallel.grid import Group
 
+pytestmark = pytest.mark.thorough
+
 SHAPES = {  # name: tensors, units and tp, widths
     "3-heads": ({}, 8, 1, (1, 2, 8)),
     "4-heads-tp2-swiftkv": (

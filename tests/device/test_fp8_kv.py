@@ -57,6 +57,7 @@ def served(built, prompts, seed, num_tokens=12):
     return [tokens(events[i, 0]) for i in range(len(prompts))]
 
 
+@pytest.mark.thorough
 def test_whatever_moves_codes_changes_no_token():
     """Chunks, drafts, preemption by swap, prefixes out of the host tier; all that again."""
     directory, *_ = scaled_checkpoint()
@@ -74,6 +75,7 @@ def test_whatever_moves_codes_changes_no_token():
     assert stats.num_prefix_hit_tokens > 0 and stats.drafts.num_accepted > 0
 
 
+@pytest.mark.thorough
 def test_codes_go_from_a_layout_to_another():
     """Prompts are computed by tensor parallelism, decoded in stages; blocks go by the host."""
     directory, *_ = scaled_checkpoint()
@@ -84,6 +86,7 @@ def test_codes_go_from_a_layout_to_another():
     assert built.engine.stats().resharding.num_switches > 0
 
 
+@pytest.mark.thorough
 def test_codes_move_with_the_sequences_of_a_fleet():
     """Blocks of a unit hold the tokens of two blocks of a group of two, in half the heads."""
     model = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
@@ -99,6 +102,7 @@ def test_codes_move_with_the_sequences_of_a_fleet():
     assert built.engine.fleet.stats.num_moved_sequences > 0
 
 
+@pytest.mark.thorough
 def test_tokens_of_quantised_weights_and_kv_do_not_depend_on_the_mode():
     """Of the KV heads one is padding: there are 3, for 4 devices."""
     directory, *_ = scaled_checkpoint(num_hidden_layers=1)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from oracle import numpy_fp8, numpy_llama
+from spent import thorough
 
 from shiftjax.arch.formats import Formats
 from shiftjax.control.request import SamplingParams
@@ -44,7 +45,7 @@ def test_a_row_that_is_not_finite_gives_none(bad):
     assert not np.isfinite(values[0].sum()) and (values[1] == 1).all()
 
 
-@pytest.mark.parametrize(("sp", "tp"), [(1, 1), (2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("sp", "tp"), [(1, 1), (2, 2), (1, 4), *thorough((4, 1))])
 def test_logits_are_those_of_the_same_codes_in_numpy(sp, tp):
     directory, config, tensors = checkpoint(num_attention_heads=8, num_key_value_heads=4)
     with numpy_fp8.quantised(sp * tp):
@@ -58,6 +59,7 @@ def test_logits_are_those_of_the_same_codes_in_numpy(sp, tp):
         assert np.abs(logits - plain).max() > 10 * np.median(far)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sp", "tp", "weights"), [(4, 2, "alias"), (3, 2, "slice")])
 def test_tokens_do_not_depend_on_the_mode_or_the_batch(sp, tp, weights):
     directory, *_ = checkpoint()

@@ -3,13 +3,21 @@
 import pytest
 from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama
+from spent import thorough
 
 from shiftjax.control.request import SamplingParams
 
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150][i:] * (1 + i % 3) for i in range(6)]
 
 
-@pytest.mark.parametrize(("sp", "tp", "sizes"), [(4, 1, {}), (2, 2, MOE)], ids=["mlp", "experts"])
+@pytest.mark.costs(10)
+@pytest.mark.parametrize(
+    ("sp", "tp", "sizes"),
+    [
+        (4, 1, {}),
+        *thorough((2, 2, MOE)),
+    ],
+)
 def test_tokens_are_the_oracles_in_all_modes(sp, tp, sizes):
     """Experts stay where they are; what all tokens use is gathered as an MLP is."""
     directory, config, tensors = checkpoint(**sizes)

@@ -47,6 +47,7 @@ def built():
     return made, ran, lines, (config, tensors)
 
 
+@pytest.mark.thorough
 def test_every_program_runs_once_before_traffic(built):
     made, ran, _, _ = built
     programs = made.runners[0].programs

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from engines import RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama, numpy_sampling, numpy_speculator
+from spent import thorough
 from test_drafted_steps import let_draft
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
@@ -82,7 +83,10 @@ class Recorded(Drafting):
             self.guesses.append((name, list(name.token_ids), guess))
 
 
-@pytest.fixture(scope="module", params=DEPLOYMENTS)
+@pytest.fixture(
+    scope="module",
+    params=["mlp, swiftkv", *thorough("lstm")],
+)
 def built(request):
     config, overrides, sp, tp = DEPLOYMENTS[request.param]
     directory, *target = checkpoint(**overrides)

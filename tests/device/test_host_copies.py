@@ -153,6 +153,7 @@ def chunks_of(built: Built) -> Chunks:
     return chunks
 
 
+@pytest.mark.costs(12)
 def test_tokens_of_restored_prefixes_are_those_of_computed_ones(built):
     counter = CompileCounter()
     counter.start()

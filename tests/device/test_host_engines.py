@@ -53,6 +53,7 @@ def cached_blocks(built: Built) -> dict[bytes, np.ndarray]:
     return {key: np.concatenate([v[block] for v in values]) for key, block in found.items()}
 
 
+@pytest.mark.costs(12)
 @pytest.mark.parametrize("writer", [0, 1])
 def test_one_goes_on_with_what_another_layout_has_computed(engines, writer):
     """The same tokens as the oracle's; blocks are those that it would compute, but for rounding."""

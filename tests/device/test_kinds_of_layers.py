@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import RandomPolicy, build_tiny, make, run, tokens
+from spent import thorough
 
 from shiftjax.control.request import SamplingParams
 
@@ -15,8 +16,8 @@ PARITY = Path(__file__).parent.parent / "data" / "parity"
     ("name", "sp", "tp"),
     [
         ("gemma3_text", 2, 2),  # windows and rotary embeddings by layer, norms around
-        ("olmo2", 3, 2),  # norms over heads that devices split, share and pad
-        ("gpt_oss_mxfp4", 2, 2),  # sinks, experts with biases, from codes
+        *thorough(("olmo2", 3, 2)),  # norms over heads that devices split, share and pad
+        *thorough(("gpt_oss_mxfp4", 2, 2)),  # sinks, experts with biases, from codes
     ],
 )
 def test_tokens_are_those_of_transformers_under_random_modes(name, sp, tp):

@@ -11,6 +11,7 @@ import pytest
 from engines import RandomPolicy, checkpoint, make, run, tokens
 from harness import forward
 from oracle import numpy_llama
+from spent import thorough
 
 from shiftjax.control.policy import FixedPolicy
 from shiftjax.control.request import SamplingParams
@@ -33,7 +34,11 @@ def prompts_with_shared_prefixes(seed: int, count: int = 10) -> list[list[int]]:
     ]
 
 
-@pytest.fixture(scope="module", params=MESHES, ids=lambda mesh: f"sp{mesh[0]}tp{mesh[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[MESHES[0], *thorough(*((mesh,) for mesh in MESHES[1:]))],
+    ids=lambda mesh: f"sp{mesh[0]}tp{mesh[1]}",
+)
 def crowded(request):
     """An engine whose pool holds fewer sequences than want to run, so that it preempts."""
     directory, config, tensors = checkpoint()
@@ -46,6 +51,7 @@ def greedy(n: int = 1) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, n=n)
 
 
+@pytest.mark.costs(20)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_greedy_tokens_equal_the_oracle_under_random_modes(crowded, seed):
     built, config, tensors = crowded
@@ -100,6 +106,7 @@ def test_sampled_tokens_are_those_of_the_request_alone(crowded):
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_fewer_than_one_seeded_request_in_200_changes_in_a_batch():
     directory, _, _ = checkpoint()
     sizes = SIZES[2, 2]
@@ -117,7 +124,10 @@ def test_fewer_than_one_seeded_request_in_200_changes_in_a_batch():
     assert changed <= len(prompts) // 200
 
 
-@pytest.mark.parametrize(("sp", "tp"), MESHES)
+@pytest.mark.parametrize(
+    ("sp", "tp"),
+    [MESHES[0], *thorough(*MESHES[1:])],
+)
 def test_all_modes_write_the_same_cache(sp, tp):
     """KV invariance for arbitrary (SP, TP): the papers' claim, over the contents of the pool."""
     directory, _, _ = checkpoint()
@@ -147,6 +157,7 @@ def test_swapped_sequences_come_back_as_they_were(overlap):
         assert tokens(events[i, 0]) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])
 def test_other_weight_strategies_give_the_same_tokens(strategy):
     directory, config, tensors = checkpoint()

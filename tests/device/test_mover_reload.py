@@ -1,10 +1,13 @@
 """Moves between groups where a program cannot be loaded on other devices, as on a warm CPU."""
 
+import pytest
 from engines import checkpoint, make, run, tokens
 
 from shiftjax.control.request import SamplingParams
 from shiftjax.device import mover
 from shiftjax.parallel.grid import Group
+
+pytestmark = pytest.mark.thorough
 
 
 def test_a_move_that_does_not_run_where_it_is_loaded_leaves_whole_pools(monkeypatch):

@@ -52,6 +52,7 @@ def buffers(tree) -> dict:
     }
 
 
+@pytest.mark.thorough
 def test_only_what_the_policy_may_choose_is_compiled(caplog):
     directory, _, _ = checkpoint(**ODD)
     options = {"token_buckets": (8, 24), "max_num_batched_tokens": 24, "shift_threshold": 8}
@@ -186,6 +187,7 @@ def test_the_shift_step_reads_its_weights_in_place():
     assert temporaries[0] < temporaries[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", Group(0, 4).modes)
 def test_temporaries_do_not_grow_with_the_pool(mode):
     temporaries = [

@@ -4,6 +4,7 @@ import jax
 import pytest
 from engines import checkpoint, crowd, fail_once, make, run, tokens
 from oracle import numpy_llama
+from spent import thorough
 
 from shiftjax.build import Built
 from shiftjax.control.request import SamplingParams
@@ -29,10 +30,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(
+    scope="module",
+    params=["pp2", *thorough(*list(CASES)[1:])],
+)
 def staged(request):
     """An engine in stages, the config and tensors of its model, and where that is."""
-    (pp, sp, tp), num_layers, model, options = request.param
+    (pp, sp, tp), num_layers, model, options = CASES[request.param]
     directory, config, tensors = checkpoint(num_hidden_layers=num_layers, **model)
     return (
         make(directory, sp, tp, whole=True, pp=pp, **SIZES, **options),
@@ -50,6 +54,7 @@ def has_ended(got: list[int], expected: list[int]) -> bool:
     return got == expected[: len(got)] and len(got) < len(expected)
 
 
+@pytest.mark.costs(10)
 def test_greedy_tokens_equal_the_oracle(staged):
     """With chunks, prefix hits, preemption, abort and stop, and nothing is compiled meanwhile."""
     built, config, tensors, _ = staged
