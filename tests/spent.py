@@ -32,10 +32,17 @@ ALLOWED_SKIPS = (
 )
 
 
-def thorough(*rows: Any) -> list[Any]:
+def thorough(*rows: Any, mark: Any = pytest.mark.thorough) -> list[Any]:
     """Rows of a parametrisation that are left to `make test-all`."""
     values = (row if isinstance(row, tuple) else (row,) for row in rows)
-    return [pytest.param(*each, marks=pytest.mark.thorough) for each in values]
+    return [pytest.param(*each, marks=mark) for each in values]
+
+
+def mutants(*rows: Any) -> list[Any]:
+    """Rows that are wrong programs: some in `make test-all`, the others in `mutants/run.py`."""
+    some = rows[:: len(rows) // 3]
+    others = [row for row in rows if row not in some]
+    return [*thorough(*some), *thorough(*others, mark=pytest.mark.mutant)]
 
 
 class Spent:
@@ -57,9 +64,9 @@ class Spent:
         dear = {item.path for item in items if is_thorough(item)}
         place = {path: (path not in dear, i) for i, path in enumerate(files)}
         items.sort(key=lambda item: (place[item.path], is_thorough(item)))
-        if config.getoption("quick"):
-            config.hook.pytest_deselected(items=[item for item in items if is_thorough(item)])
-            items[:] = [item for item in items if not is_thorough(item)]
+        left = [item for item in items if is_left_out(item, config)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self):
@@ -141,6 +148,14 @@ def seconds() -> float:
 def is_thorough(item: pytest.Item) -> bool:
     """Whether a test is left to `make test-all`."""
     return item.get_closest_marker("thorough") is not None
+
+
+def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether a test is of another suite than the one that runs."""
+    is_mutant = item.get_closest_marker("mutant") is not None
+    return (config.getoption("quick") and is_thorough(item)) or (
+        is_mutant and not config.getoption("mutants")
+    )
 
 
 def is_reporter(config: pytest.Config) -> bool:

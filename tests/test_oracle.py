@@ -91,7 +91,7 @@ def test_one_device_gives_the_tokens_of_transformers(one_device):
 @pytest.mark.parametrize(("sp", "tp"), [(4, 2), (3, 3)], ids=["4x2", "3x3"])
 def test_every_mode_gives_the_tokens_of_transformers(sp, tp):
     llm = open_llm(sp, tp, "float32")
-    compare(llm.engine, "threshold", make_policy("threshold", THRESHOLD), SHORT, 32)
+    compare(llm.engine, "threshold", make_policy("threshold", THRESHOLD), SHORT, 16)
     compare(llm.engine, "random", RandomPolicy(sp * 10 + tp, ends=True), SHORT, 5)
     stats = llm.stats()
     assert stats["compiles_after_warmup"] == 0
@@ -109,18 +109,18 @@ def test_a_late_layer_that_is_its_own_gives_the_same_tokens():
     config = EngineConfig.from_options(sp=2, tp=1, dtype="float32", **OPTIONS)
     with greedy_steps():
         engine = build(config, source, silent).engine
-    compare(engine, "threshold", make_policy("threshold", THRESHOLD), SHORT, 32)
+    compare(engine, "threshold", make_policy("threshold", THRESHOLD), SHORT, 16)
     compare(engine, "random", RandomPolicy(1), SHORT, 5)
 
 
 @pytest.mark.thorough
 def test_bfloat16_differs_at_near_ties_only():
     llm = open_llm(2, 2, "bfloat16")
-    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    prompts = [{"prompt_token_ids": case["prompt_ids"]} for case in CASES]
-    outputs = llm.generate(prompts, greedy)
-    for case, output in zip(CASES, outputs, strict=True):
-        pairs = zip(output.outputs[0].token_ids, case["generated_ids"], strict=True)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    short = [CASES[i] for i in SHORT]
+    outputs = llm.generate([{"prompt_token_ids": case["prompt_ids"]} for case in short], greedy)
+    for case, output in zip(short, outputs, strict=True):
+        pairs = zip(output.outputs[0].token_ids, case["generated_ids"], strict=False)
         first = next((i for i, (got, want) in enumerate(pairs) if got != want), None)
         if first is not None:
             assert case["top1_top2_margin"][first] < BFLOAT16_MARGIN, case["name"]

@@ -55,6 +55,7 @@ CONFTEST = """
 
     def pytest_addoption(parser):
         parser.addoption("--quick", action="store_true")
+        parser.addoption("--mutants", action="store_true")
 
     def pytest_configure(config):
         config.pluginmanager.register(spent.Spent(is_limited=True))

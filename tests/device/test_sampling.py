@@ -205,6 +205,7 @@ def test_distribution_over_positions(sampler: dict, oracle: dict, agree: bool):
     assert p_value > 1e-3 if agree else p_value < 1e-6
 
 
+@pytest.mark.thorough
 def test_the_far_tail_is_drawn_as_often_as_it_should():
     """4,096 tokens of probability 1e-6 and 12,287 of 1e-7, by the mass that they have together."""
     vocab_size, rows, count = 2**14, 512, 6144

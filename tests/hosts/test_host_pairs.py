@@ -18,6 +18,8 @@ from served import SLOW, Served, free_port
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import identify
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 LOST = 75
 ABORTED = -signal.SIGABRT  # by JAX's own client, if it hears of the leader's end first

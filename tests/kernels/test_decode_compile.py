@@ -24,6 +24,7 @@ from pallas_kernels.step_work import KernelConfig, StepWork
 from pallas_kernels.tuned import safe_config
 
 aot.require()
+pytestmark = pytest.mark.thorough
 
 SM_REGISTERS = 65536
 SM_SHARED_MEMORY = 228 * 1024

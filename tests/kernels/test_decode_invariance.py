@@ -8,7 +8,10 @@ from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import DecodeConfig, divide_decode
 from pallas_kernels.rows import rows_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+    pytest.mark.thorough,
+]
 
 CASE = decodes((700, 300, 33), padding=1)
 EQUAL = DecodeConfig(64, 5, 45_000)

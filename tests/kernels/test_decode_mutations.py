@@ -6,6 +6,7 @@ from attention_cases import FP8, decodes, make_step
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
 from mutations import load
+from spent import mutants
 
 PARTS = ("terms", "memory", "compute", "kernel", "combine")  # each may import those before it
 MODULES = (*(f"decode_{part}" for part in PARTS), "decode")
@@ -91,7 +92,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mutants(*FAULTS))
 def test_a_fault_is_found(fault):
     *change, case = FAULTS[fault]
     module = load(MODULES, *change)
@@ -104,6 +105,7 @@ def test_a_fault_is_found(fault):
     assert isinstance(error, Exception) or error > 1
 
 
+@pytest.mark.thorough
 def test_without_a_fault_nothing_is_found():
     case = decodes(kv_heads=2, num_blocks=4)
     step = make_step(case)

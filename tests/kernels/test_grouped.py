@@ -8,6 +8,7 @@ from attention_cases import INTERPRETER, watched_races
 from grouped_cases import BIASED, FP8, OTHERS, Case, make_step, run, worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spent import thorough
 
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
 
@@ -23,13 +24,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ["float16, large tiles, one expert, biases, limited"]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *thorough(*(one for one in CASES if one not in QUICK))])
 def test_every_own_pair_is_its_experts_mlp(name):
     case = CASES[name]
     step = make_step(case)
     assert worst(case, step, run(case, step)) <= 1
 
 
+@pytest.mark.thorough
 def test_any_routing():
     """Routing is data: one program takes all of it, an empty step and all on one expert, too."""
     tokens, k, case = 10, 2, Case(None, weight_dtype=FP8, **BIASED)
@@ -52,6 +57,7 @@ def test_any_routing():
     settings(deadline=None, max_examples=3)(given(routing)(check))()
 
 
+@pytest.mark.thorough
 def test_neither_tiles_nor_other_tokens_change_a_bit():
     case = Case(SOME[:12], width=128, weight_dtype=FP8)
     step = make_step(case)

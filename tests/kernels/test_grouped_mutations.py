@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from grouped_cases import BIASED, FP8, Case, make_step, run, worst
 from mutations import load
+from spent import mutants
 
 MODULES = ("grouped_work", "grouped_rows", "grouped_product", "grouped")  # imports come before
 CHOSEN = np.array([[0, 2], [2, -1], [-1, 0], *[[2, 1]] * 18])  # two tiles of expert 2
@@ -63,7 +64,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mutants(*FAULTS))
 def test_a_fault_is_found(fault):
     *change, case = FAULTS[fault]
     module = load(MODULES, *change)
@@ -75,6 +76,7 @@ def test_a_fault_is_found(fault):
     assert isinstance(error, Exception) or error > 1
 
 
+@pytest.mark.thorough
 def test_without_a_fault_nothing_is_found():
     step = make_step(PLAIN)
     assert worst(PLAIN, step, run(PLAIN, step, load(MODULES))) <= 1

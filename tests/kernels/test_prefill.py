@@ -6,6 +6,7 @@ import pytest
 from attention_cases import FP8, Case, Step, make_step
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
+from spent import thorough
 
 from pallas_kernels.prefill_work import PrefillConfig
 
@@ -79,7 +80,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = [
+    "chunks that continue a context",
+    "window 20, sinks",
+    "fp8",
+    "split, one KV head of 32",
+]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *thorough(*(one for one in CASES if one not in QUICK))])
 def test_it_is_attention(name):
     case = CASES[name]
     step = make_step(case)

@@ -5,6 +5,7 @@ from attention_cases import FP8, Case, make_step
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
 from mutations import load
+from spent import mutants
 
 from pallas_kernels.prefill_work import PrefillConfig
 
@@ -118,7 +119,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mutants(*FAULTS))
 def test_a_fault_is_found(fault):
     part, old, new, case = FAULTS[fault]
     module, step = load(MODULES, f"prefill_{part}", old, new), make_step(case)
@@ -129,6 +130,7 @@ def test_a_fault_is_found(fault):
     assert isinstance(error, Exception) or error > 1
 
 
+@pytest.mark.thorough
 def test_without_a_fault_nothing_is_found():
     step = make_step(SPLIT)
     assert worst(SPLIT, step, run(SPLIT, step, load(MODULES))) <= 1
