@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
+from spent import thorough
 
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
@@ -146,7 +147,7 @@ def test_equals_the_definition(name):
 
 
 @pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts"])
-@pytest.mark.parametrize("window", [1, 20, 100])
+@pytest.mark.parametrize("window", [20, *thorough(1, 100)])
 def test_sliding_window(name, window):
     check(make_case(*STEPS[name], window=window), window)
 
@@ -155,6 +156,7 @@ def test_sliding_window(name, window):
 ONE_WAVE = LoopSizes(lambda rows: RowLoop(2 * rows, 1, 32), 48, 96)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [ONE_WAVE, GPU_SIZES], ids=["small", "gpu"])
 @pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts", "nothing"])
 @pytest.mark.parametrize("window", [None, 20])
@@ -189,7 +191,7 @@ DRAFTED = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, *thorough(20)])
 @pytest.mark.parametrize("name", DRAFTED)
 def test_every_token_of_a_sequence_may_be_a_row(name, window):
     *step, num_decodes, num_rows = DRAFTED[name]
@@ -211,6 +213,7 @@ TILED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("name", TILED)
 def test_drafts_of_some_length_are_tiles_on_a_cpu(name, window):
@@ -241,19 +244,20 @@ def test_rows_of_any_tokens(window):
     assert not out[6:].any()
 
 
-@pytest.mark.parametrize("q_per_kv", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("q_per_kv", [1, 3, 8, *thorough(2, 4, 7)])
 def test_query_heads_per_kv_head(q_per_kv):
     step = [1, 1, 1, 30], [5, 17, 90, 40], 48, 4
     check(make_case(*step, q_per_kv=q_per_kv, kv_heads=3 if q_per_kv == 3 else 1))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *thorough("bfloat16")])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(32, 8), (64, 64), (128, 16)])
 def test_types_and_sizes(dtype, head_dim, block_size):
     step = [1, 1, 1, 30], [5, 17, 140, 150], 48, 8
     check(make_case(*step, dtype=dtype, head_dim=head_dim, block_size=block_size))
 
 
+@pytest.mark.thorough
 def test_a_block_longer_than_a_chunk_and_a_table_of_no_whole_chunks():
     check(make_case([1, 1, 50], [5, 290, 60], 64, 4, block_size=256, max_len=300))
     check(make_case([1, 1, 50], [5, 330, 60], 64, 4, block_size=48, max_len=336))
@@ -295,6 +299,7 @@ def test_refuses_a_context_longer_than_its_table():
         )  # fmt: skip
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     decodes=st.lists(st.integers(1, 512), max_size=8),

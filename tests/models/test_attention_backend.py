@@ -274,6 +274,7 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kv_dtype", "buckets", "model"),
     [

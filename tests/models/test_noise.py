@@ -94,6 +94,7 @@ def test_neighbours_are_independent(name: str):
         assert p_value(one * 32 + other, 1024) > ALPHA
 
 
+@pytest.mark.thorough
 def test_the_tails_have_the_mass_they_should():
     """Of 2**26 numbers: how many lie under 1e-6 and 1e-7, and above 12 and 15, against Poisson."""
     below, above = np.array([1e-6, 1e-7]), np.array([12.0, 15.0])

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import forward
+from spent import thorough
 
 from shiftjax.parallel.grid import Mode
 
@@ -37,7 +38,13 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("name", "sp", "tp", "mode", "strategy"), CASES)
+QUICK = [case for case in CASES if case[:2] in {("llama", 2), ("gemma3_text", 2), ("qwen3", 3)}]
+
+
+@pytest.mark.parametrize(
+    ("name", "sp", "tp", "mode", "strategy"),
+    [*QUICK, *thorough(*(case for case in CASES if case not in QUICK))],
+)
 def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
     expected = np.load(DATA / name / "expected.npz")
     prompts = [expected[f"token_ids_{i}"].tolist() for i in range(2)]
