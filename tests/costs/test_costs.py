@@ -126,6 +126,13 @@ def test_tp_moves_the_same_whatever_its_size_and_ulysses_less_the_larger_it_is()
     assert exchanged[0] == 2 * exchanged[1] == 4 * exchanged[2]
 
 
+def test_one_exchange_carries_queries_keys_and_values_the_other_outputs():
+    # Of 4 devices each has 2 query heads and 1 KV head of 8, of all 64 tokens, 2 bytes a number.
+    moves = layer_collectives(Layout(TINY, 2, 2), Mode(2, 2), 64, 2)
+    sizes = [move.num_bytes for move in moves if move.kind == "all-to-all"]
+    assert sizes == [64 * (2 + 1 + 1) * 8 * 2, 64 * 2 * 8 * 2]
+
+
 def test_norms_of_all_heads_sum_two_numbers_a_token():
     olmo = replace(TINY, qk_norm=True, wide_qk_norm=True)
     for mode, ways in ((Mode(2, 2), 4), (Mode(2, 1), 8)):
