@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 SIZES = {"quick": ["-m", "not thorough"], "all": []}
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # what pytest ends with
 LEAST_SECONDS, SLOWER = 120, 5  # a run hangs that takes longer, and so many times its baseline
-FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+FIRST = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Run(NamedTuple):
