@@ -19,6 +19,7 @@ TEST_SCHEDULER = "tests/control/test_scheduler.py"
 TEST_BLOCKS = "tests/control/test_blocks.py"
 TEST_ENGINE = "tests/control/test_engine.py"
 PROPERTIES = "tests/control/test_engine_properties.py"
+TEST_THRESHOLD = "tests/control/test_policy.py"
 TEST_POLICY = "tests/control/test_policy_cost.py"
 TEST_HANDOVER = "tests/control/test_handover.py"
 TEST_FLEET = "tests/control/test_fleet.py"
@@ -138,7 +139,7 @@ BLOCKS_ROWS = (
         "blocks are cached before they are known to be finite", "blocks", TABLES,
         "num_full = sequence.num_verified_tokens // size",
         "num_full = sequence.num_computed_tokens // size",
-        (TEST_SCHEDULER, TEST_ENGINE, TEST_SPECULATION),
+        (f"{TEST_SPECULATION}::test_a_rejected_token_never_enters_the_prefix_cache",),
         "keys of rejected drafts and of steps in flight are shared",
     ),
     Mutant(
@@ -159,7 +160,7 @@ POLICY_ROWS = (
     Mutant(
         "BASE begins at the threshold", "policy", POLICY,
         "modes[0] if num_tokens > self.threshold", "modes[0] if num_tokens >= self.threshold",
-        (TEST_POLICY,), "the largest step that SHIFT wins runs in BASE",
+        (TEST_THRESHOLD,), "the largest step that SHIFT wins runs in BASE",
     ),
     Mutant(
         "no doubt of the cost model", "policy", POLICY,
@@ -182,10 +183,16 @@ POLICY_ROWS = (
         (TEST_POLICY, "tests/costs/test_costs.py"), "BASE, whose rows cross devices, looks cheaper",
     ),
     Mutant(
+        "buckets begin where the one before ends", "policy", POLICY,
+        "policy.wanted(modes, 1 + max(smaller, default=0), bucket)",
+        "policy.wanted(modes, max(smaller, default=0), bucket)",
+        (TEST_THRESHOLD,), "programs are compiled that no step runs",
+    ),
+    Mutant(
         "the threshold leaves out a token", "policy", POLICY,
         "(middle, high) if shift_wins(middle) else (low, middle - 1)",
         "(middle, high) if shift_wins(middle + 1) else (low, middle - 1)",
-        (TEST_POLICY,), "the largest step that SHIFT wins is not the threshold",
+        (TEST_THRESHOLD,), "the largest step that SHIFT wins is not the threshold",
     ),
 )  # fmt: skip
 HANDOVER_ROWS = (
