@@ -153,6 +153,14 @@ def test_the_breakdown_adds_up(mode, work):
     assert all(part >= 0 for part in breakdown)
 
 
+@pytest.mark.parametrize("mode", Group(0, 4).modes)
+def test_modes_are_compared_by_all_but_attention(mode):
+    model, work = costs(4, 2), Work.decode(7, 100)
+    cost = model.breakdown(mode, work)
+    seconds = model.mode_seconds(mode, model.size_of(work))
+    assert seconds == pytest.approx(cost.device - cost.attention)
+
+
 def test_attention_reads_the_context_of_decodes_and_computes_the_pairs_of_chunks():
     model = costs(machine=replace(PLAIN, matmul_flops={"float32": 1000.0}))
     token = 2 * 2 * 4 * 8 * 4  # k and v, layers, KV heads, head_dim, bytes
