@@ -248,10 +248,9 @@ PHASES_ROWS = (
         (TEST_PARKING,), "requests wait for a prefill phase that does not come",
     ),
     Mutant(
-        "decode ends while it decodes", "phases", RESHARDING,
-        "is_over = bool(waits) and not any(scheduler.requests for scheduler in here)",
-        "is_over = bool(waits)",
-        (TEST_PARKING,), "weights are exchanged under running requests",
+        "what was cached before a switch is found after it", "phases", RESHARDING,
+        "lane.scheduler.tables.reset([])  # its pools are no more", "pass",
+        (TEST_PARKING,), "a request reads the blocks of pools that are gone",
     ),
     Mutant(
         "parked requests go on in the opposite order", "phases", RESHARDING,
