@@ -197,10 +197,11 @@ POLICY_ROWS = (
 )  # fmt: skip
 HANDOVER_ROWS = (
     Mutant(
-        "partial blocks count as full", "handover", HANDOVER,
-        "yield part, count, num_tokens == wide_size", "yield part, count, True",
-        (TEST_FLEET, "tests/control/test_fleet_simulated.py"),
-        "two sequences write into a block that was shared while it was full",
+        "the last block, which is partial, is not moved", "handover", HANDOVER,
+        "for number in range(-(-computed // wide_size)):",
+        "for number in range(computed // wide_size):",
+        (f"{TEST_FLEET}::test_what_runs_is_moved_and_not_computed_again",),
+        "a running request goes on without its last keys",
     ),
     Mutant(
         "a call overwrites wide blocks that are not read yet", "handover", HANDOVER,
@@ -224,20 +225,21 @@ HANDOVER_ROWS = (
         "                if shared is not None:\n                    self.new.retain(shared)\n"
         "                    table += shared\n",
         "                if shared is not None:\n                    table += shared\n",
-        (TEST_FLEET, "tests/control/test_fleet_simulated.py"),
+        (f"{TEST_FLEET}::test_continuations_that_share_blocks_share_them_after_a_move",),
         "a block is free while a table holds it",
     ),
     Mutant(
         "a group takes one sequence more than it may", "handover", HANDOVER,
         "room -= routes[ends].carry(sequence, room > 0)",
         "room -= routes[ends].carry(sequence, room >= 0)",
-        (TEST_FLEET, "tests/control/test_fleet_simulated.py"), "no step holds all that run",
+        (TEST_FLEET,), "no step holds all that run",
     ),
     Mutant(
         "what was carried is cached no more", "handover", HANDOVER,
         "            sequence.num_registered_blocks = 0\n            return True\n",
         "            return True\n",
-        (TEST_FLEET,), "the next turn of a conversation computes all of it again",
+        (f"{TEST_FLEET}::test_what_was_moved_is_found_by_the_next_turn_of_a_conversation",),
+        "the next turn of a conversation computes all of it again",
     ),
 )  # fmt: skip
 PHASES_ROWS = (
