@@ -20,6 +20,15 @@ def test_a_completion(client):
     assert client.post("/v1/completions", json=body).json()["choices"] == answer["choices"]
 
 
+def test_the_usage_is_that_of_all_prompts_and_continuations(client):
+    body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 6, "ignore_eos": True}
+    response = client.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in response["choices"]] == [0, 1, 2, 3]
+    counts = {name: response["usage"][f"{name}_tokens"] for name in ("prompt", "completion")}
+    assert counts == {"prompt": 5, "completion": 4 * 6}
+    assert response["usage"]["total_tokens"] == 5 + 4 * 6
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_streamed_text_is_unstreamed_text(client, n):
     body = {"prompt": ["é日本", "x"], "max_tokens": 40, "seed": 3, "n": n, "stop": ["a", "\ufffdb"]}
