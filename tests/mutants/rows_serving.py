@@ -137,7 +137,7 @@ SCHEMA_ROWS = (
     Mutant(
         "every part of a stream has the prompt", "schema", RESPONSES,
         "if self._fields.echo and is_first:", "if self._fields.echo:",
-        (GENERATE, "tests/serving/clients/test_openai.py"), "streams with echo repeat it",
+        (GENERATE,), "streams with echo repeat it",
     ),
     Mutant(
         "rejected predictions count the accepted ones", "schema", RESPONSES,

@@ -50,6 +50,17 @@ def test_streamed_text_is_unstreamed_text(client, n):
     assert [objects[-1]["usage"][k] for k in tokens] == [whole["usage"][k] for k in tokens]
 
 
+def test_an_echo_comes_once_in_a_stream():
+    body = {"prompt": "hello", "max_tokens": 40, "seed": 3, "echo": True, "ignore_eos": True}
+    with running_server(grpc=False, stream_interval=1) as server, server.client() as client:
+        (whole,) = client.post("/v1/completions", json=body).json()["choices"]
+        server.runner.step_seconds = 0.005  # so that the stream is read in between
+        parts = events(client.post("/v1/completions", json=body | {"stream": True}).text)
+    texts = [part["choices"][0]["text"] for part in parts]
+    assert len(texts) > 1 and "".join(texts) == whole["text"]
+    assert whole["text"].startswith("hello")
+
+
 def test_a_chat(client):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 8, "seed": 1}
     answer = client.post("/v1/chat/completions", json=body).json()
