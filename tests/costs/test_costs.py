@@ -131,6 +131,8 @@ def test_one_exchange_carries_queries_keys_and_values_the_other_outputs():
     moves = layer_collectives(Layout(TINY, 2, 2), Mode(2, 2), 64, 2)
     sizes = [move.num_bytes for move in moves if move.kind == "all-to-all"]
     assert sizes == [64 * (2 + 1 + 1) * 8 * 2, 64 * 2 * 8 * 2]
+    # Half of the tokens, of 64 numbers each, are summed twice by the 2 that split a weight.
+    assert Collective("all-reduce", 2, 64 // 2 * 64 * 2, 2) in moves
 
 
 def test_norms_of_all_heads_sum_two_numbers_a_token():
