@@ -139,8 +139,8 @@ BLOCKS_ROWS = (
         "blocks are cached before they are known to be finite", "blocks", TABLES,
         "num_full = sequence.num_verified_tokens // size",
         "num_full = sequence.num_computed_tokens // size",
-        (f"{TEST_SPECULATION}::test_a_rejected_token_never_enters_the_prefix_cache",),
-        "keys of rejected drafts and of steps in flight are shared",
+        (f"{TEST_SCHEDULER}::test_blocks_of_a_non_finite_request_are_not_cached",),
+        "keys that may be NaN are shared",
     ),
     Mutant(
         "fresh blocks evict the prefix that was found", "blocks", TABLES,

@@ -120,7 +120,7 @@ VIEWS_ROWS = (
         "padded query heads get weights", "views", LAYOUT,
         "real = (kv_head < model.num_kv_heads) & (offset < q_per_kv)",
         "real = kv_head < model.num_kv_heads",
-        (TEST_LAYOUT, "tests/test_oracle.py"), "heads of the next group are added twice",
+        (TEST_LAYOUT,), "heads of the next group are added twice",
     ),
     Mutant(
         "a part of a buffer begins too early", "views", VIEWS,
@@ -148,8 +148,7 @@ VIEWS_ROWS = (
     Mutant(
         "blocks of codes are those of the group", "views", "shiftjax/parallel/stored.py",
         "blocks = layout.padded_for", "blocks = layout.num_devices",
-        ("tests/device/test_fp8_weights.py", "tests/device/test_weight_bytes.py", TEST_LAYOUT),
-        "groups of several widths cannot share codes",
+        (TEST_LAYOUT,), "groups of several widths cannot share codes",
     ),
 )  # fmt: skip
 EXCHANGE_ROWS = (
