@@ -201,6 +201,25 @@ def test_what_runs_is_moved_and_not_computed_again():
     assert engine.stats().num_preemptions == {"recompute": 0, "swap": 0}
 
 
+@pytest.mark.parametrize("is_bind", [True, False])
+def test_what_was_moved_is_found_by_the_next_turn_of_a_conversation(is_bind):
+    units, whole = equal_groups(UNITS, 1), equal_groups(UNITS, UNITS)
+    before, after = (units, whole) if is_bind else (whole, units)
+    engine = make_fleet(block_size=2, num_kv_heads=8, arrangement=before)
+    request = make_request("a", list(range(12)), max_tokens=24, ignore_eos=True)
+    listener = Listener()
+    engine.add_request(request)
+    for turn in range(4):
+        listener.hear(engine.step(float(turn)))
+    engine.fleet.policy.wishes = [Wish(after, "told")]
+    run_to_end(engine, listener)
+    assert engine.fleet.history[-1].num_sequences == 1
+    said = listener.outcomes["a", 0].token_ids
+    engine.add_request(make_request("b", [*range(12), *said, 1], max_tokens=1))
+    run_to_end(engine, Listener())
+    assert engine.stats().num_prefix_hit_tokens == (32 if is_bind else 34)  # in whole blocks
+
+
 def test_continuations_that_share_blocks_share_them_after_a_move():
     engine = make_fleet(block_size=2, num_kv_heads=8)
     request = make_request("a", [1, 2, 3] * 8, n=3, max_tokens=20, ignore_eos=True)

@@ -167,6 +167,15 @@ def test_prompt_logprobs_rows_stay_in_the_budget():
     assert [e.token_id for e in outcome.last.prompt_logprobs[1:]] == list(range(1, 10))
 
 
+def test_prompts_that_are_scored_share_the_rows_of_a_step():
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=32, overlap=False)
+    asked = {"prompt_logprobs": 1, "max_tokens": 1}
+    generate(
+        engine, make_request("a", [1] * 3, 0.0, **asked), make_request("b", [2] * 6, 1.0, **asked)
+    )
+    assert shapes(engine) == [[("a", 0, 3, 3), ("b", 0, 1, 1)], [("b", 1, 4, 4)], [("b", 5, 1, 1)]]
+
+
 def test_max_tokens_0_scores_the_prompt():
     engine = make_engine()
     request = make_request("a", [1, 2, 3], prompt_logprobs=0, max_tokens=0)

@@ -351,3 +351,15 @@ def test_only_what_ends_by_itself_is_learned_from():
     run_to_end(engine, Listener())
     ended = {sequence.request.request_id: whole for sequence, whole in guesses.ended.items()}
     assert ended == {"whole": True, "gone": False}
+
+
+@pytest.mark.parametrize(("salt", "is_known"), [("mine", True), ("theirs", False)])
+def test_nobody_guesses_from_what_another_salt_was_answered(salt, is_known):
+    options = DraftOptions(speculation="suffix", draft_choice="fixed", draft_max_seqs=0)
+    engine = let_draft(make_engine(prefix_caching=False), Drafting(options))
+    asked = make_request("a", [1, 2], seed=1, max_tokens=30, ignore_eos=True)
+    (first,) = generate(engine, replace(asked, cache_salt="mine")).values()
+    (again,) = generate(engine, replace(asked, request_id="b", cache_salt=salt)).values()
+    assert again.token_ids == first.token_ids
+    drafted = [each.last.metrics.num_accepted_tokens for each in (first, again)]
+    assert (drafted[1] > drafted[0]) == is_known

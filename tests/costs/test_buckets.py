@@ -3,7 +3,7 @@
 import pytest
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.costs.buckets import make_buckets
+from shiftjax.costs.buckets import Bucket, make_buckets
 from shiftjax.parallel.layout import Layout
 
 
@@ -58,3 +58,9 @@ def test_a_bucket_of_rows_alone_has_a_larger_one_with_tiles(sizes, max_rows, alo
         size = one.tokens, one.rows, one.seqs
         assert one.rows == one.tokens
         assert any(two.holds(*size) for two in buckets if not two.rows_alone)
+
+
+def test_a_bucket_holds_what_fits_in_every_respect():
+    bucket = Bucket(64, 16, 8)
+    assert bucket.holds(64, 16, 8)
+    assert not any(bucket.holds(*size) for size in ((65, 16, 8), (64, 17, 8), (64, 16, 9)))

@@ -126,6 +126,15 @@ def test_tp_moves_the_same_whatever_its_size_and_ulysses_less_the_larger_it_is()
     assert exchanged[0] == 2 * exchanged[1] == 4 * exchanged[2]
 
 
+def test_one_exchange_carries_queries_keys_and_values_the_other_outputs():
+    # Of 4 devices each has 2 query heads and 1 KV head of 8, of all 64 tokens, 2 bytes a number.
+    moves = layer_collectives(Layout(TINY, 2, 2), Mode(2, 2), 64, 2)
+    sizes = [move.num_bytes for move in moves if move.kind == "all-to-all"]
+    assert sizes == [64 * (2 + 1 + 1) * 8 * 2, 64 * 2 * 8 * 2]
+    # Half of the tokens, of 64 numbers each, are summed twice by the 2 that split a weight.
+    assert Collective("all-reduce", 2, 64 // 2 * 64 * 2, 2) in moves
+
+
 def test_norms_of_all_heads_sum_two_numbers_a_token():
     olmo = replace(TINY, qk_norm=True, wide_qk_norm=True)
     for mode, ways in ((Mode(2, 2), 4), (Mode(2, 1), 8)):
@@ -144,6 +153,14 @@ def test_the_breakdown_adds_up(mode, work):
     assert breakdown.device == pytest.approx(model.device_seconds(mode, work))
     assert breakdown.device + breakdown.host == pytest.approx(model.seconds(mode, work))
     assert all(part >= 0 for part in breakdown)
+
+
+@pytest.mark.parametrize("mode", Group(0, 4).modes)
+def test_modes_are_compared_by_all_but_attention(mode):
+    model, work = costs(4, 2), Work.decode(7, 100)
+    cost = model.breakdown(mode, work)
+    seconds = model.mode_seconds(mode, model.size_of(work))
+    assert seconds == pytest.approx(cost.device - cost.attention)
 
 
 def test_attention_reads_the_context_of_decodes_and_computes_the_pairs_of_chunks():

@@ -50,6 +50,13 @@ def test_each_device_sends_its_part_at_every_boundary():
     assert late == pytest.approx(3 * one_way)
 
 
+def test_modes_are_compared_by_all_but_attention():
+    pipeline = costs_of(4, 2)
+    cost = pipeline.breakdown(SHIFT, PREFILL)
+    seconds = pipeline.mode_seconds(SHIFT, pipeline.size_of(PREFILL))
+    assert seconds == pytest.approx(cost.device - cost.attention)
+
+
 def test_only_the_last_stage_pays_for_logit_rows():
     stages = costs_of(4).stages
     more = DECODE._replace(num_rows=2 * DECODE.num_rows)

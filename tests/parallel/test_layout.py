@@ -7,7 +7,10 @@ import pytest
 from harness import FACTORISATIONS, layout
 
 from shiftjax.arch.config import Speculator
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
 from shiftjax.parallel.layout import Layout, pad_heads
+from shiftjax.parallel.stored import stored_weights
 
 
 @pytest.mark.parametrize(
@@ -104,3 +107,10 @@ def test_the_ids_that_are_drafted_are_padded_by_themselves(draft_vocab, num_ids)
     rows = it.source_rows("draft_vocab")
     assert rows.tolist() == [*range(num_ids), *[-1] * (-num_ids % 4)]
     assert (plain.num_draft_ids, it.num_draft_ids) == (0, num_ids)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("formats", [Formats("float32", "float32", "float32"), Formats("fp8")])
+def test_groups_of_all_widths_store_the_same(formats, tp):
+    layouts = (Layout(PRESETS["tiny"], width, tp, widest=4) for width in (1, 2, 4))
+    assert len({stored_weights(each, formats) for each in layouts}) == 1

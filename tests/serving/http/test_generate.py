@@ -20,6 +20,15 @@ def test_a_completion(client):
     assert client.post("/v1/completions", json=body).json()["choices"] == answer["choices"]
 
 
+def test_the_usage_is_that_of_all_prompts_and_continuations(client):
+    body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 6, "ignore_eos": True}
+    response = client.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in response["choices"]] == [0, 1, 2, 3]
+    counts = {name: response["usage"][f"{name}_tokens"] for name in ("prompt", "completion")}
+    assert counts == {"prompt": 5, "completion": 4 * 6}
+    assert response["usage"]["total_tokens"] == 5 + 4 * 6
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_streamed_text_is_unstreamed_text(client, n):
     body = {"prompt": ["é日本", "x"], "max_tokens": 40, "seed": 3, "n": n, "stop": ["a", "\ufffdb"]}
@@ -39,6 +48,17 @@ def test_streamed_text_is_unstreamed_text(client, n):
     assert objects[-1]["choices"] == []
     tokens = ("prompt_tokens", "completion_tokens", "total_tokens")
     assert [objects[-1]["usage"][k] for k in tokens] == [whole["usage"][k] for k in tokens]
+
+
+def test_an_echo_comes_once_in_a_stream():
+    body = {"prompt": "hello", "max_tokens": 40, "seed": 3, "echo": True, "ignore_eos": True}
+    with running_server(grpc=False, stream_interval=1) as server, server.client() as client:
+        (whole,) = client.post("/v1/completions", json=body).json()["choices"]
+        server.runner.step_seconds = 0.005  # so that the stream is read in between
+        parts = events(client.post("/v1/completions", json=body | {"stream": True}).text)
+    texts = [part["choices"][0]["text"] for part in parts]
+    assert len(texts) > 1 and "".join(texts) == whole["text"]
+    assert whole["text"].startswith("hello")
 
 
 def test_a_chat(client):

@@ -36,6 +36,27 @@ def test_words_of_the_engine_change_neither_field_nor_code(
     assert error["message"] == MISLEADING
 
 
+# What OpenAI's clients act upon: they give up, wait, or send the request again.
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        ("invalid", 400, "invalid_value"),
+        ("unauthenticated", 401, "invalid_api_key"),
+        ("not_found", 404, "not_found"),
+        ("duplicate", 409, "duplicate_request_id"),
+        ("too_large", 413, "request_too_large"),
+        ("queue_full", 429, "queue_full"),
+        ("internal", 500, "internal_error"),
+        ("device_memory", 503, "device_oom"),
+        ("draining", 503, "server_draining"),
+        ("deadline", 504, "deadline_exceeded"),
+    ],
+)
+def test_clients_know_errors_by_status_and_code(kind, status, code):
+    error = ServeError(kind, "words")
+    assert (error.kind.status, error.body()["error"]["code"]) == (status, code)
+
+
 def test_words_about_sampling_are_of_one_field(monkeypatch):
     def refuse(value):
         raise ValueError(MISLEADING)

@@ -61,6 +61,7 @@ def parse(kind: str, parts, *, reasoning="none", wish=WISH, is_inside=False):
         ("smollm2", f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", [ARGUMENTS] * 2),
         ("smollm2", "<tool_call>[]</tool_call>", "", []),
         ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [{"a": 1}]),
+        ("llama3_json", '{"parameters": {"a": 1}, "name": "f"}', "", [{"a": 1}]),
         (
             "llama3_json",
             ' <|python_tag|>{"name": "f", "parameters": {}}; ' + CALL,
@@ -107,9 +108,15 @@ def test_what_is_no_call_is_text(kind, output):
     assert parse(kind, [output]) == (output, "", [])
 
 
-def test_arguments_that_are_cut_are_what_has_come():
-    output = '<tool_call>{"name": "f", "arguments": {"a": [1, '
-    assert parse("hermes", [output]) == ("", "", [("f", '{"a": [1, ')])
+@pytest.mark.parametrize(
+    ("kind", "begin"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": '),
+        ("llama3_json", '{"name": "f", "parameters": '),
+    ],
+)
+def test_arguments_that_are_cut_are_what_has_come(kind, begin):
+    assert parse(kind, [begin + '{"a": [1, ']) == ("", "", [("f", '{"a": [1, ')])
 
 
 @pytest.mark.parametrize("kind", ["hermes", "smollm2", "mistral"])

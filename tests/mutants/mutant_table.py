@@ -1,0 +1,9 @@
+"""All mutants. To add some: a row in the module of their kind, or one more module here."""
+
+from rows_control import ROWS as CONTROL
+from rows_costs import ROWS as COSTS
+from rows_device import ROWS as DEVICE
+from rows_serving import ROWS as SERVING
+from rows_time import ROWS as TIME
+
+MUTANTS = (*CONTROL, *DEVICE, *COSTS, *SERVING, *TIME)

@@ -1,0 +1,105 @@
+"""Mutants of what is predicted: bytes of collectives, seconds of steps and moves, memory."""
+
+from mutant import Mutant
+
+COLLECTIVES = "shiftjax/costs/collectives.py"
+STEP = "shiftjax/costs/step.py"
+MEMORY = "shiftjax/costs/memory.py"
+STAGES = "shiftjax/costs/stages.py"
+MOVES = "shiftjax/costs/moves.py"
+
+TEST_COSTS = "tests/costs/test_costs.py"
+TEST_STAGES = "tests/costs/test_stage_costs.py"
+TEST_MOVES = "tests/costs/test_moves.py"
+TEST_LEVELS = "tests/costs/test_levels.py"
+
+ROWS: tuple[Mutant, ...] = (
+    Mutant(
+        "the first all-to-all carries values alone", "costs", COLLECTIVES,
+        "head * (h + 2 * m)", "head * (h + m)",
+        (TEST_COSTS,),
+        "BASE looks cheaper than it is",
+    ),
+    Mutant(
+        "a layer has one all-reduce", "costs", COLLECTIVES,
+        "1 if has_experts else 2)]", "1 if has_experts else 1)]",
+        (TEST_COSTS,),
+        "SHIFT looks cheaper than it is",
+    ),
+    Mutant(
+        "all-reduces carry all tokens in BASE", "costs", COLLECTIVES,
+        "num_bytes = num_tokens // mode.sp * layout", "num_bytes = num_tokens * layout",
+        (TEST_COSTS,),
+        "BASE never pays",
+    ),
+    Mutant(
+        "a device caches one of keys and values", "costs", MEMORY,
+        "return 2 * model.num_layers * heads", "return model.num_layers * heads",
+        (TEST_COSTS,),
+        "a pool takes twice the memory that was set aside",
+    ),
+    Mutant(
+        "weights of SHIFT count for nothing", "costs", MEMORY,
+        'if layout.sp == 1 or strategy == "slice" or layout.gathers:',
+        'if layout.sp >= 1 or strategy == "slice" or layout.gathers:',
+        ("tests/device/test_weight_bytes.py",), "replicated weights do not fit",
+    ),
+    Mutant(
+        "the host always hides", "costs", STEP,
+        "return max(device, host) if self.engine.overlaps else device + host",
+        "return max(device, host)",
+        (TEST_COSTS,), "engines without overlap look as quick",
+    ),
+    Mutant(
+        "windows are a token too wide", "costs", "shiftjax/costs/work.py",
+        "round(tokens / size * min(start + size, size + window - 1))",
+        "round(tokens / size * min(start + size, size + window))",
+        (TEST_COSTS,), "chunks of layers with windows look dearer",
+    ),
+    Mutant(
+        "experts are chosen once for all tokens", "costs", "shiftjax/costs/experts.py",
+        "(1 - experts.per_token / experts.num) ** num_tokens",
+        "(1 - experts.per_token / experts.num) ** 1",
+        ("tests/costs/test_expert_load.py",), "large steps seem to read few experts",
+    ),
+    Mutant(
+        "the slowest stage does not bound a pipeline", "costs", STAGES,
+        "return max(*stages, host, (sum(stages) + host) / in_flight)",
+        "return max(host, (sum(stages) + host) / in_flight)",
+        (TEST_STAGES,), "uneven stages look even",
+    ),
+    Mutant(
+        "hidden states are sent behind the last stage", "costs", STAGES,
+        "        sends = (len(self.stages) - 1) * self._send_seconds(size[0])\n",
+        "        sends = len(self.stages) * self._send_seconds(size[0])\n",
+        (TEST_STAGES,), "modes of a pipeline look dearer",
+    ),
+    Mutant(
+        "only full calls of a move are counted", "costs", MOVES,
+        "-(-num_bytes // self.call_bytes(ways))", "num_bytes // self.call_bytes(ways)",
+        (TEST_MOVES,),
+        "a small move costs nothing",
+    ),
+    Mutant(
+        "a call moves as much whatever the ways", "costs", MOVES,
+        "num_blocks // (POOL_SHARE * ways)", "num_blocks // POOL_SHARE",
+        (TEST_MOVES,),
+        "the temporaries of a move do not fit",
+    ),
+    Mutant(
+        "hosts talk to one after the other", "costs", "shiftjax/costs/levels.py",
+        "rounds = (hosts - 1).bit_length()", "rounds = hosts - 1",
+        (TEST_LEVELS,), "many hosts look slower than they are",
+    ),
+    Mutant(
+        "a step costs what it computes, not its bucket", "costs", STEP,
+        "                return bucket.tokens, bucket.rows\n", "                break\n",
+        (TEST_COSTS,), "padding is free",
+    ),
+    Mutant(
+        "a bucket may lack rows", "costs", "shiftjax/costs/buckets.py",
+        "return self.tokens >= tokens and self.rows >= rows and self.seqs >= seqs",
+        "return self.tokens >= tokens and self.seqs >= seqs",
+        ("tests/costs/test_buckets.py",), "a step has rows that no program samples",
+    ),
+)  # fmt: skip

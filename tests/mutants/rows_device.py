@@ -1,0 +1,342 @@
+"""Mutants of what devices hold and compute: sampler, views, exchanges, moves, weights, kernels."""
+
+from mutant import Mutant
+
+SAMPLING = "shiftjax/device/sampling.py"
+INPUTS = "shiftjax/device/sampling_inputs.py"
+NOISE = "shiftjax/models/noise.py"
+LAYOUT = "shiftjax/parallel/layout.py"
+VIEWS = "shiftjax/device/views.py"
+MODE_WEIGHTS = "shiftjax/device/mode_weights.py"
+EXCHANGE = "shiftjax/models/exchange.py"
+MOVER = "shiftjax/device/mover.py"
+ATTENTION = "shiftjax/models/attention.py"
+
+TEST_SAMPLING = "tests/device/test_sampling.py"
+TEST_INPUTS = "tests/device/test_sampling_inputs.py"
+TEST_NOISE = "tests/models/test_noise.py"
+TEST_LAYOUT = "tests/parallel/test_layout.py"
+TEST_VIEWS = "tests/device/test_views.py"
+TEST_EXCHANGE = "tests/models/test_exchange.py"
+TEST_MOVER = "tests/device/test_mover.py"
+SWIFTKV = "tests/models/test_swiftkv.py"
+QUANTISED = "tests/weights/test_quantised_checkpoints.py"
+
+SAMPLER_ROWS = (
+    Mutant(
+        "top_p keeps a token too few", "sampler", SAMPLING,
+        "jnp.ceil(inputs.top_p * held", "jnp.floor(0.999 * inputs.top_p * held",
+        (f"{TEST_SAMPLING}::test_top_p_keeps_what_it_needs_and_no_more",),
+        "what is left may have less than top_p",
+    ),
+    Mutant(
+        "top_p is of all tokens, not of what top_k left", "sampler", SAMPLING,
+        "        held = _sum_from(weights, weights, floor)\n",
+        "        held = _sum_from(weights, weights, 0 * floor)\n",
+        (f"{TEST_SAMPLING}::test_top_p_is_of_what_top_k_left",), "both together keep too much",
+    ),
+    Mutant(
+        "noise does not depend on the position", "sampler", NOISE,
+        "for data in (seed[0], seed[1], position):", "for data in (seed[0], seed[1]):",
+        (f"{TEST_SAMPLING}::test_seed_and_position_change_the_token",),
+        "every token of an output is drawn with the same luck",
+    ),
+    Mutant(
+        "half of a seed is ignored", "sampler", NOISE,
+        "for data in (seed[0], seed[1], position):", "for data in (seed[0], position):",
+        (f"{TEST_SAMPLING}::test_seed_and_position_change_the_token",), "other seeds, same texts",
+    ),
+    Mutant(
+        "continuations have one seed", "sampler", "shiftjax/control/request.py",
+        'f"{seed}/{index}".encode()', 'f"{seed}/0".encode()',
+        ("tests/control/test_engine.py", "tests/test_llm.py"), "n texts are n times the same",
+    ),
+    Mutant(
+        "the token in flight is not penalised", "sampler", SAMPLING,
+        "(counts & 0x7FFF) + is_pending.astype(jnp.int32)",
+        "(counts & 0x7FFF) + 0 * is_pending.astype(jnp.int32)",
+        (f"{TEST_SAMPLING}::test_pending_tokens_count",), "overlap changes tokens",
+    ),
+    Mutant(
+        "presence counts as often as frequency", "sampler", SAMPLING,
+        "inputs.presence_penalty[:, None] * is_generated.astype",
+        "inputs.presence_penalty[:, None] * generated.astype",
+        (f"{TEST_SAMPLING}::test_each_parameter_alone",), "a penalty is another one",
+    ),
+    Mutant(
+        "tokens of the prompt alone are not penalised", "sampler", SAMPLING,
+        "is_generated | (counts >= 0x8000)", "is_generated | (counts > 0x8000)",
+        (f"{TEST_SAMPLING}::test_each_parameter_alone",), "repetition_penalty forgets the prompt",
+    ),
+    Mutant(
+        "a bad row is drawn from", "sampler", SAMPLING,
+        "is_finite = jnp.sum(logits * 0.0, axis=-1) == 0.0",
+        "is_finite = jnp.isfinite(largest)",
+        (f"{TEST_SAMPLING}::test_a_bad_row_is_reported_and_spoils_no_other",),
+        "NaN among logits goes unseen",
+    ),
+    Mutant(
+        "log-probabilities of a prompt are of its own tokens", "sampler", INPUTS,
+        "token_ids[end - block.item.num_rows + 1 : end + 1]",
+        "token_ids[end - block.item.num_rows : end]",
+        (TEST_INPUTS,), "a token is scored by what came after it",
+    ),
+    Mutant(
+        "the prompt counts as generated", "sampler", INPUTS,
+        "sequence.token_ids[sequence.num_prompt_tokens :], np.int32",
+        "sequence.token_ids, np.int32",
+        (TEST_INPUTS,), "frequency_penalty punishes the question",
+    ),
+    Mutant(
+        "a grammar overrides allowed tokens", "sampler", INPUTS,
+        "return mask if allowed is None else mask & allowed", "return mask",
+        (TEST_INPUTS, "tests/control/test_constraints.py"), "a forbidden token is sampled",
+    ),
+    Mutant(
+        "rows of a draft count its tokens too late", "sampler", INPUTS,
+        "table[row] = table[row - 1]\n", "table[row] = table[first]\n",
+        (TEST_INPUTS,), "penalties make drafts change tokens",
+    ),
+)  # fmt: skip
+VIEWS_ROWS = (
+    Mutant(
+        "KV heads go round by device", "views", LAYOUT,
+        "device * self.num_kv_heads // self.num_devices", "device % self.num_kv_heads",
+        (TEST_LAYOUT,), "queries meet the keys of other heads",
+    ),
+    Mutant(
+        "slices of SHIFT lie in the opposite order", "views", LAYOUT,
+        "(rank - base_rank * (self.sp // mode.sp)) * self.shard_rows(axis, mode)",
+        "((base_rank + 1) * (self.sp // mode.sp) - 1 - rank) * self.shard_rows(axis, mode)",
+        (TEST_LAYOUT,), "SHIFT computes with its neighbour's weights",
+    ),
+    Mutant(
+        "KV heads of a mode are counted from the wrong rank", "views", LAYOUT,
+        "return self.base_kv_heads[base_rank].index(heads[0])",
+        "return self.base_kv_heads[base_rank].index(heads[-1])",
+        (TEST_LAYOUT,), "keys of SHIFT are computed with other rows",
+    ),
+    Mutant(
+        "padded query heads get weights", "views", LAYOUT,
+        "real = (kv_head < model.num_kv_heads) & (offset < q_per_kv)",
+        "real = kv_head < model.num_kv_heads",
+        (TEST_LAYOUT,), "heads of the next group are added twice",
+    ),
+    Mutant(
+        "a part of a buffer begins too early", "views", VIEWS,
+        "tensor.data += self.start * self.array.nbytes",
+        "tensor.data += self.rows * self.array.nbytes",
+        (TEST_VIEWS,), "a step reads other rows of its weights",
+    ),
+    Mutant(
+        "a view may be a copy", "views", VIEWS,
+        "if view.unsafe_buffer_pointer() != shard.unsafe_buffer_pointer() + offset:",
+        "if view.nbytes != rows * shard.nbytes // shard.shape[0]:",
+        (TEST_VIEWS,), "weights take twice their memory, without a word",
+    ),
+    Mutant(
+        "late layers are split as the mode is", "views", MODE_WEIGHTS,
+        "return self.layout.shift if weight.in_shift else mode", "return mode",
+        (SWIFTKV,), "a late layer gets shards of another shape",
+    ),
+    Mutant(
+        "units stand in their natural order", "views", "shiftjax/parallel/grid.py",
+        'return [int(f"{place:0{bits}b}"[::-1], 2) if bits else 0 for place in range(width)]',
+        "return list(range(width))",
+        ("tests/parallel/test_grid.py",), "heads of a narrow group are no part of a wide one's",
+    ),
+    Mutant(
+        "blocks of codes are those of the group", "views", "shiftjax/parallel/stored.py",
+        "blocks = layout.padded_for", "blocks = layout.num_devices",
+        (TEST_LAYOUT,), "groups of several widths cannot share codes",
+    ),
+)  # fmt: skip
+EXCHANGE_ROWS = (
+    Mutant(
+        "heads come back in the order of devices", "exchange", EXCHANGE,
+        "return got.swapaxes(0, 1).reshape(got.shape[1], -1, got.shape[-1])",
+        "return got.reshape(got.shape[1], -1, got.shape[-1])",
+        (TEST_EXCHANGE,), "a token's output is put together from others'",
+    ),
+    Mutant(
+        "keys and values change places", "exchange", EXCHANGE,
+        "return got[:, :h], got[:, h : h + m], got[:, h + m :]",
+        "return got[:, :h], got[:, h + m :], got[:, h : h + m]",
+        (TEST_EXCHANGE,), "attention is of values, and sums keys",
+    ),
+    Mutant(
+        "rows are taken round by device", "exchange", EXCHANGE,
+        "owner, local = rows // count, rows % count",
+        "owner, local = rows % self.mode.sp, rows // self.mode.sp",
+        (TEST_EXCHANGE,), "logits are of another token",
+    ),
+    Mutant(
+        "replicated heads are not laid out for who wants them", "exchange", LAYOUT,
+        "[shard.index(h) for b in range(mode.sp) for h",
+        "[shard.index(h) for b in reversed(range(mode.sp)) for h",
+        (TEST_LAYOUT,), "devices of a rank get each other's keys",
+    ),
+    Mutant(
+        "SHIFT inside of BASE sums over too few devices", "exchange", EXCHANGE,
+        "psum(partial, WEIGHT_AXES if self.splits_tokens else ALL_AXES)",
+        "psum(partial, WEIGHT_AXES)",
+        (SWIFTKV,), "late layers lose a part of every product",
+    ),
+    Mutant(
+        "every device has the first tokens", "exchange", EXCHANGE,
+        "start = jax.lax.axis_index(TOKEN_AXIS) * count",
+        "start = 0 * jax.lax.axis_index(TOKEN_AXIS) * count",
+        ("tests/models/test_families.py", "tests/device/test_gathered_weights.py"),
+        "tokens of other devices are never computed",
+    ),
+    Mutant(
+        "gathered weights keep the heads of all devices", "exchange", LAYOUT,
+        "ranks.append([held.index(head) if head in held else 0 for head in wanted])",
+        "ranks.append([0 for head in wanted])",
+        (TEST_LAYOUT,), "all heads of a rank are its first",
+    ),
+)  # fmt: skip
+MOVER_ROWS = (
+    Mutant(
+        "blocks of groups are laid in the order of calls", "mover", MOVER,
+        "got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * chunk, -1)",
+        "got = got.transpose(2, 3, 0, 1, 4, 5).reshape(num, ways * chunk, -1)",
+        (TEST_MOVER,), "sequences of two groups change places",
+    ),
+    Mutant(
+        "copies of heads are taken for other heads", "mover", MOVER,
+        "got[:: shapes.copies]", "got[: shapes.parts]",
+        (TEST_MOVER,), "a narrow group gets one head several times",
+    ),
+    Mutant(
+        "the last copies are left out", "mover", MOVER,
+        "count = np.int32(-(-len(part) // copies.chunk))",
+        "count = np.int32(len(part) // copies.chunk)",
+        (TEST_MOVER,), "a table points at blocks that were not copied",
+    ),
+    Mutant(
+        "the last call of a move is left out", "mover", MOVER,
+        "(np.int32(len(some)), *numbers)", "(np.int32(max(1, len(some) - 1)), *numbers)",
+        (TEST_MOVER,), "a running request attends to stale blocks",
+    ),
+    Mutant(
+        "partial blocks are read to their end", "mover", MOVER,
+        "many[number, place, nth, : len(blocks)] = blocks",
+        "many[number, place, nth, -len(blocks) :] = blocks",
+        (TEST_MOVER,), "tokens of a partial block are moved to other places",
+    ),
+)  # fmt: skip
+KERNELS_ROWS = (
+    Mutant(
+        "the decode kernel drops the last token", "kernels", "pallas_kernels/decode_compute.py",
+        "positions < part.length", "positions < part.length - 1",
+        ("tests/kernels/test_decode.py",), "a token does not see itself",
+    ),
+    Mutant(
+        "the decode kernel's window is one token short", "kernels",
+        "pallas_kernels/decode_compute.py", "positions >= part.low", "positions > part.low",
+        ("tests/kernels/test_decode.py",), "layers with windows forget a token",
+    ),
+    Mutant(
+        "the prefill kernel reads the block before", "kernels", "pallas_kernels/prefill_memory.py",
+        "jnp.minimum(place, last_place)", "jnp.maximum(place - 1, 0)",
+        ("tests/kernels/test_prefill.py",), "chunks attend to a stale block",
+    ),
+    Mutant(
+        "the prefill kernel sees a token ahead", "kernels", "pallas_kernels/prefill_softmax.py",
+        "is_past = key <= ", "is_past = key - 1 <= ",
+        ("tests/kernels/test_prefill.py",), "a prompt knows what comes next",
+    ),
+    Mutant(
+        "keys are rotated backwards", "kernels", "pallas_kernels/kv_write.py",
+        "(b * cos + a * sin).astype(first.dtype)", "(b * cos - a * sin).astype(first.dtype)",
+        ("tests/kernels/test_kv_write.py",), "positions of cached keys are wrong",
+    ),
+    Mutant(
+        "rounds before the window's first full one are left out", "kernels",
+        "pallas_kernels/decode_work.py",
+        "first_round = begins // config.kv_tile", "first_round = -(-begins // config.kv_tile)",
+        ("tests/kernels/test_decode_work.py",), "a window loses up to a round",
+    ),
+    Mutant(
+        "the last span of a context is nobody's", "kernels", "pallas_kernels/prefill_work.py",
+        "last = -(-np.maximum(position + end - begin, 0) // SPAN)",
+        "last = np.maximum(position + end - begin, 0) // SPAN",
+        ("tests/kernels/test_prefill_work.py",), "chunks do not see their own tokens",
+    ),
+    Mutant(
+        "tiles of experts are cut for full tiles", "kernels", "pallas_kernels/grouped_work.py",
+        "tiles_of = (sizes + (tile - 1)) // tile", "tiles_of = sizes // tile",
+        ("tests/kernels/test_grouped_work.py",), "an expert's last tokens get no output",
+    ),
+    Mutant(
+        "the XLA window is a token too wide", "kernels", "shiftjax/models/attention_work.py",
+        "begin = np.maximum(end - (sliding_window or end), 0)",
+        "begin = np.maximum(end - 1 - (sliding_window or end), 0)",
+        ("tests/models/test_attention.py::test_sliding_window",), "decodes see past their window",
+    ),
+    Mutant(
+        "XLA's decode rows see a slot too many", "kernels", ATTENTION,
+        "(position >= begin[:, None]) & (position < end[:, None])",
+        "(position >= begin[:, None]) & (position <= end[:, None])",
+        ("tests/models/test_attention.py::test_equals_the_definition",),
+        "a stale key takes part in every decode",
+    ),
+    Mutant(
+        "codes are written without their scale", "kernels", ATTENTION,
+        "        wide = wide / scale[None, :, None]\n", "        wide = wide * 1.0\n",
+        ("tests/models/test_fp8_attention.py",), "fp8 caches hold other numbers",
+    ),
+)  # fmt: skip
+WEIGHTS_ROWS = (
+    Mutant(
+        "words of 4 bits are read from the top", "weights", "shiftjax/weights/packed.py",
+        "shifts = np.arange(0, 8, bits, dtype=np.uint8)",
+        "shifts = np.arange(0, 8, bits, dtype=np.uint8)[::-1]",
+        (QUANTISED,), "neighbouring weights change places",
+    ),
+    Mutant(
+        "GPTQ's zeros are off by one", "weights", "shiftjax/weights/packed.py",
+        "_affine(packed, values, zeros + offset,", "_affine(packed, values, zeros,",
+        (QUANTISED,), "every weight is a step too large",
+    ),
+    Mutant(
+        "AWQ's outputs stay interleaved", "weights", "shiftjax/weights/packed.py",
+        "order = np.argsort(_AWQ_ORDER)", "order = np.arange(8)",
+        (QUANTISED,), "outputs of a matrix change places",
+    ),
+    Mutant(
+        "llama.cpp's halves stay interleaved", "weights", "shiftjax/weights/gguf.py",
+        "return head * head_dim + 2 * pair + half", "return rows",
+        ("tests/weights/test_gguf.py",), "rotary embeddings turn other pairs",
+    ),
+    Mutant(
+        "tensors that the index does not name are passed over", "weights",
+        "shiftjax/weights/huggingface.py",
+        "if weight_map.get(name) != shard:", "if name in weight_map and weight_map[name] != shard:",
+        ("tests/weights/test_huggingface.py",), "a damaged download loads",
+    ),
+    Mutant(
+        "stacked keys have as many heads as queries", "weights", "shiftjax/weights/hf_names.py",
+        '"v_proj": config.num_kv_heads,', '"v_proj": config.num_heads,',
+        ("tests/weights/test_hf_names.py",), "a stack is cut in the wrong places",
+    ),
+)  # fmt: skip
+TIER_ROWS = (
+    Mutant(
+        "keys come back from the host as values", "host tier", "shiftjax/device/host_tier.py",
+        "(write(k, rows[2 * i]), write(v, rows[2 * i + 1]))",
+        "(write(k, rows[2 * i + 1]), write(v, rows[2 * i]))",
+        ("tests/device/test_host_copies.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
+        "a restored prefix is garbage",
+    ),
+)  # fmt: skip
+ROWS: tuple[Mutant, ...] = (
+    *SAMPLER_ROWS,
+    *VIEWS_ROWS,
+    *EXCHANGE_ROWS,
+    *MOVER_ROWS,
+    *KERNELS_ROWS,
+    *WEIGHTS_ROWS,
+    *TIER_ROWS,
+)  # fmt: skip
