@@ -125,10 +125,12 @@ def test_arguments_are_passed_on_before_the_call_has_ended(kind, field):
 
 @pytest.mark.parametrize("to", ["f", "g"])
 def test_a_call_of_harmony_without_arguments(to):
-    """Its message is empty: a call of a function there is, and nothing where there is none."""
+    """An empty message calls a function with none, as JSON; without such a function it is text."""
     output = f"<|channel|>commentary to=functions.{to} <|constrain|>json<|message|><|call|>"
     for parts in ([output], output):
-        assert parse("openai", parts) == ("", "", [("f", "")] if to == "f" else [])
+        assert parse("openai", parts) == ("", "", [("f", "{}")] if to == "f" else [])
+    cut = output.removesuffix("<|call|>")
+    assert parse("openai", [cut]) == ("", "", [("f", "")] if to == "f" else [])
 
 
 @pytest.mark.parametrize(
