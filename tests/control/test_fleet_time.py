@@ -113,7 +113,31 @@ def test_only_the_units_concerned_notice_a_bind(switch):
     assert played.begins["first"] == {"hard": 3.0, "sequential": 15.0, "soft": 12.0}[switch]
 
 
+@pytest.mark.parametrize(("switch", "begin"), [("sequential", 20.0), ("soft", 8.0)])
+def test_the_wide_group_opens_as_soon_whatever_comes_meanwhile(switch, begin):
+    """Sequential switching and soft preemption: groups that give way take no others to finish."""
+    late = [of_tokens(f"late{n}", 15, 3.5 + n) for n in range(10)]
+    played = play(*OLD, wide(), *late, switch=switch, max_num_seqs=16)
+    (bind,) = [turn for turn in played.engine.fleet.history if turn.change.is_bind]
+    assert (played.begins["wide"], bind.seconds) == (begin, 20.0)
+    assert {n: played.ends[n] for n in ALONE} == ALONE
+    assert all(played.begins[each.request_id] >= begin for each in late)
+
+
 # ------------------------------------------------------------------ pauses
+
+
+def test_what_pauses_goes_on_when_the_wide_group_has_nothing_left_to_do():
+    """Hard preemption: without being told so by the policy, and in the very next step."""
+    told = Told()
+    told.wishes = [Wish(equal_groups(UNITS, 1), "told")] * 3 + [Wish((ALL,), "told", "hard")]
+    fleet = {"max_pause_seconds": FOR_EVER}
+    played = play_fleet([*OLD, wide(num=7)], units=UNITS, policy=told, fleet=fleet)
+    assert [(turn.seconds, turn.reason) for turn in played.engine.fleet.history] == [
+        (3.0, "told"),
+        (10.0, "done"),
+    ]
+    assert {max(played.gaps(name)) for name in ALONE} == {7.0}
 
 
 @pytest.mark.parametrize("max_pause", [1.0, 5.0, 11.0])

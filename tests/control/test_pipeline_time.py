@@ -46,11 +46,23 @@ def test_decodes_of_micro_batches_fill_all_stages(stages, host, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("host", [0.0, 0.75])
+@pytest.mark.parametrize("stages", STAGES)
+def test_one_sequence_waits_for_each_token_in_all_stages(stages, host, overlap):
+    """Pipelining gains nothing for one: the next step begins when the last stage has its token."""
+    ends = ends_in_the_engine(stages, host, overlap, [of_tokens("a", 20)])
+    assert ends == pytest.approx(ends_of_steps(stages, host, 1 + overlap, 20, 1))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("host", [0.0, 0.75, 2.5])
 @pytest.mark.parametrize("stages", STAGES)
-def test_prompts_follow_each_other_without_waiting_for_their_tokens(stages, host, overlap):
+@pytest.mark.parametrize("num_prompts", [1, 15])  # one in chunks, or one in each step
+def test_prompts_follow_each_other_without_waiting_for_tokens(stages, host, overlap, num_prompts):
     """Pipelining of prompts: as many steps in flight as stages, and one that is prepared."""
-    requests = [of_tokens(str(n), 1, prompt=(n % 13,) * 8) for n in range(16)]
-    options = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "prefix_caching": False}
+    num_steps = 5 if num_prompts == 1 else num_prompts
+    prompt = [3] * (8 * num_steps // num_prompts)
+    requests = [of_tokens(str(n), 1, prompt=prompt) for n in range(num_prompts)]
+    options = {"max_num_batched_tokens": 8, "prefix_caching": False}
     ends = ends_in_the_engine(stages, host, overlap, requests, **options)
-    assert ends == pytest.approx(ends_of_steps(stages, host, len(stages) + overlap, 16))
+    assert ends == pytest.approx(ends_of_steps(stages, host, len(stages) + overlap, num_steps))

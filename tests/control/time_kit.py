@@ -17,6 +17,21 @@ from shiftjax.parallel.grid import Group
 from shiftjax.sim.devices import Clock, Handle, Units
 from shiftjax.sim.replay import serve
 
+MOST_SECONDS = 300.0  # after which a test has gone wrong
+
+
+class FiniteClock(Clock):
+    """Virtual seconds, of which there are so many: what waits for ever does not hang a test."""
+
+    @property
+    def now(self) -> float:
+        return self._now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        assert now < MOST_SECONDS, "somebody waits for ever"
+        self._now = now
+
 
 class Span(NamedTuple):
     """One step on the devices of a group; seconds."""
@@ -85,7 +100,7 @@ def play_fleet(
     **options,
 ) -> Played:
     """Serve requests in a fleet, each when it arrives, to the end."""
-    clock, of_units, spans = Clock(), Units(units), []
+    clock, of_units, spans = FiniteClock(), Units(units), []
     settings = {"clock": lambda: 0.0} | (fleet or {})
     options |= {"overlap": overlap, "max_model_len": max_model_len}
     engine = make_fleet(units=units, clock=clock, fleet=settings, **options)
