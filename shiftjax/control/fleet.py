@@ -278,7 +278,7 @@ class Fleet:
         change = pending.change
         if pending.kind == "hard":
             self._below[change.wide] = change.narrow
-            return self._pause(sources, targets[0], now)
+            return self._pause(pending, sources, targets[0], now)
         self._resume(targets, now)
         self._below.pop(change.wide, None)
         handover = hand_over(sources, targets, change)
@@ -320,14 +320,20 @@ class Fleet:
 
     # ------------------------------------------------------------------ pauses
 
-    def _pause(self, sources: list[Lane], wide: Lane, now: float) -> Handover:
-        """Keep what groups have while another one has their devices, and make room for it."""
+    def _pause(self, pending: _Pending, sources: list[Lane], wide: Lane, now: float) -> Handover:
+        """Keep what groups have while another one has their devices, and make room for it.
+
+        What has begun early, for the wide group, goes along.
+        """
         copies = make_room(wide, sources, wide.scheduler.tables.device.num_usable_blocks // 2)
+        early = [lane for lane in sources if lane.group in pending.finished]
+        handover = hand_over(early, [wide], pending.change)
+        handover.copies[:0] = copies
         for lane in sources:
             lane.state = "paused" if lane.scheduler.requests else "idle"
             if lane.state == "paused":
                 self._paused_at[lane.group] = now
-        return Handover(copies=copies)
+        return handover
 
     def _resume(self, targets: list[Lane], now: float) -> None:
         for lane in targets:

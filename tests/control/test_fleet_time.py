@@ -168,6 +168,18 @@ def test_nobody_waits_longer_than_the_longest_pause_for_others_to_give_way(switc
     assert [turn.kind for turn in played.engine.fleet.history] == ["hard", "move"]
 
 
+def test_what_has_begun_early_does_not_pause_for_the_group_that_it_is_for():
+    """Soft preemption that becomes hard: it goes along, and those that have not finished pause."""
+    old = [of_tokens(str(n), 8 if n == 0 else 30, prompt=(n, 2, 3)) for n in range(4)]
+    played = play(*old, wide(num=12), switch="soft", max_pause_seconds=10.0)
+    assert (played.begins["wide"], played.ends["wide"]) == (8.0, 20.0)
+    bind, release = played.engine.fleet.history
+    assert (bind.seconds, bind.kind, bind.num_sequences) == (13.0, "hard", 1)
+    assert (release.seconds, release.change.is_bind) == (20.0, False)
+    assert [max(played.gaps(str(n))) for n in range(4)] == [0.0, 7.0, 7.0, 7.0]
+    assert played.engine.fleet.stats.num_recomputed_sequences == 0
+
+
 # ------------------------------------------------------------------ moves
 
 
