@@ -103,6 +103,7 @@ class HarmonyParser:
         self._is_header = True
         self._kind: type[Text | Reasoning] | None = Text  # of a body; None: arguments
         self._num_calls = 0
+        self._lacks_arguments = False  # of the call whose body is being read nothing has come
 
     def feed(self, text: str) -> list[Piece]:
         """Take in more text; the pieces that are certain now."""
@@ -132,6 +133,7 @@ class HarmonyParser:
         if to and to[1] in self._names:
             self._kind = None
             self._num_calls += 1
+            self._lacks_arguments = True
             if self._is_wanted():
                 pieces.append(CallBegin(self._num_calls - 1, call_id(), to[1]))
         return True
@@ -143,6 +145,8 @@ class HarmonyParser:
         self._buffer = self._buffer[end:]
         if found is None:
             return False
+        if self._kind is None and self._lacks_arguments:
+            pieces += self._body("{}")  # an empty message; clients read JSON
         is_next = found[1] in (_START, _CHANNEL)
         self._buffer = self._buffer if is_next else self._buffer[len(found[1]) :]
         self._is_header = True
@@ -153,6 +157,7 @@ class HarmonyParser:
             return []
         if self._kind is not None:
             return [self._kind(text)]
+        self._lacks_arguments &= not text.strip()
         return [CallArguments(self._num_calls - 1, text)] if self._is_wanted() else []
 
     def _is_wanted(self) -> bool:

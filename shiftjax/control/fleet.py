@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.fleet_needs import Needs
@@ -56,6 +56,8 @@ class _Pending:
     reason: str
     since: float
     closing_since: float = 0.0
+    # Sources that have finished what they had; what they have now came early, for the wide group.
+    finished: set[Group] = field(default_factory=set)
 
 
 class Fleet:
@@ -173,14 +175,18 @@ class Fleet:
 
     def lane_for(self, request: Request) -> Lane | None:
         """The group that shall have the first request of the queue; None: it has to wait."""
-        needs, lanes = self.needs, self.lanes.values()
-        width = needs.width_of(request)
-        able = [lane for lane in lanes if lane.state == "open"]
-        if self.switch == "soft" and self._pending:
-            width = min(width, needs.fitting_width(needs.num_kv_tokens(request)))
-            able += [e for e in lanes if e.state == "leaving" and not e.scheduler.requests]
-        able = [lane for lane in able if lane.group.width >= width]
+        width = self.needs.width_of(request)
+        able = [e for e in self.lanes.values() if e.state == "open" and e.group.width >= width]
+        for pending in self._pending:
+            if pending.kind == "soft" and pending.change.wide.width >= width:
+                able += self._idle_sources(pending, request)
         return min(able, key=load_of) if able else None
+
+    def _idle_sources(self, pending: _Pending, request: Request) -> list[Lane]:
+        """Groups with nothing left to do, where what waits for the wide one can already run."""
+        fitting = self.needs.fitting_width(self.needs.num_kv_tokens(request))
+        lanes = [self.lanes[each] for each in pending.change.sources if each.width >= fitting]
+        return [e for e in lanes if e.state == "leaving" and not e.scheduler.requests]
 
     # ------------------------------------------------------------------ changes
 
@@ -227,8 +233,8 @@ class Fleet:
         """Whether a change can be made now. What has waited long enough for others pauses them."""
         lanes = [self.lanes[group] for group in pending.change.sources]
         if pending.kind in ("sequential", "soft"):
-            busy = sum(bool(lane.scheduler.requests) for lane in lanes)
-            if busy > (pending.kind == "soft"):
+            pending.finished.update(e.group for e in lanes if not e.scheduler.requests)
+            if len(pending.finished) < len(lanes):
                 if now - pending.since < self.max_pause_seconds:
                     return False
                 pending.kind = "hard"
@@ -272,7 +278,7 @@ class Fleet:
         change = pending.change
         if pending.kind == "hard":
             self._below[change.wide] = change.narrow
-            return self._pause(sources, targets[0], now)
+            return self._pause(pending, sources, targets[0], now)
         self._resume(targets, now)
         self._below.pop(change.wide, None)
         handover = hand_over(sources, targets, change)
@@ -314,14 +320,20 @@ class Fleet:
 
     # ------------------------------------------------------------------ pauses
 
-    def _pause(self, sources: list[Lane], wide: Lane, now: float) -> Handover:
-        """Keep what groups have while another one has their devices, and make room for it."""
+    def _pause(self, pending: _Pending, sources: list[Lane], wide: Lane, now: float) -> Handover:
+        """Keep what groups have while another one has their devices, and make room for it.
+
+        What has begun early, for the wide group, goes along.
+        """
         copies = make_room(wide, sources, wide.scheduler.tables.device.num_usable_blocks // 2)
+        early = [lane for lane in sources if lane.group in pending.finished]
+        handover = hand_over(early, [wide], pending.change)
+        handover.copies[:0] = copies
         for lane in sources:
             lane.state = "paused" if lane.scheduler.requests else "idle"
             if lane.state == "paused":
                 self._paused_at[lane.group] = now
-        return Handover(copies=copies)
+        return handover
 
     def _resume(self, targets: list[Lane], now: float) -> None:
         for lane in targets:
@@ -331,9 +343,11 @@ class Fleet:
 
     def _end_pauses(self, now: float) -> None:
         """Groups that have paused long enough step again, beside the one that has their devices."""
-        for group, since in self._paused_at.items():
-            if now - since >= self.max_pause_seconds and self.lanes[group].state == "paused":
-                self.lanes[group].state = "leaving"
+        over = [g for g, since in self._paused_at.items() if now - since >= self.max_pause_seconds]
+        lanes = [self.lanes[group] for group in over]
+        self._resume(lanes, now)
+        for lane in lanes:
+            lane.state = "leaving"
 
     def _release_idle(self, now: float) -> None:
         """What pauses below a group that has nothing to do goes on at once."""

@@ -93,13 +93,12 @@ def rates_of(target: Target, deployment: Deployment, batch: Batch) -> Rates | No
     seconds, alone = _seconds(costs, deployment, step), _serial_seconds(costs, deployment, step)
     batches = min(stages, running)
     decodes = Work.decode(math.ceil(running / batches), round(batch.resident))
-    interval = _seconds(costs, deployment, decodes)
     return Rates(
         deployment,
         prefill=dp * step.num_tokens / seconds,
         fill_seconds=alone - seconds,
         running=running,
-        round_seconds=max(batches * interval, _serial_seconds(costs, deployment, decodes)),
+        round_seconds=_round_seconds(costs, deployment, decodes, batches),
         mixed=mixed_rate(costs, deployment, batch, running / stages),
         link=_link_rate(target.machine, deployment) if knows_link else math.inf,
         load_seconds=reload_of(target, deployment).seconds if knows_link else math.inf,
@@ -177,6 +176,18 @@ def _seconds(costs: GroupCosts, deployment: Deployment, work: Work) -> float:
 
 def _serial_seconds(costs: GroupCosts, deployment: Deployment, work: Work) -> float:
     return min(costs.serial_seconds(mode, work) for mode in modes_of(costs, deployment))
+
+
+def _round_seconds(costs: GroupCosts, deployment: Deployment, decodes: Work, batches: int) -> float:
+    """In which each of so many micro-batches steps once.
+
+    They follow each other at the interval; and one waits for its tokens, but not for a host that
+    prepares its next step meanwhile.
+    """
+    alone = _serial_seconds(costs, deployment, decodes)
+    if costs.engine.overlaps:
+        alone -= costs.host_seconds(decodes)
+    return max(batches * _seconds(costs, deployment, decodes), alone)
 
 
 def static_seconds(rates: Rates, batch: Batch) -> float:

@@ -80,6 +80,28 @@ def test_load_binds_when_it_is_quiet_and_releases_when_it_is_not(num, before, af
     assert (wish and wish.arrangement) == after
 
 
+@pytest.mark.parametrize("where", ["num_running", "num_waiting", "queue"])
+@pytest.mark.parametrize(
+    ("num", "before", "after"),
+    [
+        (8, equal_groups(UNITS, 1), equal_groups(UNITS, 8)),  # one a unit: bind_at
+        (9, equal_groups(UNITS, 1), None),
+        (31, equal_groups(UNITS, 8), None),
+        (32, equal_groups(UNITS, 8), equal_groups(UNITS, 1)),  # four a unit: release_at
+    ],
+)
+def test_load_at_its_thresholds(where, num, before, after):
+    """The load policy: quiet is TP, busy is DP, and a threshold belongs to the change it is for.
+
+    Sequences count alike whether they run, wait in a group, or wait in front of all of them.
+    """
+    first, *_ = before
+    held = {} if where == "queue" else {first: IDLE._replace(**{where: num}, max_num_seqs=99)}
+    queue = [Demand(1, 10, 1)] * (num - 4) + [Demand(1, 10, 4)] if where == "queue" else ()
+    wish = LOAD.arrange(view(before, held, *queue))
+    assert (wish and wish.arrangement) == after
+
+
 def test_load_binds_nothing_that_would_not_fit():
     units = equal_groups(UNITS, 1)
     busy = {Group(0, 1): IDLE._replace(num_running=1, num_used_blocks=100)}

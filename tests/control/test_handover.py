@@ -3,10 +3,15 @@
 import random
 
 import pytest
+from echo_kit import Listener, make_request, run_to_end
+from fleet_kit import make_fleet
 from hypothesis import given
 from hypothesis import strategies as st
+from test_fleet import assert_as_alone
 
+from shiftjax.control.fleet_policy import Wish
 from shiftjax.control.handover import Pair, calls
+from shiftjax.parallel.fleet import equal_groups
 
 WAYS = 4
 
@@ -55,3 +60,39 @@ def test_places_that_have_the_same_to_move_fill_their_calls(chunk):
         for i in range(8)
     ]
     assert len(calls(pairs, WAYS, chunk)) == 6 * 8 // chunk
+
+
+@pytest.mark.parametrize("num_blocks", [13, 40])  # 12 are usable, of which one unit needs all
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("widths", [(1, 8), (8, 1)])
+def test_only_what_is_computed_is_moved(widths, num_steps, num_blocks):
+    """A prompt of 21 tokens in chunks of 8, then decodes: 16 tokens fill a block of 8 units.
+
+    Of a block that is filled in part so many narrow blocks cross as hold something; so it does in
+    a pool where a block has to be given up before another is taken.
+    """
+    before, after = (equal_groups(8, width) for width in widths)
+    budgets = {"max_num_batched_tokens": 8, "watermark": 0.0, "overlap": False}
+    engine = make_fleet(
+        num_kv_heads=8, num_blocks=num_blocks, arrangement=before, max_model_len=25, **budgets
+    )
+    prompt = [n % 13 for n in range(21 if num_steps < 5 else 14)]
+    request = make_request("a", prompt, max_tokens=25 - len(prompt), ignore_eos=True)
+    engine.add_request(request)
+    listener = Listener()
+    for turn in range(num_steps):
+        listener.hear(engine.step(float(turn)))
+    (source,) = (lane for lane in engine.lanes if lane.scheduler.running)
+    (sequence,) = source.scheduler.running
+    computed = sequence.num_computed_tokens
+    assert computed == {1: 8, 2: 16, 3: 21, 4: 22, 7: 19}[num_steps]
+    engine.fleet.begin(Wish(after, "told"), float(num_steps))
+    engine.fleet.turn(lambda most: [], 0, 1, float(num_steps))
+    (turn,) = engine.fleet.history
+    assert (turn.num_sequences, turn.num_recomputed) == (1, 0)
+    assert sum(engine.fleet.stats.moved_blocks.values()) == -(-computed // 2)
+    (target,) = (lane for lane in engine.lanes if lane.scheduler.running)
+    size = target.scheduler.config.block_size
+    assert len(sequence.block_table) == -(-len(sequence.token_ids) // size)
+    run_to_end(engine, listener)
+    assert_as_alone(engine, [request], listener)

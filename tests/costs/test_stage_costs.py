@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from closed_loop import ends_of_steps, interval
 
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
@@ -39,6 +40,26 @@ def test_a_step_takes_the_sum_of_its_stages_and_one_ends_with_the_slowest(work, 
     assert four.serial_seconds(SHIFT, work) == pytest.approx(whole, rel=1e-9)
     slowest = max(four.stage_seconds(SHIFT, work))
     assert four.seconds(SHIFT, work) == slowest > whole / 4
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("host", [0.0, 0.5, 0.9, 2.0, 20.0])  # of the slowest stage
+def test_one_step_ends_as_often_as_in_a_replay_by_hand(host, pp, overlaps):
+    """Pipelining of decode steps: the least interval that stages, host and steps in flight allow.
+
+    Up to S + 1 steps are in flight where the host prepares one while others are, else S.
+    """
+    costs = costs_of(pp)
+    stages = costs.stage_seconds(SHIFT, DECODE)
+    engine = replace(costs.engine, host_seconds=host * max(stages), overlaps=overlaps)
+    for stage in costs.stages:
+        stage.engine = engine
+    costs = PipelineCosts(costs.stages)
+    in_flight = pp + overlaps
+    ends = ends_of_steps(stages, host * max(stages), in_flight, 100 * in_flight)
+    assert costs.seconds(SHIFT, DECODE) == pytest.approx(interval(ends, in_flight), rel=1e-9)
+    assert costs.serial_seconds(SHIFT, DECODE) == pytest.approx(ends[0], rel=1e-9)
 
 
 def test_each_device_sends_its_part_at_every_boundary():

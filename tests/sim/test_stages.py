@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from closed_loop import ends_of_steps, interval
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.deployment import cost_model, deploy_degrees
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.stage_choice import LEAST_GAIN, choose_stages
-from shiftjax.sim.stages import Batch, _most_of, all_degrees, phased, rates_of
+from shiftjax.sim.stages import Batch, _most_of, all_degrees, phased, rates_of, static_seconds
 
 ARTICLES = [(3000, 200)] * 2000
 HOST = 400 * 2**30
@@ -61,6 +62,40 @@ def test_weights_that_leave_no_room_decode_nothing():
     assert rates_of(one, deploy_degrees(one, Degrees(8)), Batch.of(ARTICLES)) is None
     with pytest.raises(ConfigError, match="does not fit l4x8 in any number of stages"):
         choose_stages(target("l4x8", "llama-405b"), ARTICLES, HOST)
+
+
+@pytest.mark.parametrize("engine", ["shiftjax", "vllm"])  # whose host hides, or not
+@pytest.mark.parametrize("degrees", [Degrees(pp=8), Degrees(pp=4, tp=2), Degrees(tp=8)])
+@pytest.mark.parametrize("num", [1, 3, 64])
+def test_a_round_of_decodes_takes_as_long_as_in_a_replay_by_hand(num, degrees, engine):
+    """Pipelined decodes: the micro-batches share the stages, and one alone waits for its tokens."""
+    one, lengths = target("a100x8", "llama-8b", engine), [(512, 100)] * num
+    found, costs = rates(one, degrees, lengths), cost_model(one, deploy_degrees(one, degrees))
+    batches = min(degrees.pp, num)
+    work = Work.decode(math.ceil(num / batches), round(Batch.of(lengths).resident))
+    stages, host = costs.stage_seconds(costs.layout.shift, work), costs.host_seconds(work)
+    overlaps = costs.engine.overlaps
+    in_flight = min(batches * (1 + overlaps), degrees.pp + overlaps)
+    period = batches * in_flight
+    ends = ends_of_steps(stages, host, in_flight, 200 * period, batches)
+    assert found.running == num
+    assert found.round_seconds == pytest.approx(batches * interval(ends, period), rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["shiftjax", "vllm"])
+@pytest.mark.parametrize("degrees", [Degrees(pp=8), Degrees(pp=4, tp=2), Degrees(tp=8)])
+def test_a_batch_of_prompts_takes_as_long_as_in_a_replay_by_hand(degrees, engine):
+    """Pipelined prompts: full steps at the interval, and the stages fill and empty once."""
+    one = target("a100x8", "llama-8b", engine)
+    deployment = deploy_degrees(one, degrees)
+    tokens, costs = deployment.max_num_batched_tokens, cost_model(one, deployment)
+    lengths = [(tokens, 1)] * 16
+    work = Work(tokens, 1, 1, 0, tokens, tokens * tokens // 2)
+    stages, host = costs.stage_seconds(costs.layout.shift, work), costs.host_seconds(work)
+    ends = ends_of_steps(stages, host, degrees.pp + costs.engine.overlaps, 16)
+    seconds = static_seconds(rates(one, degrees, lengths), Batch.of(lengths))
+    # Where the host does not overlap, S steps come at once, and the closed form has their mean.
+    assert seconds == pytest.approx(ends[-1], rel=1e-9 if costs.engine.overlaps else 2e-3)
 
 
 def test_the_largest_of_several_poisson_numbers():

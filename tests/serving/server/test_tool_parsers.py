@@ -83,6 +83,57 @@ def test_calls(kind, output, text, calls):
     assert [(name, json.loads(each)) for name, each in made] == [("f", each) for each in calls]
 
 
+# By format: before a call in JSON, and behind it.
+AROUND = {
+    "hermes": ("<tool_call>\n", "\n</tool_call>"),
+    "smollm2": ("<tool_call>[", "]</tool_call>"),
+    "llama3_json": ("", ""),
+    "mistral": ("[TOOL_CALLS][", "]"),
+    "mistral_named": ("[TOOL_CALLS][", "]"),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "f", "parameters": {"a": {"b": 1}}}', {"a": {"b": 1}}),
+        ('{"parameters": {"a": 1}, "name": "f"}', {"a": 1}),
+        ('{"arguments": {"a": 1}, "name": "f"}', {"a": 1}),
+        ('{"id": "x", "name": "f", "parameters": {"a": 1}}', {"a": 1}),
+        ('{"type": "function", "name": "f", "parameters": {"a": 1}}', {"a": 1}),
+        ('{"name": "f", "parameters": "{\\"a\\": 1}"}', {"a": 1}),
+        ('{"name": "f"}', {}),
+        ('{"type": "function", "name": "f"}', {}),
+    ],
+)
+def test_arguments_are_found_by_either_name_and_may_be_left_out(kind, call, arguments):
+    """A model may write the other format's field, or none where a function needs no arguments."""
+    before, behind = AROUND[kind]
+    for parts in ([before + call + behind], before + call + behind):
+        text, _, ((name, written),) = parse(kind, parts)
+        assert (text, name, json.loads(written)) == ("", "f", arguments)
+
+
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.parametrize("field", ["arguments", "parameters"])
+def test_arguments_are_passed_on_before_the_call_has_ended(kind, field):
+    """Whatever their field is called: a client sees them as the model writes them."""
+    parser = make_parser(FORMATS[kind], WISH, "none", is_inside=False)
+    pieces = parser.feed(AROUND[kind][0] + f'{{"name": "f", "{field}": {{"a": [1, ')
+    assert parts_of(pieces) == ("", "", [("f", '{"a": [1, ')])
+
+
+@pytest.mark.parametrize("to", ["f", "g"])
+def test_a_call_of_harmony_without_arguments(to):
+    """An empty message calls a function with none, as JSON; without such a function it is text."""
+    output = f"<|channel|>commentary to=functions.{to} <|constrain|>json<|message|><|call|>"
+    for parts in ([output], output):
+        assert parse("openai", parts) == ("", "", [("f", "{}")] if to == "f" else [])
+    cut = output.removesuffix("<|call|>")
+    assert parse("openai", [cut]) == ("", "", [("f", "")] if to == "f" else [])
+
+
 @pytest.mark.parametrize(
     ("kind", "output"),
     [
