@@ -33,7 +33,7 @@ from mutant import Mutant
 from mutant_table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"quick": ["-m", "not thorough"], "all": []}
+SIZES = {"quick": ["--quick"], "all": []}
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # what pytest ends with
 LEAST_SECONDS, SLOWER = 300, 5  # a run hangs that takes longer, and so many times its baseline
 FIRST = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
