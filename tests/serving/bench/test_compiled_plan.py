@@ -37,6 +37,7 @@ def test_missing_wheels_are_named(capsys, monkeypatch):
     assert f"pip install --no-deps jax-cuda13-absent=={version}" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_moves_what_was_predicted(capsys, tmp_path):
     """With layers of codes, and a head in bfloat16."""
     if reason := aot.unavailable():

@@ -37,6 +37,7 @@ def test_throughput(tmp_path):
     assert row["tokens_per_second"] * row["seconds"] == pytest.approx(80)
 
 
+@pytest.mark.thorough
 def test_startup(tmp_path):
     row = run(tmp_path, "startup", "--starts=1")
     assert row["warm_best"]["compile_seconds"] < row["cold"]["compile_seconds"]

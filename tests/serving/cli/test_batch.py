@@ -140,6 +140,7 @@ def test_a_bug_is_one_lines_alone(monkeypatch):
     assert [record["response"]["status_code"] for record in records] == [200, 500, 200]
 
 
+@pytest.mark.costs(12)
 def test_the_command(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr("serving.run.progress.LOG_SECONDS", 0.0)  # a line for every record
     directory, _, _ = checkpoint()

@@ -69,6 +69,7 @@ def test_draws_are_those_of_the_line_and_of_the_prompt_in_it():
     assert texts[1][0] == texts[1][1]
 
 
+@pytest.mark.thorough
 def test_a_killed_run_in_phases_goes_on_in_others(tmp_path: Path):
     """A signal that nothing can catch; then the rest in other degrees: as in one configuration."""
     lines = [body | {"id": f"{i}-{j}"} for i in range(6) for j, body in enumerate(ENDLESS)]

@@ -24,6 +24,7 @@ from shiftjax.sim.experiments import target_from
 from shiftjax.weights.resolve import open_source, resolve_model
 
 
+@pytest.mark.costs(10)
 def test_check_prints_the_plan(capsys):
     flags = ("--model", "random:smollm2-135m", "--sp", "4", "--tp", "2", "--max-model-len", "512")
     code, out, problems = run_command(capsys, "check", *flags)
@@ -47,6 +48,7 @@ def test_check_and_plan_agree_on_the_weights(sp, tp, weights, engine):
     assert make_plan(config, open_files(config))["weights"] == f"{held / 2**20:,.1f} MiB"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["alias", "replicate"])
 def test_check_says_what_the_engine_then_has(weights):
     options = {"weights": weights, "num_blocks": 40, "max_model_len": 64, "cache_dir": "none"}

@@ -35,6 +35,7 @@ def results(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.thorough
 def test_deployments_agree_in_tokens_with_those_of_their_formats(results):
     rows = {row["name"]: row for row in rows_of(results / "measured.jsonl")}
     references = {name: row["tokens_as"] for name, row in rows.items()}
@@ -46,6 +47,7 @@ def test_deployments_agree_in_tokens_with_those_of_their_formats(results):
         assert 0 < row["predicted_ttft_p50_seconds"] < row["predicted_completion_p50_seconds"]
 
 
+@pytest.mark.thorough
 def test_compiled_steps_move_what_was_predicted(results):
     rows = rows_of(results / "programs.jsonl")
     assert all(row["bytes"] == row["predicted_bytes"] for row in rows)
@@ -55,6 +57,7 @@ def test_compiled_steps_move_what_was_predicted(results):
     assert all(row["bytes"] > 0 for row in rows if row["sp"] * row["tp"] > 1)
 
 
+@pytest.mark.thorough
 def test_measured_and_predicted_are_drawn_side_by_side(results):
     page = (results / "report.html").read_text()
     assert page.count("<table>") == 2 and "<h2>measured and predicted" in page

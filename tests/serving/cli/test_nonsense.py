@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from spent import examples
 
 from serving.cli.main import main
 from shiftjax.config import SETTINGS
@@ -157,7 +158,8 @@ COMMANDS = st.one_of(
 ALLOWED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=ALLOWED)
+@pytest.mark.costs(15)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=ALLOWED)
 @given(COMMANDS)
 @example(["mesh", "run", written("measured: {tp: -1}"), "--out", str(folder())])
 @example(["plan", "--window", "0:5", "--model", "llama-8b"])

@@ -40,6 +40,7 @@ ADVICE = ("plan", "--model", "llama-8b", "--machine", "l4x8,h100x8", "--input", 
 LIMITS = ("--rate", "5", "--ttft", "1", "--tpot", "0.05")
 
 
+@pytest.mark.thorough
 def test_plan_finds_the_least_gpus_and_writes_them_down(capsys, tmp_path):
     argv = [*ADVICE, *LIMITS, "--output", "30", "--gpu-price", "l4x8=0.8,h100x8=2.5"]
     assert main([*argv, "--out", str(tmp_path)]) == 0
@@ -84,6 +85,7 @@ def test_a_model_may_be_a_config_json(capsys):
     assert "/absent/config.json: cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("format", "formats"), [("fp8-channel", "fp8, KV bfloat16"), ("awq", "bfloat16, KV bfloat16")]
 )
@@ -275,6 +277,7 @@ def test_simulating_needs_no_jax():
     assert run.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.thorough
 def test_a_plan_trades_memory_for_reach_in_fleets(capsys, tmp_path):
     assert main(["plan", "--dtype", "fp8", "--out", str(tmp_path)]) == 0
     assert "recommended: --fleet --tp 1" in capsys.readouterr().out

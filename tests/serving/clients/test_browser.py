@@ -12,6 +12,8 @@ from kit import make_drafting_engine, make_engine, running_server
 from serving.server.phases import Phases
 from shiftjax.parallel.grid import Group
 
+pytestmark = pytest.mark.thorough
+
 api = pytest.importorskip("playwright.sync_api", reason="needs: pip install playwright")
 CHAT = "**/v1/chat/completions"
 COMPLETION = "/v1/completions"

@@ -29,6 +29,8 @@ from shiftjax import LLM, SamplingParams
 from shiftjax.control.fleet_state import REASONS
 from shiftjax.model_files import open_files
 
+pytestmark = pytest.mark.thorough
+
 UNITS = 4
 DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "shiftjax.json"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -18,6 +18,8 @@ from serving.cli.main import main
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
+pytestmark = pytest.mark.thorough
+
 ONE_PROGRAM = ("--sp=1",)  # where nothing that was compiled can be kept
 
 
