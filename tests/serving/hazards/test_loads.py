@@ -49,6 +49,7 @@ def known(server) -> Known:
     return on(server, lambda loads: loads.learn())
 
 
+@pytest.mark.costs(12)
 @pytest.mark.parametrize("name", LOADS)
 def test_a_load(server, known, name):
     """L2, L3 and L6: every end is definite, refusals say when to retry, nobody's text changes."""

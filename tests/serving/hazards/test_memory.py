@@ -75,6 +75,7 @@ def fill(port: int) -> bytes:
         return b""
 
 
+@pytest.mark.thorough
 def test_memory_that_runs_out_while_serving(model, cache_dir, expected):
     """Every request is answered or cut off. The server lives, or leaves its stack behind."""
     with serve(model[0], cache_dir) as served:

@@ -62,6 +62,7 @@ def body_of(prompt: list[int], **fields) -> dict:
     return fixed | {"max_tokens": 12} | fields
 
 
+@pytest.mark.costs(15)
 def test_greedy_tokens_are_those_of_the_oracle(model, client):
     _, config, tensors = model
     for prompt in prompts(3):  # L0
@@ -69,6 +70,7 @@ def test_greedy_tokens_are_those_of_the_oracle(model, client):
         assert choice["token_ids"] == numpy_llama.greedy(config, tensors, prompt, 12)
 
 
+@pytest.mark.thorough
 def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
     """L1: 8 clients with 8 requests each over HTTP and gRPC, streams and not."""
     wanted = prompts(8)
@@ -113,6 +115,7 @@ def test_a_mixed_load_gives_the_tokens_of_each_alone(server, client):
     assert server.service.model.num_compiles() == 0
 
 
+@pytest.mark.thorough
 def test_a_router_knows_what_is_left_after_a_mixed_load(server):
     kv_kit = pytest.importorskip("kv_kit", reason="KV events need pyzmq")
     sent = KvEvents(kv_kit.FREE, "kv@pod@model")
@@ -139,6 +142,7 @@ def test_a_router_knows_what_is_left_after_a_mixed_load(server):
         subscriber.socket.close(0)
 
 
+@pytest.mark.thorough
 def test_a_pool_for_one_serves_many(server, client):
     """L4: all finish, nobody is preempted more often than the cap, and the tokens stay."""
     rng = random.Random(2)
@@ -159,6 +163,7 @@ def test_a_pool_for_one_serves_many(server, client):
     server.assert_quiescent()
 
 
+@pytest.mark.thorough
 def test_bursts_switch_modes_both_ways_and_compile_nothing(model):
     """On 8 devices: the prefills of a burst run in base, its decodes in shift."""
     built = make(model[0], 4, 2, whole=True, max_num_seqs=8, num_blocks=128, shift_threshold=8)
@@ -204,6 +209,7 @@ def test_log_probabilities_of_a_prompt_are_nobody_elses_business(server, client,
             assert (choice["logprobs"] is not None) == ("logprobs" in asked)
 
 
+@pytest.mark.thorough
 def test_structure_combines_with_everything(server, client):
     """n, seeds, penalties, log-probabilities, the prefix cache, preemption and both modes."""
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
@@ -245,6 +251,7 @@ def test_structure_combines_with_everything(server, client):
             assert words(choices) == words(alone)
 
 
+@pytest.mark.thorough
 def test_arrivals_and_cancels_change_no_texts(server, client):
     """L2 with F1: those who stay get what they get alone, whoever leaves meanwhile."""
     bodies = [mixed_body(number, 60, 24) for number in range(20)]

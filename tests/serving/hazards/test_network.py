@@ -18,6 +18,8 @@ from served import NUM_TOKENS, PROMPT, ROOT, SLOW, Served, in_background, inside
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
+pytestmark = pytest.mark.thorough
+
 HERE = Path(__file__).parents[1]
 SERVER, STRANGER = "10.9.0.1", "10.9.0.2"  # in network namespaces of their own
 

@@ -18,6 +18,8 @@ from served import NUM_TOKENS, PROMPT, SLOW, Served, in_background, serve
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 
+pytestmark = pytest.mark.thorough
+
 BODY = {"prompt": PROMPT, "max_tokens": 50, "temperature": 0, "ignore_eos": True}
 
 

@@ -30,9 +30,12 @@ DRAIN_DELAY = 5  # seconds; longer than the interval, also where the machine is 
 NUM_REQUESTS, CONCURRENT = 500, 8  # of each router
 NUM_BEFORE = 200  # of both, before something happens
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.with_name("vllm-router").exists(), reason="needs routers: make .venv/.routers"
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        not PYTHON.with_name("vllm-router").exists(), reason="needs routers: make .venv/.routers"
+    ),
+]
 
 
 class Routed:

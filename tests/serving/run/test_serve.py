@@ -25,6 +25,7 @@ START_SECONDS = "shiftjax:start_phase_seconds"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+@pytest.mark.costs(15)
 def test_the_life_of_a_server(model, cache_dir):
     """Starting is not ready; SIGTERM drains: what runs finishes, what comes is refused."""
     directory, config, tensors = model
@@ -86,6 +87,7 @@ def phases_of(served: Served) -> list[str]:
     return seen
 
 
+@pytest.mark.thorough
 def test_of_jax_a_log_has_what_is_wrong_alone(cache_dir):
     """Not that there is no TPU: JAX looks for every backend that it knows.
 
@@ -99,6 +101,7 @@ def test_of_jax_a_log_has_what_is_wrong_alone(cache_dir):
         assert "max_model_len = 1024 is beyond" in err.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_what_does_not_finish_in_time_says_so(model, cache_dir):
     with serve(model[0], cache_dir, "--shutdown-timeout=0.5", fault=SLOW) as served:
         served.wait_for("/health/ready", 200)
@@ -112,6 +115,7 @@ def test_what_does_not_finish_in_time_says_so(model, cache_dir):
         assert served.end()[0] == 0
 
 
+@pytest.mark.thorough
 def test_the_second_signal_ends_at_once(model, cache_dir):
     with serve(model[0], cache_dir, fault=SLOW) as served:
         served.wait_for("/health/ready", 200)
@@ -125,6 +129,7 @@ def test_the_second_signal_ends_at_once(model, cache_dir):
         assert isinstance(answers[0], httpx.TransportError)
 
 
+@pytest.mark.thorough
 def test_requests_are_taken_until_the_delay_of_the_drain_is_over(model, cache_dir):
     """The second signal skips the delay, and the third ends at once."""
     with serve(model[0], cache_dir, "--drain-delay=3600", fault=SLOW) as served:
@@ -143,6 +148,7 @@ def test_requests_are_taken_until_the_delay_of_the_drain_is_over(model, cache_di
         assert isinstance(answers[0], httpx.TransportError)
 
 
+@pytest.mark.thorough
 def test_a_signal_while_loading(model, cache_dir):
     with serve(model[0], cache_dir) as served:
         served.wait_for("/health/live", 200)
@@ -150,6 +156,7 @@ def test_a_signal_while_loading(model, cache_dir):
         assert served.end()[0] == 128 + signal.SIGTERM
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("point", ["dispatch", "schedule", "commit"])
 def test_a_step_that_hangs_ends_the_process(model, cache_dir, point):
     flags = ("--watchdog-timeout=1.0", "--stall-timeout=0.3")
@@ -165,6 +172,7 @@ def test_a_step_that_hangs_ends_the_process(model, cache_dir, point):
         assert isinstance(answers[0], httpx.TransportError) or answers[0].status_code == 503
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "code"), [("loading:raise:1", 1), ("drain:raise:1", 1)])
 def test_faults_at_the_start_and_at_the_end(model, cache_dir, fault, code):
     with serve(model[0], cache_dir, fault=fault) as served:
@@ -174,6 +182,7 @@ def test_faults_at_the_start_and_at_the_end(model, cache_dir, fault, code):
         assert served.end()[0] == code
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("point", ["dispatch:exit:8", "write:exit:1", "grammar:exit:1"])
 def test_a_process_that_ends_in_mid_work_ends_nothing_well(cache_dir, tmp_path, point):
     """On the engine's thread, the event loop's and one for grammars."""
@@ -190,6 +199,7 @@ def test_a_process_that_ends_in_mid_work_ends_nothing_well(cache_dir, tmp_path, 
         assert served.end()[0] == EXIT_CODE
 
 
+@pytest.mark.thorough
 def test_a_signal_while_the_loader_hangs(model, cache_dir):
     with serve(model[0], cache_dir, fault="loading:hang:1") as served:
         served.wait_for("/health/live", 200)
@@ -226,6 +236,7 @@ def test_a_fault_needs_permission(model, cache_dir, monkeypatch):
         assert "SHIFTJAX_TESTING=1" in err
 
 
+@pytest.mark.thorough
 def test_a_server_that_drafts_says_the_same(model, cache_dir, expected):
     """Later answers are copied from the first, which the corpus has, whatever steps take here."""
     flags = "--speculation=suffix", "--max-draft-rows=4", "--draft-choice=fixed"
