@@ -26,7 +26,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 
 VARIABLE = "PYTEST_COMPILED"
 LEAST_SECONDS = 0.2  # that compiling takes: reading what takes less saves little
-MAX_BYTES = 1 << 30  # of all versions together; a run of every test writes half of it
+MAX_BYTES = 1 << 29  # of all versions together; a run of every test writes a quarter of it
 
 
 def folder() -> Path:
