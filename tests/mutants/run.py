@@ -105,8 +105,10 @@ def mutated(mutant: Mutant, text: str) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
-def try_mutant(tree: Path, mutant: Mutant, sizes: list[str], limits: dict[str, float]) -> Run:
-    """Run its tests with the mutant, in one size after the other until one finds it."""
+def try_mutant(
+    tree: Path, mutant: Mutant, sizes: list[str], limits: dict[str, float]
+) -> tuple[str, Run]:
+    """Run its tests with the mutant, in one size after the other until one, the first, finds it."""
     file = tree / mutant.file
     text = file.read_text()
     try:
@@ -118,7 +120,7 @@ def try_mutant(tree: Path, mutant: Mutant, sizes: list[str], limits: dict[str, f
             cpu_seconds += run.cpu_seconds
             if run.outcome != "survived":
                 break
-        return run._replace(cpu_seconds=cpu_seconds)
+        return size, run._replace(cpu_seconds=cpu_seconds)
     finally:
         file.write_text(text)
         Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
@@ -157,29 +159,27 @@ def main() -> int:
                         print(baselines[key].output)
                         raise SystemExit(f"{mutant.tests} fail without any mutant.")
                 limits[size] = max(LEAST_SECONDS, SLOWER * baselines[key].seconds)
-            run = try_mutant(tree, mutant, sizes, limits)
-            print(
-                f"{run.outcome:9} {mutant.area:18} {mutant.name:56} {run.cpu_seconds:6.1f}  "
-                f"{run.test}",
-                flush=True,
-            )
+            size, run = try_mutant(tree, mutant, sizes, limits)
+            place = f"{run.outcome:9} {size:5} {mutant.area:18} {mutant.name:52}"
+            print(f"{place} {run.cpu_seconds:6.1f}  {run.test}", flush=True)
             sums[mutant.area][run.outcome] += 1
+            sums[mutant.area][size] += run.outcome != "survived"  # by accident, too
             sums[mutant.area]["cpu"] += run.cpu_seconds
             if asked.output:
-                line = mutant._asdict() | {"size": asked.size} | run._asdict()
+                line = mutant._asdict() | {"size": size} | run._asdict()
                 line.pop("output")
                 with asked.output.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-    _print_sums(asked.size, sums, sum(run.cpu_seconds for run in baselines.values()))
+    _print_sums(sums, sum(run.cpu_seconds for run in baselines.values()))
     return int(any(each["survived"] for each in sums.values()))
 
 
-def _print_sums(size: str, sums: dict[str, dict[str, float]], baseline: float) -> None:
-    columns = ("found", "timeout", "broken", "survived", "cpu")
-    print(f"\n{'size ' + size:18}" + "".join(f"{name:>10}" for name in columns))
+def _print_sums(sums: dict[str, dict[str, float]], baseline: float) -> None:
+    columns = (*SIZES, "timeout", "broken", "survived", "cpu")
+    print(f"\n{'found by':18}" + "".join(f"{name:>9}" for name in columns))
     total = {name: sum(each[name] for each in sums.values()) for name in columns}
     for area, each in [*sums.items(), ("all", total)]:
-        print(f"{area:18}" + "".join(f"{each[name]:10.0f}" for name in columns))
+        print(f"{area:18}" + "".join(f"{each[name]:9.0f}" for name in columns))
     print(f"and {baseline:.0f} CPU seconds for tests without mutants")
 
 

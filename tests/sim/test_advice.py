@@ -61,6 +61,7 @@ def test_prices_choose_the_machine():
         assert best is not None and best.target.machine.name == cheap
 
 
+@pytest.mark.thorough
 def test_more_load_and_tighter_limits_never_need_less():
     def devices(goal: Goal) -> float:
         best = advise([target("a10x8")], LOAD, goal, {}, **SMALL).best

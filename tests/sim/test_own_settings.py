@@ -29,6 +29,7 @@ TARGET = target_from({"model": "tiny", "machine": "cpu"} | FORMATS)
 GPUS = target_from({"model": "llama-70b", "machine": "h200x8"})
 
 
+@pytest.mark.costs(12)
 def test_what_is_simulated_is_what_would_be_built():
     config = EngineConfig.from_options(**SETTINGS, cache_dir="none")
     built = build(config, open_source(resolve_model("random:tiny"), seed=0), silent)

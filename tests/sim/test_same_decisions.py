@@ -83,6 +83,7 @@ def record(engine: Engine, runners, clock: Clock, seconds=None):
     return plans
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_the_simulator_makes_the_plans_of_the_device_engine(dp):
     directory, _, _ = checkpoint()
