@@ -33,6 +33,7 @@ def tiny():
     llm.close()
 
 
+@pytest.mark.costs(12)
 @pytest.mark.parametrize(
     ("prompt", "sampling", "words"),
     [

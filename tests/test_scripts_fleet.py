@@ -116,6 +116,7 @@ def test_the_demo_says_why_and_what_went_along():
     assert demo.change_words(turn("4+4")).startswith("released (load): nothing ran")
 
 
+@pytest.mark.thorough
 def test_quick_on_two_units():
     row = bench.quick(seed=2, num_requests=16, units=2)
     assert (row["tokens_equal"], row["compiles_after_warmup"]) == (1.0, 0)

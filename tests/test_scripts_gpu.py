@@ -60,6 +60,7 @@ def run_script(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.thorough
 def test_a_dry_run_goes_through_every_part(dry_rows):
     empty = {part.name for part in gpu_parts.PARTS if part.name.startswith("correctness")}
     parts = {part.name for part in (*gpu_parts.PARTS, gpu_parts.DRY)} - empty
@@ -77,6 +78,7 @@ def test_a_dry_run_goes_through_every_part(dry_rows):
     assert all(row["same_tokens"] == row["batch"] for row in switches)
 
 
+@pytest.mark.thorough
 def test_a_dry_run_traces_all_that_a_run_would_compile(dry_rows):
     """The candidates of the tuning, too; the kernels refuse none of them."""
     traced = [row for row in dry_rows if row["part"] == gpu_parts.DRY.name]

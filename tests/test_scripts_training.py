@@ -147,6 +147,7 @@ def trained(model, tmp_path_factory) -> tuple[list[str], dict, Path]:
         return command, train_speculator.main(command), work
 
 
+@pytest.mark.thorough
 def test_every_phase_leaves_what_the_next_one_needs(trained):
     command, report, work = trained
     texts = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
