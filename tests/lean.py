@@ -34,12 +34,13 @@ def greedy(logits: Any, inputs: SamplingInputs, key: Any, *, vocab_size: int) ->
     tokens = jnp.where(is_finite, tokens, 0)
     total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")[:, 0]
-    nothing = jnp.zeros_like(logits[:, : min(sampling.MAX_LOGPROBS, vocab_size)])
+    best_first = jnp.arange(min(sampling.MAX_LOGPROBS, vocab_size), dtype=jnp.int32)[None]
     return SampleOutput(
         token_ids=tokens,
         logprobs=jnp.where(is_finite, chosen - largest - jnp.log(total), 0.0),
-        top_ids=nothing.astype(jnp.int32),
-        top_logprobs=nothing,
+        # Nobody asks for these; they are no constants, so that they travel as the real ones do.
+        top_ids=tokens[:, None] + best_first,
+        top_logprobs=chosen[:, None] - best_first.astype(jnp.float32),
         is_finite=is_finite,
     )
 

@@ -138,6 +138,7 @@ def sources(call: Instruction, text: str) -> list[Instruction]:
     return found
 
 
+@pytest.mark.costs(10)
 @every_case
 def test_the_pool_is_written_in_place(case, compiled):
     one = compiled(case)

@@ -92,7 +92,9 @@ def test_codes_move_with_the_sequences_of_a_fleet():
     model = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     directory, *_ = scaled_checkpoint(**model)
     options = {"fleet_widths": (1, 2), "fleet_policy": "context", "num_blocks": 30}
-    built = make(directory, None, 1, fleet=True, devices=2, kv_cache_dtype="fp8", **options)
+    built = make(
+        directory, None, 1, whole=True, fleet=True, devices=2, kv_cache_dtype="fp8", **options
+    )
     requests = requests_of(1)[:10]
     found, _ = play(built, requests, 2)
     for request in [one for one in requests if one.sampling.is_greedy][:3]:

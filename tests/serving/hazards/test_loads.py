@@ -28,7 +28,7 @@ BODIES = [mixed_body(number, 60, 24) for number in range(60)]
 def server():
     """Both modes, a pool that holds fewer than all that may run, and a bounded queue."""
     directory, _, _ = checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS)
-    built = make(directory, 2, 2, max_num_seqs=8, num_blocks=120, shift_threshold=8)
+    built = make(directory, 2, 2, whole=True, max_num_seqs=8, num_blocks=120, shift_threshold=8)
     with serving(built.engine) as running:
         yield running
 
