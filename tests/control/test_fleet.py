@@ -199,6 +199,7 @@ def test_what_runs_is_moved_and_not_computed_again():
     run_to_end(engine, listener)
     assert_as_alone(engine, requests, listener)
     assert engine.stats().num_preemptions == {"recompute": 0, "swap": 0}
+    assert engine.stats().num_failed_steps == 0  # else the audit has found a move that is wrong
 
 
 @pytest.mark.parametrize("is_bind", [True, False])

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from harness import silent
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.handover import Copy, Crossing
+from shiftjax.costs import moves
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import group_mesh, joined_mesh
 from shiftjax.device.mode_weights import ModeWeights
@@ -26,9 +28,10 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
 
 NUM_BLOCKS, UNIT_BLOCK = 160, 4  # a unit's block: tokens
-SHAPES = {  # KV heads, units and tp, widths
-    "4-heads-tp2": (4, 4, 2, (1, 2, 4)),  # 8 devices: in a group of 4 units two keep each head
-    "3-heads": (3, 8, 1, (1, 2, 8)),  # padded
+SHAPES = {  # KV heads, units and tp, widths, the part of a pool that a call moves
+    # 8 devices: in a group of 4 units two keep each head; several blocks in a call
+    "4-heads-tp2": (4, 4, 2, (1, 2, 4), 1 / 10),
+    "3-heads": (3, 8, 1, (1, 2, 8), 1 / 256),  # padded; a block in a call
 }
 
 
@@ -42,7 +45,9 @@ class Moved(NamedTuple):
 
 
 @cache
-def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) -> Moved:
+def make_fleet(
+    num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...], share: float
+) -> Moved:
     config = replace(PRESETS["tiny"], num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
     grid, devices = Grid(tp, units), jax.devices()
     layouts = {width: Layout(config, width, tp, units) for width in widths}
@@ -60,7 +65,8 @@ def make_fleet(num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...]) 
         memories[group] = GroupMemory(weights, mesh, device_pools)
         memories[group].fill(stored)
         memories[group].prepare(sizes[group.width], None)
-    return Moved(grid, layouts, memories, DeviceMover(memories, sizes))
+    with mock.patch.object(moves, "POOL_SHARE", round(1 / share)):
+        return Moved(grid, layouts, memories, DeviceMover(memories, sizes))
 
 
 def random_crossing(rng: random.Random, fleet: Moved, pools: EchoPools) -> Crossing:
@@ -91,8 +97,8 @@ def random_crossing(rng: random.Random, fleet: Moved, pools: EchoPools) -> Cross
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_move_as_the_definition_of_the_layouts_has_it(shape):
     """Against NumPy, head by head; whatever the two widths, ragged ends and chunks."""
-    num_kv_heads, units, tp, widths = SHAPES[shape]
-    fleet, rng = make_fleet(num_kv_heads, units, tp, widths), random.Random(3)
+    fleet, rng = make_fleet(*SHAPES[shape]), random.Random(3)
+    widths = sorted(fleet.layouts)
     pools = EchoPools(fleet.layouts, fleet.grid, NUM_BLOCKS, UNIT_BLOCK)
     widest = [fleet.memories[group] for group in fleet.grid.groups(widths[-1])]
     head_dim = fleet.layouts[1].model.head_dim
@@ -112,14 +118,13 @@ def test_blocks_move_as_the_definition_of_the_layouts_has_it(shape):
             check_pools(memory, pools.cells, before, head_dim)
 
 
-def test_blocks_are_copied_in_the_pools_of_one_group_alone():
-    """More than one call of them; what is written is not what is read."""
-    fleet = make_fleet(*SHAPES["4-heads-tp2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_are_copied_in_the_pools_of_one_group_alone(shape):
+    """More than one call of them, the last not full; what is written is not what is read."""
+    fleet = make_fleet(*SHAPES[shape])
     group, other, head_dim = Group(2, 2), Group(0, 2), fleet.layouts[1].model.head_dim
-    cells = np.random.default_rng(5).permutation(
-        fleet.grid.num_devices * NUM_BLOCKS * 2 * UNIT_BLOCK
-    )
-    cells = cells.reshape(fleet.grid.num_devices, NUM_BLOCKS, -1)
+    size = EchoPools(fleet.layouts, fleet.grid, NUM_BLOCKS, UNIT_BLOCK).cells.shape
+    cells = np.random.default_rng(5).permutation(np.prod(size)).reshape(size)
     for each in (group, other):
         set_pools(fleet.memories[each], cells, head_dim)
     numbers = random.Random(5).sample(range(1, NUM_BLOCKS), 2 * 70)

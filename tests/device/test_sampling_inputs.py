@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from shiftjax.device.sampling_inputs import (
     neutral_rows,
     refresh_params,
 )
+from shiftjax.drafts.draft import Claims, Draft
 
 VOCAB_SIZE = 70  # three words, the last with six tokens
 PROMPT = [1, 2, 3, 2]
@@ -131,6 +133,21 @@ def test_min_tokens_and_allowed_token_ids_together():
     assert [allowed_tokens(words) for words in rows.tables.token_bitmask] == [[5], [0, 5, 69]]
 
 
+def bits(*tokens: int) -> np.ndarray:
+    words = np.zeros(3, np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+def test_a_constraint_and_allowed_token_ids_together():
+    sequence = make_sequence(allowed_token_ids=[6, 40, 69])
+    sequence.constraint = SimpleNamespace(mask=bits(5, 6, 40))
+    rows = build(decode(sequence), decode(make_sequence()))
+    first, second = rows.tables.token_bitmask
+    assert allowed_tokens(first) == [6, 40] and (second == ALL_ALLOWED).all()
+
+
 def test_logit_bias():
     bias = {5: 1.5, 69: -100.0}
     rows = build(decode(make_sequence(temperature=0.0)), decode(make_sequence(logit_bias=bias)))
@@ -147,6 +164,15 @@ def test_counts_of_prompt_and_output():
     assert not counts[0].any()
     expected = {1: IN_PROMPT, 2: IN_PROMPT + 1, 3: IN_PROMPT, 9: 3}
     assert {t: int(c) for t, c in enumerate(counts[1]) if c} == expected
+
+
+def test_rows_of_a_draft_count_its_tokens_up_to_theirs():
+    sequence = make_sequence([9], presence_penalty=0.1)
+    drafted = Draft([9, 7, 9], [1.0] * 3, "ngram", Claims("own", 1, [1.0] * 3))
+    item = ScheduledSequence(sequence, len(sequence.token_ids) - 1, 4, 4, -1, drafted)
+    counts = build(item).tables.token_counts
+    assert counts[:, [9, 7]].tolist() == [[1, 0], [2, 0], [2, 1], [3, 1]]
+    assert (counts[:, 1] == IN_PROMPT).all()
 
 
 def test_counts_saturate_below_the_prompt_flag():
