@@ -136,11 +136,11 @@ BLOCKS_ROWS = (
         (TEST_SCHEDULER,), "no token is left to compute, and there are no logits",
     ),
     Mutant(
-        "blocks are cached before they are known to be finite", "blocks", TABLES,
-        "num_full = sequence.num_verified_tokens // size",
-        "num_full = sequence.num_computed_tokens // size",
-        (f"{TEST_SCHEDULER}::test_blocks_of_a_non_finite_request_are_not_cached",),
-        "keys that may be NaN are shared",
+        "chunks are cached before they are known to be finite", "blocks", SCHEDULER,
+        "continue  # part of a prompt: whether it is finite shows in a later row",
+        "sequence.num_verified_tokens = item.start + item.num_tokens\n"
+        "                self.tables.register(sequence)\n                continue",
+        (TEST_SCHEDULER,), "others read keys that are NaN",
     ),
     Mutant(
         "fresh blocks evict the prefix that was found", "blocks", TABLES,
