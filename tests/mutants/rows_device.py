@@ -49,7 +49,7 @@ SAMPLER_ROWS = (
     Mutant(
         "continuations have one seed", "sampler", "shiftjax/control/request.py",
         'f"{seed}/{index}".encode()', 'f"{seed}/0".encode()',
-        ("tests/control/test_engine.py", "tests/test_llm.py"), "n texts are n times the same",
+        ("tests/control/test_scheduler.py",), "n texts are n times the same",
     ),
     Mutant(
         "the token in flight is not penalised", "sampler", SAMPLING,
@@ -90,7 +90,7 @@ SAMPLER_ROWS = (
     Mutant(
         "a grammar overrides allowed tokens", "sampler", INPUTS,
         "return mask if allowed is None else mask & allowed", "return mask",
-        (TEST_INPUTS, "tests/control/test_constraints.py"), "a forbidden token is sampled",
+        (TEST_INPUTS,), "a forbidden token is sampled",
     ),
     Mutant(
         "rows of a draft count its tokens too late", "sampler", INPUTS,
@@ -186,7 +186,7 @@ EXCHANGE_ROWS = (
         "every device has the first tokens", "exchange", EXCHANGE,
         "start = jax.lax.axis_index(TOKEN_AXIS) * count",
         "start = 0 * jax.lax.axis_index(TOKEN_AXIS) * count",
-        ("tests/models/test_families.py", "tests/device/test_gathered_weights.py"),
+        ("tests/device/test_gathered_weights.py",),
         "tokens of other devices are never computed",
     ),
     Mutant(

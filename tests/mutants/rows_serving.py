@@ -170,7 +170,7 @@ TEXT_ROWS = (
     Mutant(
         "marks of tools stay hidden", "text", DETOKENIZER,
         "tokenizer.special_ids - visible if", "tokenizer.special_ids if",
-        (TEST_DETOKENIZER, "tests/serving/http/test_tool_formats.py"),
+        ("tests/serving/http/test_tool_formats.py",),
         "calls of models with special marks are text",
     ),
 )  # fmt: skip
