@@ -16,6 +16,8 @@ from shiftjax.control.request import SamplingParams
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.device.programs import CompileCounter
 
+pytestmark = pytest.mark.thorough
+
 OUTPUT_TOKENS = 12
 # The decode phase has blocks for fewer sequences than it could step; prompts take several chunks.
 SIZES = {"num_blocks": 28, "max_model_len": 96, "token_buckets": [16], "prefix_caching": True}

@@ -160,6 +160,7 @@ def test_every_phase_leaves_what_the_next_one_needs(trained):
     assert again["acceptance"] == report["acceptance"]
 
 
+@pytest.mark.thorough
 def test_features_are_what_the_target_computed_along_its_texts(trained, model):
     """Greedy texts are the target's choices, but where bfloat16 rounds in another order."""
     work = trained[2]
@@ -177,6 +178,7 @@ def test_features_are_what_the_target_computed_along_its_texts(trained, model):
     assert features.left[0] == len(text["output"])
 
 
+@pytest.mark.thorough
 def test_what_is_written_is_a_speculator_of_the_target(trained, model):
     source = with_speculator(HuggingFaceSource(model), trained[2] / "out")
     speculator = source.config.speculator

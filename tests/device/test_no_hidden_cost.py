@@ -68,6 +68,7 @@ def test_only_what_the_policy_may_choose_is_compiled(caplog):
     assert "a base step of 8 tokens is compiled late" in caplog.text
 
 
+@pytest.mark.thorough
 def test_the_weights_of_a_mode_are_made_at_the_start_not_at_its_first_step(monkeypatch):
     directory, _, _ = checkpoint()
     built = make(directory, 2, 2, num_blocks=42)
@@ -94,6 +95,7 @@ def test_switching_keeps_the_pool_where_it_is():
     assert built.engine.stats().mode_switches == {("base", "shift"): 1, ("shift", "base"): 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
 def test_the_weights_of_every_mode_lie_inside_their_base_shards(sp, tp):
     runner = runner_of(sp, tp)

@@ -186,6 +186,7 @@ def chi_square_p_value(seen: np.ndarray, p: np.ndarray) -> float:
     return stats.chi2.sf(((seen - expected) ** 2 / expected).sum(), len(seen) - 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sampler", "oracle", "agree"),
     [

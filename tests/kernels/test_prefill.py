@@ -82,7 +82,6 @@ CASES = {
 
 QUICK = [
     "chunks that continue a context",
-    "window 20, sinks",
     "fp8",
     "split, one KV head of 32",
 ]

@@ -250,6 +250,7 @@ def test_query_heads_per_kv_head(q_per_kv):
     check(make_case(*step, q_per_kv=q_per_kv, kv_heads=3 if q_per_kv == 3 else 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", *thorough("bfloat16")])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(32, 8), (64, 64), (128, 16)])
 def test_types_and_sizes(dtype, head_dim, block_size):

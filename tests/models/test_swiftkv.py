@@ -49,6 +49,7 @@ def test_logits_are_those_of_the_definition(name):
     assert np.abs(logits - expected["logits"]).max() < TOLERANCE * np.abs(logits).max()
 
 
+@pytest.mark.thorough
 def test_codes_of_late_layers_are_those_of_the_definition():
     """A late layer's products are of codes, too, what makes its keys and values as well."""
     directory, config, tensors = swiftkv(1, num_attention_heads=8, num_key_value_heads=4)
@@ -90,6 +91,7 @@ def with_budget(num_tokens: int, seed: int) -> Engine:
     return Engine([lane], RandomPolicy(seed), few.limits, overlap=True, seed=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_greedy_tokens_whatever_the_chunks_and_modes(budget):
     _, config, tensors = swiftkv(1)
@@ -106,6 +108,7 @@ def test_greedy_tokens_whatever_the_chunks_and_modes(budget):
     assert min(stats.steps_by_mode.values()) > 0
 
 
+@pytest.mark.thorough
 def test_large_steps_come_with_few_rows_too():
     sizes = [program.bucket[:2] for program in served().runners[0].programs]
     assert sizes == [(8, 8), (64, 8)]  # max_num_seqs is 6: no size has more
@@ -113,6 +116,7 @@ def test_large_steps_come_with_few_rows_too():
     assert [bucket[:2] for bucket in wide.buckets] == [(8, 8), (64, 8), (64, 40)]
 
 
+@pytest.mark.thorough
 def test_what_needs_the_last_layers_of_a_prompt_is_refused():
     request = Request("r", [5, 6], SamplingParams(prompt_logprobs=1, max_tokens=0))
     with pytest.raises(RequestError, match="last layers for output tokens only"):

@@ -18,6 +18,8 @@ from kit import metric_total, metric_values
 from scripted import say, scripted_server
 from served import serve
 
+pytestmark = pytest.mark.thorough
+
 HERE = Path(__file__).parent
 PYTHON = str(HERE.parents[2] / ".venv/clients/bin/python")
 NODE = shutil.which("node")

@@ -39,6 +39,7 @@ def names_of(path: str) -> list[str]:
     return sorted({*kind.__struct_fields__, *UNSUPPORTED, *FOREIGN.get(kind, {}), "unheard_of"})
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_field_of_any_kind(client, path):
     _, good = PATHS[path]

@@ -20,6 +20,8 @@ from shiftjax.sim.metrics import summary as simulated_summary
 from shiftjax.sim.replay import Replay, RequestRecord, StepRecord
 from shiftjax.sim.trace import TraceRequest
 
+pytestmark = pytest.mark.thorough
+
 SECONDS = 15.0  # of the steady load and the overload
 BODIES = [mixed_body(number, 60, 24) for number in range(60)]
 
@@ -49,7 +51,6 @@ def known(server) -> Known:
     return on(server, lambda loads: loads.learn())
 
 
-@pytest.mark.costs(12)
 @pytest.mark.parametrize("name", LOADS)
 def test_a_load(server, known, name):
     """L2, L3 and L6: every end is definite, refusals say when to retry, nobody's text changes."""
