@@ -24,7 +24,7 @@ one that not even an empty host could hold is parked uncomputed.
 import bisect
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
 from shiftjax.control.block_tables import BlockTables
@@ -96,6 +96,7 @@ class Scheduler:
         self._micro_batch = 0  # whose turn it is
         self._budget = config.max_num_batched_tokens  # less for a while after `lower_budget`
         self._recovers_at = 0  # number of a step
+        self._unsaid: list[Event] = []  # of a commit that failed half way
 
     @property
     def num_used_blocks(self) -> int:
@@ -412,7 +413,8 @@ class Scheduler:
 
         A sequence that has ended since the step was scheduled is passed over. Rows of a draft
         after the first token that the step does not sample itself count for nothing, nor do those
-        of a path that agrees less than another.
+        of a path that agrees less than another. What it had to say before an exception is among
+        the events of `fail`: a sequence that has ended ends but once.
         """
         check_output(plan, output)
         self.tables.end_plan(plan)
@@ -422,7 +424,7 @@ class Scheduler:
         losers = settle(plan, tokens, self.tables)
         for item, sampled in losers.items():
             self._verify(item, sampled)
-        events: list[Event] = []
+        self._unsaid = events = []
         next_row = 0
         guesses = output.guesses or [None] * len(plan.scheduled)
         for item, guess in zip(plan.scheduled, guesses, strict=True):
@@ -457,6 +459,7 @@ class Scheduler:
                     self.tables.register(sequence)
             if event is not None:
                 events.append(self._end(sequence, reason, event) if reason else event)
+        self._unsaid = []
         return events
 
     def _verify(self, item: ScheduledSequence, sampled: list[int]) -> int:
@@ -476,12 +479,12 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[Event]:
         """End every continuation of a request; nothing if it is not here (any more)."""
-        return self._end_request(self.requests.get(request_id, ()), "abort")
+        return list(self._end_request(self.requests.get(request_id, ()), "abort"))
 
     def finish(self, request_id: str, index: int, reason: FinishReason) -> list[Event]:
         """End one continuation, for a reason found in its text; nothing if it has ended."""
         siblings = self.requests.get(request_id, ())
-        return self._end_request(siblings[index : index + 1], reason)
+        return list(self._end_request(siblings[index : index + 1], reason))
 
     def fail(self, plan: StepPlan | None, error: str, code: str = "step_failed") -> list[Event]:
         """End the requests of a failed plan (None: all of them), and forget all KV on the device.
@@ -500,7 +503,10 @@ class Scheduler:
             if self.config.parks and sequence.host_places:
                 self._park(sequence)
         failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
-        return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
+        events, self._unsaid = self._unsaid, []
+        for siblings in failed:
+            events += self._end_request(siblings, "error", error, code)
+        return events
 
     # ----------------------------------------------------------- from group to group
 
@@ -555,14 +561,12 @@ class Scheduler:
         reason: FinishReason,
         error: str | None = None,
         code: str | None = None,
-    ) -> list[Event]:
-        events = []
+    ) -> Iterator[Event]:
         for sequence in siblings:
             if sequence.status is not Status.FINISHED:
                 name, index = sequence.request.request_id, sequence.index
                 event = Event(name, index, error=error, error_code=code)
-                events.append(self._end(sequence, reason, event))
-        return events
+                yield self._end(sequence, reason, event)
 
     def _end(self, sequence: Sequence, reason: FinishReason, event: Event) -> Event:
         """Take a sequence out, free its blocks, and make the event its last.

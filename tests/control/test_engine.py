@@ -1,5 +1,6 @@
 """The loop around the schedulers: groups, modes, metrics, faults, ends."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -238,6 +239,27 @@ def test_after_a_step_without_memory_steps_are_smaller_for_a_while(overlap, monk
     assert max(sizes[:20]) == 6  # half of the 12 that had no room
     assert 6 < max(sizes[21:40]) <= 12
     assert max(sizes[60:]) == 32  # as configured, again
+
+
+@pytest.mark.parametrize("num_ended", [0, 1, 2])
+def test_who_ends_before_a_commit_fails_ends_once_and_is_told(num_ended, monkeypatch):
+    """Three requests end in one step, and blocks of one of them cannot be given back."""
+    engine, listener = make_engine(), Listener()
+    for number in range(3):
+        engine.add_request(make_request(str(number), [1], float(number), max_tokens=2))
+    tables = engine.lanes[0].scheduler.tables
+    release, calls = tables.release, itertools.count()
+
+    def broken(sequence):
+        if next(calls) == num_ended:
+            raise RuntimeError("on purpose")
+        release(sequence)
+
+    monkeypatch.setattr(tables, "release", broken)
+    run_to_end(engine, listener)
+    reasons = [listener.outcomes[str(number), 0].last.finish_reason for number in range(3)]
+    assert reasons == ["length"] * num_ended + ["error"] * (3 - num_ended)
+    engine.check()
 
 
 def test_a_failed_launch_leaves_the_step_before_its_results():
