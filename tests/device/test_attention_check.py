@@ -97,6 +97,7 @@ def test_right_kernels_serve_and_are_not_tried_again(tmp_path):
     assert json.loads(path.read_text())["key"]["trial"]["shape"]["head_dim"] == 64
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize(
     ("fault", "problem", "is_kept"),
     [

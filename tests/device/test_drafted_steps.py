@@ -100,6 +100,7 @@ def test_engines_that_draft_read_the_context_of_a_draft_once(built):
     assert (work.tiles.num_tiles, work.rows.num_waves) == (1, 0)
 
 
+@pytest.mark.costs(10)
 def test_drafted_rows_pass_late_layers_too():
     """SwiftKV: every row of a draft attends alone, in early layers and in late ones."""
     layers = {"num_hidden_layers": 2, "num_key_value_layers": 1}

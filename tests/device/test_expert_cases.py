@@ -38,6 +38,7 @@ def judged(multiply, shape: ExpertShape = SHAPE, num_runs: int = 2) -> str | Non
     return None if found is None else found[0]
 
 
+@pytest.mark.costs(8)
 @pytest.mark.parametrize(
     "shape",
     [

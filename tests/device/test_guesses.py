@@ -111,6 +111,7 @@ def draft_by(built, speculation: str) -> Recorded:
     return drafting
 
 
+@pytest.mark.costs(15)
 def test_an_engine_that_is_built_with_a_speculator_drafts_by_it(built):
     made, _, _, overrides = built
     prompts, expected = expected_outputs(**overrides)

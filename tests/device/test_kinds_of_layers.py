@@ -12,6 +12,7 @@ from shiftjax.control.request import SamplingParams
 PARITY = Path(__file__).parent.parent / "data" / "parity"
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize(
     ("name", "sp", "tp"),
     [

@@ -143,6 +143,7 @@ def test_all_modes_write_the_same_cache(sp, tp):
                 np.testing.assert_allclose(a, b, atol=2e-5, err_msg=f"layer {layer}")
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_swapped_sequences_come_back_as_they_were(overlap):
     directory, config, tensors = checkpoint()
@@ -170,6 +171,7 @@ def test_other_weight_strategies_give_the_same_tokens(strategy):
         assert tokens(events[i, 0]) == expected
 
 
+@pytest.mark.costs(10)
 def test_groups_share_one_queue():
     """dp: independent groups of devices, each request on one of them."""
     directory, config, tensors = checkpoint()

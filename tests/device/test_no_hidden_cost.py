@@ -177,6 +177,7 @@ def moves_in_shift(runner, weights: set[tuple[int, int]]) -> list[Instruction]:
     return weight_moves(in_shift(runner).as_text(), weights, "f32")
 
 
+@pytest.mark.costs(8)
 def test_the_shift_step_reads_its_weights_in_place():
     aliased, sliced = runner_of(4, 2), runner_of(4, 2, weights="slice")
     weights = matrices(aliased.step, aliased.memory.params(aliased.step.layout.shift))

@@ -164,6 +164,7 @@ def test_each_stage_has_its_part_of_the_weights_and_of_the_cache(staged):
     assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.thorough
 def test_stages_between_the_ends_share_one_program(monkeypatch, uncached):
     """Of four equal stages the second is compiled, and loaded on the devices of the third."""
     compiled, compile_it = [], programs.add_mode

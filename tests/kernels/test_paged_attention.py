@@ -32,6 +32,7 @@ CASES = {
 QUICK = ["decodes alone"]
 
 
+@pytest.mark.costs(8)
 @pytest.mark.parametrize("name", [*QUICK, *thorough(*(one for one in CASES if one not in QUICK))])
 def test_a_step_is_attention(name):
     case = CASES[name]

@@ -96,6 +96,7 @@ def test_it_is_attention(name):
     assert not out[step.query_start_loc[-1] :].any()
 
 
+@pytest.mark.thorough
 def test_fixed_rounds_give_a_token_the_same_bits_in_any_company():
     case = Case(((20, 300), (33, 90)), config=SPLIT, padding=0)
     step = make_step(case)

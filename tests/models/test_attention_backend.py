@@ -174,6 +174,7 @@ def test_fp8_pools_are_for_every_implementation(caplog):
     assert "write_kv: head_dim 96 is not a multiple of 64" in caplog.text
 
 
+@pytest.mark.costs(8)
 def test_a_mixed_step_through_the_kernels_is_right():
     """Two decodes, a chunk in the middle of a prompt and padding; on the kernels' interpreter."""
     block_size, blocks_per_seq, tokens = 16, 6, 24

@@ -96,6 +96,7 @@ def test_of_six_devices_powers_of_two_are_tried():
     assert {int(where.split()[2]) for where in nothing.reasons} == {1, 2, 4}
 
 
+@pytest.mark.thorough
 def test_a_quick_time_to_the_first_token_needs_wider_groups():
     load = even_load(Workload(4000, 30))
 

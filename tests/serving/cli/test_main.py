@@ -186,6 +186,7 @@ def test_a_printed_config_is_a_config_file(capsys, tmp_path):
     assert resolve({}, {}, text).parallel.sp == 4
 
 
+@pytest.mark.costs(8)
 def test_text_that_is_not_unicode_is_refused_in_words(capsys, monkeypatch, tmp_path):
     """What a shell or a pipe passes on need not be UTF-8."""
     byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
