@@ -27,10 +27,11 @@ demo-fleet: $(VENV)/.base
 
 # A file's tests share what they compile, so they stay in one process. In the order that
 # tests/spent.py gives, for files of many tests first would leave those of a few long ones to the
-# end, and to one process. What is compiled is kept in ~/.cache/shiftjax/tests;
-# PYTEST_COMPILED=off is a run that neither reads nor keeps it.
+# end, and to one process. On two cores three processes, because a fifth of the time tests wait.
+# What is compiled is kept in ~/.cache/shiftjax/tests; PYTEST_COMPILED=off is a run without that.
+JOBS ?= 3
 PYTEST := PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
-    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n 2 --dist loadfile \
+    PYTHONPATH=$(CURDIR)/$(VENV)/gpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
     --no-loadscope-reorder
 
 test: $(VENV)/.gpu
