@@ -40,8 +40,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     spent.QUICK = config.getoption("quick")
-    is_limited = os.environ.get("CI") == "true" and not spent.QUICK
-    config.pluginmanager.register(spent.Spent(is_limited=is_limited))
+    config.pluginmanager.register(spent.Spent(is_limited=os.environ.get("CI") == "true"))
 
 
 def pytest_collection_finish():

@@ -28,7 +28,7 @@ class AnyArrangement:
         return 1
 
     def arrange(self, view: FleetView) -> Wish | None:
-        if self.random.random() < 0.9:
+        if self.random.random() < 0.7:
             return None
         found = equal_groups(UNITS, WIDTHS[0])
         for group in self.random.sample(all_groups(UNITS, WIDTHS), 3):

@@ -79,6 +79,7 @@ def test_a_thousand_switches_compile_nothing_and_keep_nothing(built):
     assert [token for event in events for token in event.token_ids] == wanted
 
 
+@pytest.mark.thorough
 def test_weights_of_every_group_and_mode_lie_in_those_of_its_units(built):
     """But for biases, which are copied where they are split."""
     fleet = built.engine.fleet
