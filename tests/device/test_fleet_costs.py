@@ -133,6 +133,7 @@ def new_mover(built: Built) -> mover.DeviceMover:
     return mover.DeviceMover(memories, {g.width: r.pool for g, r in runners.items()})
 
 
+@pytest.mark.thorough
 def test_moves_are_compiled_for_one_group_of_a_width_and_loaded_on_the_others(built, compiled):
     new_mover(built)
     assert sorted(compiled) == [("copies", 1, 0), ("copies", 2, 0), ("exchange", 0)]

@@ -72,6 +72,7 @@ def test_on_a_cpu_small_programs_run_before_traffic(monkeypatch):
     assert (ran, loops) == ([16], [(1, 1)])
 
 
+@pytest.mark.costs(12)
 def test_a_trial_step_writes_to_the_null_block_only(built):
     _, ran, _, _ = built
     _, _, before, after = ran[0]

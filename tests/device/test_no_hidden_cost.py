@@ -156,6 +156,7 @@ def test_aliased_shift_weights_take_no_memory_and_copies_do():
 # ------------------------------------------------------------ the compiled programs
 
 
+@pytest.mark.costs(15)
 @pytest.mark.parametrize(("sp", "tp"), MESHES)
 def test_collectives_are_the_papers_to_the_byte(sp, tp):
     runner = runner_of(sp, tp)
