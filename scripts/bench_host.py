@@ -134,7 +134,7 @@ def one_step(
     if packer is not None:
         timed(seconds, "pack", packer, plan)
     output = runner.fetch(runner.run(plan, mode, None))
-    timed(seconds, "commit", scheduler.commit, plan, mode, output, 0.0)
+    timed(seconds, "commit", lambda: list(scheduler.commit(plan, mode, output, 0.0)))
     return seconds
 
 
@@ -192,7 +192,7 @@ def measure_device(runner: DeviceRunner, num_sequences: int, num_steps: int) -> 
         handle = timed(seconds, "run", runner.run, plan, mode, None)
         runner.fetch(handle)
         seconds["dispatch"] = seconds.pop("run") - seconds["pack"]
-        scheduler.commit(plan, mode, echo.fetch(echo.run(plan, mode, None)), 0.0)
+        list(scheduler.commit(plan, mode, echo.fetch(echo.run(plan, mode, None)), 0.0))
         if number >= WARM_UP_STEPS:
             rows.append(seconds)
     medians = {verb: statistics.median(row[verb] for row in rows) for verb in rows[0]}

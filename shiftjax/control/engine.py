@@ -177,7 +177,7 @@ class Engine:
 
     def _commit(self, lane: Lane, now: float) -> list[Event]:
         """Wait for the oldest step in flight and enter its results."""
-        flight = lane.in_flight.popleft()
+        flight, events = lane.in_flight.popleft(), list[Event]()
         try:
             if isinstance(flight, Failure):
                 raise flight.error
@@ -186,11 +186,12 @@ class Engine:
             seconds = lane.end_step(flight, done_at)
             if flight.plan.scheduled:
                 self.ended_steps.append(_ended(flight, seconds))
-            events = lane.scheduler.commit(flight.plan, flight.mode, output, done_at)
+            for event in lane.scheduler.commit(flight.plan, flight.mode, output, done_at):
+                events.append(event)  # one by one: they count even if a later one fails
             if self.fleet is not None:
                 self.fleet.has_stepped(lane)
         except Exception as error:
-            return self._fail(lane, flight.plan, error)
+            return events + self._fail(lane, flight.plan, error)
         if lane.in_flight and isinstance(lane.in_flight[0], Failure):
             events += self._commit(lane, now)
         return events

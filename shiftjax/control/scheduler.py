@@ -96,7 +96,6 @@ class Scheduler:
         self._micro_batch = 0  # whose turn it is
         self._budget = config.max_num_batched_tokens  # less for a while after `lower_budget`
         self._recovers_at = 0  # number of a step
-        self._unsaid: list[Event] = []  # of a commit that failed half way
 
     @property
     def num_used_blocks(self) -> int:
@@ -408,13 +407,13 @@ class Scheduler:
 
     # -------------------------------------------------------------------- commit
 
-    def commit(self, plan: StepPlan, mode: Mode, output: StepOutput, now: float) -> list[Event]:
+    def commit(self, plan: StepPlan, mode: Mode, output: StepOutput, now: float) -> Iterator[Event]:
         """Enter the results of a step: new tokens, full blocks, ends. In the order of the steps.
 
         A sequence that has ended since the step was scheduled is passed over. Rows of a draft
         after the first token that the step does not sample itself count for nothing, nor do those
-        of a path that agrees less than another. What it had to say before an exception is among
-        the events of `fail`: a sequence that has ended ends but once.
+        of a path that agrees less than another. Events are yielded as they happen, so that what
+        has ended before an exception is told: `fail` knows no more of it.
         """
         check_output(plan, output)
         self.tables.end_plan(plan)
@@ -424,7 +423,6 @@ class Scheduler:
         losers = settle(plan, tokens, self.tables)
         for item, sampled in losers.items():
             self._verify(item, sampled)
-        self._unsaid = events = []
         next_row = 0
         guesses = output.guesses or [None] * len(plan.scheduled)
         for item, guess in zip(plan.scheduled, guesses, strict=True):
@@ -441,7 +439,7 @@ class Scheduler:
                 end, last = end - num_rejected, last - num_rejected
                 sequence.num_computed_tokens = end
             if not (finite[first_row] and (last == first_row + 1 or all(finite[first_row:last]))):
-                events += self._end_request(sequence.siblings, "error", NON_FINITE, "non_finite")
+                yield from self._end_request(sequence.siblings, "error", NON_FINITE, "non_finite")
                 continue
             if sequence.wants_prompt_logprobs:
                 collect_prompt_logprobs(item, output, last - 1)
@@ -458,9 +456,7 @@ class Scheduler:
                 if caches and end // block_size > sequence.num_registered_blocks:
                     self.tables.register(sequence)
             if event is not None:
-                events.append(self._end(sequence, reason, event) if reason else event)
-        self._unsaid = []
-        return events
+                yield self._end(sequence, reason, event) if reason else event
 
     def _verify(self, item: ScheduledSequence, sampled: list[int]) -> int:
         """How many tokens of a draft were wrong, and all after the first that was."""
@@ -503,10 +499,7 @@ class Scheduler:
             if self.config.parks and sequence.host_places:
                 self._park(sequence)
         failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
-        events, self._unsaid = self._unsaid, []
-        for siblings in failed:
-            events += self._end_request(siblings, "error", error, code)
-        return events
+        return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
 
     # ----------------------------------------------------------- from group to group
 

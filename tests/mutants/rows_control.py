@@ -88,6 +88,12 @@ SCHEDULER_ROWS = (
         "self._budget = min(most, 2 * self._budget)", "self._budget = min(most, self._budget)",
         (TEST_ENGINE,), "after one lack of memory steps are small for ever",
     ),
+    Mutant(
+        "a commit that fails half way has told nothing", "scheduler", "shiftjax/control/engine.py",
+        "return events + self._fail(lane, flight.plan, error)",
+        "return self._fail(lane, flight.plan, error)",
+        (TEST_ENGINE,), "clients of sequences that ended before the failure wait for ever",
+    ),
 )  # fmt: skip
 BLOCKS_ROWS = (
     Mutant(
