@@ -7,6 +7,7 @@ always run come before the `thorough` ones of their file.
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ def thorough(*rows: Any, mark: Any = pytest.mark.thorough) -> list[Any]:
     return [pytest.param(*each, marks=mark) for each in values]
 
 
+def quick(rows: Iterable[Any], *some: Any) -> list[Any]:
+    """Rows of a parametrisation, all but `some` of which are left to `make test-all`."""
+    rows = list(rows)
+    assert all(one in rows for one in some), some
+    return [row if row in some else thorough(row)[0] for row in rows]
+
+
 def mutants(*rows: Any) -> list[Any]:
     """Rows that are wrong programs: some in `make test-all`, the others in `mutants/run.py`."""
     some = rows[:: len(rows) // 3]
@@ -63,9 +71,8 @@ class Spent:
         dear = {item.path for item in items if is_thorough(item)}
         place = {path: (path not in dear, i) for i, path in enumerate(files)}
         items.sort(key=lambda item: (place[item.path], is_thorough(item)))
-        left = [item for item in items if is_left_out(item, config)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=[each for each in items if is_left_out(each, config)])
+        items[:] = [each for each in items if not is_left_out(each, config)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self):

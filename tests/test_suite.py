@@ -37,6 +37,7 @@ SUITE = """
     def test_as_root():
         pytest.skip("root may read everything")
 """
+LEAST = "jax_persistent_cache_min_compile_time_secs"
 SKIPS = """
     import pytest
 
@@ -148,18 +149,17 @@ def hits(tmp_path, monkeypatch):
     jax.config.update(LEAST, 0.0)
     compilation_cache.reset_cache()
     get = kept.Files.get
-    monkeypatch.setattr(
-        kept.Files,
-        "get",
-        lambda self, key: (found.append(key), get(self, key))[1] if get(self, key) else None,
-    )
+
+    def noted(self, key: str) -> bytes | None:
+        program = get(self, key)
+        found.extend([key] if program is not None else [])
+        return program
+
+    monkeypatch.setattr(kept.Files, "get", noted)
     yield found
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-
-
-LEAST = "jax_persistent_cache_min_compile_time_secs"
 
 
 def double(x: jax.Array) -> jax.Array:

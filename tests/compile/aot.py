@@ -251,7 +251,7 @@ def _compile_or_read(
         if REPORTS:
             with REPORTS[-1].open("a") as report:
                 report.write(facts["printed"])
-        return KeptProgram(facts, lambda: COMPILE(lowered, compiler_options))
+        return KeptProgram(facts, functools.cache(lambda: COMPILE(lowered, compiler_options)))
     before = _printed(REPORTS[-1]) if REPORTS else ""
     compiled = COMPILE(lowered, compiler_options)
     memory = compiled.memory_analysis()

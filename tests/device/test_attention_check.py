@@ -17,6 +17,7 @@ import faulty_attention
 import jax
 import numpy as np
 import pytest
+from spent import thorough
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
@@ -102,10 +103,10 @@ def test_right_kernels_serve_and_are_not_tried_again(tmp_path):
     ("fault", "problem", "is_kept"),
     [
         ("wrong_mask", "is off by", True),
-        pytest.param("wrong_scale", "is off by", True, marks=pytest.mark.thorough),
-        pytest.param("racy", "numbers change from run to run", True, marks=pytest.mark.thorough),
-        pytest.param("hangs", "no end in 6 s", False, marks=pytest.mark.thorough),
-        pytest.param("dies", "their process died of SIGSEGV", False, marks=pytest.mark.thorough),
+        *thorough(("wrong_scale", "is off by", True)),
+        *thorough(("racy", "numbers change from run to run", True)),
+        *thorough(("hangs", "no end in 6 s", False)),
+        *thorough(("dies", "their process died of SIGSEGV", False)),
         ("absent", "their process ended with code 1", False),
     ],
 )

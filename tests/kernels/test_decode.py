@@ -6,7 +6,7 @@ import pytest
 from attention_cases import FP8, decode_work, decodes, make_step
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
-from spent import thorough
+from spent import quick
 
 from pallas_kernels.call import AttentionOptions
 from pallas_kernels.decode import decode_attention
@@ -66,14 +66,9 @@ CASES = {
 }
 
 
-QUICK = [
-    "q_per_kv 7, fp8",
-    "rows that share a context, window",
-    "head_dim 160",
-]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *thorough(*(one for one in CASES if one not in QUICK))])
+@pytest.mark.parametrize(
+    "name", quick(CASES, "q_per_kv 7, fp8", "rows that share a context, window", "head_dim 160")
+)
 def test_decode_is_attention(name):
     case = CASES[name]
     step = make_step(case)

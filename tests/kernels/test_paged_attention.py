@@ -2,7 +2,7 @@
 
 import pytest
 from attention_cases import FP8, Case, interpreted, make_step, options_of, worst
-from spent import thorough
+from spent import quick
 
 from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.paged_attention import ragged_paged_attention
@@ -29,11 +29,8 @@ CASES = {
 }
 
 
-QUICK = ["decodes alone"]
-
-
 @pytest.mark.costs(8)
-@pytest.mark.parametrize("name", [*QUICK, *thorough(*(one for one in CASES if one not in QUICK))])
+@pytest.mark.parametrize("name", quick(CASES, "decodes alone"))
 def test_a_step_is_attention(name):
     case = CASES[name]
     step = make_step(case)

@@ -6,7 +6,7 @@ import pytest
 from attention_cases import FP8, Case, Step, make_step
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
-from spent import thorough
+from spent import quick
 
 from pallas_kernels.prefill_work import PrefillConfig
 
@@ -80,14 +80,9 @@ CASES = {
 }
 
 
-QUICK = [
-    "chunks that continue a context",
-    "fp8",
-    "split, one KV head of 32",
-]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *thorough(*(one for one in CASES if one not in QUICK))])
+@pytest.mark.parametrize(
+    "name", quick(CASES, "chunks that continue a context", "fp8", "split, one KV head of 32")
+)
 def test_it_is_attention(name):
     case = CASES[name]
     step = make_step(case)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import forward
-from spent import thorough
+from spent import quick
 
 from shiftjax.parallel.grid import Mode
 
@@ -43,7 +43,7 @@ QUICK = [case for case in CASES if case[:2] in {("llama", 2), ("gemma3_text", 2)
 
 @pytest.mark.parametrize(
     ("name", "sp", "tp", "mode", "strategy"),
-    [*QUICK, *thorough(*(case for case in CASES if case not in QUICK))],
+    quick(CASES, *QUICK),
 )
 def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
     expected = np.load(DATA / name / "expected.npz")
