@@ -139,6 +139,7 @@ def test_moves_are_compiled_for_one_group_of_a_width_and_loaded_on_the_others(bu
     assert sorted(compiled) == [("copies", 1, 0), ("copies", 2, 0), ("exchange", 0)]
 
 
+@pytest.mark.costs(15)
 def test_moves_that_cannot_be_loaded_are_compiled(built, compiled, monkeypatch):
     def fail(*_):
         raise RuntimeError("not on this backend")
