@@ -10,6 +10,7 @@ import numpy as np
 from serving.bench.hlo import (
     Instruction,
     collectives,
+    computations,
     entry,
     instructions,
     launches,
@@ -120,12 +121,20 @@ def matrices(
 
 
 def weight_moves(text: str, weights: set[tuple[int, int]], item_type: str) -> list[Instruction]:
-    """Slices, copies and transposes whose result is such a matrix, or its transpose."""
-    return [
-        one
-        for one in instructions(text)
-        if one.opcode in MOVES and one.shape.startswith(item_type) and _views(one.shape) & weights
-    ]
+    """Slices, copies and transposes whose result is such a matrix, or its transpose.
+
+    A slice at a fixed place that a fusion begins with moves nothing: the fusion reads only that.
+    """
+    bodies, moves = computations(text), []
+    fused = {
+        name for one in instructions(text) for name in re.findall(r"calls=%?([\w.-]+)", one.rest)
+    }
+    for name, body in bodies.items():
+        for one in body.instructions:
+            is_read = name in fused and one.opcode == "slice" and one is not body.root
+            if one.opcode in MOVES and not is_read and one.shape.startswith(item_type):
+                moves += [one] if _views(one.shape) & weights else []
+    return moves
 
 
 def _views(shape: str) -> set[tuple[int, int]]:

@@ -12,6 +12,7 @@ from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.host_store import Chunks
+from shiftjax.device.joined import JOINED_ON
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import group_mesh, joined_mesh, own_devices
 from shiftjax.device.mode_weights import ModeWeights
@@ -23,7 +24,7 @@ from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import AttentionBackend, choose_attention
-from shiftjax.models.expert_backend import choose_experts
+from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.weights.source import TensorSource
 
@@ -69,7 +70,9 @@ def define_steps(
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, own, check)
         experts = choose_experts(layout.model, of_width.formats, own, attention.name)
-        weights = ModeWeights(define(layout, of_width.formats), layout, of_width.weights)
+        model, is_joined = define(layout, of_width.formats), own.platform in JOINED_ON
+        loops = experts.name == XLA_EXPERTS.name
+        weights = ModeWeights(model, layout, of_width.weights, is_joined, loops)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
         has_paths = of_width.drafts.draft_paths > 1
         for group in grid.groups(width):
@@ -144,7 +147,8 @@ def load_weights(groups: Sequence[Placed], rows: Rows, progress: Progress) -> in
         narrowest = min(placed.group.width for placed in of_stage)
         units = [placed.step for placed in of_stage if placed.group.width == narrowest]
         mesh, first = joined_mesh([step.mesh for step in units]), units[0]
-        stored = load_rows(first.weights.model, first.layout, mesh, rows, progress)
+        weights, layout = first.weights, first.layout
+        stored = load_rows(weights.model, layout, mesh, rows, progress, weights.arrays)
         num_bytes += sum(
             shard.data.nbytes
             for array in stored

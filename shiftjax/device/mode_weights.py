@@ -10,6 +10,8 @@
 
 LM head and late layers are split over all devices in every mode: they are no mode's alone, and are
 stored so, unless groups of other widths share them. A tied head is the embedding in that split.
+
+An array holds one weight, or those of one kind of all layers (`device/joined.py`).
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shiftjax.arch.weights import Weight
+from shiftjax.device.joined import Members, joined_shape, joined_weights, layer_slices, ways_stored
 from shiftjax.device.mesh import mesh_of, named, weight_spec
 from shiftjax.device.place import ModelDef
 from shiftjax.device.views import array_in_mode
@@ -37,6 +40,16 @@ class ModeWeights(NamedTuple):
     model: ModelDef
     layout: Layout
     strategy: str  # alias, slice, replicate; gather: `layout.gathers`, which counts
+    is_joined: bool = False  # layers' weights of one kind are one array; not with copies
+    loops_over_experts: bool = False  # a slice of a joined array before a loop would be a copy
+
+    @property
+    def arrays(self) -> tuple[Members, ...]:
+        """The weights of each array, one after the other."""
+        if self.is_joined and self.strategy != "replicate":
+            apart = ("experts",) if self.loops_over_experts else ()
+            return joined_weights(self.model.declared, self.layout, apart)
+        return tuple((weight,) for weight in self.model.declared)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -47,13 +60,14 @@ class ModeWeights(NamedTuple):
         )
 
     def with_head(self, stored: Sequence[jax.Array | None]) -> Weights:
-        """Return the stored weights with a tied LM head in the place of None."""
+        """Return the stored arrays with a tied LM head in the place of None."""
+        firsts = [members[0] for members in self.arrays]
         arrays: dict[str, Any] = {
-            weight.name: array for weight, array in zip(self.model.declared, stored, strict=True)
+            weight.name: array for weight, array in zip(firsts, stored, strict=True)
         }
         return tuple(
             arrays[weight.name] if weight.tied_to is None else self._head(arrays[weight.tied_to])
-            for weight in self.model.declared
+            for weight in firsts
         )
 
     def of(self, mode: Mode, stored: Weights) -> Weights:
@@ -62,36 +76,43 @@ class ModeWeights(NamedTuple):
         Raises:
             ConfigError: a shard cannot be viewed in place.
         """
-        weights = zip(self.model.declared, stored, strict=True)
-        return tuple(self._array(weight, mode, array) for weight, array in weights)
+        arrays = zip(self.arrays, stored, strict=True)
+        return tuple(self._array(members, mode, array) for members, array in arrays)
 
     def specs(self) -> tuple[Any, ...]:
-        """Return the spec with which each weight enters a step, of any mode."""
+        """Return the spec with which each array enters a step, of any mode."""
         split = STORED_AXES if self.strategy == "slice" else WEIGHT_AXES
         return tuple(
             weight_spec(weight._replace(in_shift=self._is_in_shift(weight)), split)
-            for weight in self.model.declared
+            for weight, *_ in self.arrays
         )
 
     def abstract(self, mode: Mode, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return `of` as shapes: what compiling needs where there are no weights."""
         mesh, params = mesh_of(mesh, mode), []
-        for weight, spec in zip(self.model.declared, self.specs(), strict=True):
-            shape, axis = weight.shape, weight.axes[0]
-            if self._is_viewed(weight, mode) and axis:
-                used = self._used_in(weight, mode)
-                rows = self.layout.shard_rows(axis, used) * self.layout.ways(used)
-                shape = (rows, *shape[1:])
+        for members, spec in zip(self.arrays, self.specs(), strict=True):
+            weight, shape = members[0], joined_shape(members)
+            if self._is_viewed(weight, mode):
+                ways = self.layout.ways(self._used_in(weight, mode))
+                shape = (self._viewed_rows(members, mode) * ways, *shape[1:])
             sharding = named(mesh, spec)
             dtype = dtype_of(weight, self.model.formats)
             params.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
         return tuple(params)
 
     def local(self, mode: Mode, params: Sequence[jax.Array]) -> Weights:
-        """Return, inside a step, this device's shards in this mode: slices, if they are to be."""
+        """Return, inside a step, this device's shard of every declared weight in this mode.
+
+        Those that are stored, if they are to be sliced, are sliced here.
+        """
+        shards: dict[str, jax.Array] = {}
+        for members, array in zip(self.arrays, params, strict=True):
+            rows = self._rows(members[0], mode) if self._is_viewed(members[0], mode) else None
+            each = layer_slices(array, len(members), rows)
+            shards |= zip((weight.name for weight in members), each, strict=True)
+        weights = ((weight, shards[weight.name]) for weight in self.model.declared)
         if self.strategy != "slice":
-            return tuple(params)
-        weights = zip(self.model.declared, params, strict=True)
+            return tuple(array for _, array in weights)
         return tuple(self._slice(weight, mode, array) for weight, array in weights)
 
     def _head(self, embedding: Any) -> Any:
@@ -101,13 +122,30 @@ class ModeWeights(NamedTuple):
         copy = self.strategy == "replicate"
         return array_in_mode(embedding, "vocab", layout, layout.shift, "lm_head", copy=copy)
 
-    def _array(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
+    def _array(self, members: Members, mode: Mode, stored: jax.Array) -> jax.Array:
+        weight = members[0]
         if not self._is_viewed(weight, mode):
             return stored
         copy = self.strategy == "replicate" or weight.kind in COPIED
-        axis, mode = weight.axes[0], self._used_in(weight, mode)
+        rows, used, axis = (
+            self._viewed_rows(members, mode),
+            self._used_in(weight, mode),
+            weight.axes[0],
+        )
         assert axis is not None
-        return array_in_mode(stored, axis, self.layout, mode, weight.name, copy=copy)
+        return array_in_mode(stored, axis, self.layout, used, weight.name, rows=rows, copy=copy)
+
+    def _rows(self, weight: Weight, mode: Mode) -> int:
+        """How many rows of a weight that has views a device uses in a mode."""
+        axis = weight.axes[0]
+        assert axis is not None
+        return self.layout.shard_rows(axis, self._used_in(weight, mode))
+
+    def _viewed_rows(self, members: Members, mode: Mode) -> int:
+        """Rows of a device's view of an array: up to the last that the mode uses of the last."""
+        first = members[0]
+        stored = first.shape[0] // ways_stored(first, self.layout)
+        return (len(members) - 1) * stored + self._rows(first, mode)
 
     def _used_in(self, weight: Weight, mode: Mode) -> Mode:
         """The mode as whose steps split it a weight enters a step of `mode`."""

@@ -6,7 +6,7 @@ and again is read once (`HostWeights`) and then costs the host no copy.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Weight, family_of, weights_of
+from shiftjax.device.joined import Joiner, Members
 from shiftjax.device.mesh import named, stored_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
@@ -99,22 +100,30 @@ def load(
 
 
 def load_rows(
-    model: ModelDef, layout: Layout, mesh: Mesh, rows: Rows, progress: Progress
+    model: ModelDef,
+    layout: Layout,
+    mesh: Mesh,
+    rows: Rows,
+    progress: Progress,
+    arrays: Sequence[Members] | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """The same of weights whose rows come from elsewhere."""
+    """The same of weights whose rows come from elsewhere.
+
+    `arrays`: which weights each array holds (`ModeWeights.arrays`); None: one.
+    """
     stored = {weight.name: weight for weight in model.declared}
-    arrays: dict[str, jax.Array | None] = {}
+    joiner = Joiner(arrays or [(weight,) for weight in model.declared])
     errors: dict[str, jax.Array] = {}
     plain_weights = [layout.stored(weight) for weight in weights_of(layout.model)]
     for done, plain in enumerate(plain_weights):
         progress("weights", done, len(plain_weights))
         weight = stored[plain.name]
         if weight.tied_to is not None:
-            arrays[plain.name] = None
+            joiner.put(plain.name, None)
             continue
         if weight.kind != "codes":
             dtype = dtype_of(weight, model.formats)
-            arrays[plain.name] = _load_one(plain, dtype, layout, mesh, rows)
+            joiner.put(plain.name, _load_one(plain, dtype, layout, mesh, rows))
             continue
         names = (f"{plain.name}{suffix}" for suffix in ("", SCALE, INPUTS))
         parts = tuple(stored[name] for name in names if name in stored)
@@ -127,12 +136,13 @@ def load_rows(
             is_judged = layout.model.codes is not None
             *placed, error = _quantiser(num_blocks, shardings, is_judged)(values)
             errors |= {plain.name: error} if is_judged else {}
-        arrays |= zip((each.name for each in parts), placed, strict=True)
+        for part, array in zip(parts, placed, strict=True):
+            joiner.put(part.name, array)
     _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
     for scales in (weight for weight in model.declared if weight.kind == "kv_scale"):
-        arrays[scales.name] = _load_one(scales, np.dtype(np.float32), layout, mesh, rows)
+        joiner.put(scales.name, _load_one(scales, np.dtype(np.float32), layout, mesh, rows))
     progress("weights", len(plain_weights), len(plain_weights))
-    return tuple(arrays[weight.name] for weight in model.declared)
+    return joiner.arrays()
 
 
 def _load_codes(

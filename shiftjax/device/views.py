@@ -25,16 +25,24 @@ ALIGNMENT_BYTES = 64  # what XLA's CPU client wants of a buffer that it does not
 
 
 def array_in_mode(
-    stored: jax.Array, axis: str, layout: Layout, mode: Mode, name: str, *, copy: bool = False
+    stored: jax.Array,
+    axis: str,
+    layout: Layout,
+    mode: Mode,
+    name: str,
+    *,
+    rows: int | None = None,
+    copy: bool = False,
 ) -> jax.Array:
     """Return a stored array, split along `axis` as a mode wants it, over the same memory.
 
-    With `copy` the shards get memory of their own.
+    A device has `rows` of it, from its first on (None: those of one weight). With `copy` the shards
+    get memory of their own.
 
     Raises:
         ConfigError: the backend would have copied a shard that should have been viewed.
     """
-    take, rows = row_copy if copy else row_view, layout.shard_rows(axis, mode)
+    take, rows = row_copy if copy else row_view, rows or layout.shard_rows(axis, mode)
     shards = {shard.device: shard.data for shard in stored.addressable_shards}
     mesh = _mesh_of(stored)
     views = [

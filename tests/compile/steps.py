@@ -36,7 +36,7 @@ from shiftjax.device.programs import abstract_inputs
 from shiftjax.device.sampling import SampleOutput, sample
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
-from shiftjax.models.expert_backend import choose_experts
+from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
 
@@ -124,6 +124,12 @@ class CompiledStep(NamedTuple):
     temporary_bytes: int
     aliased_bytes: int
 
+    @property
+    def shards(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Every declared weight in the mode of the step, as if each were an array."""
+        weights = self.step.weights._replace(is_joined=False)
+        return weights.abstract(self.case.mode, self.step.mesh)
+
 
 def modes_of(sp: int) -> list[Mode]:
     """Base and shift; with SP = 1 they are one."""
@@ -200,10 +206,10 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     )
     assert attention.name == case.attention
     model = define(layout, case.formats)
-    weights = ModeWeights(model, layout, case.strategy)
     options = {"auto": ONE_GRAPH, "none": {}}[case.gpu_options]
     rows, size = case.bucket.rows, pool.block_size
     experts = choose_experts(layout.model, case.formats, devices[0], attention.name)
+    weights = ModeWeights(model, layout, case.strategy, True, experts.name == XLA_EXPERTS.name)
     step = StepDef(
         weights,
         mesh,
@@ -238,7 +244,8 @@ def resident_bytes(case: Case, devices: list[Device]) -> int:
     """
     step, _ = define_step(case._replace(num_layers=NUM_LAYERS), devices)
     stored = modes_of(case.sp) if case.strategy == "replicate" else modes_of(case.sp)[:1]
-    first, *others = (step.weights.abstract(mode, step.mesh) for mode in stored)
+    weights = step.weights._replace(is_joined=False)
+    first, *others = (weights.abstract(mode, step.mesh) for mode in stored)
     declared = step.model.declared
     copied = [  # what SHIFT splits differently
         [

@@ -42,7 +42,7 @@ def compiled() -> Compiler:
 
 def stacks(one: CompiledStep) -> set[tuple[int, int]]:
     """(rows, columns) of the matrices of a layer's experts on a device."""
-    pairs = zip(one.step.model.declared, one.params, strict=True)
+    pairs = zip(one.step.model.declared, one.shards, strict=True)
     shapes = [x.sharding.shard_shape(x.shape) for weight, x in pairs if weight.axes[0] == "experts"]
     return {(math.prod(shape[:-1]), shape[-1]) for shape in shapes if len(shape) == 3}
 

@@ -1,0 +1,134 @@
+"""The weights of one kind of all layers as one array, so that a step is called with few.
+
+Each argument of a step costs the host some microseconds at every call, whatever it holds: 80 layers
+of 9 weights on 8 devices are milliseconds beside steps of five (docs/gpu.md). On each device the
+array holds the shards of one layer after the other. A step takes those of a layer by a static
+slice of rows, which XLA reads in place. In another mode the array is viewed from the first row
+that the device uses of the first layer on.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from shiftjax.arch.weights import Weight
+from shiftjax.device.mesh import replicated_spec
+from shiftjax.parallel.layout import Layout
+
+# Platforms whose programs read a slice in place. A CPU's copy it, and there devices share weights.
+JOINED_ON = ("gpu",)
+# On a device. More would take XLA's kernels from 32 to 64 bits for each index into the array.
+MOST_ELEMENTS = (1 << 31) - 1
+_LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+
+Members = tuple[Weight, ...]  # the weights of one array, one after the other
+
+
+@lru_cache(maxsize=64)
+def joined_weights(
+    declared: tuple[Weight, ...], layout: Layout, apart: tuple[str, ...] = ()
+) -> tuple[Members, ...]:
+    """Return the weights of each array: of one kind and shape in all layers, as many as fit.
+
+    Those that devices split along an axis of `apart` are an array each.
+    """
+    kinds: dict[Weight, list[list[Weight]]] = {}
+    for weight in declared:
+        is_apart = weight.axes[0] in apart
+        name = weight.name if is_apart else _LAYER.sub("*", weight.name)
+        kind = weight._replace(name=name, source="", stacked=())
+        arrays = kinds.setdefault(kind, [[]])
+        each = weight.num_elements // ways_stored(weight, layout)
+        if len(arrays[-1]) == max(1, MOST_ELEMENTS // each):
+            arrays.append([])
+        arrays[-1].append(weight)
+    return tuple(tuple(members) for arrays in kinds.values() for members in arrays)
+
+
+def ways_stored(weight: Weight, layout: Layout) -> int:
+    """Return how many devices of a group split a weight as it is stored."""
+    return layout.ways(layout.stored_in(weight)) if weight.axes[0] else 1
+
+
+def joined_shape(members: Members) -> tuple[int, ...]:
+    """Return the shape of an array, over the devices that split it."""
+    rows, *tail = members[0].shape
+    return len(members) * rows, *tail
+
+
+def layer_slices(array: jax.Array, count: int, rows: int | None) -> list[jax.Array]:
+    """Return, inside a step, the `rows` of each of `count` members of a device's array.
+
+    None: all rows of each. Else the array begins with the first of them and ends with the last, and
+    has as many between two members as lie between them where they are stored.
+    """
+    if count == 1:
+        return [array]
+    rows = array.shape[0] // count if rows is None else rows
+    step = (array.shape[0] - rows) // (count - 1)
+    return [lax.slice_in_dim(array, nth * step, nth * step + rows) for nth in range(count)]
+
+
+class Joiner:
+    """Puts weights where they belong as they come; beside the arrays there is one of them."""
+
+    def __init__(self, arrays: Sequence[Members]):
+        self._arrays = arrays
+        self._place = {
+            weight.name: (members, nth) for members in arrays for nth, weight in enumerate(members)
+        }
+        self._found: dict[Members, jax.Array | None] = {}
+
+    def put(self, name: str, array: jax.Array | None) -> None:
+        """Take one weight, as `device.place` has put it on devices; None for a tied LM head."""
+        members, nth = self._place[name]
+        if len(members) == 1 or array is None:
+            self._found[members] = array
+            return
+        assert isinstance(array.sharding, NamedSharding)
+        shape = joined_shape(members)
+        if members not in self._found:
+            self._found[members] = _zeros(shape, array.dtype, array.sharding)()
+        sharding, rows = array.sharding, len(members)
+        self._found[members] = _putter(sharding, rows)(self._found[members], array, nth)
+
+    def arrays(self) -> tuple[jax.Array | None, ...]:
+        """Return all arrays, in their order."""
+        return tuple(self._found[members] for members in self._arrays)
+
+
+def join(arrays: Sequence[Members], weights: Iterable[tuple[str, jax.Array | None]]) -> Any:
+    """Return the arrays of weights that come by name."""
+    joiner = Joiner(arrays)
+    for name, array in weights:
+        joiner.put(name, array)
+    return joiner.arrays()
+
+
+@lru_cache(maxsize=64)
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+@lru_cache(maxsize=64)
+def _putter(sharding: NamedSharding, count: int) -> Any:
+    """Return what writes the shards of one of `count` members into an array, in place."""
+
+    def put(array: jax.Array, shard: jax.Array, nth: jax.Array) -> jax.Array:
+        assert array.shape[0] == count * shard.shape[0]
+        return lax.dynamic_update_slice_in_dim(array, shard, nth * shard.shape[0], axis=0)
+
+    mapped = jax.shard_map(
+        put,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, sharding.spec, replicated_spec()),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=0)

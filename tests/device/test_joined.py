@@ -1,0 +1,134 @@
+"""Layers' weights as one array of a kind: what a step takes of them, in every mode."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
+from harness import held_bytes, silent
+from oracle import numpy_llama
+from spent import thorough
+
+from shiftjax.arch.config import Experts
+from shiftjax.arch.formats import Formats, formats_of
+from shiftjax.arch.presets import PRESETS
+from shiftjax.control.request import SamplingParams
+from shiftjax.device import groups, joined
+from shiftjax.device.joined import join
+from shiftjax.device.mesh import make_mesh, mesh_of, rows_spec
+from shiftjax.device.mode_weights import ModeWeights
+from shiftjax.device.place import define, load, load_rows, read_rows
+from shiftjax.parallel.layout import Layout
+from shiftjax.weights.random import RandomSource
+
+TIED = replace(PRESETS["tiny"], num_layers=3, num_heads=9, num_kv_heads=3, tie_word_embeddings=True)
+BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
+SWIFTKV = replace(TIED, architecture="llama_swiftkv", num_kv_layers=1)
+EXPERTS = replace(PRESETS["tiny-qwen3-moe"], experts=Experts(11, 2, 24, dense_layers=(0,)))
+PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150][i:] * (1 + i % 3) for i in range(6)]
+
+
+def shards(weights: ModeWeights, mesh, mode, stored) -> dict[str, np.ndarray]:
+    """What the steps of a mode see of every weight, one device after the other."""
+
+    def seen(params):
+        return tuple(array[None] for array in weights.local(mode, params))
+
+    mapped = jax.shard_map(
+        seen,
+        mesh=mesh_of(mesh, mode),
+        in_specs=(weights.specs(),),
+        out_specs=rows_spec(),
+        check_vma=False,
+    )
+    arrays = weights.of(mode, stored)
+    described = weights.abstract(mode, mesh)
+    for array, x in zip(arrays, described, strict=True):
+        assert (array.shape, array.dtype) == (x.shape, x.dtype)
+        assert array.sharding.is_equivalent_to(x.sharding, array.ndim)
+    names = (weight.name for weight in weights.model.declared)
+    return dict(zip(names, map(np.asarray, jax.jit(mapped)(arrays)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "sp", "tp", "strategy", "dtype"),
+    [
+        (TIED, 3, 1, "alias", "float32"),
+        *thorough(
+            (TIED, 1, 4, "alias", "bfloat16"),
+            (BIASED, 4, 2, "alias", "bfloat16"),
+            (BIASED, 2, 2, "alias", "fp8"),
+            (BIASED, 2, 2, "gather", "bfloat16"),
+            (BIASED, 2, 2, "slice", "fp8"),
+            (SWIFTKV, 2, 2, "alias", "bfloat16"),
+            (EXPERTS, 2, 2, "alias", "fp8"),
+        ),
+    ],
+)
+def test_steps_see_the_same_shards(config, sp, tp, strategy, dtype):
+    """Whether each weight is an array or not; and fewer arrays hold as many bytes."""
+    layout = Layout(config, sp, tp, gathers=strategy == "gather")
+    formats = Formats("fp8") if dtype == "fp8" else formats_of(dtype)
+    mesh, model = make_mesh(jax.devices()[: sp * tp], sp, tp), define(layout, formats)
+    alone = ModeWeights(model, layout, strategy)
+    together = alone._replace(is_joined=True)
+    source = RandomSource(config)
+    whole = load(model, layout, mesh, source, silent)
+    rows = lambda *each: read_rows(source, *each)  # noqa: E731
+    arrays = load_rows(model, layout, mesh, rows, silent, together.arrays)
+    assert len(arrays) <= len(whole) - 8  # three layers or two: norms, q, o, gate and up, down
+    stored, joint = alone.with_head(whole), together.with_head(arrays)
+    assert held_bytes(list(stored)) == held_bytes(list(joint))
+    for mode in layout.modes:
+        expected, found = (
+            shards(w, mesh, mode, s) for w, s in ((alone, stored), (together, joint))
+        )
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=f"{name} in {mode.label}")
+
+
+def test_views_of_joined_weights_take_no_memory():
+    layout = Layout(TIED, 4, 2)
+    mesh, model = make_mesh(jax.devices()[:8], 4, 2), define(layout, formats_of("float32"))
+    weights = ModeWeights(model, layout, "alias", is_joined=True)
+    whole = load(model, layout, mesh, RandomSource(TIED), silent)
+    names = (weight.name for weight in model.declared)
+    stored = weights.with_head(join(weights.arrays, zip(names, whole, strict=True)))
+    for mode in layout.modes:
+        assert held_bytes([*stored, *weights.of(mode, stored)]) == held_bytes(list(stored))
+
+
+def test_an_array_has_no_more_elements_than_32_bits_count():
+    declared = define(Layout(PRESETS["llama-70b"], 1, 1), formats_of("bfloat16")).declared
+    arrays = joined.joined_weights(declared, Layout(PRESETS["llama-70b"], 1, 1))
+    sizes = [sum(weight.num_elements for weight in members) for members in arrays]
+    assert max(sizes) < 2**31 < max(sizes) + max(weight.num_elements for weight in declared)
+    assert sum(map(len, arrays)) == len(declared) > 10 * len(arrays)
+    eighth = joined.joined_weights(declared, Layout(PRESETS["llama-70b"], 1, 8))
+    assert len(eighth) <= 16  # 722 weights
+
+
+@pytest.mark.costs(12)
+@pytest.mark.parametrize(
+    ("sp", "tp", "sizes", "options"),
+    [
+        (2, 2, {}, {}),
+        *thorough(
+            (4, 1, {}, {"weights": "gather"}),
+            (2, 2, MOE, {}),
+            (None, 2, {}, {"fleet": True, "devices": 4}),
+        ),
+    ],
+)
+def test_an_engine_of_joined_weights_says_the_same(monkeypatch, sp, tp, sizes, options):
+    monkeypatch.setattr(groups, "JOINED_ON", ("cpu",))
+    directory, config, tensors = checkpoint(**sizes)
+    built = make(directory, sp, tp, **options)
+    for runner in built.runners:
+        assert any(len(members) > 1 for members in runner.step.weights.arrays)
+    built.engine.policy = RandomPolicy(1)
+    sampling = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * len(PROMPTS)
+    events = run(built.engine, PROMPTS, sampling)
+    for i, prompt in enumerate(PROMPTS):
+        assert tokens(events[i, 0]) == numpy_llama.greedy(config, tensors, prompt, 8)
