@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "instructions",
     "launches",
     "matrices",
+    "moves",
     "product_flops",
     "shape_bytes",
     "sizes_of",
@@ -121,20 +122,27 @@ def matrices(
 
 
 def weight_moves(text: str, weights: set[tuple[int, int]], item_type: str) -> list[Instruction]:
-    """Slices, copies and transposes whose result is such a matrix, or its transpose.
+    """Slices, copies and transposes whose result is such a matrix, or its transpose."""
+    return [
+        one
+        for one in moves(text, MOVES)
+        if one.shape.startswith(item_type) and _views(one.shape) & weights
+    ]
 
-    A slice at a fixed place that a fusion begins with moves nothing: the fusion reads only that.
+
+def moves(text: str, opcodes: Sequence[str]) -> list[Instruction]:
+    """Return the instructions of these kinds that move something.
+
+    A slice at a fixed place that a fusion begins with does not: the fusion reads only that.
     """
-    bodies, moves = computations(text), []
-    fused = {
-        name for one in instructions(text) for name in re.findall(r"calls=%?([\w.-]+)", one.rest)
-    }
-    for name, body in bodies.items():
-        for one in body.instructions:
-            is_read = name in fused and one.opcode == "slice" and one is not body.root
-            if one.opcode in MOVES and not is_read and one.shape.startswith(item_type):
-                moves += [one] if _views(one.shape) & weights else []
-    return moves
+    fused = set(re.findall(r"calls=%?([\w.-]+)", text))
+    return [
+        one
+        for name, body in computations(text).items()
+        for one in body.instructions
+        if one.opcode in opcodes
+        and not (name in fused and one.opcode == "slice" and one is not body.root)
+    ]
 
 
 def _views(shape: str) -> set[tuple[int, int]]:

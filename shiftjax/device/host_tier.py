@@ -23,7 +23,14 @@ from jax.sharding import Mesh
 from shiftjax.control.host_chunks import CHUNK_SIZES
 from shiftjax.device.host_store import Chunks, Part, piece, shards_of
 from shiftjax.device.mesh import chunk_spec, named, pool_spec, replicated_spec
-from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools, in_shape
+from shiftjax.device.pool import (
+    FlatPools,
+    PoolOptions,
+    abstract_pools,
+    in_shape,
+    read_blocks,
+    write_blocks,
+)
 from shiftjax.parallel.layout import Layout
 
 COPIERS = ThreadPoolExecutor(thread_name_prefix="host-copies")  # NumPy copies without the lock
@@ -142,7 +149,7 @@ def compile_transfers(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Pr
         out_specs=of_chunks,
     )
     scatter = of_mesh(
-        _scatter_blocks,
+        partial(_scatter_blocks, layout.model.num_layers),
         in_specs=(of_pools, of_chunks, everywhere),
         out_specs=(of_pools, everywhere),
     )
@@ -161,22 +168,20 @@ def _gather_blocks(
     layout: Layout, block_size: int, pools: FlatPools, blocks: jax.Array
 ) -> jax.Array:
     """On one device: blocks of all layers, `[2 * layers, heads, tokens, head_dim]`."""
-    arrays = [array for layer in in_shape(pools, layout, block_size) for array in layer]
-    chunk = jnp.stack([array[blocks] for array in arrays]).swapaxes(1, 2)
+    shaped = in_shape(pools, layout, block_size)
+    kept = read_blocks(shaped, layout.model.num_layers, blocks)
+    pairs = [jnp.stack(pair, axis=1) for pair in zip(kept[::2], kept[1::2], strict=True)]
+    chunk = jnp.concatenate([pair.reshape(-1, *pair.shape[2:]) for pair in pairs]).swapaxes(1, 2)
     num, heads, *_, head_dim = chunk.shape
     return chunk.reshape(num, heads, -1, head_dim)
 
 
 def _scatter_blocks(
-    pools: FlatPools, chunk: jax.Array, blocks: jax.Array
+    num_layers: int, pools: FlatPools, chunk: jax.Array, blocks: jax.Array
 ) -> tuple[FlatPools, jax.Array]:
     """On one device: the pools with a chunk in these blocks, and a number that is there then."""
     num, heads, _, head_dim = chunk.shape
     chunk = chunk.reshape(num, heads, len(blocks), -1, head_dim).swapaxes(1, 2)
-    rows = chunk.reshape(num, len(blocks), -1)
-
-    def write(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        return pool.at[blocks].set(rows, mode="promise_in_bounds", wrap_negative_indices=False)
-
-    pools = [(write(k, rows[2 * i]), write(v, rows[2 * i + 1])) for i, (k, v) in enumerate(pools)]
-    return pools, blocks[0]
+    rows, size = chunk.reshape(num_layers, 2, len(blocks), -1), -(-num_layers // len(pools))
+    each = [rows[first : first + size, i] for first in range(0, num_layers, size) for i in range(2)]
+    return write_blocks(pools, num_layers, blocks, each), blocks[0]

@@ -17,7 +17,7 @@ devices takes the host as long as many calls take the devices.
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -33,7 +33,13 @@ from shiftjax.control.handover import Copy, Crossing, Pair, calls
 from shiftjax.costs.moves import MOST_CALLS, chunk_blocks
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
-from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
+from shiftjax.device.pool import (
+    FlatPools,
+    PoolOptions,
+    abstract_pools,
+    read_blocks,
+    write_blocks,
+)
 from shiftjax.device.programs import COMPILE_THREADS
 from shiftjax.device.retarget import load_on
 from shiftjax.parallel.grid import Device, Group
@@ -53,13 +59,15 @@ class Shapes(NamedTuple):
     wide_tokens: int
     head_dim: int
     ways: int  # devices that exchange, narrow groups in the wide one
+    num_layers: int
 
     @classmethod
     def of(cls, narrow: Layout, wide: Layout, narrow_tokens: int) -> "Shapes":
         """From the layouts and the tokens of a narrow block."""
         heads = narrow.kv_heads_per_device, wide.kv_heads_per_device
         tokens = narrow_tokens, narrow_tokens * heads[0] // heads[1]
-        return cls(*heads, *tokens, narrow.model.head_dim, wide.sp // narrow.sp)
+        model = narrow.model
+        return cls(*heads, *tokens, model.head_dim, wide.sp // narrow.sp, model.num_layers)
 
     @property
     def blocks(self) -> int:
@@ -85,10 +93,11 @@ def widen(
 ) -> FlatPools:
     """On one device: give away narrow blocks of its group, and keep wide blocks of every group."""
     ways, parts, me = shapes.ways, shapes.parts, jax.lax.axis_index("exchange")
-    arrays = [array for layer in pools for array in layer]
-    num, chunk = len(arrays), targets.shape[1]
-    shape = -1, shapes.narrow_heads, shapes.narrow_tokens, shapes.head_dim
-    own = jnp.stack([array.reshape(shape)[sources[me]] for array in arrays])
+    num, chunk = 2 * shapes.num_layers, targets.shape[1]
+    kept = read_blocks(pools, shapes.num_layers, sources[me])
+    own = jnp.concatenate(kept).reshape(
+        *(num, chunk, shapes.blocks, shapes.narrow_heads, shapes.narrow_tokens, shapes.head_dim)
+    )
     # [arrays, chunk, blocks, heads, tokens, head_dim]: heads first, and blocks next to tokens
     split = own.transpose(3, 0, 1, 2, 4, 5)
     size = shapes.wide_tokens, shapes.head_dim
@@ -96,7 +105,7 @@ def widen(
     split = jnp.repeat(split, shapes.copies, axis=0)
     got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its chunk
     got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * chunk, -1)
-    return _write(arrays, got, targets.reshape(-1))
+    return write_blocks(pools, shapes.num_layers, targets.reshape(-1), _like(kept, got))
 
 
 def narrow(
@@ -106,29 +115,23 @@ def narrow(
     targets: Int[Array, "ways chunk blocks"],
 ) -> FlatPools:
     """On one device: undo `widen`; of heads that several devices keep the first one's are taken."""
-    me = jax.lax.axis_index("exchange")
-    arrays = [array for layer in pools for array in layer]
-    num, chunk = len(arrays), sources.shape[1]
-    shape = -1, shapes.wide_heads, shapes.wide_tokens, shapes.head_dim
-    own = jnp.stack([array.reshape(shape)[sources] for array in arrays])
+    me, num = jax.lax.axis_index("exchange"), 2 * shapes.num_layers
+    kept, chunk = read_blocks(pools, shapes.num_layers, sources), sources.shape[1]
+    shape = shapes.wide_heads, shapes.wide_tokens, shapes.head_dim
+    own = jnp.concatenate(kept).reshape(num, *sources.shape, *shape)
     # [arrays, ways, chunk, heads, tokens, head_dim]
     got = jax.lax.all_to_all(own.transpose(1, 3, 0, 2, 4, 5), "exchange", 0, 0)
     got = got[:: shapes.copies].reshape(
         shapes.narrow_heads, num, chunk, shapes.blocks, shapes.narrow_tokens, shapes.head_dim
     )
     got = got.transpose(1, 2, 3, 0, 4, 5).reshape(num, chunk * shapes.blocks, -1)
-    return _write(arrays, got, targets[me].reshape(-1))
+    return write_blocks(pools, shapes.num_layers, targets[me].reshape(-1), _like(kept, got))
 
 
-def _write(
-    arrays: list[Array], blocks: Iterable[Array], targets: Int[Array, " blocks"]
-) -> FlatPools:
-    """Write blocks of every array where they shall be; the null block takes what is padding."""
-    new = [
-        array.at[targets].set(mine, mode="promise_in_bounds", wrap_negative_indices=False)
-        for array, mine in zip(arrays, blocks, strict=True)
-    ]
-    return list(zip(new[::2], new[1::2], strict=True))
+def _like(arrays: Sequence[Array], together: Array) -> list[Array]:
+    """Return parts of an array, with as many rows as others have."""
+    ends = itertools.accumulate(map(len, arrays[:-1]))
+    return jnp.split(together, list(ends))
 
 
 type Call = Callable[..., FlatPools]  # pools, numbers of blocks -> pools
@@ -215,8 +218,8 @@ def compile_copies(
     chunk = chunk_blocks(pool.num_blocks, 1)
 
     def copies(pools: FlatPools, numbers: Int[Array, "chunk 2"]) -> FlatPools:
-        arrays = [array for layer in pools for array in layer]
-        return _write(arrays, [array[numbers[:, 0]] for array in arrays], numbers[:, 1])
+        kept = read_blocks(pools, layout.model.num_layers, numbers[:, 0])
+        return write_blocks(pools, layout.model.num_layers, numbers[:, 1], kept)
 
     return Copies(
         chunk, _compiled(in_turns(copies), abstract, mesh, options, (MOST_CALLS, chunk, 2))

@@ -1,11 +1,15 @@
-"""The device memory of the KV cache: one K and one V array per layer, sharded by heads.
+"""The device memory of the KV cache: K and V of all layers in few arrays, sharded by heads.
 
-On a device a pool is `[blocks, elements of a block]`; a step reads it in the shape of its own
-layout, `[blocks, kv_heads, block_size, head_dim]`, for nothing: both are the same bytes. So groups
-of any width find their blocks in one memory (`DevicePools`), if their blocks have as many bytes
-(`Layout.block_tokens`).
+An array holds as many layers as 32 bits can count the elements of, one after the other: each is
+donated to every step and returned by it, which costs the host some microseconds (docs/gpu.md). On a
+device it is `[layers * blocks, elements of a block]`; a step reads it in the shape of its own
+layout, `[layers * blocks, kv_heads, block_size, head_dim]`, for nothing: both are the same bytes.
+So groups of any width find their blocks in one memory (`DevicePools`), if their blocks have as many
+bytes (`Layout.block_tokens`).
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.device.joined import MOST_ELEMENTS
 from shiftjax.device.mesh import named, pool_spec
-from shiftjax.models.attention import BYTE, Blocks, LayerPool, pool_shape
+from shiftjax.models.attention import BYTE, Blocks, LayerPool, pool_places, pool_shape
 from shiftjax.models.products import CODE
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -36,7 +41,7 @@ class PoolOptions:
     blocks_in_flight: int = MOST_IN_FLIGHT * CHUNK_SIZES[0]  # between the tiers, at most
 
 
-FlatPools = list[tuple[jax.Array, jax.Array]]  # K and V of every layer, as they are stored
+FlatPools = list[tuple[jax.Array, jax.Array]]  # K and V of some layers each, as they are stored
 
 
 def make_pools(
@@ -62,11 +67,69 @@ def abstract_pools(
 ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """Describe the pools: what compiling a step needs to know of them."""
     elements = layout.kv_heads_per_device * block_size * layout.model.head_dim
-    shape, platform = (num_blocks, layout.num_devices * elements), mesh.devices.flat[0].platform
+    num_layers, platform = layout.model.num_layers, mesh.devices.flat[0].platform
     if platform == "cpu" and dtype == CODE:
         dtype = BYTE  # or each step would widen all of it (`models/attention.py`)
-    pool = jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, pool_spec()))
-    return [(pool, pool) for _ in range(layout.model.num_layers)]
+    width, sharding = layout.num_devices * elements, named(mesh, pool_spec())
+    places = pool_places(num_layers, num_pools(num_layers, num_blocks * elements))
+    counts = Counter(nth for nth, _ in places).values()
+    shapes = [(count * num_blocks, width) for count in counts]
+    pools = (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes)
+    return [(pool, pool) for pool in pools]
+
+
+def num_pools(num_layers: int, elements: int) -> int:
+    """Return how many arrays hold K of all layers, with so many elements of each on a device."""
+    return -(-num_layers // max(1, MOST_ELEMENTS // elements))
+
+
+def read_blocks(
+    pools: Sequence[tuple[Array, Array]], num_layers: int, blocks: Int[Array, "..."]
+) -> list[Array]:
+    """Return blocks of all layers, on one device: of each pool K, then V, `[layers, *blocks, ...]`.
+
+    Of a pool as it is stored, or in the shape of a layout.
+    """
+    return [
+        array.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        for pool, numbers in zip(pools, _in_pools(pools, num_layers, blocks), strict=True)
+        for array in pool
+    ]
+
+
+def write_blocks(
+    pools: Sequence[tuple[Array, Array]],
+    num_layers: int,
+    blocks: Int[Array, " blocks"],
+    contents: Sequence[Array],
+) -> FlatPools:
+    """Return the pools with these contents in blocks, in place; they are as `read_blocks` has them.
+
+    A scatter of whole rows: XLA would transpose all of a pool for one along its second dimension.
+    """
+
+    def put(array: Array, numbers: Int[Array, "layers blocks"], new: Array) -> Array:
+        rows = array.at[numbers.reshape(-1)]
+        new = new.reshape(-1, *new.shape[2:])
+        return rows.set(new, mode="promise_in_bounds", wrap_negative_indices=False)
+
+    numbers, pairs = _in_pools(pools, num_layers, blocks), itertools.batched(contents, 2)
+    return [
+        (put(k, each, new_k), put(v, each, new_v))
+        for (k, v), each, (new_k, new_v) in zip(pools, numbers, pairs, strict=True)
+    ]
+
+
+def _in_pools(
+    pools: Sequence[tuple[Array, Array]], num_layers: int, blocks: Int[Array, "..."]
+) -> list[Int[Array, "layers ..."]]:
+    """Return the numbers that blocks have in each pool, where layers lie one after the other."""
+    found = []
+    counts = Counter(nth for nth, _ in pool_places(num_layers, len(pools)))
+    for nth, (k, _) in enumerate(pools):
+        first = np.arange(counts[nth], dtype=np.int32) * (k.shape[0] // counts[nth])
+        found.append(first.reshape(-1, *[1] * blocks.ndim) + blocks[None])
+    return found
 
 
 def in_shape(pools: FlatPools, layout: Layout, block_size: int) -> list[LayerPool]:
@@ -94,7 +157,7 @@ class DevicePools:
 
     def __init__(self):
         self._held: dict[tuple[Device, ...], FlatPools] = {}
-        self._loose: dict[Device, list[jax.Array]] = {}  # K and V of each layer in turn
+        self._loose: dict[Device, list[jax.Array]] = {}  # K and V of each pool in turn
         self._makers: dict[tuple[Mesh, PoolOptions], Callable[[], FlatPools]] = {}
 
     def has(self, mesh: Mesh) -> bool:
@@ -136,7 +199,7 @@ class DevicePools:
         A call that has failed leaves nothing of what it was given: its devices have no pools then.
         """
         for held in [each for each in self._held if not set(each).isdisjoint(devices)]:
-            arrays = [array for layer in self._held.pop(held) for array in layer]
+            arrays = [array for pool in self._held.pop(held) for array in pool]
             if any(array.is_deleted() for array in arrays):
                 continue
             if len(held) == 1:
@@ -155,29 +218,27 @@ def _assemble(buffers: Sequence[Sequence[jax.Array]], mesh: Mesh) -> FlatPools:
     if len(buffers) == 1:
         return list(zip(buffers[0][::2], buffers[0][1::2], strict=True))
     sharding = named(mesh, pool_spec())
-    num_blocks, elements = buffers[0][0].shape
-    shape = num_blocks, elements * len(buffers)
     make: Any = jax.make_array_from_single_device_arrays
-    arrays = [make(shape, sharding, list(each)) for each in zip(*buffers, strict=True)]
+
+    def array(parts: Sequence[jax.Array]) -> jax.Array:
+        num_blocks, elements = parts[0].shape
+        return make((num_blocks, elements * len(parts)), sharding, list(parts))
+
+    arrays = [array(each) for each in zip(*buffers, strict=True)]
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 
 def copy_blocks(
-    pools: list[tuple[Array, Array]], copies: Int[Array, "copies 2"]
-) -> list[tuple[Array, Array]]:
+    pools: list[LayerPool], copies: Int[Array, "copies 2"], num_layers: int
+) -> list[LayerPool]:
     """Copy the contents of blocks to new blocks, `(block, new block)`, in all layers.
 
     Pairs with the null block are padding and come last. As many turns of a loop as there are
     copies: a step without any pays for none, and the pools stay where they are.
     """
 
-    def copy(i: Int[Array, ""], pools: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
-        old, new = copies[i, 0], copies[i, 1]
-        return [(_copy(k, old, new), _copy(v, old, new)) for k, v in pools]
+    def copy(i: Int[Array, ""], pools: list[LayerPool]) -> list[LayerPool]:
+        old, new = copies[i, :1], copies[i, 1:]
+        return write_blocks(pools, num_layers, new, read_blocks(pools, num_layers, old))
 
     return jax.lax.fori_loop(0, jnp.count_nonzero(copies[:, 1]), copy, pools)
-
-
-def _copy(blocks: Array, old: Int[Array, ""], new: Int[Array, ""]) -> Array:
-    block = jax.lax.dynamic_index_in_dim(blocks, old)
-    return jax.lax.dynamic_update_index_in_dim(blocks, block, new, 0)

@@ -228,7 +228,7 @@ class StepDef:
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         if inputs.copies is not None:
-            pools = copy_blocks(pools, inputs.copies)
+            pools = copy_blocks(pools, inputs.copies, self.layout.model.num_layers)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         hidden, pools = model.run_layers(x, pools, context)
         if not self.layout.model.is_last_stage:

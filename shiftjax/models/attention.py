@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, Int32, UInt8
 
@@ -45,7 +46,7 @@ BYTE = jnp.dtype(jnp.uint8)
 LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
 
 Blocks = Float[Array, "blocks kv_heads block_size head_dim"] | UInt8[Array, "blocks kv_heads ..."]
-LayerPool = tuple[Blocks, Blocks]  # K and V of one layer
+LayerPool = tuple[Blocks, Blocks]  # K and V of one layer, or of several, one after the other
 KVScales = Float[Array, "2 kv_heads"]  # what a code of K, and of V, is in units of
 
 
@@ -62,6 +63,34 @@ class AttentionMetadata(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class PoolPlace:
+    """Which part of a pool of several layers is one layer's."""
+
+    layer: Any  # Int32[Array, ""]: the how manieth of them
+    layers: int = field(metadata={"static": True})
+
+    def blocks(self, pool: LayerPool) -> int:
+        """Blocks of each layer."""
+        return pool[0].shape[0] // self.layers
+
+    def first(self, pool: LayerPool) -> Int32[Array, ""]:
+        """The layer's null block, from which its blocks are counted."""
+        return self.layer * jnp.int32(self.blocks(pool))
+
+
+def pool_places(num_layers: int, num_pools: int) -> list[tuple[int, PoolPlace | None]]:
+    """Return for each layer its pool and its place there; None where it has a pool alone."""
+    each = -(-num_layers // num_pools)
+    sizes = [min(each, num_layers - first) for first in range(0, num_layers, each)]
+    return [
+        (nth, PoolPlace(np.int32(layer), size) if size > 1 else None)
+        for nth, size in enumerate(sizes)
+        for layer in range(size)
+    ]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerTerms:
     """What attention must know of a layer besides its keys and values."""
 
@@ -71,6 +100,25 @@ class LayerTerms:
     kv_scales: Float[Any, "2 kv_heads"] | None = None
     # logits that take part in each head's softmax and have no value; None: there are none
     sinks: Float[Any, " heads"] | None = None
+    # in a pool of several layers; None: the pool is this layer's
+    place: PoolPlace | None = None
+
+    def block_tables(self, pool: LayerPool, tables: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """Return block numbers of the layer as those of the pool."""
+        return tables if self.place is None else tables + self.place.first(pool)
+
+    def slots(self, pool: LayerPool, slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """Return slots of the layer as those of the pool."""
+        block_size = jnp.int32(pool[0].shape[2])
+        return slots if self.place is None else slots + self.place.first(pool) * block_size
+
+    def own(self, pool: LayerPool) -> tuple[jax.Array, jax.Array]:
+        """Return the layer's part of the pool: a slice, which costs nothing before a kernel."""
+        if self.place is None:
+            return pool
+        first, count = self.place.first(pool), self.place.blocks(pool)
+        k, v = (lax.dynamic_slice_in_dim(blocks, first, count) for blocks in pool)
+        return k, v
 
 
 def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:

@@ -94,19 +94,21 @@ def xla_attention(
         return tuple(divide(*args, sliding_window=window, **own) for window in windows)
 
     def attend(q, pool, metadata, terms):
-        work, tables = metadata.work[terms.window], metadata.block_tables
+        work = metadata.work[terms.window]
+        tables = terms.block_tables(pool, metadata.block_tables)
         own = {"sliding_window": windows[terms.window], **of_layer(terms)}
         return ragged_paged_attention(q, pool, tables, work, **options, **own)
 
     def attend_rows(q, pool, block_tables, work, terms):
         work, own = work[terms.window], of_layer(terms)
-        return row_attention(q, pool, block_tables, work, **options, **own)
+        tables = terms.block_tables(pool, block_tables)
+        return row_attention(q, pool, tables, work, **options, **own)
 
     def of_layer(terms: LayerTerms) -> dict[str, Any]:
         return {"kv_scales": terms.kv_scales, "sinks": terms.sinks}
 
     def write(pool, k, v, slot_mapping, terms):
-        return write_kv(pool, k, v, slot_mapping, terms.kv_scales)
+        return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
 
     each = functools.partial(functools.partial, for_each_window)
     return AttentionBackend(
@@ -271,21 +273,22 @@ def pallas_attention(
 
     @jax.jit  # layers of a window share what is traced and lowered, once a step
     def attend(q, pool: LayerPool, metadata, terms: LayerTerms):
-        kv = PagedKV(*pool, metadata.block_tables, metadata.seq_lens)
+        kv = PagedKV(*terms.own(pool), metadata.block_tables, metadata.seq_lens)
         work, own = metadata.work[terms.window], options(terms)
         return paged_attention.ragged_paged_attention(q, kv, work, own, config)
 
     @jax.jit
     def attend_rows(q, pool: LayerPool, block_tables, work, terms: LayerTerms):
-        kv = PagedKV(*pool, block_tables, None)  # rows say how much they see
+        kv = PagedKV(*terms.own(pool), block_tables, None)  # rows say how much they see
         return decode.decode_attention(q, kv, work[terms.window], options(terms), config.decode)
 
     @jax.jit
     def write(pool, k, v, slot_mapping, terms: LayerTerms):
+        slots = terms.slots(pool, slot_mapping)
         if pool[0].dtype != FP8:
-            return write_kv(pool, k, v, slot_mapping)
+            return write_kv(pool, k, v, slots)
         own = {"scales": scales(terms), "interpret": interpret}
-        return kv_write.write_kv(pool, k, v, slot_mapping, **own)
+        return kv_write.write_kv(pool, k, v, slots, **own)
 
     workers = decode_work.num_workers(config.decode.num_blocks, layout.kv_heads_per_device)
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers

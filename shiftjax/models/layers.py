@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.arch.rotary import rope_frequencies, rotary_dim
-from shiftjax.models.attention import AttentionMetadata, RowMetadata
+from shiftjax.models.attention import AttentionMetadata, PoolPlace, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
@@ -40,6 +40,7 @@ class Context(NamedTuple):
     backend: AttentionBackend
     parallel: Parallel
     experts: ExpertBackend = XLA_EXPERTS
+    place: PoolPlace | None = None  # of the layer that runs
 
 
 def look_up(

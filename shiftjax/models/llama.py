@@ -18,7 +18,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import LayerKind, ModelConfig
-from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms, soft_cap
+from shiftjax.models.attention import (
+    AttentionMetadata,
+    LayerPool,
+    LayerTerms,
+    PoolPlace,
+    pool_places,
+    soft_cap,
+)
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.gathered import whole_layers
@@ -89,21 +96,21 @@ class Attention(Part):
         super().__init__(config, params)
         self.kind = kind
 
-    @property
-    def terms(self) -> LayerTerms:
-        """What attention must know of this layer."""
+    def terms(self, place: PoolPlace | None) -> LayerTerms:
+        """What attention must know of this layer, whose part of a pool is at `place`."""
         scales, sinks = getattr(self, "kv_scale", None), getattr(self, "sinks", None)
         return LayerTerms(
             self.config.windows.index(self.kind.sliding_window),
             None if scales is None else scales[...].T,
             None if sinks is None else sinks[...][:, 0],
+            place,
         )
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
-        _, metadata, backend, parallel, _ = context
+        _, metadata, backend, parallel, _, place = context
         q, k, v = (self._heads(x, name) for name in ("q", "k", "v"))
         if self.config.wide_qk_norm:
             q, k = self._normed_together(q, k, parallel)
@@ -112,8 +119,9 @@ class Attention(Part):
             k = norm(k, self.k_norm[...], self.config)
         q, k = self._rotated(q, context), self._rotated(k, context)
         q, k, v = parallel.scatter_heads(q, k, v)
-        pool = backend.write(pool, k, v, metadata.slot_mapping, self.terms)
-        out = backend.attend(q, pool, metadata, self.terms)
+        terms = self.terms(place)
+        pool = backend.write(pool, k, v, metadata.slot_mapping, terms)
+        out = backend.attend(q, pool, metadata, terms)
         return self._output(parallel.gather_heads(out), parallel), pool
 
     def _heads(
@@ -172,9 +180,10 @@ class LateAttention(Attention):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
-        _, metadata, backend, parallel, _ = context
+        _, metadata, backend, parallel, _, place = context
         q = self._rotated(self._heads(x, "q"), context)
-        out = backend.attend_rows(q, pool, metadata.block_tables, metadata.work, self.terms)
+        own = metadata.block_tables, metadata.work, self.terms(place)
+        out = backend.attend_rows(q, pool, *own)
         return self._output(out, parallel), pool
 
 
@@ -192,13 +201,14 @@ class SwiftKV(Part):
         self,
         hidden: Float[Array, "tokens hidden"],
         pools: list[LayerPool],
-        terms: list[LayerTerms],
+        late: list[tuple[int, LayerTerms]],
         rope: Rope,
         context: Context,
     ) -> list[LayerPool]:
-        """Return the pools of the late layers with the keys and values of all tokens written.
+        """Return the pools with the keys and values of all tokens written for the late layers.
 
-        One product, whose columns are heads, then layers (keys of all, values of all).
+        `late` says which pool each of them has a part of, and its terms. One product, whose columns
+        are heads, then layers (keys of all, values of all).
         """
         x = norm(hidden, self.norm[...], self.config)
         kv = self._out(x, "kv")
@@ -206,11 +216,11 @@ class SwiftKV(Part):
             kv = kv + self.kv_bias[...][None]
         keys, values = jnp.split(kv, 2, axis=2)
         keys = apply_rope(keys.reshape(x.shape[0], -1, kv.shape[-1]), rope).reshape(keys.shape)
-        slots = context.metadata.slot_mapping
-        return [
-            context.backend.write(pool, keys[:, :, i], values[:, :, i], slots, own)
-            for i, (pool, own) in enumerate(zip(pools, terms, strict=True))
-        ]
+        slots, pools = context.metadata.slot_mapping, list(pools)
+        for i, (nth, own) in enumerate(late):
+            new = keys[:, :, i], values[:, :, i]
+            pools[nth] = context.backend.write(pools[nth], *new, slots, own)
+        return pools
 
 
 class MLP(Part):
@@ -334,7 +344,7 @@ class DecoderLayer(nnx.Module):
 
 
 RunLayer = Callable[
-    [DecoderLayer, Float[Array, "tokens hidden"], LayerPool],
+    [DecoderLayer, Float[Array, "tokens hidden"], LayerPool, PoolPlace | None],
     tuple[Float[Array, "tokens hidden"], LayerPool],
 ]
 
@@ -352,17 +362,20 @@ def _traced_once(context: Context) -> RunLayer:
         params: Any,  # nnx.State, whose hints beartype warns of
         x: Float[Array, "tokens hidden"],
         pool: LayerPool,
+        place: PoolPlace | None,
         ropes: tuple[Rope, ...],
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return nnx.merge(graphdef, params)(
-            x, pool, context._replace(ropes=ropes, metadata=metadata)
-        )
+        own = context._replace(ropes=ropes, metadata=metadata, place=place)
+        return nnx.merge(graphdef, params)(x, pool, own)
 
     def run(
-        layer: DecoderLayer, x: Float[Array, "tokens hidden"], pool: LayerPool
+        layer: DecoderLayer,
+        x: Float[Array, "tokens hidden"],
+        pool: LayerPool,
+        place: PoolPlace | None,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return call(*nnx.split(layer), x, pool, context.ropes, context.metadata)
+        return call(*nnx.split(layer), x, pool, place, context.ropes, context.metadata)
 
     return run
 
@@ -407,10 +420,11 @@ class Llama(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, " all_tokens"], pools: list[LayerPool], context: Context
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
-        """Return the hidden states after the embedding and each early layer, and their pools.
+        """Return the hidden states after the embedding and each early layer, and the pools.
 
         `token_ids` are those of the step, hidden states of this device's tokens
-        (`Parallel.local_tokens`); the pools of early layers are written. Unused hidden states cost
+        (`Parallel.local_tokens`); early layers have written to the pools, each of which holds some
+        layers. Unused hidden states cost
         nothing in a compiled step; parity tests read them.
         """
         return self.run_layers(self.embed_tokens(token_ids, context.parallel), pools, context)
@@ -421,8 +435,10 @@ class Llama(nnx.Module):
         """The same from hidden states on: those of the embedding, or of the stage before."""
         hidden, pools, run = [embedded], list(pools), _traced_once(context)
         early = self.layers[: self.config.num_early_layers]
-        for i, layer in enumerate(whole_layers(early, hidden, context.parallel)):
-            out, pools[i] = run(layer, hidden[-1], pools[i])
+        places = pool_places(self.config.num_layers, len(pools))[: len(early)]
+        layers = whole_layers(early, hidden, context.parallel)
+        for layer, (nth, place) in zip(layers, places, strict=True):
+            out, pools[nth] = run(layer, hidden[-1], pools[nth], place)
             hidden.append(out)
         return hidden, pools
 
@@ -443,8 +459,10 @@ class Llama(nnx.Module):
         config, early = self.config, self.config.num_early_layers
         hidden = context.parallel.gather_tokens(hidden)
         (rope,) = rope_tables(rows.positions, config)  # SwiftKV's layers are of one kind
-        terms = [layer.attention.terms for layer in self.layers[early:]]
-        late = self.swiftkv(hidden, pools[early:], terms, rope, context)
+        places = pool_places(config.num_layers, len(pools))[early:]
+        late = list(zip(self.layers[early:], places, strict=True))
+        own = [(nth, layer.attention.terms(place)) for layer, (nth, place) in late]
+        pools = self.swiftkv(hidden, pools, own, rope, context)
         metadata = context.metadata._replace(work=rows.late.work)
         ropes = rope_tables(rows.positions[rows.tokens], config)
         in_shift = context.parallel.in_shift
@@ -452,14 +470,14 @@ class Llama(nnx.Module):
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run = _traced_once(of_rows)
-            for layer, pool in zip(self.layers[early:], late, strict=True):
-                x, _ = run(layer, x, pool)
+            for layer, (nth, place) in late:
+                x, _ = run(layer, x, pools[nth], place)
             return x
 
         # Every device takes the same branch, so there may be collectives in it.
         has_rows = rows.late.num_rows > 0
         x = jax.lax.cond(has_rows, run_late, lambda x: x, hidden[rows.tokens])
-        return x, [*pools[:early], *late]
+        return x, pools
 
     def normed(self, rows: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
         """Return rows after the last layer as the LM head reads them."""

@@ -125,6 +125,11 @@ class CompiledStep(NamedTuple):
     aliased_bytes: int
 
     @property
+    def pool_bytes(self) -> int:
+        """K, or V, of one layer on a device."""
+        return device_bytes(self.pools) // (2 * self.step.layout.model.num_layers)
+
+    @property
     def shards(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Every declared weight in the mode of the step, as if each were an array."""
         weights = self.step.weights._replace(is_joined=False)

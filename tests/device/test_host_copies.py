@@ -32,7 +32,8 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
 
     def pools():
         place = named(mesh, pool_spec())
-        return [tuple(jax.device_put(each, place) for each in layer) for layer in given]
+        k, v = (given[:, i].reshape(-1, given.shape[-1]) for i in range(2))  # of all layers
+        return [(jax.device_put(k, place), jax.device_put(v, place))]
 
     chunks = {}
     model = replace(PRESETS["tiny"], num_layers=3, num_heads=4, num_kv_heads=4, head_dim=3)
@@ -44,7 +45,8 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
     (part,) = chunks[7]
     assert part.array.sharding.memory_kind == "pinned_host"
     assert part.array.nbytes == size * 3 * 2 * 48 * 4
-    got = np.array(tier.restore(pools(), 7, targets))
+    ((k, v),) = tier.restore(pools(), 7, targets)
+    got = np.stack([np.asarray(x).reshape(3, num_blocks, -1) for x in (k, v)], axis=1)
     expected = given.copy()
     expected[:, :, targets] = given[:, :, blocks]
     np.testing.assert_array_equal(got, expected)

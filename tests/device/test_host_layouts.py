@@ -12,17 +12,18 @@ from jax.sharding import Mesh
 
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.presets import PRESETS
-from shiftjax.device import host_tier
+from shiftjax.device import host_tier, pool
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.host_tier import HostTier
 from shiftjax.device.mesh import make_mesh, named, pool_spec
-from shiftjax.device.pool import FlatPools, PoolOptions
+from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
 from shiftjax.parallel.layout import Layout
 
 NUM_LAYERS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, SIZE = 7, 2, 2, 12, 4
 POOL = PoolOptions(NUM_BLOCKS, BLOCK_SIZE, 4, np.dtype(np.float32))
 # pp, sp, tp: stages of uneven layers, heads that are padded (3) or replicated (3 and 4 on 8).
 DEGREES = [(1, 1, 1), (1, 2, 2), (1, 2, 4), (2, 1, 2), (3, 1, 1), (4, 2, 1)]
+MOST_LAYERS = 3  # in a pool
 UNTOUCHED = -1.0
 
 
@@ -52,11 +53,18 @@ class Stage(NamedTuple):
         flat = shards.reshape(*shards.shape[:4], -1).swapaxes(2, 3)
         flat = flat.reshape(*flat.shape[:3], -1)
         place = named(self.mesh, pool_spec())
-        return [(jax.device_put(k, place), jax.device_put(v, place)) for k, v in flat]
+        own = abstract_pools(self.mesh, self.layout, NUM_BLOCKS, BLOCK_SIZE, POOL.dtype)
+        counts = [k.shape[0] // NUM_BLOCKS for k, _ in own]
+        assert max(counts) <= MOST_LAYERS
+        parts = np.split(flat, np.cumsum(counts)[:-1])
+        pairs = ([part[:, i].reshape(-1, flat.shape[-1]) for i in range(2)] for part in parts)
+        return [(jax.device_put(k, place), jax.device_put(v, place)) for k, v in pairs]
 
     def seen(self, pools: FlatPools, shape: tuple[int, ...]) -> np.ndarray:
         """Undo `pools`."""
-        flat = np.array([[np.asarray(array) for array in layer] for layer in pools])
+        arrays = [[np.asarray(array) for array in pair] for pair in pools]
+        parts = [[x.reshape(-1, NUM_BLOCKS, x.shape[1]) for x in pair] for pair in arrays]
+        flat = np.concatenate([np.stack(pair, axis=1) for pair in parts])
         flat = flat.reshape(*flat.shape[:3], self.layout.num_devices, -1)
         return flat.swapaxes(2, 3).reshape(shape)
 
@@ -84,8 +92,13 @@ def groups_of(num_kv_heads: int) -> tuple[Chunks, dict[tuple[int, int, int], lis
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Chunks of one size are enough here."""
+    """Chunks of one size are enough here; of seven layers a pool holds three."""
     monkeypatch.setattr(host_tier, "CHUNK_SIZES", (SIZE,))
+
+    def layers(num_layers: int, _: int) -> int:
+        return -(-num_layers // MOST_LAYERS)
+
+    monkeypatch.setattr(pool, "num_pools", layers)
 
 
 @pytest.mark.parametrize("num_kv_heads", [3, 4, 8])

@@ -1,5 +1,6 @@
 """The mover of a fleet against the definition of the layouts; there is no engine, and no step."""
 
+import itertools
 import random
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.handover import Copy, Crossing
 from shiftjax.costs import moves
+from shiftjax.device import pool
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import group_mesh, joined_mesh
 from shiftjax.device.mode_weights import ModeWeights
@@ -28,10 +30,10 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
 
 NUM_BLOCKS, UNIT_BLOCK = 160, 4  # a unit's block: tokens
-SHAPES = {  # KV heads, units and tp, widths, the part of a pool that a call moves
+SHAPES = {  # KV heads, units and tp, widths, the part of a pool that a call moves, pools
     # 8 devices: in a group of 4 units two keep each head; several blocks in a call
-    "4-heads-tp2": (4, 4, 2, (1, 2, 4), 1 / 10),
-    "3-heads": (3, 8, 1, (1, 2, 8), 1 / 256),  # padded; a block in a call
+    "4-heads-tp2": (4, 4, 2, (1, 2, 4), 1 / 10, 1),
+    "3-heads": (3, 8, 1, (1, 2, 8), 1 / 256, 2),  # padded; a block in a call; two layers and one
 }
 
 
@@ -46,9 +48,10 @@ class Moved(NamedTuple):
 
 @cache
 def make_fleet(
-    num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...], share: float
+    num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...], share: float, num_pools: int
 ) -> Moved:
-    config = replace(PRESETS["tiny"], num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
+    heads = {"num_heads": 2 * num_kv_heads, "num_kv_heads": num_kv_heads}
+    config = replace(PRESETS["tiny"], num_layers=3, **heads)
     grid, devices = Grid(tp, units), jax.devices()
     layouts = {width: Layout(config, width, tp, units) for width in widths}
     models = {width: define(layout, formats_of("float32")) for width, layout in layouts.items()}
@@ -64,8 +67,12 @@ def make_fleet(
         mesh = group_mesh(devices, grid, group)
         memories[group] = GroupMemory(weights, mesh, device_pools)
         memories[group].fill(stored)
-        memories[group].prepare(sizes[group.width], None)
-    with mock.patch.object(moves, "POOL_SHARE", round(1 / share)):
+    with (
+        mock.patch.object(moves, "POOL_SHARE", round(1 / share)),
+        mock.patch.object(pool, "num_pools", lambda *_: num_pools),
+    ):
+        for group, memory in memories.items():
+            memory.prepare(sizes[group.width], None)
         return Moved(grid, layouts, memories, DeviceMover(memories, sizes))
 
 
@@ -170,28 +177,35 @@ def spread(cells: np.ndarray, layer: int, head_dim: int) -> np.ndarray:
     return np.repeat(cells * 8.0 + layer, head_dim, axis=-1).astype(np.float32)
 
 
+def numbers_of(memory) -> list[list[tuple[jax.Array, list[int]]]]:
+    """Of each pool K and V, and which of the arrays of all layers are in them, K before V."""
+    found, first = [], 0
+    for pair in memory.pools:
+        layers = range(first, first + pair[0].shape[0] // NUM_BLOCKS)
+        found.append([(x, [2 * layer + i for layer in layers]) for i, x in enumerate(pair)])
+        first = layers.stop
+    return found
+
+
 def set_pools(memory, cells: np.ndarray, head_dim: int) -> None:
-    new, number = [], 0
     ids = [device.id for device in memory.mesh.devices.flat]
-    for layer in memory.pools:
-        arrays = []
-        for pool in layer:
-            whole = np.concatenate([spread(cells[i], number, head_dim) for i in ids], axis=1)
-            arrays.append(jax.device_put(whole, pool.sharding))
-            number += 1
-        new.append(tuple(arrays))
-    memory.pools = new
+
+    def filled(array: jax.Array, numbers: list[int]) -> jax.Array:
+        parts = [[spread(cells[i], number, head_dim) for i in ids] for number in numbers]
+        whole = np.concatenate([np.concatenate(part, axis=1) for part in parts])
+        return jax.device_put(whole, array.sharding)
+
+    memory.pools = [tuple(filled(*each) for each in pair) for pair in numbers_of(memory)]
 
 
 def check_pools(memory, cells: np.ndarray, before: np.ndarray, head_dim: int) -> None:
-    number = 0
-    for layer in memory.pools:
-        for pool in layer:
-            for shard in pool.addressable_shards:
-                held, want = np.asarray(shard.data), cells[shard.device.id]
+    for array, numbers in itertools.chain(*numbers_of(memory)):
+        for shard in array.addressable_shards:
+            layers = np.asarray(shard.data).reshape(len(numbers), NUM_BLOCKS, -1)
+            for held, number in zip(layers, numbers, strict=True):
+                want = cells[shard.device.id]
                 want = spread(np.where(want < 0, before[shard.device.id], want), number, head_dim)
                 known = cells[shard.device.id] >= 0
                 known = np.repeat(known, head_dim, axis=-1)
                 known[0] = False  # the null block takes what is padding
                 np.testing.assert_array_equal(held[known], want[known])
-            number += 1

@@ -142,12 +142,15 @@ def test_a_failure_in_one_stage_rebuilds_the_pools_of_all(staged, monkeypatch):
 def test_each_stage_has_its_part_of_the_weights_and_of_the_cache(staged):
     built, config, _, _ = staged
     devices: set[jax.Device] = set()
+    counts: list[int] = []
     for stage, runner in zip(built.deployment.stages, built.runners, strict=True):
         memory = runner.memory
         mine = set(memory.mesh.devices.flat)
         assert devices.isdisjoint(mine)
         devices |= mine
-        assert len(memory.pools) == stage.layout.model.num_layers
+        ((k, _),) = memory.pools
+        counts.append(k.shape[0] // stage.num_blocks)
+        assert counts[-1] == stage.layout.model.num_layers
         base = memory.params(runner.step.layout.base)
         first = next(iter(mine))
         held = sum(
@@ -159,7 +162,6 @@ def test_each_stage_has_its_part_of_the_weights_and_of_the_cache(staged):
         formats = built.deployment.formats
         assert held == weight_bytes(stage.layout, formats)
     assert len(devices) == built.deployment.grid.num_devices
-    counts = [len(runner.memory.pools) for runner in built.runners]
     assert sum(counts) == config["num_hidden_layers"]
     assert max(counts) - min(counts) <= 1
 
