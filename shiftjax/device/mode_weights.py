@@ -40,13 +40,15 @@ class ModeWeights(NamedTuple):
     model: ModelDef
     layout: Layout
     strategy: str  # alias, slice, replicate; gather: `layout.gathers`, which counts
-    is_joined: bool = False  # layers' weights of one kind are one array; not with copies
+    # layers' weights of one kind are one array; not where they are copied, or gathered: XLA would
+    # copy a slice before its all-gather
+    is_joined: bool = False
     loops_over_experts: bool = False  # a slice of a joined array before a loop would be a copy
 
     @property
     def arrays(self) -> tuple[Members, ...]:
         """The weights of each array, one after the other."""
-        if self.is_joined and self.strategy != "replicate":
+        if self.is_joined and self.strategy != "replicate" and not self.layout.gathers:
             apart = ("experts",) if self.loops_over_experts else ()
             return joined_weights(self.model.declared, self.layout, apart)
         return tuple((weight,) for weight in self.model.declared)

@@ -59,7 +59,6 @@ def shards(weights: ModeWeights, mesh, mode, stored) -> dict[str, np.ndarray]:
             (TIED, 1, 4, "alias", "bfloat16"),
             (BIASED, 4, 2, "alias", "bfloat16"),
             (BIASED, 2, 2, "alias", "fp8"),
-            (BIASED, 2, 2, "gather", "bfloat16"),
             (BIASED, 2, 2, "slice", "fp8"),
             (SWIFTKV, 2, 2, "alias", "bfloat16"),
             (EXPERTS, 2, 2, "alias", "fp8"),
@@ -68,7 +67,7 @@ def shards(weights: ModeWeights, mesh, mode, stored) -> dict[str, np.ndarray]:
 )
 def test_steps_see_the_same_shards(config, sp, tp, strategy, dtype):
     """Whether each weight is an array or not; and fewer arrays hold as many bytes."""
-    layout = Layout(config, sp, tp, gathers=strategy == "gather")
+    layout = Layout(config, sp, tp)
     formats = Formats("fp8") if dtype == "fp8" else formats_of(dtype)
     mesh, model = make_mesh(jax.devices()[: sp * tp], sp, tp), define(layout, formats)
     alone = ModeWeights(model, layout, strategy)
@@ -115,7 +114,6 @@ def test_an_array_has_no_more_elements_than_32_bits_count():
     [
         (2, 2, {}, {}),
         *thorough(
-            (4, 1, {}, {"weights": "gather"}),
             (2, 2, MOE, {}),
             (None, 2, {}, {"fleet": True, "devices": 4}),
         ),
