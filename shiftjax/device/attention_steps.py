@@ -74,7 +74,7 @@ class Cases:
     """The sequences that are tried; `steps_of` makes steps of them."""
 
     decodes: tuple[int, ...] = (1, 15, 16, 17, 63, 64, 65, 337, 3000)  # contexts
-    chunks: tuple[tuple[int, int], ...] = ((17, 17), (130, 196), (100, 700), (20, 8200))
+    chunks: tuple[tuple[int, int], ...] = ((17, 17), (130, 196), (100, 700), (150, 8200))
     num_beside: int = 2  # of the last decodes, in the step of the chunks
     in_largest: bool = True  # also in the largest bucket, whose kernels are other programs
     ring_bytes: int = CHIP_BYTES  # of keys and values that the rings of a chip hold, at most
