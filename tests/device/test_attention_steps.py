@@ -7,13 +7,12 @@ added up than a turn takes, or parts put together is not found by steps that nev
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from regime import reached
 
 from pallas_kernels.decode import ROW_TILE, count_stages
-from pallas_kernels.decode_terms import Q_SLOTS
 from pallas_kernels.decode_work import JOBS_AT_ONCE, DecodeConfig, most_jobs
 from pallas_kernels.prefill_combine import MOST_AT_ONCE
 from pallas_kernels.step_work import KernelConfig, StepWork
@@ -68,20 +67,6 @@ SHAPES = {
 }
 
 
-class Reached(NamedTuple):
-    """What a step makes the kernels do, at most, in a layer."""
-
-    rings_again: int  # rounds of a worker, beyond the stages of its ring
-    queries_again: int  # jobs of a worker, beyond the places of queries
-    turns: int  # jobs of a row, beyond those that one turn of the combine takes
-    split_tiles: int
-
-    @property
-    def names(self) -> set[str]:
-        """What is done at all."""
-        return {name for name, count in self._asdict().items() if count > 0}
-
-
 # By the step, in the order of `steps_of`: what each is there for.
 PURPOSES = (
     set(),
@@ -104,16 +89,9 @@ def divided(shape: Shape, step: Step, config: KernelConfig, window: int = 0) -> 
     return kernels.divide(*contexts, **sizes)[window]
 
 
-def reached(shape: Shape, step: Step, config: KernelConfig, window: int = 0) -> Reached:
-    work = divided(shape, step, config, window)
-    decode, first = work.decode, work.decode.worker_first
-    ends = np.cumsum(np.append(0, (decode.job_end - decode.job_begin)[: first[-1]]))
-    return Reached(
-        np.diff(ends[first]).max() - stages_of(shape, config),
-        np.diff(first).max() - Q_SLOTS,
-        decode.row_jobs.max() - JOBS_AT_ONCE,
-        (work.prefill.splits[:, 3] > 0).sum(),
-    )
+def names_reached(shape: Shape, step: Step, config: KernelConfig, window: int = 0) -> set[str]:
+    """What a step makes the kernels do."""
+    return reached(divided(shape, step, config, window), stages_of(shape, config)).names
 
 
 def stages_of(shape: Shape, config: KernelConfig) -> int:
@@ -130,7 +108,7 @@ def test_whatever_serving_reaches_the_check_does(name, deterministic):
     served = [step for step in SERVED if step.bucket[2] <= shape.bucket[2]]
     for window in range(len(shape.windows)):
         found, wanted = (
-            set().union(*(reached(shape, step, config, window).names for step in steps))
+            set().union(*(names_reached(shape, step, config, window) for step in steps))
             for steps in (steps_of(shape, Cases()), served)
         )
         assert found >= wanted, shape.windows[window]
@@ -143,7 +121,7 @@ def test_every_step_reaches_what_it_is_for(name):
     config = safe_config(shape.head_dim, shape.heads // shape.kv_heads)
     can_turn = most_jobs(config.decode, shape.kv_heads) > JOBS_AT_ONCE
     for step, purposes in zip(steps_of(shape, Cases()), PURPOSES, strict=True):
-        found = reached(shape, step, config, shape.windows.index(None)).names
+        found = names_reached(shape, step, config, shape.windows.index(None))
         assert found >= purposes - (set() if can_turn else {"turns"}), step.name
 
 
@@ -163,7 +141,7 @@ def test_a_long_context_fills_rings_again_in_every_setting_that_may_be_tuned(kv_
         shape = shape_with(8 * kv_heads, kv_heads, row["head_dim"], block_size=row["block_size"])
         config = KernelConfig(decode=DecodeConfig(**row["settings"]))
         _, long, *_ = steps_of(shape, Cases())
-        assert "rings_again" in reached(shape, long, config).names, row
+        assert "rings_again" in names_reached(shape, long, config), row
 
 
 @pytest.mark.parametrize("name", SHAPES)
