@@ -29,8 +29,8 @@ def reached(work: StepWork, stages: int) -> Reached:
     ends = np.cumsum(np.append(0, (decode.job_end - decode.job_begin)[: first[-1]]))
     splits = np.zeros((0, 4)) if work.prefill is None else work.prefill.splits
     return Reached(
-        np.diff(ends[first]).max() - stages,
-        np.diff(first).max() - Q_SLOTS,
-        decode.row_jobs.max() - JOBS_AT_ONCE,
-        (splits[:, 3] > 0).sum(),
+        int(np.diff(ends[first]).max()) - stages,
+        int(np.diff(first).max()) - Q_SLOTS,
+        int(decode.row_jobs.max()) - JOBS_AT_ONCE,
+        int((splits[:, 3] > 0).sum()),
     )

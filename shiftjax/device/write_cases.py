@@ -5,7 +5,7 @@ which are those of NaN, but for the null block, where padding may go.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,13 @@ MOST_NEIGHBOURS = 1e-3  # of all codes
 
 
 class Arrays(NamedTuple):
-    """The arrays of a step, NumPy."""
+    """The arrays of a step: of NumPy, in a program JAX's."""
 
-    pool: tuple[np.ndarray, np.ndarray]
-    k: np.ndarray  # [tokens, kv_heads, head_dim]
-    v: np.ndarray
-    slots: np.ndarray  # [tokens]
-    scales: np.ndarray  # [2, kv_heads]
+    pool: tuple[Any, Any]
+    k: Any  # [tokens, kv_heads, head_dim]
+    v: Any
+    slots: Any  # [tokens]
+    scales: Any  # [2, kv_heads]
 
 
 def make_arrays(shape: Shape) -> Arrays:

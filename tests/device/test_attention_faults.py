@@ -166,7 +166,7 @@ def problem_with(step: str, shape: Shape, kernels: AttentionBackend) -> str | No
 def kernels_with(shape: Shape, *change: str) -> AttentionBackend:
     """Make the kernels anew, with a change of one of their sources."""
     made = load_all(MODULES, *change)
-    used = {name: made[name] for name in ("decode", "paged_attention", "kv_write")}
+    used: Any = {name: made[name] for name in ("decode", "paged_attention", "kv_write")}
     with mock.patch.multiple(pallas_kernels, **used):
         return pallas_attention(shape.layout, CONFIG, shape.block_size, interpret=INTERPRETED)
 

@@ -130,7 +130,7 @@ def test_parts_are_more_than_one_turn_of_their_combine_takes(name):
     shape = SHAPES[name]
     _, _, chunks, _ = steps_of(shape, Cases())
     work = divided(shape, chunks, safe_config(shape.head_dim, shape.heads // shape.kv_heads))
-    assert work.prefill.splits[:, 3].max() > MOST_AT_ONCE
+    assert work.prefill is not None and work.prefill.splits[:, 3].max() > MOST_AT_ONCE
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])
