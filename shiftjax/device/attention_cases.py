@@ -11,8 +11,9 @@ does this process. Standard output is a line of JSON for everything that happens
     {"passed": true}                                    the last line
 
 The kernels are held against XLA's loops on the same device, on every device at once. Slots of the
-pools that no token is in hold NaN, block tables are shuffled, and every step runs three times. A
-model with experts has a few steps of theirs (`expert_cases`).
+pools that no token is in hold NaN, block tables are shuffled, and every step runs three times
+(`attention_steps`). Pools of codes are written, too (`write_cases`), and a model with experts has a
+few steps of theirs (`expert_cases`).
 """
 
 import dataclasses

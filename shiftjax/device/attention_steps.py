@@ -223,9 +223,10 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
         k_pool[slots], v_pool[slots] = k, v
     lens = np.zeros(num_seqs, np.int32)
     lens[: len(step.contexts)] = step.contexts
-    starts = np.full(num_seqs + 1, sum(step.new), np.int32)
+    count = sum(step.new)
+    starts = np.full(num_seqs + 1, count, np.int32)
     starts[: len(step.new) + 1] = np.cumsum((0, *step.new))
-    q = rng.standard_normal((num_tokens, shape.heads, shape.head_dim))
+    q = rng.standard_normal((count, shape.heads, shape.head_dim))
     look(q)
     q /= shape.layout.model.attention_scale * shape.head_dim**0.5
     if shape.soft_cap is not None:
@@ -236,7 +237,8 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
     if shape.has_sinks:
         sinks = rng.uniform(3, 7, shape.heads).astype(dtype)
     terms = LayerTerms(kv_scales=kv_scales, sinks=sinks)
-    return Inputs(q.astype(dtype), (k_pool, v_pool), tables, lens, starts, terms)
+    q = q.astype(dtype)[np.arange(num_tokens) % count]  # of padding, too: nothing may come of it
+    return Inputs(q, (k_pool, v_pool), tables, lens, starts, terms)
 
 
 # ------------------------------------------------------------------ keys that weigh much
