@@ -36,7 +36,8 @@ def ragged_paged_attention(
         )
         distance = np.arange(length - (end - begin), length)[:, None] - np.arange(length)
         seen = (distance >= 0) & (distance < (window or length + 1))
-        scores = np.einsum("thd,chd->htc", q[begin:end], k) * options.scale
+        queries, keys = q[begin:end].transpose(1, 0, 2), k.transpose(1, 2, 0)  # by head
+        scores = queries @ keys * options.scale
         if cap is not None:
             scores = cap * np.tanh(scores / cap)
         scores = np.where(seen, scores, -np.inf)
@@ -45,7 +46,7 @@ def ragged_paged_attention(
             scores = np.concatenate([scores, np.broadcast_to(of_heads, (*scores.shape[:2], 1))], 2)
         p = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e300))
         p /= np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
-        out[begin:end] = np.einsum("htc,chd->thd", p[..., :length], v)
+        out[begin:end] = (p[..., :length] @ v.transpose(1, 0, 2)).transpose(1, 0, 2)
     return out
 
 

@@ -11,8 +11,9 @@ does this process. Standard output is a line of JSON for everything that happens
     {"passed": true}                                    the last line
 
 The kernels are held against XLA's loops on the same device, on every device at once. Slots of the
-pools that no token is in hold NaN, block tables are shuffled, and every step runs three times. A
-model with experts has a few steps of theirs (`expert_cases`).
+pools that no token is in hold NaN, block tables are shuffled, and every step runs three times
+(`attention_steps`). Pools of codes are written, too (`write_cases`), and a model with experts has a
+few steps of theirs (`expert_cases`).
 """
 
 import dataclasses
@@ -31,74 +32,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS
-from shiftjax.device import expert_cases
+from shiftjax.device import expert_cases, write_cases
+from shiftjax.device.attention_steps import Cases, Inputs, Shape, Step, make_inputs, steps_of
 from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
-from shiftjax.models.attention import AttentionMetadata, LayerTerms, pool_shape
 from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_attention
 from shiftjax.models.expert_backend import ExpertShape, why_not_traced
 from shiftjax.parallel.grid import Device
-from shiftjax.parallel.layout import Layout
 
 NUM_RUNS = 3  # of every step, whose bits must agree: a race shows
 # bfloat16 keeps 8 bits: outputs, and the weights of values, are rounded by up to 2^-9. A wrong
 # mask, scale, head or block is off by 5% and more.
-MOST_RELATIVE_ERROR = 1e-2  # of the rows of a sequence, in the Euclidean norm
+MOST_RELATIVE_ERROR = 1e-2  # of a token's head, in the Euclidean norm
 MOST_ERROR = 0.05  # of a number; values are drawn from the normal distribution
-BEYOND_WINDOW = 65  # tokens that the longest contexts have more than a window, at least
-MOST_OUTGROWN = 8192  # tokens: a wider window is tried with contexts that it holds
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What kernels are compiled for: the part of a deployment that is one device's."""
-
-    heads: int  # of queries
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    windows: tuple[int | None, ...]  # `ModelConfig.windows`: layers of each are tried
-    dtype: str  # of queries; a name of `arch.formats`
-    kv_dtype: str
-    bucket: tuple[int, ...]  # tokens, logit rows and sequences of the largest step
-    deterministic: bool = False
-    experts: ExpertShape | None = None
-    scale: float | None = None  # of scores; None: head_dim ** -0.5
-    soft_cap: float | None = None  # of scores
-    has_sinks: bool = False
-
-    @property
-    def layout(self) -> Layout:
-        """A model on one device that attention sees the same of."""
-        model = ModelConfig(
-            name="checked",
-            architecture="llama",
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=64,
-            num_layers=len(self.windows),
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=1 << 20,
-            layer_kinds=tuple(LayerKind(window, 10_000.0) for window in self.windows),
-            query_scale=self.scale,
-            attention_soft_cap=self.soft_cap,
-            attention_sinks=self.has_sinks,
-        )
-        return Layout(model, 1, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cases:
-    """The sequences that are tried: around edges of blocks and tiles, and longer than a job."""
-
-    decodes: tuple[int, ...] = (1, 15, 16, 17, 63, 64, 65, 337, 3000)  # contexts
-    chunks: tuple[tuple[int, int], ...] = ((17, 17), (130, 196), (100, 700))  # tokens, contexts
-    num_beside: int = 2  # of the last decodes, in the step of the chunks
-    in_largest: bool = True  # also in the largest bucket, whose kernels are other programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,107 +81,6 @@ class Problem(NamedTuple):
     is_final: bool = True  # false: it may be something that passes, as a want of memory
 
 
-class Step(NamedTuple):
-    """Sequences in a bucket: decodes first, then chunks, then padding."""
-
-    name: str
-    bucket: tuple[int, ...]  # tokens, logit rows, sequences
-    new: tuple[int, ...]  # tokens of each sequence
-    contexts: tuple[int, ...]  # with these
-    num_decodes: int
-
-
-def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
-    """Yield decodes alone, and chunks beside decodes: in a bucket of theirs and in the largest.
-
-    The last of both are longer than every window, where that is not too much.
-    """
-    outgrown = [window for window in shape.windows if window and window <= MOST_OUTGROWN]
-    least = max((window + BEYOND_WINDOW for window in outgrown), default=0)
-    count, decodes = len(cases.decodes), (*cases.decodes[:-1], max(cases.decodes[-1], least))
-    beside = decodes[-cases.num_beside :]
-    tokens, contexts = (tuple(each) for each in zip(*cases.chunks, strict=True))
-    contexts = (*contexts[:-1], max(contexts[-1], least + tokens[-1]))
-    kinds = (
-        (f"{count} decodes", (1,) * count, decodes, count),
-        (f"chunks beside {len(beside)} decodes", (1,) * len(beside) + tokens, beside + contexts,
-         len(beside)),
-    )  # fmt: skip
-    for name, new, lengths, num_decodes in kinds:
-        rows = _power_of_two(len(new))
-        own = (_power_of_two(sum(new) + 1), rows, rows)  # one token of padding at least
-        largest = tuple(max(a, b) for a, b in zip(own, shape.bucket, strict=True))
-        for bucket in dict.fromkeys((own, largest) if cases.in_largest else (own,)):
-            yield Step(f"{name} in {bucket[0]}", bucket, new, lengths, num_decodes)
-
-
-def _power_of_two(least: int) -> int:
-    return max(8, 1 << (least - 1).bit_length())
-
-
-class Inputs(NamedTuple):
-    """The arrays of a step, NumPy."""
-
-    q: np.ndarray  # [tokens, heads, head_dim]
-    pool: tuple[np.ndarray, np.ndarray]  # K and V, `pool_shape`
-    tables: np.ndarray  # [seqs, blocks_per_seq]
-    lens: np.ndarray  # [seqs]
-    starts: np.ndarray  # [seqs + 1]
-    terms: LayerTerms
-
-    def metadata(self, step: Step, kernels: AttentionBackend) -> AttentionMetadata:
-        """What an implementation is told of the step, its own division of it included."""
-        num_tokens, num_rows, _ = step.bucket
-        is_row_by_row = num_tokens == num_rows and step.num_decodes == len(step.new)
-        if is_row_by_row and kernels.most_row_reads is not None:
-            num_tokens = None  # another program, without tiles (`Bucket.rows_alone`)
-        contexts = self.tables, self.lens, self.starts
-        work = kernels.divide(*contexts, step.num_decodes, num_tokens=num_tokens, num_rows=num_rows)
-        slots = np.zeros(step.bucket[0], np.int32)  # everything is written already
-        return AttentionMetadata(slots, *contexts, np.asarray(step.num_decodes, np.int32), work)
-
-
-def make_inputs(shape: Shape, step: Step) -> Inputs:
-    """Draw queries, keys and values; every slot without a token is NaN, the null block's, too.
-
-    Scores spread by 1, whatever the scale; with a soft cap those of every other token so far that
-    it matters. Sinks weigh as much as some tens or hundreds of keys.
-    """
-    rng = np.random.default_rng(0)
-    num_tokens, _, num_seqs = step.bucket
-    size, dtype, kv_dtype = (
-        shape.block_size,
-        *(FORMATS[n].dtype for n in (shape.dtype, shape.kv_dtype)),
-    )
-    used = [-(-length // size) for length in step.contexts]
-    order = 1 + rng.permutation(sum(used)).astype(np.int32)
-    tables = np.zeros((num_seqs, max(used)), np.int32)
-    pool_size = pool_shape(1 + sum(used), shape.kv_heads, size, shape.head_dim)
-    pool = np.full(pool_size, np.nan, kv_dtype), np.full(pool_size, np.nan, kv_dtype)
-    for seq, (length, count) in enumerate(zip(step.contexts, used, strict=True)):
-        first = sum(used[:seq])
-        tables[seq, :count] = order[first : first + count]
-        position = np.arange(length)
-        slots = tables[seq, position // size], slice(None), position % size
-        for array in pool:
-            array[slots] = rng.standard_normal((length, shape.kv_heads, shape.head_dim))
-    lens = np.zeros(num_seqs, np.int32)
-    lens[: len(step.contexts)] = step.contexts
-    starts = np.full(num_seqs + 1, sum(step.new), np.int32)
-    starts[: len(step.new) + 1] = np.cumsum((0, *step.new))
-    q = rng.standard_normal((num_tokens, shape.heads, shape.head_dim))
-    q /= shape.layout.model.attention_scale * shape.head_dim**0.5
-    if shape.soft_cap is not None:
-        q[1::2] *= max(1.0, shape.soft_cap / 8)
-    kv_scales = sinks = None
-    if FORMATS[shape.kv_dtype].has_scales:
-        kv_scales = 2 ** rng.uniform(-1, 1, (2, shape.kv_heads)).astype(np.float32)
-    if shape.has_sinks:
-        sinks = rng.uniform(3, 7, shape.heads).astype(dtype)
-    terms = LayerTerms(kv_scales=kv_scales, sinks=sinks)
-    return Inputs(q.astype(dtype), pool, tables, lens, starts, terms)
-
-
 def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
     """Make a layer of each window one program of all devices, which compute the same.
 
@@ -254,13 +100,24 @@ def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Call
     )
 
 
+def attend_of(step: Step, kernels: AttentionBackend) -> Callable[..., jax.Array]:
+    """Return what runs a step: of one of late layers their own call, with its arrays."""
+    if not step.is_late:
+        return kernels.attend
+
+    def attend(q, pool, metadata, terms):
+        return kernels.attend_rows(q, pool, metadata.block_tables, metadata.work, terms)
+
+    return attend
+
+
 def compiled(
     step: Step, inputs: Inputs, kernels: AttentionBackend, devices: Sequence[Device]
 ) -> Callable[[], np.ndarray]:
     """Compile a step for all devices; what comes back runs it."""
     arrays = inputs.q, inputs.pool, inputs.metadata(step, kernels), inputs.terms
     arguments = jax.device_put(arrays, named(rows_mesh(devices), replicated_spec()))
-    program = jax.jit(on_each(kernels.attend, devices)).lower(*arguments).compile()
+    program = jax.jit(on_each(attend_of(step, kernels), devices)).lower(*arguments).compile()
     return lambda: np.asarray(program(*arguments))
 
 
@@ -278,11 +135,12 @@ def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) 
     for length, start, stop in zip(step.contexts, starts[:-1], starts[1:], strict=True):
         rows, right = got[start:stop], wanted[start:stop]
         largest = np.abs(rows - right).max()
-        relative = np.linalg.norm(rows - right) / np.linalg.norm(right)
+        norms = (np.linalg.norm(array, axis=-1) for array in (rows - right, right))
+        relative = np.divide(*norms).max()
         if not (relative < MOST_RELATIVE_ERROR and largest < MOST_ERROR):  # NaN is neither
             return (
                 f"a sequence of {length} tokens, {stop - start} of them new, is off by "
-                f"{relative:.2g} of its norm, a number by {largest:.2g}"
+                f"{relative:.2g} of a head's norm, a number by {largest:.2g}"
             )
     return None
 
@@ -316,6 +174,18 @@ def try_step(
     return attempt(lambda: compiled(step, inputs, kernels, devices), judge)
 
 
+def try_write(shape: Shape, kernels: AttentionBackend, devices: Sequence[Device]) -> Problem | None:
+    """Write codes of keys and values; None: nothing is wrong."""
+    arrays = write_cases.make_arrays(shape)
+    loops = loops_of(shape.layout.model, shape.block_size)
+
+    def judge(run: Callable[[], np.ndarray]) -> Problem | None:
+        found = write_cases.wrong_with_write(loops, arrays, run, devices, NUM_RUNS)
+        return Problem(*found) if found else None
+
+    return attempt(lambda: write_cases.outputs_of(kernels, arrays, devices), judge)
+
+
 def try_experts(step: ExpertStep, shape: ExpertShape, devices: Sequence[Device]) -> Problem | None:
     """Run one step of experts; None: nothing is wrong."""
 
@@ -344,6 +214,20 @@ def attempt(
         return Problem(words, traceback.format_exc(), is_final=False)
 
 
+def tries_of(
+    trial: Trial, kernels: AttentionBackend, devices: Sequence[Device]
+) -> Iterator[tuple[str, Callable[[], Problem | None]]]:
+    """Yield what is tried, by name: attention, and what the deployment has beside it."""
+    shape = trial.shape
+    for step in steps_of(shape, trial.cases):
+        yield step.name, partial(try_step, step, shape, kernels, devices)
+    if FORMATS[shape.kv_dtype].has_scales:
+        yield "a write of codes", partial(try_write, shape, kernels, devices)
+    if shape.experts is not None and why_not_traced(shape.experts) is None:
+        for step in expert_cases.expert_steps(shape.experts.per_token):
+            yield step.name, partial(try_experts, step, shape.experts, devices)
+
+
 def run_trial(trial: Trial, say: Callable[..., None]) -> None:
     """Try every step until one fails; `say` takes the fields of a line."""
     devices = [each for each in jax.local_devices() if each.id in trial.device_ids]
@@ -351,17 +235,8 @@ def run_trial(trial: Trial, say: Callable[..., None]) -> None:
     if kinds != {trial.device_kind} or len(devices) != len(trial.device_ids):
         words = f"their process found {len(devices)} x {', '.join(kinds) or 'nothing'}"
         return say(**Problem(words, "", is_final=False)._asdict())
-    kernels, experts = build(trial, devices[0]), trial.shape.experts
-    tries: list[tuple[str, Callable[[], Problem | None]]] = [
-        (step.name, partial(try_step, step, trial.shape, kernels, devices))
-        for step in steps_of(trial.shape, trial.cases)
-    ]
-    if experts is not None and why_not_traced(experts) is None:
-        tries += [
-            (step.name, partial(try_experts, step, experts, devices))
-            for step in expert_cases.expert_steps(experts.per_token)
-        ]
-    for name, run in tries:
+    kernels = build(trial, devices[0])
+    for name, run in tries_of(trial, kernels, devices):
         say(case=name)
         problem = run()
         if problem:

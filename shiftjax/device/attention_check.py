@@ -31,7 +31,8 @@ import pallas_kernels
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device import kept
-from shiftjax.device.attention_cases import Cases, Shape, Trial
+from shiftjax.device.attention_cases import Trial
+from shiftjax.device.attention_steps import Cases, Shape
 from shiftjax.models.expert_backend import expert_shape
 from shiftjax.models.gpu_software import versions
 from shiftjax.parallel.grid import Device
@@ -74,7 +75,8 @@ def shape_of(
     bucket = largest.tokens, largest.rows, largest.seqs
     own = deterministic, expert_shape(model, formats)
     scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
-    return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores)
+    late = model.num_late_layers > 0
+    return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores, has_late=late)
 
 
 def check_attention(check: KernelCheck, devices: Sequence[Device], shape: Shape) -> str | None:
@@ -130,7 +132,7 @@ def sources_hash() -> str:
     """SHA-256 of the kernels' sources and settings, of the check and of what calls them."""
     kernels, here = Path(pallas_kernels.__path__[0]), Path(__file__).parent
     files = [path for path in kernels.iterdir() if path.suffix in (".py", ".json")]
-    files += [here / "attention_cases.py", here / "expert_cases.py"]
+    files += [*here.glob("*_cases.py"), here / "attention_steps.py"]
     files += [here.parent / "models" / f"{name}_backend.py" for name in ("attention", "expert")]
     total = hashlib.sha256()
     for path in sorted(files):

@@ -4,7 +4,8 @@ import aot
 import jax
 import pytest
 
-from shiftjax.device.attention_cases import Cases, Shape, make_inputs, on_each, steps_of
+from shiftjax.device.attention_cases import on_each
+from shiftjax.device.attention_steps import Cases, Shape, make_inputs, steps_of
 from shiftjax.device.mesh import rows_mesh
 from shiftjax.models.attention_backend import loops_of, tuned_attention
 

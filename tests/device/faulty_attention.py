@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.step_work import KernelConfig
-from shiftjax.device.attention_cases import Shape
+from shiftjax.device.attention_steps import Shape
 from shiftjax.models.attention_backend import AttentionBackend, loops_of, pallas_attention
 
 # The interpreter runs thread blocks one by one: few of them.

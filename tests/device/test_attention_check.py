@@ -23,16 +23,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket
-from shiftjax.device.attention_cases import (
-    Cases,
-    Shape,
-    Step,
-    Trial,
-    make_inputs,
-    steps_of,
-    try_step,
-    wrong_with,
-)
+from shiftjax.device.attention_cases import Trial, tries_of, try_step, wrong_with
 from shiftjax.device.attention_check import (
     FOLDER,
     MODULE,
@@ -42,15 +33,19 @@ from shiftjax.device.attention_check import (
     key_of,
     shape_of,
 )
+from shiftjax.device.attention_steps import Cases, Shape, Step, make_inputs, steps_of
 from shiftjax.device.groups import attention_of
+from shiftjax.device.write_cases import wrong_with_codes
 from shiftjax.models.attention_backend import loops_of
+from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 MODEL = replace(PRESETS["llama-8b"], num_heads=2, num_kv_heads=1, head_dim=64)
 SHAPE = Shape(2, 1, 64, 16, (None,), "bfloat16", "bfloat16", (16, 8, 8))
-FEW = Cases(decodes=(1, 16, 37), chunks=((2, 2), (3, 20)), num_beside=1, in_largest=False)
+LOOPS = loops_of(SHAPE.layout.model, SHAPE.block_size)
+FEW = Cases((1, 16, 37), ((2, 2), (3, 20)), num_beside=1, in_largest=False, ring_bytes=20_000)
 
 
 @pytest.fixture(autouse=True)
@@ -197,8 +192,8 @@ def test_what_a_kernel_ignores_is_found(ignored):
 
 
 def test_contexts_outgrow_every_window_that_is_not_huge():
-    for window, decode, chunk in ((14, 3000, 700), (4096, 4161, 4261), (1 << 18, 3000, 700)):
-        decodes, chunks = steps_of(replace(SHAPE, windows=(None, window)), Cases())
+    for window, decode, chunk in ((14, 3000, 8200), (8192, 8257, 8407), (1 << 18, 3000, 8200)):
+        decodes, _, chunks, _ = steps_of(replace(SHAPE, windows=(None, window)), Cases())
         assert decodes.contexts[-1] == chunks.contexts[1] == decode
         assert chunks.contexts[-1] == chunk
 
@@ -276,17 +271,55 @@ def test_queries_are_activations_whatever_the_weights_are():
 
 
 def test_steps_have_padding_and_come_in_the_largest_bucket_too():
-    shape = replace(SHAPE, bucket=(8192, 64, 64))
+    shape = replace(SHAPE, bucket=(8192, 64, 64), has_late=True)
     steps = list(steps_of(shape, Cases()))
     assert [step.bucket for step in steps] == [
         (16, 16, 16),
+        (8, 8, 8),
+        (512, 8, 8),
         (8192, 64, 64),
-        (256, 8, 8),
-        (8192, 64, 64),
+        (64, 64, 64),
     ]
     assert steps[0].contexts == (1, 15, 16, 17, 63, 64, 65, 337, 3000)
-    assert steps[2].new == (1, 1, 17, 130, 100)
-    assert all(step.bucket[0] > sum(step.new) for step in steps)
+    assert steps[2].new == (1, 1, 17, 130, 100, 150)
+    assert steps[3].new == (1,) * 60 + (17, 130, 100, 150)
+    assert steps[4].new == (1,) * 52 + (3,) * 4
+    assert all(step.bucket[0] > sum(step.new) for step in steps[:-1])
+
+
+def test_codes_late_layers_and_experts_are_tried_where_the_model_has_them():
+    names = ["3 decodes in 8", "4 decodes in 8", "chunks beside 1 decodes in 8"]
+    experts = ExpertShape(128, 64, 2, "bfloat16", "bfloat16")
+    for changes, more in (
+        ({}, []),
+        ({"kv_dtype": "fp8"}, ["a write of codes"]),
+        ({"has_late": True}, ["rows alone in 8"]),
+        ({"experts": experts}, ["experts of 20 tokens", "experts of 300 tokens"]),
+    ):
+        trial = Trial(replace(SHAPE, **changes), FEW, "", ())
+        assert [name for name, _ in tries_of(trial, LOOPS, [])] == names + more
+    model = replace(PRESETS["llama-8b"], num_kv_layers=16)
+    assert shape_of(Layout(model, 1, 1), Formats(), 16, Bucket(16, 8), False).has_late
+
+
+def test_codes_that_are_off_are_found():
+    right = np.random.default_rng(0).integers(0, 120, (2, 5, 1, 16, 64)).astype(np.uint8)
+    right[0, 1] = 127  # NaN: nothing is written there
+
+    def problem(change, runs=2):
+        outputs = [right.copy() for _ in range(runs)]
+        for number, out in enumerate(outputs):
+            change(number, out)
+        return wrong_with_codes(outputs, right)
+
+    assert problem(lambda *_: None) is None
+    assert problem(lambda _, out: out[:, 0].fill(3)) is None  # the null block
+    assert problem(lambda _, out: out[1, 2, 0, 0, :3].__iadd__(1)) is None  # ties
+    assert "otherwise" in (problem(lambda _, out: out[1, 2].__iadd__(1)) or "")
+    assert problem(lambda _, out: out[1, 2, 0, 0, :3].fill(255)) == "3 of 8192 codes are wrong"
+    assert problem(lambda _, out: out[0, 1, 0, 0, :3].fill(126)) == "3 of 8192 codes are wrong"
+    changed = problem(lambda number, out: out[1, 2, 0, 0, :1].__iadd__(number))
+    assert changed == "codes change from run to run"
 
 
 def test_what_is_no_token_is_nan_and_blocks_are_shuffled():

@@ -12,16 +12,24 @@ FOLDER = Path(pallas_kernels.__path__[0])
 
 
 def load(modules: Sequence[str], changed: str = "", old: str = "", new: str = "") -> ModuleType:
+    """Return the last of the modules that `load_all` makes."""
+    return load_all(modules, changed, old, new)[modules[-1]]
+
+
+def load_all(
+    modules: Sequence[str], changed: str = "", old: str = "", new: str = ""
+) -> dict[str, ModuleType]:
     """Make a kernel's modules anew from their sources, with one thing changed in one of them.
 
-    Each may import those before it; the last is returned.
+    Each may import those before it.
     """
+    made = {}
     with mock.patch.dict(sys.modules):
         for name in modules:
             source = (FOLDER / f"{name}.py").read_text()
             if name == changed:
                 assert source.count(old) == 1, "the fault does not fit the source any more"
                 source = source.replace(old, new)
-            module = sys.modules[f"pallas_kernels.{name}"] = ModuleType(name)
-            exec(compile(source, f"{name}.py", "exec"), vars(module))
-    return module
+            made[name] = sys.modules[f"pallas_kernels.{name}"] = ModuleType(name)
+            exec(compile(source, f"{name}.py", "exec"), vars(made[name]))
+    return made
