@@ -144,7 +144,7 @@ def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
     limits, sinks = (kernel.sliding_window, kernel.soft_cap), None
     if kernel.has_sinks:
         sinks = np.linspace(0, 6, kernel.heads[0], dtype=np.float32)
-    return AttentionOptions(kernel.head_dim**-0.5, *limits, *kernel.scales, sinks, interpret)
+    return AttentionOptions(kernel.head_dim**-0.5, *limits, kernel.scales, sinks, interpret)
 
 
 class Arrays(NamedTuple):
