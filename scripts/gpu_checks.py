@@ -208,11 +208,11 @@ def judged(attend: Any, kernel: Kernel, steps: dict[str, Step], name: str) -> di
 
 
 def expert_rows(effort: Effort, *, dry: bool) -> Iterator[dict[str, Any]]:
-    """Yield the error of experts in tiles of every size, bfloat16 and codes, against float64."""
+    """Yield the error of experts in tiles of every size, and cut, of both types, in float64."""
     shape = SMALL_EXPERTS if dry else ExpertsShape(600, own=16)
-    configs = [SMALL_TILES] if dry else [GroupedConfig(rows) for rows in TILE_ROWS]
-    for dtype, config in itertools.product(EXPERT_LIMITS, configs):
-        row = {"kernel": {"experts": dtype, "rows": config.rows}}
+    configs = [GroupedConfig(rows) for rows in TILE_ROWS] + [GroupedConfig(16, parts=(4, 3))]
+    for dtype, config in itertools.product(EXPERT_LIMITS, [SMALL_TILES] if dry else configs):
+        row = {"kernel": {"experts": dtype, "rows": config.rows, "parts": config.parts}}
         try:
             error = experts_error(shape._replace(dtype=dtype), config, effort)
             yield row | {"error": error, "right": error < EXPERT_LIMITS[dtype]}
