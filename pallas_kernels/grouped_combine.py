@@ -61,7 +61,7 @@ def _combine_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
         pairs = zip(loaded, added, strict=True)
         return tuple(functools.reduce(jnp.add, more, so_far) for more, so_far in pairs)
 
-    @pl.when(tile < inputs.tiles.total[0])
+    @pl.when(tile < inputs.tiles.num_tiles)
     def _() -> None:
         nothing = (filled((CHANNELS, problem.rows), 0.0),) * PARTS
         added = lax.fori_loop(0, problem.parts // at_once, add, nothing)

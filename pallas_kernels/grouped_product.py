@@ -180,7 +180,7 @@ def _product_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
 def _count_items(problem: Problem, tiles: Tiles) -> jax.Array:
     """Return how many items this thread block has."""
     blocks = jnp.int32(problem.num_blocks)
-    items = tiles.total[0] * problem.columns * problem.parts
+    items = tiles.num_tiles * problem.columns * problem.parts
     return lax.div(items - lax.axis_index("block") + blocks - 1, blocks)
 
 
