@@ -2,8 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from jax.typing import ArrayLike
 from jaxtyping import Float, Int32
+
+# Of K and of V: numbers that are compiled in, or a float32 array with those of every KV head.
+type KVScales = tuple[float, float] | Float[Any, "2 kv_heads"]
 
 
 class PagedKV(NamedTuple):
@@ -21,8 +23,7 @@ class AttentionOptions(NamedTuple):
     scale: float
     sliding_window: int | None = None  # a token sees so many keys at most, itself included
     soft_cap: float | None = None  # c makes a logit x c * tanh(x / c)
-    k_scale: ArrayLike = 1.0  # keys are what the pool holds times this: one, or one a KV head
-    v_scale: ArrayLike = 1.0
+    kv_scales: KVScales = (1.0, 1.0)  # keys and values are what the pools hold times these
     # A logit of each head that takes part in the softmax of its rows and has no value (gpt-oss).
     sinks: Float[Any, " heads"] | None = None
     interpret: Any = False  # False, or `InterpretGPUParams` to run on a CPU

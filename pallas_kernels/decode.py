@@ -16,7 +16,7 @@ from pallas_kernels.decode_combine import Parts, combine_jobs
 from pallas_kernels.decode_kernel import REDUCTION_BYTES, run_jobs
 from pallas_kernels.decode_terms import Q_SLOTS, Inputs, Shape
 from pallas_kernels.decode_work import DEFAULT_CONFIG, DecodeConfig, DecodeWork
-from pallas_kernels.mosaic import FP8, head_scales
+from pallas_kernels.mosaic import FP8, scales_in_memory
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
 MAX_STAGES = 16
@@ -43,7 +43,6 @@ def decode_attention(
     kv_heads, block_size, head_dim = kv.k_pool.shape[1:]
     rows = -(-q_per_kv // ROW_TILE) * ROW_TILE
     copy_tokens = min(block_size, config.kv_tile)
-    numbers, scales = head_scales(options.k_scale, options.v_scale, kv_heads)
     shape = Shape(
         rows=rows,
         head_dim=head_dim,
@@ -53,15 +52,13 @@ def decode_attention(
         copies_per_block=block_size // copy_tokens,
         dtype=jnp.dtype(jnp.float16 if kv.k_pool.dtype == FP8 else q.dtype),
         options=options,
-        kv_scales=numbers,
     )
     count = min(q.shape[0], work.row_seq.shape[0])
     grouped = q[:count].reshape(count, kv_heads, q_per_kv, head_dim).astype(shape.dtype)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - q_per_kv), (0, 0)))
     jobs = work.worker_first, work.job_row, work.job_begin, work.job_end
-    inputs = Inputs(
-        *jobs, work.row_seq, work.row_length, kv._replace(seq_lens=None), scales, grouped
-    )
+    scales, pools = scales_in_memory(options.kv_scales), kv._replace(seq_lens=None)
+    inputs = Inputs(*jobs, work.row_seq, work.row_length, pools, scales, grouped)
     outputs, lse = run_jobs(shape, inputs)
     sinks = options.sinks
     if sinks is not None:

@@ -24,7 +24,16 @@ from pallas_kernels.decode_terms import (
     my_jobs,
     read_job,
 )
-from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, columns_of, filled, store
+from pallas_kernels.mosaic import (
+    LOG2_E,
+    LOWEST,
+    WGMMA,
+    Accumulator,
+    columns_of,
+    filled,
+    scales_of_head,
+    store,
+)
 
 Values = tuple[jax.Array, ...]  # weighted values, one array for each of `Shape.products`
 Carry = tuple[jax.Array, Values, jax.Array, jax.Array]
@@ -35,9 +44,7 @@ def compute(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) 
     first, last = my_jobs(inputs)
     head = lax.axis_index("kv_head")
     scores = shape.kv_tile, shape.rows
-    k_scale, v_scale = shape.kv_scales
-    if inputs.scales is not None:
-        k_scale, v_scale = inputs.scales[0, head], inputs.scales[1, head]
+    k_scale, v_scale = scales_of_head(shape.options.kv_scales, inputs.scales, head)
 
     def run_job(index: jax.Array, count: jax.Array) -> jax.Array:
         job, slot = read_job(shape, inputs, index), lax.rem(index - first, jnp.int32(Q_SLOTS))

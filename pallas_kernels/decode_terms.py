@@ -24,7 +24,6 @@ class Shape(NamedTuple):
     copies_per_block: int
     dtype: DTypeLike  # of the operands of the matrix instructions
     options: AttentionOptions
-    kv_scales: tuple[float, float]  # of K and of V, where they are numbers
 
     @property
     def products(self) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
     collect     x[token] of every own pair, tile by tile      (grouped_rows)
     gated       silu(gate x) * up x, or as a `Gate` says      (grouped_product)
+    combine     with parts: their sums, before the silu       (grouped_combine)
     quantise    with codes: every row, over its whole width   (grouped_rows)
     product     down h (and bias), times the pair's gain      (grouped_product)
 
@@ -15,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.grouped_combine import add_down, combine_gated
 from pallas_kernels.grouped_product import (
-    CHANNELS,
     OVERHEAD_BYTES,
     SHARED_MEMORY_LIMIT,
     Inputs,
@@ -33,6 +34,13 @@ from pallas_kernels.grouped_rows import (
     collect_rows,
     quantise_rows,
 )
+from pallas_kernels.grouped_split import (
+    CHANNELS,
+    TILE_ROWS,
+    count_parts,
+    products_of,
+    tile_rows,
+)
 from pallas_kernels.grouped_work import (
     SILU,
     ExpertWeights,
@@ -43,8 +51,6 @@ from pallas_kernels.grouped_work import (
 )
 from pallas_kernels.mosaic import FP8
 
-TILE_ROWS = 16, 32, 64, 128
-
 
 class GroupedConfig(NamedTuple):
     """How the kernels use the chip; the result is the same."""
@@ -52,16 +58,15 @@ class GroupedConfig(NamedTuple):
     rows: int = 128  # of a tile: one of TILE_ROWS
     num_blocks: int = 132  # thread blocks of the products: one for each multiprocessor
     stages: int | None = None  # of shared memory; None: as many as fit
+    parts: tuple[int, int] = 1, 1  # of the contraction: of gate and up, and of down
 
 
-def config_for(pairs: int, experts: int, cores: int = 132) -> GroupedConfig:
-    """Return settings for `pairs` shared between `experts`, of all devices.
-
-    Small tiles waste less on experts of few rows; large ones read a weight for more rows at once.
-    """
-    mean = pairs / experts
-    rows = next((n for n in TILE_ROWS if mean <= n), TILE_ROWS[-1])
-    return GroupedConfig(rows, cores)
+def config_for(mean_pairs: float, weights: ExpertWeights, cores: int = 132) -> GroupedConfig:
+    """Return settings for so many pairs of an expert, on average over those of all devices."""
+    experts, width, hidden = weights.gate.shape
+    products = products_of(width, hidden, weights.gate.dtype.itemsize)
+    parts = count_parts(products, mean_pairs, experts, cores)
+    return GroupedConfig(tile_rows(mean_pairs), cores, parts=parts)
 
 
 def grouped_mlp(
@@ -79,7 +84,7 @@ def grouped_mlp(
     taken to have a fair share of all pairs. Sums are float32, what lies between the products is
     x's type or codes of it. Raises ValueError for what the kernels cannot do.
     """
-    config = config or config_for(gains.size, weights.gate.shape[0])
+    config = config or config_for(gains.size / weights.gate.shape[0], weights)
     check(x, weights, config)
     rows, k = config.rows, gains.shape[1]
     tiles = divide_rows(routed.sizes, gains.size, rows)
@@ -89,11 +94,13 @@ def grouped_mlp(
 
     def multiply(source: Any, names: tuple[str, ...], row_scale: Any) -> jax.Array:
         matrices, scales, biases = (_of_all(weights, names, n) for n in ("", "_scale", "_bias"))
-        gated, sizes = len(names) > 1, (config.num_blocks, interpret, config.stages)
+        gated = len(names) > 1
+        sizes = config.num_blocks, interpret, config.stages, config.parts[not gated]
         problem = make_problem(gate if gated else None, rows, matrices[0], x.dtype, *sizes)
         gain = None if gated or biases is None else row_gains
         inputs = Inputs(tiles, source, matrices, scales, row_scale, biases, gain)
-        return multiply_tiles(problem, inputs)
+        out = multiply_tiles(problem, inputs)
+        return combine_gated(problem, inputs, out) if gated and problem.parts > 1 else out
 
     if weights.gate.dtype != FP8:
         inner = multiply(collect_rows(x, token, tiles, launch), ("gate", "up"), None)
@@ -104,7 +111,11 @@ def grouped_mlp(
         inner = multiply(collected, ("gate", "up"), scale[token])
         codes, scale = quantise_rows(inner, row_gains, tiles, launch)
         out = multiply(codes, ("down",), scale.reshape(token.shape))
-    return out[placed.place].reshape(*gains.shape, x.shape[1])
+    if config.parts[1] > 1:
+        out = add_down(out, placed.place, x.shape[1], x.dtype)
+    else:
+        out = out[placed.place]
+    return out.reshape(*gains.shape, x.shape[1])
 
 
 def _of_all(weights: ExpertWeights, names: tuple[str, ...], suffix: str) -> Any:
@@ -138,6 +149,9 @@ def check(x: jax.Array, weights: ExpertWeights, config: GroupedConfig) -> None:
     if config.rows not in TILE_ROWS:
         sizes = ", ".join(map(str, TILE_ROWS))
         wrong.append(f"tiles of {config.rows} rows; there are those of {sizes}")
+    steps = tuple(items.steps for items in products_of(width, hidden, dtype.itemsize))
+    if any(whole % parts for whole, parts in zip(steps, config.parts, strict=True)):
+        wrong.append(f"parts {config.parts} of {steps} steps: they must divide them")
     if config.stages is not None and config.stages < 2:
         wrong.append(f"{config.stages} stages of shared memory, where 2 are needed")
     left = (SHARED_MEMORY_LIMIT - OVERHEAD_BYTES) // (COLLECTED * dtype.itemsize)

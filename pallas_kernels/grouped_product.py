@@ -28,18 +28,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.grouped_split import CHANNELS, PART, PARTS, WARPGROUPS, items_of
 from pallas_kernels.grouped_work import Gate, Tiles
-from pallas_kernels.mosaic import LOG2_E, WGMMA, Accumulator, swizzled
+from pallas_kernels.mosaic import LOG2_E, WGMMA, Accumulator, store, swizzled
 
-WARPGROUPS = 2  # that compute
-CHANNELS = 64  # of a matrix instruction
-PART = WARPGROUPS * CHANNELS  # channels of one operand of an item
-PARTS = 2  # gate and up, or two neighbours of down
 COPIES = PARTS + 1  # that fill a stage
 SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
 OVERHEAD_BYTES = 2048  # barriers, and what aligning the buffers costs
 MAX_STAGES = 8
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # of a thread: 504 for the three warpgroups
+
+
+# The sums of every part of the contraction, with room for whole blocks of channels: of gate and of
+# up, as they are; or of down, which are scaled, and need only be added up.
+type Sums = Float[Array, "parts matrices tiles padded tile_rows"]
 
 
 class Problem(NamedTuple):
@@ -48,8 +50,10 @@ class Problem(NamedTuple):
     gate: Gate | None  # None: the plain product
     rows: int  # of a tile
     channels: int  # that come out
+    columns: int  # blocks of them
     step: int  # of the contraction, in a stage of shared memory
-    steps: int
+    steps: int  # of a part of it
+    parts: int  # that the contraction is cut into
     stages: int
     dtype: DTypeLike  # of what comes out
     num_blocks: int  # thread blocks
@@ -64,11 +68,6 @@ class Problem(NamedTuple):
     def width(self) -> int:
         """Output channels of an item."""
         return PART if self.gated else PARTS * PART
-
-    @property
-    def columns(self) -> int:
-        """Blocks of output channels."""
-        return -(-self.channels // self.width)
 
 
 class Inputs(NamedTuple):
@@ -94,10 +93,11 @@ class Shared(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tile, and a block of output channels."""
+    """A tile, a block of output channels, and a part of the contraction."""
 
     tile: jax.Array
     column: jax.Array
+    part: jax.Array
     expert: jax.Array
 
 
@@ -109,22 +109,26 @@ def make_problem(
     num_blocks: int,
     interpret: Any,
     stages: int | None = None,
+    parts: int = 1,
 ) -> Problem:
     """Describe a product with `weight` [experts, out, in]; None: as many stages as there is room.
 
-    Both sides are whole multiples of 64.
+    Both sides are whole multiples of 64; `parts` divide the steps of the contraction.
     """
     _, channels, contraction = weight.shape
-    item = weight.dtype.itemsize
-    step = next(n for n in (128 // item, 64) if contraction % n == 0)
+    size = weight.dtype.itemsize
+    columns, step, steps = items_of(channels, contraction, size, gate is not None)
     left = SHARED_MEMORY_LIMIT - OVERHEAD_BYTES - WARPGROUPS * rows * CHANNELS * 2
-    most = min(left // ((PARTS * PART + rows) * step * item), MAX_STAGES)
-    steps = contraction // step
-    return Problem(gate, rows, channels, step, steps, stages or most, dtype, num_blocks, interpret)
+    most = min(left // ((PARTS * PART + rows) * step * size), MAX_STAGES)
+    cut = columns, step, steps // parts, parts
+    return Problem(gate, rows, channels, *cut, stages or most, dtype, num_blocks, interpret)
 
 
-def multiply_tiles(problem: Problem, inputs: Inputs) -> Float[Array, "rows channels"]:
-    """Launch the kernel; rows of tiles that the step does not have are not written."""
+def multiply_tiles(problem: Problem, inputs: Inputs) -> jax.Array:
+    """Launch the kernel; return [rows, channels], or with several parts `Sums`, to be added up.
+
+    Tiles that the step does not have are not written.
+    """
     arrays, tree = jax.tree.flatten(inputs)
     stages, step = problem.stages, problem.step
     dtype = inputs.x.dtype
@@ -137,7 +141,7 @@ def multiply_tiles(problem: Problem, inputs: Inputs) -> Float[Array, "rows chann
     )
     return plgpu.kernel(
         functools.partial(_product_kernel, problem, tree),
-        out_type=jax.ShapeDtypeStruct((inputs.x.shape[0], problem.channels), problem.dtype),
+        out_type=_out_type(problem, inputs),
         scratch_types=[shared],
         grid=(problem.num_blocks,),
         grid_names=("block",),
@@ -147,6 +151,14 @@ def multiply_tiles(problem: Problem, inputs: Inputs) -> Float[Array, "rows chann
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=problem.interpret,
     )(*arrays)
+
+
+def _out_type(problem: Problem, inputs: Inputs) -> jax.ShapeDtypeStruct:
+    places = inputs.x.shape[0]
+    if problem.parts == 1:
+        return jax.ShapeDtypeStruct((places, problem.channels), problem.dtype)
+    shape = places // problem.rows, problem.columns * problem.width, problem.rows
+    return jax.ShapeDtypeStruct((problem.parts, 1 + problem.gated, *shape), jnp.float32)
 
 
 def _product_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
@@ -168,20 +180,22 @@ def _product_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
 def _count_items(problem: Problem, tiles: Tiles) -> jax.Array:
     """Return how many items this thread block has."""
     blocks = jnp.int32(problem.num_blocks)
-    items = tiles.total[0] * problem.columns
+    items = tiles.num_tiles * problem.columns * problem.parts
     return lax.div(items - lax.axis_index("block") + blocks - 1, blocks)
 
 
 def _read_item(problem: Problem, tiles: Tiles, nth: jax.Array) -> Item:
     """Read an item of this thread block; past the last, some that is in the table."""
-    columns, last = jnp.int32(problem.columns), tiles.expert.shape[0] - 1
+    pieces, last = jnp.int32(problem.columns * problem.parts), tiles.expert.shape[0] - 1
     index = lax.axis_index("block") + nth * problem.num_blocks
-    some = jnp.minimum(lax.div(index, columns), last)  # a tile of the right expert
+    some = jnp.minimum(lax.div(index, pieces), last)  # a tile of the right expert
     begin, siblings = tiles.begin[some], jnp.maximum(tiles.siblings[some], 1)
-    within = index - begin * columns
-    column = lax.div(within, siblings)
-    tile = begin + within - column * siblings
-    return Item(jnp.minimum(tile, last), jnp.minimum(column, columns - 1), tiles.expert[some])
+    within = index - begin * pieces
+    piece = lax.div(within, siblings)
+    tile = begin + within - piece * siblings
+    column = jnp.minimum(lax.div(piece, jnp.int32(problem.parts)), problem.columns - 1)
+    part = lax.rem(piece, jnp.int32(problem.parts))
+    return Item(jnp.minimum(tile, last), column, part, tiles.expert[some])
 
 
 def _fetch(problem: Problem, inputs: Inputs, shared: Shared) -> None:
@@ -208,7 +222,7 @@ def _copy_weights(
     problem: Problem, weights: Any, offset: int, ring: Any, item: Item, k: Any, slot: Any, full: Any
 ) -> None:
     channels = pl.ds(item.column * problem.width + offset, PART)
-    source = weights.at[item.expert, channels, pl.ds(k * problem.step, problem.step)]
+    source = weights.at[item.expert, channels, _numbers_of(problem, item, k)]
     plgpu.copy_gmem_to_smem(source, ring.at[slot], full)
 
 
@@ -216,8 +230,12 @@ def _copy_rows(
     problem: Problem, x: Any, ring: Any, item: Item, k: Any, slot: Any, full: Any
 ) -> None:
     rows = pl.ds(item.tile * problem.rows, problem.rows)
-    source = x.at[rows, pl.ds(k * problem.step, problem.step)]
-    plgpu.copy_gmem_to_smem(source, ring.at[slot], full)
+    plgpu.copy_gmem_to_smem(x.at[rows, _numbers_of(problem, item, k)], ring.at[slot], full)
+
+
+def _numbers_of(problem: Problem, item: Item, k: Any) -> Any:
+    """Return where step `k` of the item's part of the contraction is."""
+    return pl.ds((item.part * problem.steps + k) * problem.step, problem.step)
 
 
 def _stream(problem: Problem, tiles: Tiles, shared: Shared, job: Any) -> None:
@@ -246,7 +264,10 @@ def _compute(problem: Problem, inputs: Inputs, out: Any, shared: Shared, me: jax
     def run_item(nth: jax.Array, item: Item) -> Item:
         upcoming = _read_item(problem, inputs.tiles, nth + 1)
         sums = _multiply(problem, shared, me, nth * problem.steps)
-        _finish(problem, inputs, out, shared.out.at[me], me, item, sums)
+        if problem.parts == 1:
+            finish(problem, inputs, out, shared.out.at[me], me, item, sums)
+        else:
+            _put_sums(problem, inputs, out, me, item, sums)
         return upcoming
 
     first = _read_item(problem, inputs.tiles, jnp.int32(0))
@@ -285,7 +306,28 @@ def _multiply(
     return pl.run_scoped(run_steps, *[empty] * PARTS)
 
 
-def _finish(
+def _put_sums(
+    problem: Problem,
+    inputs: Inputs,
+    out: Any,
+    me: jax.Array,
+    item: Item,
+    sums: tuple[jax.Array, ...],
+) -> None:
+    """Write the sums of a part of the contraction; those of down are scaled: that is linear."""
+    if not problem.gated:
+        sums = _all_scaled(problem, inputs, me, item, sums)
+    for operand, values in enumerate(sums):
+        store(place_of_sums(problem, out, me, item, operand), values)
+
+
+def place_of_sums(problem: Problem, sums: Any, me: jax.Array, item: Item, operand: int) -> Any:
+    """Return where [CHANNELS, rows] of the item's sums are, of one operand and warpgroup."""
+    matrix, channels = operand * problem.gated, _channels_of(problem, me, item)[operand]
+    return sums.at[item.part, matrix, item.tile, pl.ds(channels, CHANNELS)]
+
+
+def finish(
     problem: Problem,
     inputs: Inputs,
     out: Any,
@@ -295,17 +337,30 @@ def _finish(
     sums: tuple[jax.Array, ...],
 ) -> None:
     """Scale, activate, and write `sums` through `stage`, rows first again."""
-    first = item.column * problem.width + me * CHANNELS
-    second = first if problem.gated else first + PART
-    first_values, second_values = (
-        _scaled(problem, inputs, item, place, part, values)
-        for part, (place, values) in enumerate(zip((first, second), sums, strict=True))
-    )
+    first, second = _channels_of(problem, me, item)
+    first_values, second_values = _all_scaled(problem, inputs, me, item, sums)
     if problem.gate is not None:
         _put(problem, out, stage, item, first, _activate(problem.gate, first_values, second_values))
     else:
         _put(problem, out, stage, item, first, first_values)
         _put(problem, out, stage, item, second, second_values)
+
+
+def _channels_of(problem: Problem, me: jax.Array, item: Item) -> tuple[jax.Array, jax.Array]:
+    """Return the first output channel of each operand, of a warpgroup."""
+    first = item.column * problem.width + me * CHANNELS
+    return first, first if problem.gated else first + PART
+
+
+def _all_scaled(
+    problem: Problem, inputs: Inputs, me: jax.Array, item: Item, sums: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Return the sums of both operands times their scales, and plus a bias."""
+    pairs = zip(_channels_of(problem, me, item), sums, strict=True)
+    return tuple(
+        _scaled(problem, inputs, item, place, operand, values)
+        for operand, (place, values) in enumerate(pairs)
+    )
 
 
 def _activate(gate: Gate, g: jax.Array, u: jax.Array) -> jax.Array:
@@ -329,7 +384,7 @@ def _scaled(
         bias = _of_channels(inputs.biases[part], item, place, shape).astype(jnp.float32)
         if inputs.bias_gain is not None:
             bias = bias * _of_rows(inputs.bias_gain, item, shape)
-        values = values + bias
+        values = values + bias * (item.part == 0).astype(jnp.float32)  # of all parts, once
     return values
 
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.grouped_work import Tiles
+from pallas_kernels.grouped_work import Tiles, count_tiles
 from pallas_kernels.mosaic import FP8, store
 
 COLLECTED = 8  # rows that a thread block collects at a time
@@ -53,14 +53,14 @@ def collect_rows(
         grid_names=("block",),
         kernel_name="grouped_collect",
         interpret=launch.interpret,
-    )(tiles.total, token.reshape(-1), boxes)
+    )(tiles.ends, token.reshape(-1), boxes)
     return collected.reshape(token.size, x.shape[1])
 
 
 def _collect_kernel(
     rows: int,
     num_blocks: int,
-    total: Any,
+    ends: Any,
     token: Any,
     x: Any,
     out: Any,
@@ -77,7 +77,7 @@ def _collect_kernel(
         plgpu.barrier_wait(ready)
         plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(begin, COLLECTED)])
 
-    lax.fori_loop(0, _count(total[0] * (rows // COLLECTED), num_blocks), collect, None)
+    lax.fori_loop(0, _count(count_tiles(ends) * (rows // COLLECTED), num_blocks), collect, None)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -103,12 +103,12 @@ def quantise_rows(
         grid_names=("block",),
         kernel_name="grouped_quantise",
         interpret=launch.interpret,
-    )(tiles.total, gains, x)
+    )(tiles.ends, gains, x)
     return codes, scales
 
 
 def _quantise_kernel(
-    rows: int, num_blocks: int, total: Any, gains: Any, x: Any, codes: Any, scales: Any
+    rows: int, num_blocks: int, ends: Any, gains: Any, x: Any, codes: Any, scales: Any
 ) -> None:
     width = x.shape[1]
     vector = next(n for n in (8, 4, 2) if width % (n * LANES) == 0)
@@ -138,7 +138,7 @@ def _quantise_kernel(
         gain = plgpu.load(gains.at[here], layout=layout.reduce(1), optimized=False)
         store(scales.at[here], scale * gain)
 
-    lax.fori_loop(0, _count(total[0] * (rows // QUANTISED), num_blocks), quantise, None)
+    lax.fori_loop(0, _count(count_tiles(ends) * (rows // QUANTISED), num_blocks), quantise, None)
 
 
 def _begin_of(nth: jax.Array, num_blocks: int, size: int) -> jax.Array:

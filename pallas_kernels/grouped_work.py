@@ -56,14 +56,19 @@ SILU = Gate()
 
 
 class Tiles(NamedTuple):
-    """The tiles of a step, in the order of experts; what is behind `total` has no rows."""
+    """The tiles of a step, in the order of experts; what is behind the last has no rows."""
 
-    total: Int32[Array, "1"]  # an array, as kernels read those alone
+    ends: Int32[Array, " experts"]  # one past the last tile of each expert
     expert: Int32[Array, " tiles"]
     first: Int32[Array, " tiles"]  # the first row: an index into `Routed.row`
     rows: Int32[Array, " tiles"]
     begin: Int32[Array, " tiles"]  # the first tile of its expert, and how many that one has
     siblings: Int32[Array, " tiles"]
+
+    @property
+    def num_tiles(self) -> Int32[Array, ""]:
+        """How many tiles there are; in kernels, too: an array of it alone would be a launch."""
+        return count_tiles(self.ends)
 
 
 class Placed(NamedTuple):
@@ -87,6 +92,11 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
     return busy + (pairs - busy) // tile
 
 
+def count_tiles(ends: Any) -> Int32[Array, ""]:
+    """Return `Tiles.num_tiles`, of an array or of a kernel's reference to it."""
+    return ends[ends.shape[0] - 1]
+
+
 def divide_rows(sizes: Int32[Array, " experts"], pairs: int, tile: int) -> Tiles:
     """Cut the rows of each expert into tiles of at most `tile` rows; `pairs` bounds their sum."""
     tiles_of = (sizes + (tile - 1)) // tile
@@ -99,7 +109,7 @@ def divide_rows(sizes: Int32[Array, " experts"], pairs: int, tile: int) -> Tiles
     within = (nth - begin) * tile  # its expert
     first = jnp.where(live, (jnp.cumsum(sizes) - sizes)[expert] + within, 0)
     rows = jnp.where(live, jnp.minimum(sizes[expert] - within, tile), 0)
-    return Tiles(ends[-1:], expert, first, rows, begin, tiles_of[expert])
+    return Tiles(ends, expert, first, rows, begin, tiles_of[expert])
 
 
 def place_pairs(routed: Routed, tiles: Tiles, tile: int) -> Placed:
@@ -116,5 +126,5 @@ def place_pairs(routed: Routed, tiles: Tiles, tile: int) -> Placed:
     padded = -(-routed.sizes // tile) * tile
     shift = (jnp.cumsum(padded) - padded) - (before - routed.sizes)
     place = jnp.where(is_own, sorted_row + shift[expert], 0)
-    empty = jnp.zeros(routed.row.shape, jnp.int32)
-    return Placed(pair, empty.at[routed.row].set(place, unique_indices=True))
+    # All are set; an array that is there already need not be filled first, nor copied.
+    return Placed(pair, sorted_row.at[routed.row].set(place, unique_indices=True))

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.mosaic import FP8, head_scales
+from pallas_kernels.call import KVScales
+from pallas_kernels.mosaic import FP8, scales_in_memory, scales_of_head
 
 TOKENS = 4  # of a thread block: one for each warp
 MOST_HEADS = 8  # of a thread block: in registers all at once
@@ -51,19 +51,19 @@ def write_kv(
     slot_mapping: Int32[Array, " tokens"],
     *,
     rope: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None = None,
-    scales: tuple[ArrayLike, ArrayLike] = (1.0, 1.0),
+    scales: KVScales = (1.0, 1.0),
     interpret: Any = False,
 ) -> tuple[Blocks, Blocks]:
     """Write each token's k and v into its slot, in place where the pool is donated.
 
     With `rope`, the float32 cosines and sines of each token, k is rotated first: the halves of a
     head against each other, and rounded to k's type. A pool of float8_e4m3fn holds k and v divided
-    by their `scales` (a number, or one for each KV head), saturated; others hold k and v as they
+    by their `scales`, saturated; others hold k and v as they
     are and take no scales. Tokens whose slot is in the null block 0 are padding and are not
     written. Raises ValueError where head_dim is not a multiple of 64.
     """
     tokens, kv_heads, head_dim = k.shape
-    _check(head_dim, pool[0].dtype == FP8, *scales)
+    _check(head_dim, pool[0].dtype == FP8, scales)
     heads = next(n for n in range(MOST_HEADS, 0, -1) if kv_heads % n == 0)
     tiles = -(-tokens // TOKENS)
 
@@ -72,13 +72,12 @@ def write_kv(
         return jnp.pad(x, [(0, tiles * TOKENS - tokens), *[(0, 0)] * (x.ndim - 1)])
 
     by_token = jax.tree.map(padded, Arrays(k, v, slot_mapping, *(rope or (None, None)), None))
-    numbers, by_head = head_scales(*scales, kv_heads)
-    leaves, tree = jax.tree.flatten(by_token._replace(scales=by_head))
+    leaves, tree = jax.tree.flatten(by_token._replace(scales=scales_in_memory(scales)))
     written = jax.new_ref(pool[0]), jax.new_ref(pool[1])
     shape = TOKENS, staged_heads(heads, head_dim * pool[0].dtype.itemsize), head_dim
     staged = plgpu.SMEM(shape, pool[0].dtype)
     plgpu.kernel(
-        functools.partial(_write_kernel, tree, numbers, heads),
+        functools.partial(_write_kernel, tree, scales, heads),
         scratch_types=dict(staged_k=staged, staged_v=staged),
         grid=(tiles, kv_heads // heads),
         grid_names=("tile", "heads"),
@@ -93,16 +92,16 @@ def staged_heads(heads: int, row_bytes: int) -> int:
     return next(n for n in range(heads, 2 * heads + 1) if n * row_bytes % TMA_ALIGNMENT == 0)
 
 
-def _check(head_dim: int, quantised: bool, *scales: ArrayLike) -> None:
+def _check(head_dim: int, quantised: bool, scales: KVScales) -> None:
     if head_dim % (2 * LANES):
         raise ValueError(f"write_kv: head_dim {head_dim} is not a multiple of {2 * LANES}")
-    if not quantised and any(not isinstance(x, float | int) or x != 1 for x in scales):
+    if not quantised and not (isinstance(scales, tuple) and scales == (1, 1)):
         raise ValueError(f"write_kv: scales are for pools of {jnp.dtype(FP8)} only")
 
 
 def _write_kernel(
     tree: Any,
-    numbers: tuple[float, float],
+    scales: KVScales,
     count: int,
     *refs: Any,
     staged_k: Any,
@@ -118,7 +117,7 @@ def _write_kernel(
         k = [_rotated(*halves, cos, sin) for halves in k]
     for i, (staged, heads) in enumerate(((staged_k, k), (staged_v, v))):
         for head, (first, second) in enumerate(heads):
-            scale = numbers[i] if arrays.scales is None else arrays.scales[i, first_head + head]
+            scale = scales_of_head(scales, arrays.scales, first_head + head)[i]
             half = first.shape[1]
             staged[:, head, :half] = _stored(first, staged.dtype, scale)
             staged[:, head, half:] = _stored(second, staged.dtype, scale)

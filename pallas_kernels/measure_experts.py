@@ -36,7 +36,8 @@ def experts_calls(shape: ExpertsShape, config: GroupedConfig | None, effort: Eff
     """Return calls of a layer's experts, each of which adds their sum to x."""
     chosen = shape.chosen()
     routed = sort_pairs(np.where(chosen < 0, shape.own, chosen), shape.own)
-    config = config or config_for(chosen.size, shape.experts)
+    weights = make_weights(shape)
+    config = config or config_for(chosen.size / shape.experts, weights)
 
     def call(x, weights, routed, gains, is_own):
         parts = grouped_mlp(x, weights, routed, gains, config, effort.interpret)
@@ -45,7 +46,7 @@ def experts_calls(shape: ExpertsShape, config: GroupedConfig | None, effort: Eff
 
     x = jax.random.normal(jax.random.key(2), (shape.tokens, shape.hidden), jnp.bfloat16)
     gains = np.full(chosen.shape, 1 / shape.k, np.float32)
-    return Calls(call, x, [(make_weights(shape), routed, gains, chosen >= 0)])
+    return Calls(call, x, [(weights, routed, gains, chosen >= 0)])
 
 
 def experts_seconds(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> float:

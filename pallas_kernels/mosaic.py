@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from pallas_kernels.call import KVScales
 
 FP8 = jnp.float8_e4m3fn
 LOG2_E = math.log2(math.e)
@@ -47,14 +49,11 @@ def store(ref: Any, values: jax.Array) -> None:
         ref[...] = values
 
 
-def head_scales(
-    k_scale: ArrayLike, v_scale: ArrayLike, kv_heads: int
-) -> tuple[tuple[float, float], Float[Array, "2 kv_heads"] | None]:
-    """Return the scales as numbers to compile in, or as an array with those of every KV head.
+def scales_in_memory(scales: KVScales) -> Float[Any, "2 kv_heads"] | None:
+    """Return what a kernel reads of the scales as it is, which costs no launch; None: numbers."""
+    return None if isinstance(scales, tuple) else scales
 
-    Numbers cost no launch. Where there is an array, the numbers are 1.
-    """
-    if isinstance(k_scale, float | int) and isinstance(v_scale, float | int):
-        return (float(k_scale), float(v_scale)), None
-    scales = [jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale)]
-    return (1.0, 1.0), jnp.stack([jnp.broadcast_to(x, kv_heads) for x in scales])
+
+def scales_of_head(scales: KVScales, in_memory: Any, head: jax.Array) -> tuple[Any, Any]:
+    """Return those of K and of V, in a kernel: numbers that are compiled in, or read for a head."""
+    return scales if isinstance(scales, tuple) else (in_memory[0, head], in_memory[1, head])

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.mosaic import FP8, swizzled
+from pallas_kernels.mosaic import FP8, scales_in_memory, swizzled
 from pallas_kernels.prefill_combine import combine_parts
 from pallas_kernels.prefill_compute import compute_piece, note_row_tokens
 from pallas_kernels.prefill_memory import await_the_end, fetch_piece
@@ -79,9 +79,8 @@ def prefill_attention(
     )
     problem = choose_rounds(problem)
     check(problem, heads)
-    scales = options.k_scale, options.v_scale
-    k_scale, v_scale = (jnp.broadcast_to(jnp.float32(x), kv_heads) for x in scales)
-    inputs = Inputs(work, kv, k_scale, v_scale, q.astype(problem.dtype), options.sinks)
+    scales = scales_in_memory(options.kv_scales)
+    inputs = Inputs(work, kv, scales, q.astype(problem.dtype), options.sinks)
     outputs = run(problem, inputs)
     return outputs.out if outputs.parts is None else combine_parts(problem, inputs, outputs)
 

@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import WGMMA, store
+from pallas_kernels.mosaic import WGMMA, scales_of_head, store
 from pallas_kernels.prefill_overlap import run_overlapped
 from pallas_kernels.prefill_rows import put_rows, row_sinks
 from pallas_kernels.prefill_softmax import (
@@ -44,7 +44,8 @@ def compute_piece(
     sinks = sinks_of(kernel, piece, turn)
     take_queries(problem, shared, warpgroup)
     place = Place(warpgroup, share, piece.last, offset=step - piece.first)
-    logit_scale = problem.options.scale * inputs.k_scale[piece.head]
+    k_scale, v_scale = scales_of_head(problem.options.kv_scales, inputs.scales, piece.head)
+    logit_scale = jnp.asarray(problem.options.scale * k_scale, jnp.float32)
 
     def body(j, state):
         return run_round(problem, shared, place, logit_scale, j, state)
@@ -61,7 +62,7 @@ def compute_piece(
     lax.fori_loop(share.last, piece.last, skip, None)
     pl.when(warpgroup == 0)(lambda: take_turn(problem, shared))
     total = jnp.where(state.total > 0, state.total, 1.0)
-    gain = lax.broadcast_in_dim(inputs.v_scale[piece.head] / total, state.weighted.shape, [0])
+    gain = lax.broadcast_in_dim(v_scale / total, state.weighted.shape, [0])
     put_out(kernel, piece, place, turn, state.weighted * gain, state.maximum + jnp.log2(total))
     return step + piece.last - piece.first
 

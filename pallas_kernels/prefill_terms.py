@@ -61,8 +61,7 @@ class Inputs(NamedTuple):
 
     work: PrefillWork
     kv: PagedKV
-    k_scale: Any  # [kv_heads] float32
-    v_scale: Any
+    scales: Any  # [2, kv_heads] float32: of K and of V; None where they are numbers
     q: Any
     sinks: Any  # [heads]; None: there are none
 

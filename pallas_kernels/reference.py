@@ -32,7 +32,7 @@ def ragged_paged_attention(
         slots = np.asarray(kv.block_tables)[i, block], slice(None), offset
         k, v = (
             np.repeat(x[slots] * np.asarray(scale).reshape(-1, 1), q_per_kv, axis=1)
-            for x, scale in zip(pool, (options.k_scale, options.v_scale), strict=True)
+            for x, scale in zip(pool, options.kv_scales, strict=True)
         )
         distance = np.arange(length - (end - begin), length)[:, None] - np.arange(length)
         seen = (distance >= 0) & (distance < (window or length + 1))

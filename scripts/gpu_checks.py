@@ -181,7 +181,7 @@ def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
     limits, sinks = (kernel.sliding_window, kernel.soft_cap), None
     if kernel.has_sinks:
         sinks = np.linspace(0, 6, kernel.heads[0], dtype=np.float32)
-    return AttentionOptions(kernel.head_dim**-0.5, *limits, *kernel.scales, sinks, interpret)
+    return AttentionOptions(kernel.head_dim**-0.5, *limits, kernel.scales, sinks, interpret)
 
 
 class Arrays(NamedTuple):
@@ -290,11 +290,11 @@ def judged_write(kernel: Kernel, interpret: Any) -> dict[str, Any]:
 
 
 def expert_rows(effort: Effort, *, dry: bool) -> Iterator[dict[str, Any]]:
-    """Yield the error of experts in tiles of every size, bfloat16 and codes, against float64."""
+    """Yield the error of experts in tiles of every size, and cut, of both types, in float64."""
     shape = SMALL_EXPERTS if dry else ExpertsShape(600, own=16)
-    configs = [SMALL_TILES] if dry else [GroupedConfig(rows) for rows in TILE_ROWS]
-    for dtype, config in itertools.product(EXPERT_LIMITS, configs):
-        row = {"kernel": {"experts": dtype, "rows": config.rows}}
+    configs = [GroupedConfig(rows) for rows in TILE_ROWS] + [GroupedConfig(16, parts=(4, 3))]
+    for dtype, config in itertools.product(EXPERT_LIMITS, [SMALL_TILES] if dry else configs):
+        row = {"kernel": {"experts": dtype, "rows": config.rows, "parts": config.parts}}
         try:
             error = experts_error(shape._replace(dtype=dtype), config, effort)
             yield row | {"error": error, "right": error < EXPERT_LIMITS[dtype]}

@@ -7,6 +7,7 @@ machine makes of one kernel. Measured kernels are compared with the same (`sim/k
 import math
 from typing import NamedTuple
 
+from pallas_kernels.grouped_split import Items, count_parts, products_of, reading_share
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.costs.collectives import LOGIT_BYTES
 from shiftjax.costs.experts import Load
@@ -72,14 +73,26 @@ class KernelCosts(NamedTuple):
         fmt = self.formats.activations
         return self._product(rows, inner, columns, fmt, fmt, output=LOGIT_BYTES)
 
-    def experts(self, load: Load, hidden: int, inner: int) -> float:
-        """Seconds of the products of a layer's experts on one device, two kernels."""
+    def experts(
+        self, load: Load, hidden: int, inner: int, cut: "CutExperts | None" = None
+    ) -> float:
+        """Seconds of the products of a layer's experts on one device, two kernels.
+
+        They read as fast as the memory allows, or as the items into which they are `cut` do.
+        """
         fmt, rows = self.product_format, load.pairs / load.experts
         share = of_format(self.machine.expert_efficiency, fmt)
+        readings = cut.readings(load) if cut else (1.0, 1.0)
         return sum(
-            self._product(rows, *sizes, self.formats.weights, fmt, load.experts, share)
-            for sizes in ((hidden, 2 * inner), (inner, hidden))
+            self._product(rows, *sizes, self.formats.weights, fmt, load.experts, share, reading)
+            for sizes, reading in zip(((hidden, 2 * inner), (inner, hidden)), readings, strict=True)
         )
+
+    def cut_experts(self, hidden: int, inner: int, mean_pairs: float, own: int) -> "CutExperts":
+        """How `pallas_kernels` cut the products of a device's experts, with so many pairs each."""
+        units, size = self.machine.compute_units, math.ceil(self.formats.weight_bytes)
+        products = products_of(inner, hidden, size)
+        return CutExperts(products, count_parts(products, mean_pairs, own, units), units)
 
     def _product(
         self,
@@ -90,6 +103,7 @@ class KernelCosts(NamedTuple):
         fmt: str,
         count: float = 1.0,
         share: float = 1.0,
+        reading: float = 1.0,
         output: int = 0,
     ) -> float:
         computing = matmul_seconds(self.machine, rows, inner, columns, fmt, count) / share
@@ -97,7 +111,7 @@ class KernelCosts(NamedTuple):
         output = output or self.formats.activation_bytes
         num_bytes = (inner * columns + rows * inner) * width + rows * columns * output
         fixed = self.machine.product_seconds * self.queueing
-        return fixed + self._together(computing, count * num_bytes / self.memory_rate)
+        return fixed + self._together(computing, count * num_bytes / self.memory_rate / reading)
 
     def _together(self, computing: float, reading: float) -> float:
         """Seconds of a kernel that computes and reads, as far as the machine overlaps the two."""
@@ -120,6 +134,26 @@ class KernelCosts(NamedTuple):
             round=machine.attention_round_seconds * self.queueing,
             round_tokens=machine.attention_round_tokens,
             lanes=machine.attention_lanes,
+        )
+
+
+class CutExperts(NamedTuple):
+    """Into what the two products of a layer's experts are cut: `pallas_kernels.grouped_split`."""
+
+    products: tuple[Items, Items]  # of a tile: gate and up, and down
+    parts: tuple[int, int]  # of their contractions
+    units: int  # multiprocessors
+
+    @property
+    def num_kernels(self) -> int:
+        """More than two: what adds up the parts of gate and up."""
+        return int(self.parts[0] > 1)
+
+    def readings(self, load: Load) -> tuple[float, ...]:
+        """Shares of the memory's rate that the products read at, with a tile of each expert."""
+        return tuple(
+            reading_share(load.experts * items.columns * parts, self.units)
+            for items, parts in zip(self.products, self.parts, strict=True)
         )
 
 

@@ -134,6 +134,7 @@ class EngineOverhead:
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
     expert_skew: float = 1.0  # of routing, beside chance: `costs.experts`
+    cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
     # More of a layer of codes, by 1, 2, 4 ... blocks of a device; (): other kernels quantise.
     quantising_kernels: tuple[int, ...] = ()
 

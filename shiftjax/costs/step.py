@@ -303,10 +303,17 @@ class CostModel:
         experts = config.experts
         seconds += self.kernels.product(expert_tokens, hidden, experts.num)
         load = self._load(experts, expert_tokens)
-        seconds += self.kernels.experts(load, hidden, experts.intermediate_size)
+        sizes, num_kernels, cut = (hidden, experts.intermediate_size), 5, None
+        if self.engine.cuts_experts:
+            mean_pairs = expert_tokens * experts.per_token / experts.num
+            own = -(-experts.num // layout.num_devices)
+            cut = self.kernels.cut_experts(*sizes, mean_pairs, own)
+            num_kernels += cut.num_kernels
+        seconds += self.kernels.experts(load, *sizes, cut)
         if not layout.shared_intermediate_size:
-            return seconds, 5
-        return seconds + self._mlp(rows, layout.shared_intermediate_size // t), 7
+            return seconds, num_kernels
+        seconds += self._mlp(rows, layout.shared_intermediate_size // t)
+        return seconds, num_kernels + 2
 
     def _load(self, experts: Experts, num_tokens: int) -> Load:
         """What the most loaded device has to do for a layer of experts."""

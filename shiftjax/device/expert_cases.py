@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped import GroupedConfig, grouped_mlp
+from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
@@ -36,6 +36,7 @@ class ExpertStep(NamedTuple):
     name: str
     rows: int
     chosen: np.ndarray  # [tokens, k]; OTHERS for those of other devices
+    is_cut: bool = False  # whether contractions are, as for a single sequence
 
     @property
     def is_own(self) -> np.ndarray:
@@ -49,11 +50,12 @@ class ExpertStep(NamedTuple):
 
 
 def expert_steps(per_token: int) -> Iterator[ExpertStep]:
-    """Yield decodes in the smallest tiles, and a chunk in the largest, some of them full."""
+    """Yield decodes in the smallest tiles, cut and whole, and a chunk in the largest, some full."""
     rng = np.random.default_rng(0)
-    for tokens, rows in ((20, 16), (300, 128)):
+    for tokens, rows, is_cut in ((20, 16, True), (20, 16, False), (300, 128, False)):
         chosen = rng.choice([0, 2, OTHERS], (tokens, per_token))  # nothing for expert 1
-        yield ExpertStep(f"experts of {tokens} tokens", rows, chosen)
+        name = f"experts of {tokens} tokens{', cut' * is_cut}"
+        yield ExpertStep(name, rows, chosen, is_cut)
 
 
 def draw(shape: ExpertShape, is_used: jax.Array) -> tuple[jax.Array, ExpertWeights]:
@@ -108,11 +110,12 @@ def outputs_of(
 
 def kernels(shape: ExpertShape, step: ExpertStep) -> Multiply:
     """Return the kernels with the step's tiles."""
-    config, gate = GroupedConfig(step.rows), GATES[shape.activation]
+    gate = GATES[shape.activation]
 
     def multiply(
         x: jax.Array, weights: ExpertWeights, routed: Routed, gains: jax.Array
     ) -> jax.Array:
+        config = config_for(0.0, weights) if step.is_cut else GroupedConfig(step.rows)
         return grouped_mlp(x, weights, routed, gains, config, gate=gate)
 
     return multiply

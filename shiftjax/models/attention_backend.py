@@ -235,16 +235,16 @@ def pallas_attention(
     three, with what prepares its arguments. Pools of fp8 go by the kernel.
     """
     from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
-    from pallas_kernels.call import AttentionOptions, PagedKV
+    from pallas_kernels.call import AttentionOptions, KVScales, PagedKV
 
     model, windows = layout.model, layout.model.windows
 
     def options(terms: LayerTerms) -> AttentionOptions:
         scores = model.attention_scale, windows[terms.window], model.attention_soft_cap
-        return AttentionOptions(*scores, *scales(terms), terms.sinks, interpret)
+        return AttentionOptions(*scores, scales(terms), terms.sinks, interpret)
 
-    def scales(terms: LayerTerms) -> tuple[Any, Any]:
-        return (1.0, 1.0) if terms.kv_scales is None else (terms.kv_scales[0], terms.kv_scales[1])
+    def scales(terms: LayerTerms) -> KVScales:
+        return (1.0, 1.0) if terms.kv_scales is None else terms.kv_scales
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
         check_contexts(block_tables, seq_lens, block_size)

@@ -49,12 +49,12 @@ XLA_EXPERTS = ExpertBackend(  # tiles are small, whatever an expert gets
 
 
 def pallas_experts(device: Device) -> ExpertBackend:
-    """Return the kernels, with tiles as high as an expert has rows on average."""
+    """Return the kernels, with settings for the rows that an expert has on average."""
     from pallas_kernels.grouped import config_for, grouped_mlp
 
-    config = functools.partial(config_for, experts=1)
+    config = config_for
     if cores := getattr(device, "core_count", None):  # not every device says
-        config = functools.partial(config, cores=cores)
+        config = functools.partial(config_for, cores=cores)
 
     def multiply(
         x: jax.Array,
@@ -64,7 +64,7 @@ def pallas_experts(device: Device) -> ExpertBackend:
         activation: Activation,
         mean_pairs: float,
     ) -> jax.Array:
-        sizes = config(math.ceil(mean_pairs))
+        sizes = config(mean_pairs, weights)
         return grouped_mlp(x, weights, routed, gains, sizes, gate=GATES[activation])
 
     return ExpertBackend("pallas", multiply)

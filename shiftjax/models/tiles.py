@@ -38,7 +38,7 @@ def tile_loop(
         return out.at[jnp.where(is_own, pair, num_pairs)].set(part.astype(x.dtype), mode="drop")
 
     out = jnp.zeros((num_pairs, x.shape[1]), x.dtype)
-    return jax.lax.fori_loop(0, tiles.total[0], add_tile, out).reshape(*gains.shape, -1)
+    return jax.lax.fori_loop(0, tiles.num_tiles, add_tile, out).reshape(*gains.shape, -1)
 
 
 def _gated_mlp(

@@ -268,7 +268,7 @@ def _compile_or_read(
 
 def _key(lowered: jax.stages.Lowered, *beside: Any) -> str:
     """A name for all that a program depends on."""
-    text, everything = lowered.as_text(), [*_versions(), os.environ.get("XLA_FLAGS", ""), *beside]
+    text, everything = lowered.as_text(), [*_versions(), os.environ.get("XLA_FLAGS"), *beside]
     return hashlib.sha256(f"{json.dumps(everything)}\n{text}".encode()).hexdigest()
 
 

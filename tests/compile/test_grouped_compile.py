@@ -6,7 +6,7 @@ import aot
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import entry
+from hlo import entry, launches
 
 aot.require()
 pytestmark = pytest.mark.thorough
@@ -32,6 +32,13 @@ class Case(NamedTuple):
     weight_dtype: Any = jnp.bfloat16
     chip: str = "h100"
     is_limited: bool = False  # clamped, with biases
+    parts: tuple[int, int] = (1, 1)  # of the contractions
+
+    @property
+    def beside(self) -> list[str]:
+        """Kernels beside the two products."""
+        others = ["grouped_collect"] + ["grouped_quantise"] * (self.weight_dtype == FP8)
+        return others + ["grouped_combine"] * (self.parts[0] > 1)
 
 
 CASES = {
@@ -39,6 +46,13 @@ CASES = {
     "Qwen3-30B-A3B, decodes, codes": Case(2048, 768, 16, 8, 64, 16, FP8),
     "Mixtral 8x7B on one device, decodes": Case(4096, 14336, 8, 2, 64, 16, chip="h200"),
     "GPT-OSS 120B, chunks, codes": Case(2880, 2880, 16, 4, 4096, 128, FP8, is_limited=True),
+    "Qwen3-30B-A3B, few rows": Case(2048, 768, 16, 8, 4, 16, parts=(4, 4)),
+    "Qwen3-30B-A3B, few rows, codes": Case(2048, 768, 16, 8, 1, 16, FP8, parts=(8, 3)),
+    "Mixtral 8x7B, few rows": Case(4096, 14336, 1, 2, 8, 16, chip="h200", parts=(1, 8)),
+    "GPT-OSS 120B, few rows": Case(2880, 2880, 16, 4, 8, 16, is_limited=True, parts=(3, 5)),
+    "GPT-OSS 120B, large tiles, cut": Case(
+        2880, 2880, 1, 4, 64, 128, is_limited=True, parts=(5, 9)
+    ),
 }
 
 
@@ -63,9 +77,10 @@ def compile_case(case: Case) -> aot.Compiled:
     routed = Routed(struct((case.tokens * case.k,)), struct((case.experts,)))
 
     def layer(x, weights, routed, gains, is_own):
-        parts = grouped_mlp(x, weights, routed, gains, GroupedConfig(case.rows), gate=gate)
-        parts = jnp.where(is_own[..., None], parts.astype(jnp.float32), 0)
-        return parts.sum(axis=1).astype(x.dtype)
+        config = GroupedConfig(case.rows, parts=case.parts)
+        out = grouped_mlp(x, weights, routed, gains, config, gate=gate)
+        out = jnp.where(is_own[..., None], out.astype(jnp.float32), 0)
+        return out.sum(axis=1).astype(x.dtype)
 
     arguments = x, weights, routed, struct(pairs, jnp.float32), struct(pairs, jnp.bool_)
     mesh = aot.make_mesh(case.chip, (1,), ("x",))
@@ -78,21 +93,39 @@ def test_the_products_fit_the_chip(name, capsys):
     with capsys.disabled():  # Mosaic prints what it takes
         program = compile_case(case)
     kernels = {kernel.name.split("_mosaic")[0]: kernel for kernel in program.kernels}
-    rest = ["grouped_collect"] + ["grouped_quantise"] * (case.weight_dtype == FP8)
-    assert sorted(kernels) == sorted([*rest, "grouped_gated", "grouped_product"])
+    assert sorted(kernels) == sorted([*case.beside, "grouped_gated", "grouped_product"])
     item = jnp.dtype(case.weight_dtype).itemsize
-    for product, contraction in (("grouped_gated", case.hidden), ("grouped_product", case.width)):
+    products = ("grouped_gated", case.hidden), ("grouped_product", case.width)
+    for (product, contraction), parts in zip(products, case.parts, strict=True):
         kernel, step_bytes = kernels[product], 64 if contraction * item % 128 else 128
-        products = 2 * step_bytes // 32  # of both parts of the weights, 32 bytes at a time
-        assert kernel.count(WGMMA) in (products, 2 * products)  # a loop may be unrolled
+        count = 2 * step_bytes // 32  # of both operands, 32 bytes at a time
+        assert kernel.count(WGMMA) in (count, 2 * count, 3 * count)  # a loop may be unrolled
         assert kernel.count(TMA_LOAD) > 0
-        assert kernel.count(r"fence\.proxy\.async") > 0  # what the interpreter does not miss
+        staged = kernel.count(r"fence\.proxy\.async")  # what the interpreter does not miss
+        assert (staged > 0) == (parts == 1)  # sums of parts leave from registers
         assert THREADS * kernel.registers <= SM_REGISTERS
-    assert all(kernels[other].registers <= 40 for other in rest)
+    assert all(kernels[other].registers <= 40 for other in case.beside if "combine" not in other)
     stage = (2 * 128 + case.rows) * 128
     shared = max(program.shared_memory_bytes)
     assert shared <= aot.SHARED_MEMORY_LIMIT < shared + stage  # as deep as fits
     check_what_is_made(case, program)
+
+
+@pytest.mark.parametrize(("weight_dtype", "count"), [(jnp.bfloat16, 11), (FP8, 14)])
+@pytest.mark.parametrize("parts", [(1, 1), (1, 3), (4, 3)])
+def test_what_is_cut_is_a_launch_more_for_gate_and_up(parts, weight_dtype, count):
+    """The parts of down are added up where XLA sums over a token's experts."""
+    case = Case(2048, 768, 16, 8, 8, 16, weight_dtype, parts=parts)
+    found = launches(compile_case(case).executable.as_text())
+    assert len(found) == count + (parts[0] > 1)
+
+
+def sums_bytes(case: Case) -> tuple[int, int]:
+    """Bytes of a row's sums, of whole blocks of channels, where contractions are cut."""
+    blocks = (2 * 128, case.width, 128), (256, case.hidden, 256)
+    gated, down = (4 * wide * -(-channels // block) for wide, channels, block in blocks)
+    cut = [parts * (parts > 1) for parts in case.parts]
+    return cut[0] * gated, cut[1] * down
 
 
 def check_what_is_made(case: Case, program: aot.Compiled) -> None:
@@ -100,10 +133,16 @@ def check_what_is_made(case: Case, program: aot.Compiled) -> None:
     made = entry(program.executable.as_text())
     item = jnp.dtype(case.weight_dtype).itemsize
     calls = [one for one in made if one.opcode == "custom-call"]
-    assert len(calls) == 3 + (case.weight_dtype == FP8)
+    assert len(calls) == 2 + len(case.beside)
     rows = case.rows * most_tiles(case.tokens * case.k, case.experts, case.rows)
     taken, inner, given = case.hidden * item, case.width * 2, case.hidden * 2
     codes = case.width * item if item == 1 else 0
-    most = max(taken + inner, inner + codes, (codes or inner) + given)
+    gated_sums, down_sums = sums_bytes(case)
+    most = max(
+        taken + (gated_sums or inner),
+        gated_sums + inner,
+        inner + codes,
+        (codes or inner) + (down_sums or given),
+    )
     small = 32 * (rows + case.tokens * case.k) + 4096
     assert program.executable.memory_analysis().temp_size_in_bytes <= rows * most + small

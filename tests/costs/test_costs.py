@@ -14,7 +14,8 @@ from shiftjax.control.policy import work_of
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
-from shiftjax.costs.kernels import matmul_seconds
+from shiftjax.costs.experts import Load
+from shiftjax.costs.kernels import KernelCosts, matmul_seconds
 from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
@@ -281,6 +282,32 @@ def test_few_tokens_touch_few_experts_and_many_all():
     router = 2 * 4 * (64 * 64 + 64 + 64) / 1000
     assert one == pytest.approx(dense + router)  # one expert is read: the size of the MLP
     assert many > 60 * (dense / 2)
+
+
+def test_products_of_few_experts_are_cut_to_read_faster():
+    """By hand, of one expert: 6 and 8 items, or 24 and 32, of 132 that read at half their rate."""
+    kernels, sizes = KernelCosts(load_machine("h200x8"), Formats()), (2048, 768)
+    cut = kernels.cut_experts(*sizes, 8 * 8 / 128, 16)
+    assert (cut.parts, cut.num_kernels) == ((4, 4), 1)
+    whole, one = cut._replace(parts=(1, 1)), Load(1.0, 1.0)
+    assert (whole.num_kernels, whole.readings(one)) == (0, (12 / 132, 16 / 132))
+    assert cut.readings(one) == (48 / 132, 64 / 132)
+    seconds = [kernels.experts(one, *sizes, each) for each in (None, cut, whole)]
+    assert seconds == sorted(set(seconds))
+    many = kernels.cut_experts(*sizes, 64 * 8 / 128, 16)
+    assert (many.parts, many.num_kernels) == ((1, 1), 0)
+    all_read = Load(64.0, 16.0)
+    assert kernels.experts(all_read, *sizes, many) == kernels.experts(all_read, *sizes)
+
+
+def test_only_an_engine_that_cuts_experts_launches_more_for_it():
+    model, work = PRESETS["qwen3-30b-a3b"], Work.decode(1, 100)
+    machine, cuts = load_machine("h200x8"), replace(NO_OVERHEAD, cuts_experts=True)
+    whole, cut = (
+        CostModel(model, 1, 8, machine, engine, Formats()).breakdown(ONE, work).launch
+        for engine in (NO_OVERHEAD, cuts)
+    )
+    assert cut - whole == pytest.approx(model.num_expert_layers * machine.kernel_seconds)
 
 
 def test_every_mode_does_the_same_work_of_experts_and_base_moves_what_it_gathers():

@@ -38,8 +38,7 @@ class Case(NamedTuple):
     kv_dtype: Any = jnp.bfloat16
     sliding_window: int | None = None
     soft_cap: float | None = None
-    k_scale: Any = 1.0
-    v_scale: Any = 1.0
+    kv_scales: Any = (1.0, 1.0)
     sinks: tuple[float, float] | None = None  # from, to: of the heads, in equal steps
     config: PrefillConfig = PrefillConfig(kv_tile=64, num_blocks=2, fixed_rounds=0)
     num_blocks: int = 2  # thread blocks of the decode kernel
@@ -114,8 +113,8 @@ def options_of(case: Case, interpret: Any = INTERPRETER) -> AttentionOptions:
     sinks = None
     if case.sinks is not None:
         sinks = jnp.linspace(*case.sinks, case.q_per_kv * case.kv_heads, dtype=case.dtype)
-    limits, scales = (case.sliding_window, case.soft_cap), (case.k_scale, case.v_scale)
-    return AttentionOptions(case.head_dim**-0.5, *limits, *scales, sinks, interpret)
+    limits = case.sliding_window, case.soft_cap
+    return AttentionOptions(case.head_dim**-0.5, *limits, case.kv_scales, sinks, interpret)
 
 
 def run_prefill(

@@ -27,6 +27,7 @@ class Case(NamedTuple):
     weight_dtype: Any = jnp.bfloat16
     gate: Gate = SILU
     has_bias: bool = False
+    parts: tuple[int, int] = (1, 1)
 
 
 # More of a `Case`: as gpt-oss has it, with so low a limit that some are beyond it.
@@ -80,9 +81,32 @@ def make_step(case: Case, seed: int = 0, step: Step | None = None) -> Step:
     return Step(jnp.asarray(x, case.dtype), weights, route(chosen, case.experts), gains)
 
 
+# One pair, three parts of each contraction.
+CANCELS = Case([[0]], experts=1, hidden=192, width=192, parts=(3, 3))
+
+
+def cancelling(product: str) -> Step:
+    """Make a step of `CANCELS` whose parts of a product are 2^24, 1 and -2^24.
+
+    In their order they are 0 in float32, and so is what comes out; in reverse they are 1.
+    """
+    large, firsts = 2.0**12, [0, 64, 128]  # the first number of each part
+    parts = np.array([large, 1, -large])
+    x, ones = np.zeros((1, 192)), np.ones((1, 192, 192))
+    gate, up, down = np.zeros((3, 1, 192, 192))
+    if product == "gate":
+        x[0, firsts], gate[0][:, firsts], up[0, :, 64], down = abs(parts), parts, 1, ones
+    else:  # silu(16) is 16
+        x[0, 0], gate[0, :, 0], up[0, firsts, 0] = 1, 16, abs(parts) / 16
+        down[0][:, firsts] = parts
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in (x, gate, up, down)]
+    weights = ExpertWeights(*arrays[1:])
+    return Step(arrays[0], weights, route([[0]], 1), jnp.ones((1, 1), jnp.float32))
+
+
 def run(case: Case, step: Step, module: ModuleType = grouped) -> np.ndarray:
     """Run the kernels."""
-    config = grouped.GroupedConfig(case.rows, num_blocks=2, stages=case.stages)
+    config = grouped.GroupedConfig(case.rows, num_blocks=2, stages=case.stages, parts=case.parts)
     return interpreted(
         lambda *arrays: module.grouped_mlp(*arrays, config, INTERPRETER, case.gate), *step
     )

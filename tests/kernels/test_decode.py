@@ -30,15 +30,14 @@ CASES = {
         q_per_kv=3, kv_heads=2, soft_cap=5.0, sinks=(-2, 6), block_size=32
     ),
     "q_per_kv 7, fp8": decodes(
-        (1, 70, 130), q_per_kv=7, kv_dtype=FP8, head_dim=128, k_scale=0.5, v_scale=3.0
+        (1, 70, 130), q_per_kv=7, kv_dtype=FP8, head_dim=128, kv_scales=(0.5, 3.0)
     ),
     "q_per_kv 8, fp8, scales by head, window": decodes(
         (20, 100, 200),
         q_per_kv=8,
         kv_heads=2,
         kv_dtype=FP8,
-        k_scale=jnp.float32([0.5, 1.5]),
-        v_scale=jnp.float32(2.0),
+        kv_scales=jnp.float32([[0.5, 1.5], [2, 3]]),
         sliding_window=50,
     ),
     "q_per_kv 12, one worker": decodes(q_per_kv=12, num_blocks=1),
@@ -55,7 +54,7 @@ CASES = {
         (1, 39, 64, 200), padding=2, q_per_kv=1, kv_heads=2, head_dim=96, sliding_window=50
     ),
     "head_dim 96, q_per_kv 4, fp8": decodes(
-        (70, 130), q_per_kv=4, head_dim=96, kv_dtype=FP8, k_scale=0.5, v_scale=3.0
+        (70, 130), q_per_kv=4, head_dim=96, kv_dtype=FP8, kv_scales=(0.5, 3.0)
     ),
     "head_dim 160": decodes((1, 130), q_per_kv=3, head_dim=160),
     "rows that share a context": decodes((66, 4, 300), drafts=3, padding=1, num_blocks=4),

@@ -56,7 +56,7 @@ CASES = {
     "sinks, head_dim 64, one KV head": Case(64, kv_heads=1, has_sinks=True),
     "f16, head_dim 64, blocks of 128": Case(64, 128, 4, dtype=jnp.float16, kv_dtype=jnp.float16),
     "fp8, window, cap": Case(
-        kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, k_scale=0.1)
+        kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, kv_scales=(0.1, 1.0))
     ),
     "fp8, head_dim 64, blocks of 64": Case(64, 64, 1, kv_dtype=FP8),
     "head_dim 96, q_per_kv 1, 32 KV heads": Case(96, q_per_kv=1, kv_heads=32),

@@ -26,7 +26,8 @@ FAULTS = {
         "decode_compute", "(options.scale * LOG2_E))", "(1.05 * options.scale * LOG2_E))", decodes()
     ),
     "the scale of values is forgotten": (
-        "decode_compute", "v_scale / total", "1 / total", decodes(kv_dtype=FP8, v_scale=1.1)
+        "decode_compute", "v_scale / total", "1 / total",
+        decodes(kv_dtype=FP8, kv_scales=(1.0, 1.1)),
     ),
     "the wrong KV head": (
         "decode_memory", 'lax.axis_index("kv_head"), tokens', "0, tokens", TWO_HEADS

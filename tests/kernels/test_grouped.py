@@ -5,12 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import INTERPRETER, watched_races
-from grouped_cases import BIASED, FP8, OTHERS, Case, make_step, run, worst
+from grouped_cases import (
+    BIASED,
+    CANCELS,
+    FP8,
+    OTHERS,
+    Case,
+    cancelling,
+    make_step,
+    run,
+    worst,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spent import quick
 
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
+from pallas_kernels.grouped_work import ExpertWeights
 
 SOME = np.random.default_rng(3).integers(OTHERS, 3, (20, 2))
 CASES = {
@@ -21,10 +32,15 @@ CASES = {
     "float16, large tiles, one expert, biases, limited": Case(
         np.full((70, 1), 1), rows=64, dtype=jnp.float16, weight_dtype=jnp.float16, **BIASED
     ),
+    "cut, channels that fill no block, biases": Case(
+        SOME[:7], hidden=192, width=320, parts=(3, 5), **BIASED
+    ),
+    "gate and up cut, large tiles": Case(SOME[:7], hidden=256, rows=128, parts=(4, 1)),
+    "down cut, codes": Case(SOME[:7], hidden=128, width=256, weight_dtype=FP8, parts=(1, 2)),
 }
 
 
-@pytest.mark.parametrize("name", quick(CASES, "float16, large tiles, one expert, biases, limited"))
+@pytest.mark.parametrize("name", quick(CASES, "cut, channels that fill no block, biases"))
 def test_every_own_pair_is_its_experts_mlp(name):
     case = CASES[name]
     step = make_step(case)
@@ -65,11 +81,28 @@ def test_neither_tiles_nor_other_tokens_change_a_bit():
     np.testing.assert_array_equal(part[own], whole[:4][own])
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("product", ["gate", "down"])
+def test_parts_are_added_in_their_order(product):
+    """In any other order the sum that cancels is not zero."""
+    assert not run(CANCELS, cancelling(product)).any()
+
+
 @pytest.mark.parametrize(
-    ("pairs", "experts", "rows"), [(8, 128, 16), (4096, 128, 32), (32768, 128, 128), (512, 8, 64)]
+    ("mean_pairs", "experts", "config"),
+    [
+        (8 / 128, 16, GroupedConfig(16, parts=(8, 6))),  # a token on 8 devices: a tile
+        (8 * 8 / 128, 16, GroupedConfig(16, parts=(4, 4))),  # a bucket of 8: 4 tiles
+        (8 * 8 / 128, 128, GroupedConfig(16)),  # on one device: 28
+        (64 * 8 / 128, 16, GroupedConfig(16)),
+        (32.0, 16, GroupedConfig(32)),
+        (256.0, 16, GroupedConfig(128)),
+    ],
 )
-def test_tiles_are_as_large_as_experts_have_rows(pairs, experts, rows):
-    assert config_for(pairs, experts).rows == rows
+def test_settings_suit_the_rows_that_experts_have(mean_pairs, experts, config):
+    inner, outer = (experts, 768, 2048), (experts, 2048, 768)  # Qwen3-30B-A3B
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (inner, inner, outer)]
+    assert config_for(mean_pairs, ExpertWeights(*shapes)) == config
 
 
 @pytest.mark.parametrize(
@@ -80,6 +113,7 @@ def test_tiles_are_as_large_as_experts_have_rows(pairs, experts, rows):
         (dict(weight_dtype=jnp.float16), "x of bfloat16 and weights of float16"),
         (dict(rows=24), "tiles of 24 rows; there are those of 16, 32, 64, 128"),
         (dict(stages=1), "1 stages"),
+        (dict(hidden=320, parts=(2, 1)), r"parts \(2, 1\) of \(5, 1\) steps"),
         (dict(hidden=16384), "hidden 16384 is more than the 14400 of rows"),
     ],
 )

@@ -2,22 +2,24 @@
 
 import numpy as np
 import pytest
-from grouped_cases import BIASED, FP8, Case, make_step, run, worst
+from grouped_cases import BIASED, CANCELS, FP8, Case, cancelling, make_step, run, worst
 from mutations import load
 from spent import mutants
 
-MODULES = ("grouped_work", "grouped_rows", "grouped_product", "grouped")  # imports come before
+PARTS = ("_work", "_rows", "_split", "_product", "_combine", "")  # imports come before
+MODULES = tuple(f"grouped{part}" for part in PARTS)
 CHOSEN = np.array([[0, 2], [2, -1], [-1, 0], *[[2, 1]] * 18])  # two tiles of expert 2
 PLAIN = Case(CHOSEN, hidden=128, width=128)
 WIDE = Case(CHOSEN[:3], hidden=320)
 CODES = Case(CHOSEN[:3], weight_dtype=FP8)
 LIMITED = CODES._replace(**BIASED)
+CUT = Case(CHOSEN[:3], hidden=256, width=384, parts=(2, 3), **BIASED)
 FAULTS = {
     "a tile of the expert before": (
         "grouped_product", "tiles.expert[some])", "tiles.expert[jnp.maximum(some - 1, 0)])", PLAIN
     ),
     "the tile is the same for all of an expert": (
-        "grouped_product", "tile = begin + within - column * siblings", "tile = begin", PLAIN
+        "grouped_product", "tile = begin + within - piece * siblings", "tile = begin", PLAIN
     ),
     "up is gate": ("grouped_product", "gate, up = inputs.weights[0], inputs.weights[-1]",
                    "gate, up = inputs.weights[0], inputs.weights[0]", PLAIN),
@@ -61,7 +63,38 @@ FAULTS = {
     "places do not count padding": (
         "grouped_work", "padded = -(-routed.sizes // tile) * tile", "padded = routed.sizes", PLAIN
     ),
+    "every part is the first": (
+        "grouped_product", "lax.rem(piece, jnp.int32(problem.parts))", "jnp.int32(0)", CUT
+    ),
+    "parts begin a step late": ("grouped_product", "problem.steps + k)", "problem.steps + k + 1)",
+                                CUT),
+    "parts end a step early": ("grouped_product", "steps // parts, parts",
+                               "max(1, steps // parts - 1), parts", CUT),
+    "every part adds the bias": (
+        "grouped_product", " * (item.part == 0).astype(jnp.float32)", "", CUT
+    ),
+    "the sums of up are gate's": ("grouped_product", "operand * problem.gated", "0", CUT),
+    "the last part of gate and up is dropped": (
+        "grouped_combine", "problem.parts // at_once, add", "problem.parts // at_once - 1, add",
+        CUT._replace(rows=128),
+    ),
+    "the first part is in all places of gate and up": (
+        "grouped_combine", "nth * at_once + i for", "nth * at_once for", CUT
+    ),
+    "sums do not begin at zero": ("grouped_combine", "problem.rows), 0.0)", "problem.rows), 1.0)",
+                                  CUT),
+    "the first part of down is dropped": (
+        "grouped_combine", "for part in sums]", "for part in sums[1:]]", CUT
+    ),
+    "a part of down is counted twice": (
+        "grouped_combine", "for part in sums]", "for part in (*sums, sums[0])]", CUT
+    ),
+    "the row before is added": ("grouped_combine", "place % rows]", "(place - 1) % rows]", CUT),
 }  # fmt: skip
+DISORDERED = {
+    "gate": ("grouped_combine", "jnp.add, more, so_far)", "jnp.add, more[::-1], so_far)"),
+    "down": ("grouped_combine", "jnp.add, found)", "jnp.add, found[::-1])"),
+}
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS))
@@ -74,6 +107,13 @@ def test_a_fault_is_found(fault):
     except Exception as problem:  # the interpreter's own: a race, a barrier left half-way
         error = problem
     assert isinstance(error, Exception) or error > 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("product", DISORDERED)
+def test_another_order_of_parts_is_found(product):
+    module = load(MODULES, *DISORDERED[product])
+    assert run(CANCELS, cancelling(product), module).all()
 
 
 @pytest.mark.thorough

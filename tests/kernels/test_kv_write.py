@@ -24,8 +24,7 @@ class Case(NamedTuple):
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
     rope: bool = False
-    k_scale: Any = 1.0
-    v_scale: Any = 1.0
+    scales: Any = (1.0, 1.0)
 
 
 class Step(NamedTuple):
@@ -46,9 +45,9 @@ CASES = {
     ),
     "tokens that fill no tile": Case(tokens=5, kv_heads=1, rope=True),
     "rope, heads of two blocks": Case(rope=True, head_dim=128, kv_heads=10),
-    "fp8": Case(kv_heads=3, kv_dtype=FP8, k_scale=0.01, v_scale=0.25),
+    "fp8": Case(kv_heads=3, kv_dtype=FP8, scales=(0.01, 0.25)),
     "fp8, rope, scales by head": Case(
-        kv_dtype=FP8, rope=True, k_scale=jnp.float32([0.5, 2]), v_scale=np.float32(0.25)
+        kv_dtype=FP8, rope=True, scales=jnp.float32([[0.5, 2], [0.25, 0.5]])
     ),
 }
 
@@ -74,7 +73,7 @@ def run(case: Case, step: Step, module: ModuleType = kv_write) -> list[np.ndarra
         return module.write_kv(
             *arrays,
             rope=rope,
-            scales=(case.k_scale, case.v_scale),
+            scales=case.scales,
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
 
@@ -101,7 +100,7 @@ def errors(case: Case, step: Step, pool: list[np.ndarray]) -> float:
     Without a rotation nothing is allowed: the one rounding is the conversion's, done here as well.
     """
     worst = 0.0
-    scales = [np.broadcast_to(x, case.kv_heads)[:, None] for x in (case.k_scale, case.v_scale)]
+    scales = [np.broadcast_to(x, case.kv_heads)[:, None] for x in case.scales]
     for new, old, rows, scale in zip(pool, step.pool, step[1:3], scales, strict=True):
         expected, bound = float64(old), np.zeros(old.shape)
         exact = float64(rows)
@@ -139,7 +138,7 @@ def test_every_staged_token_is_aligned(heads, row_bytes, room):
 
 
 def test_fp8_saturates():
-    case = Case(kv_dtype=FP8, k_scale=1e-4, v_scale=1.0)
+    case = Case(kv_dtype=FP8, scales=(1e-4, 1.0))
     step = make_step(case)
     k_pool, _ = run(case, step)
     assert np.isfinite(k_pool).all()
@@ -165,7 +164,12 @@ FAULTS = {
         ".astype(jnp.float32) / scale / 1.05",
         "fp8",
     ),
-    "v has the scale of k": ("numbers[i]", "numbers[0]", "fp8"),
+    "v has the scale of k": ("head)[i]", "head)[0]", "fp8"),
+    "the scale is that of the first head": (
+        "arrays.scales, first_head + head",
+        "arrays.scales, first_head",
+        "fp8, rope, scales by head",
+    ),
     "what is staged is not made visible": ("    plgpu.commit_smem()\n", "", "plain"),
     "the last token is left out": (
         "range(TOKENS):",
@@ -195,8 +199,8 @@ def test_a_fault_is_found(fault):
     ("change", "message"),
     [
         (dict(head_dim=96), "head_dim 96 is not a multiple of 64"),
-        (dict(k_scale=0.5), "scales are for pools of float8_e4m3fn only"),
-        (dict(v_scale=jnp.float32(1)), "scales are for pools of float8_e4m3fn only"),
+        (dict(scales=(0.5, 1.0)), "scales are for pools of float8_e4m3fn only"),
+        (dict(scales=jnp.float32([[1, 1], [1, 1]])), "scales are for pools of float8_e4m3fn only"),
     ],
 )
 def test_what_it_cannot_write_is_said(change, message):

@@ -23,8 +23,7 @@ CASES = {
         kv_dtype=FP8,
         sliding_window=30,
         soft_cap=4.0,
-        k_scale=0.5,
-        v_scale=2.0,
+        kv_scales=(0.5, 2.0),
     ),
 }
 

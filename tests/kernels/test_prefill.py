@@ -47,8 +47,7 @@ CASES = {
         ((17, 150), (5, 5)),
         kv_heads=2,
         kv_dtype=FP8,
-        k_scale=jnp.array([0.5, 2.0], jnp.float32),
-        v_scale=1.5,
+        kv_scales=jnp.float32([[0.5, 2], [1.5, 1.5]]),
     ),
     "fp8, blocks of 128": Case(((17, 200),), kv_dtype=FP8, block_size=128, dtype=jnp.float16),
     "no ping-pong, three stages": Case(config=PrefillConfig(64, 3, 1, ping_pong=False)),
@@ -74,7 +73,7 @@ CASES = {
     "split for a wider window, sinks": Case(
         ((40, 600),), sliding_window=150, divided_window=None, config=SPLIT, sinks=(-2, 6)
     ),
-    "split, fp8": Case(((17, 300),), kv_heads=2, kv_dtype=FP8, v_scale=1.5, config=SPLIT),
+    "split, fp8": Case(((17, 300),), kv_heads=2, kv_dtype=FP8, kv_scales=(1.0, 1.5), config=SPLIT),
     "blocks of 8, one KV head of 16": Case(((9, 70),), q_per_kv=16, block_size=8),
     "blocks of 256": Case(((5, 300),), block_size=256),
 }

@@ -23,11 +23,12 @@ FAULTS = {
         Case(sliding_window=50),
     ),
     "the scale is 5% off": (
-        "compute", "logit_scale = problem.options", "logit_scale = 1.05 * problem.options", Case()
+        "compute", "problem.options.scale * k_scale", "1.05 * problem.options.scale * k_scale",
+        Case(),
     ),
     "the scale of values is forgotten": (
-        "compute", "inputs.v_scale[piece.head] / total", "1 / total",
-        Case(kv_dtype=FP8, v_scale=1.1),
+        "compute", "v_scale / total", "1 / total",
+        Case(kv_dtype=FP8, kv_scales=(1.0, 1.1)),
     ),
     "the wrong KV head": (
         "memory", "blocks.at[block, piece.head]", "blocks.at[block, 0]", TWO_HEADS

@@ -63,6 +63,16 @@ ROWS: tuple[Mutant, ...] = (
         ("tests/costs/test_expert_load.py",), "large steps seem to read few experts",
     ),
     Mutant(
+        "the parts of a contraction are no items", "costs", "shiftjax/costs/kernels.py",
+        "load.experts * items.columns * parts", "load.experts * items.columns",
+        (TEST_COSTS,), "cutting the products of experts seems to gain nothing",
+    ),
+    Mutant(
+        "adding up the parts of experts is no launch", "costs", STEP,
+        "num_kernels += cut.num_kernels", "num_kernels += 0",
+        (TEST_COSTS,), "cutting looks cheaper than it is",
+    ),
+    Mutant(
         "the slowest stage does not bound a pipeline", "costs", STAGES,
         "return max(*stages, host, (sum(stages) + host) / in_flight)",
         "return max(host, (sum(stages) + host) / in_flight)",

@@ -1,0 +1,84 @@
+"""Into what the products of experts are cut: tiles, items, and parts of the contraction. No JAX.
+
+An item is a tile of rows and a block of output channels, and takes one multiprocessor. Few tiles
+are few items: those of one sequence with an expert of Qwen3-30B-A3B are 6 of gate and up and 8 of
+down, for 132 multiprocessors, and a megabyte each. There the contraction is cut into equal parts
+(split-K), added up in their order, so that the bits are the same in every run. How many is known
+when a step is compiled, from the rows that experts have on average.
+"""
+
+import math
+from typing import NamedTuple
+
+TILE_ROWS = 16, 32, 64, 128
+WARPGROUPS = 2  # that compute
+CHANNELS = 64  # of a matrix instruction
+PART = WARPGROUPS * CHANNELS  # channels of one operand of an item
+PARTS = 2  # gate and up, or two neighbours of down
+STEP_BYTES = 128  # of the contraction, in a stage of shared memory: what a swizzle spans
+# A multiprocessor is taken to read at most so many times its share of the memory's rate.
+STREAM = 2.0
+MOST_PARTS = 8  # of a contraction: they are added up one after the other
+LEAST_STEPS = 2  # of a part
+
+
+class Items(NamedTuple):
+    """What a product has of each tile."""
+
+    columns: int  # blocks of output channels
+    step: int  # of the contraction, numbers
+    steps: int
+
+
+def items_of(channels: int, contraction: int, item_bytes: int, gated: bool) -> Items:
+    """Describe a product with a matrix [channels, contraction], or with two of them, gate and up.
+
+    The kernels have sides that are multiples of 64, so that steps are whole.
+    """
+    step = next((n for n in (STEP_BYTES // item_bytes, 64) if contraction % n == 0), 64)
+    return Items(-(-channels // (PART if gated else PARTS * PART)), step, -(-contraction // step))
+
+
+def products_of(width: int, hidden: int, item_bytes: int) -> tuple[Items, Items]:
+    """Describe both products of experts: gate and up, and down."""
+    gated, down = (width, hidden, item_bytes, True), (hidden, width, item_bytes, False)
+    return items_of(*gated), items_of(*down)
+
+
+def tile_rows(mean_pairs: float) -> int:
+    """Return the rows of a tile, for experts of so many pairs on average.
+
+    Small tiles waste less on experts of few rows; large ones read a weight for more rows at once.
+    """
+    return next((n for n in TILE_ROWS if mean_pairs <= n), TILE_ROWS[-1])
+
+
+def count_parts(
+    products: tuple[Items, Items], mean_pairs: float, experts: int, cores: int
+) -> tuple[int, int]:
+    """Return how many parts the contractions of gate and up, and of down, are cut into.
+
+    `mean_pairs` of each of a device's `experts` are those of a whole bucket of tokens. Steps have
+    fewer, so tiles are counted for half as many, of pairs that choose at random.
+    """
+    tiles = max(1.0, experts * -math.expm1(-mean_pairs / 2))
+    if tile_rows(mean_pairs) > TILE_ROWS[0]:  # sums of many rows take memory
+        return 1, 1
+    gated, down = (_parts_of(items, tiles * items.columns, cores) for items in products)
+    return gated, down
+
+
+def _parts_of(items: Items, whole: float, cores: int) -> int:
+    """Return the parts of a product that has so many items if it is not cut.
+
+    Half of the memory's rate is fast enough: the sums of parts take time, too.
+    """
+    if reading_share(whole, cores) > 0.5:
+        return 1
+    most = min(MOST_PARTS, int(cores / whole), items.steps // LEAST_STEPS)
+    return max((n for n in range(1, most + 1) if items.steps % n == 0), default=1)
+
+
+def reading_share(items: float, cores: int) -> float:
+    """Return the share of the memory's rate that so many items at a time can read at."""
+    return min(1.0, STREAM * items / cores)
