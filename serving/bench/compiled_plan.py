@@ -275,9 +275,13 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
 
 @cache
 def gpus(chip: str, count: int) -> "list[Device]":
-    """GPUs that can be compiled for."""
+    """GPUs that can be compiled for. Must be called before JAX has looked for devices."""
+    import jax
     from jax.experimental import topologies
 
+    # Nothing runs on a GPU here. With platforms to choose from, the CUDA plugin asks for a driver
+    # and for CUDA's libraries when it is loaded, and without them cannot even compile.
+    jax.config.update("jax_platforms", "cpu")
     description = (TARGETS / f"{chip}.txtpb").read_text(encoding="utf-8")
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{count}"
