@@ -30,7 +30,7 @@ from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, memory_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of, sum_buffers_of
 from shiftjax.sim.planning import Workload
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def _memory_row(
     memory = memory_of(target, deployment)
     every = [compiled for compiled, _ in steps.values()]
     held, temporary = every[0].weight_bytes, max(one.temporary_bytes for one in every)
-    predicted = memory.workspace_bytes - target.reserved_bytes
+    sums = sum_buffers_of(target, deployment)
+    predicted = memory.workspace_bytes - target.reserved_bytes - sums
     more = memory.weight_bytes + predicted - held - temporary  # than was predicted
     kv = memory.kv_bytes + more
     return {
@@ -144,6 +145,7 @@ def _memory_row(
         "predicted_weights_gb": memory.weight_bytes / 1e9,
         "temporaries_gb": temporary / 1e9,
         "predicted_temporaries_gb": predicted / 1e9,
+        "sum_buffers_gb": sums / 1e9,
         "kv_tokens": kv * memory.num_kv_tokens // memory.kv_bytes,
         "predicted_kv_tokens": memory.num_kv_tokens,
     }
