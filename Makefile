@@ -37,8 +37,8 @@ PYTEST := PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
 test: $(VENV)/.gpu
 	$(PYTEST) --quick
 
-test-all: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.clients $(VENV)/.routers $(VENV)/.node \
-    $(VENV)/.prometheus $(VENV)/.chromium
+test-all: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.jax011 $(VENV)/.clients $(VENV)/.routers \
+    $(VENV)/.node $(VENV)/.prometheus $(VENV)/.chromium
 	$(PYTEST)
 
 lint: $(VENV)/.dev
@@ -83,6 +83,15 @@ $(VENV)/.gpu12: $(VENV)/.dev
 	    $(PIP) --no-deps --upgrade --target $(VENV)/gpu12 "jax-cuda12-plugin==$$version" \
 	    "jax-cuda12-pjrt==$$version" "nvidia-cuda-nvcc-cu12>=12.9.86" || \
 	    echo "not found: the test with CUDA 12 will be skipped, and fails with CI=true"
+	@touch $@
+
+# The oldest JAX that is supported, with what compiles for GPUs; its ptxas is that of $(VENV)/gpu.
+JAX011 := 0.11.2
+$(VENV)/.jax011: $(VENV)/.gpu
+	@echo "installing jax $(JAX011) beside the newest, with its plugin for GPUs (some 300 MB)"
+	@$(PIP) --no-deps --upgrade --target $(VENV)/jax011 jax==$(JAX011) jaxlib==$(JAX011) \
+	    jax-cuda13-plugin==$(JAX011) jax-cuda13-pjrt==$(JAX011) || \
+	    echo "not found: the test with jax $(JAX011) will be skipped, and fails with CI=true"
 	@touch $@
 
 # Clients that want older packages than ours; their tests are skipped without them.

@@ -32,6 +32,7 @@ from shiftjax.device.groups import (
     make_mover,
     place,
     start_runners,
+    warm_up,
 )
 from shiftjax.device.hosts import LeaderRunner
 from shiftjax.device.mesh import own_devices
@@ -114,6 +115,7 @@ def build_follower(
     compiled = _compile(config, deployment, groups, progress, programs_dir, hosts)
     programs, seed = compiled.programs, config.model.seed
     runners = start_runners(compiled.deployment, groups, programs, seed, {})
+    warm_up(runners)
     hosts.least("to have started", ())
     ((runner,),) = runners.values()
     return runner
@@ -171,6 +173,7 @@ def _build_phases(
         progress("warm up", 0, 1)
         programs, seed = compiled[phase].programs, config.model.seed
         started = start_runners(sized[phase], groups[phase], programs, seed, chunks)
+        warm_up(started)
         lanes[phase] = make_lanes(config, compiled[phase], started, memory)
         runners = [runner for stages in started.values() for runner in stages] + runners
     engine = Engine(
@@ -313,6 +316,11 @@ def assemble(
     deployment, programs, known, policies = compiled
     progress("warm up", 0, 1)
     runners = start_runners(deployment, groups, programs, config.model.seed, {})
+    mover = None
+    if deployment.widths:
+        progress("compile moves", 0, 1)
+        mover = make_mover(deployment, groups)
+    warm_up(runners)
     lanes = make_lanes(config, compiled, runners, HostMemory(deployment.host_bytes))
     if leader is not None:
         (lane,) = lanes
@@ -320,9 +328,8 @@ def assemble(
         lane.runner = LeaderRunner(runner, leader)
         leader.least("to have started", ())
     fleet = None
-    if deployment.widths:
-        progress("compile moves", 0, 1)
-        fleet = make_fleet(deployment, lanes, policies, known, make_mover(deployment, groups))
+    if mover is not None:
+        fleet = make_fleet(deployment, lanes, policies, known, mover)
     engine = Engine(
         lanes,
         policies[max(policies)],

@@ -66,6 +66,8 @@ def compile_groups(
     if deployment.widths and device.platform != "cpu":
         make_communicators((placed.step for placed in groups), deployment.widths)
     deployment, programs = compile_steps(deployment, steps, wanted, sizes, progress)
+    if device.platform == "gpu" and (held := deployment.sum_buffer_bytes(wanted)):
+        logger.info("sums hold %.1f GB of a GPU outside of JAX's share, with NVLink", held / 1e9)
     return Compiled(deployment, programs, known, policies)
 
 

@@ -82,7 +82,7 @@ def expected_collectives(
         found["all-reduce", rows * hidden] += 1
     if layout.num_devices > 1:
         found["all-to-all", rows * layout.vocab_size * FLOAT32_BYTES // layout.num_devices] += 1
-        found["all-gather", rows * 3 * FLOAT32_BYTES] += 1
+        found["all-reduce", rows * 3 * FLOAT32_BYTES] += 1
     return found
 
 

@@ -30,7 +30,7 @@ from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, memory_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of, sum_buffers_of
 from shiftjax.sim.planning import Workload
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def _memory_row(
     memory = memory_of(target, deployment)
     every = [compiled for compiled, _ in steps.values()]
     held, temporary = every[0].weight_bytes, max(one.temporary_bytes for one in every)
-    predicted = memory.workspace_bytes - target.reserved_bytes
+    sums = sum_buffers_of(target, deployment)
+    predicted = memory.workspace_bytes - target.reserved_bytes - sums
     more = memory.weight_bytes + predicted - held - temporary  # than was predicted
     kv = memory.kv_bytes + more
     return {
@@ -144,6 +145,7 @@ def _memory_row(
         "predicted_weights_gb": memory.weight_bytes / 1e9,
         "temporaries_gb": temporary / 1e9,
         "predicted_temporaries_gb": predicted / 1e9,
+        "sum_buffers_gb": sums / 1e9,
         "kv_tokens": kv * memory.num_kv_tokens // memory.kv_bytes,
         "predicted_kv_tokens": memory.num_kv_tokens,
     }
@@ -275,9 +277,13 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
 
 @cache
 def gpus(chip: str, count: int) -> "list[Device]":
-    """GPUs that can be compiled for."""
+    """GPUs that can be compiled for. Must be called before JAX has looked for devices."""
+    import jax
     from jax.experimental import topologies
 
+    # Nothing runs on a GPU here. With platforms to choose from, the CUDA plugin asks for a driver
+    # and for CUDA's libraries when it is loaded, and without them cannot even compile.
+    jax.config.update("jax_platforms", "cpu")
     description = (TARGETS / f"{chip}.txtpb").read_text(encoding="utf-8")
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{count}"

@@ -82,6 +82,7 @@ def _deployment_rows(
         | (_fleet_rows(config, deployment) if deployment.widths else _mesh_rows(deployment))
         | _stage_rows(deployment, here)
         | _memory_rows(deployment, memory)
+        | _sum_rows(config, deployment, devices[0])
     )
 
 
@@ -195,6 +196,15 @@ def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:
         "KV blocks": f"about {num_blocks:,}, {_mebibytes(num_blocks * each)}",
         "KV tokens": f"about {(num_blocks - 1) * size:,}",
     }
+
+
+def _sum_rows(config: EngineConfig, deployment: Deployment, device: Device) -> dict[str, Any]:
+    """What sums hold on GPUs; none elsewhere, or where there are no sums."""
+    num_bytes = deployment.sum_buffer_bytes(wanted_by_width(config, deployment, device))
+    if not num_bytes or device.platform != "gpu":
+        return {}
+    words = "outside of JAX's share, with NVLink: shiftjax doctor says how large that may be"
+    return {"buffers of sums": f"{_mebibytes(num_bytes)} {words}"}
 
 
 def _mebibytes(num_bytes: int) -> str:

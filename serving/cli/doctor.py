@@ -6,6 +6,7 @@ whatever an earlier start has found; what comes out replaces that.
 
 import argparse
 import json
+import math
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +20,14 @@ from serving.run.progress import print_table
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import SETTINGS, EngineConfig
+from shiftjax.control.deployment import Devices
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.resolve import check_hosts, resolve
 from shiftjax.device.attention_check import KernelCheck, Verdict, find_verdict
 from shiftjax.device.groups import attention_of
 from shiftjax.device.mesh import named, replicated_spec, rows_mesh
 from shiftjax.device.sizing import measure
+from shiftjax.lanes import wanted_by_width
 from shiftjax.models import gpu_software
 from shiftjax.models.attention_backend import KERNEL_CAPABILITY
 from shiftjax.parallel.grid import Device
@@ -36,7 +39,9 @@ REDUCED_BYTES = tuple(1 << power for power in range(14, 23))  # 16 KB to 4 MB
 ON_GPU = Effort()
 ELSEWHERE = Effort(repeats=3, calls=4, copy_bytes=64 << 20, gemm_width=512)  # a second or two
 CUDA_13_DRIVER = (580,)  # the first branch that runs CUDA 13 (CUDA 13.0 release notes, table 3)
-LEAST_SHARE, MOST_SHARE = 0.85, 0.92  # of a GPU's memory for JAX
+# Of a GPU's memory: for JAX at most, until one has been measured; for graphs, NCCL and modules.
+MOST_SHARE, BESIDE_SHARE = 0.90, 0.05
+LESS, MORE = 0.05, 0.02  # than what is recommended, about which nothing is said
 Found = dict[str, Any]
 
 
@@ -102,7 +107,24 @@ def examine(config: EngineConfig, model: ModelConfig, devices: Sequence[Device])
             for size in (REDUCED_BYTES if len(devices) > 1 else ())
         ],
     }
+    found["sum_buffer_bytes"] = 0
+    if is_gpu and any((found["nvlinks"] or {}).values()):
+        found["sum_buffer_bytes"] = bytes_of_sums(config, model, devices)
     return found | {"advice": list(advice(found, config))}
+
+
+def bytes_of_sums(config: EngineConfig, model: ModelConfig, devices: Sequence[Device]) -> int:
+    """What sums of all programs hold on each device, outside of JAX's share."""
+    deployment = resolve(config, model, _room_for(model, devices))
+    return deployment.sum_buffer_bytes(wanted_by_width(config, deployment, devices[0]))
+
+
+def _room_for(model: ModelConfig, devices: Sequence[Device]) -> Devices:
+    """The memory of the devices; enough for a model of which shapes alone count."""
+    here = measure(devices)
+    if model is PRESETS[STAND_IN]:
+        here = here._replace(total_bytes=1 << 40, free_bytes=1 << 40)
+    return here
 
 
 def describe_device(device: Device) -> Found:
@@ -128,9 +150,7 @@ def attention(
 ) -> Iterator[Found]:
     """What would be chosen for groups of each width, why, and what the check found."""
     check_hosts(config)
-    here = measure(devices)
-    if model is PRESETS[STAND_IN]:  # of which shapes alone count
-        here = here._replace(total_bytes=1 << 40, free_bytes=1 << 40)
+    here = _room_for(model, devices)
     check = KernelCheck(environ_beside(), compile_cache_dir(config), reads_kept=False)
     for width, deployment in resolve(config, model, here).by_width.items():
         verdicts: list[Verdict] = []
@@ -239,7 +259,7 @@ def advice(found: Found, config: EngineConfig) -> Iterator[str]:
         yield f"nothing to install: {first['kind']} has no attention kernels, and runs XLA's loops"
     if config.compile.cache_dir == "none":
         yield "cache_dir = none: every start compiles, and tries the kernels, anew"
-    yield from _about_memory(first)
+    yield from _about_memory(first, found["sum_buffer_bytes"])
     links = found["nvlinks"]
     if len(found["devices"]) > 1 and links is not None and not any(links.values()):
         yield "no NVLink between the GPUs: all-reduces cross PCIe; use as little tp as fits, and dp"
@@ -255,13 +275,23 @@ def _to_reach_the_gpu(software: dict[str, str]) -> str:
     )
 
 
-def _about_memory(device: Found) -> Iterator[str]:
+def _about_memory(device: Found, sum_bytes: int) -> Iterator[str]:
     for_jax, total = device["memory_bytes_for_jax"], device["memory_bytes"]
-    if for_jax and total and not LEAST_SHARE <= for_jax / total <= MOST_SHARE:
+    if not for_jax or not total:
+        return
+    share, best = for_jax / total, share_for_jax(total, sum_bytes)
+    if not best - LESS <= share <= best + MORE:
+        sums = f", and {sum_bytes / 1e9:.1f} GB of buffers of sums," if sum_bytes else ""
         yield (
-            f"JAX may use {for_jax / total:.0%} of a GPU's memory: XLA_PYTHON_CLIENT_MEM_FRACTION"
-            "=0.90 leaves what CUDA graphs, NCCL and compiled programs need beside it"
+            f"JAX may use {share:.0%} of a GPU's memory: XLA_PYTHON_CLIENT_MEM_FRACTION={best:.2f} "
+            f"leaves what CUDA graphs, NCCL and compiled programs{sums} need beside it"
         )
+
+
+def share_for_jax(total_bytes: int, sum_bytes: int) -> float:
+    """The share of a GPU's memory that JAX should take, in hundredths."""
+    room = 1 - BESIDE_SHARE - sum_bytes / total_bytes
+    return min(MOST_SHARE, math.floor(100 * room) / 100)
 
 
 def shown(found: Found) -> Found:

@@ -4,6 +4,7 @@ The engine is built from a `Deployment`; `check`, `plan` and the simulator ask t
 it holds and does, with the memory of real devices or of a machine file.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -24,6 +25,7 @@ from shiftjax.costs.memory import (
 )
 from shiftjax.costs.stages import GroupCosts, PipelineCosts
 from shiftjax.costs.step import CostModel
+from shiftjax.costs.sum_buffers import sum_buffer_bytes
 from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import (
@@ -33,7 +35,7 @@ from shiftjax.parallel.fleet import (
     FleetOptions,
     parse_arrangement,
 )
-from shiftjax.parallel.grid import Grid
+from shiftjax.parallel.grid import Grid, Mode
 from shiftjax.parallel.layout import Layout
 
 
@@ -249,6 +251,19 @@ class Deployment:
             shifted = min(most, self.threshold)
         rows = self.budgets.max_rows
         return temporary_bytes(self.layout, self.formats, most, shifted, rows)
+
+    def sum_buffer_bytes(self, wanted: Mapping[int, Mapping[Bucket, Iterable[Mode]]]) -> int:
+        """Bytes of a GPU that sums hold outside of JAX's share of it, if NVLink joins the devices.
+
+        `wanted` are the programs, by units of a group. Of a pipeline, those of the fullest stage.
+        """
+        return max(
+            sum(
+                sum_buffer_bytes(each.layout, each.formats, wanted[width])
+                for width, each in stage.by_width.items()
+            )
+            for stage in self.stages
+        )
 
     def memory(self, devices: Devices, workspace_bytes: int | None = None) -> Memory:
         """What a device holds, and what is left for KV; `workspace_bytes` None: the estimate.

@@ -158,7 +158,7 @@ def row_collectives(
     moves = [
         *_times(late, layout.model.num_late_layers),
         Collective("all-to-all", size, num_rows * layout.vocab_size * LOGIT_BYTES // size, 1),
-        Collective("all-gather", size, num_rows * SAMPLE_BYTES, 1),
+        Collective("all-reduce", size, num_rows * SAMPLE_BYTES, 1),
     ]
     if not layout.model.num_late_layers:
         _, tokens = strides(mode, layout.tp)

@@ -74,6 +74,11 @@ class Machine:
     network: tuple[Transfer, ...] = ()
 
     @property
+    def reads_peers(self) -> bool:
+        """Whether devices read each other's memory, as kernels do that sum in one shot."""
+        return any(way.volume == "one_shot" for way in self.all_reduce)
+
+    @property
     def num_hosts(self) -> int:
         """Hosts that the devices are on."""
         return -(-self.num_devices // (self.devices_per_host or self.num_devices))
@@ -133,6 +138,7 @@ class EngineOverhead:
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
+    buffers_each_sum: bool = False  # where devices read each other's memory: `costs/sum_buffers.py`
     expert_skew: float = 1.0  # of routing, beside chance: `costs.experts`
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
     # More of a layer of codes, by 1, 2, 4 ... blocks of a device; (): other kernels quantise.

@@ -20,14 +20,17 @@ from shiftjax.parallel.grid import Device
 
 logger = logging.getLogger(__name__)
 
+KINDS_IN_GRAPHS = "xla_gpu_enable_command_buffer"
+# All-reduces of small messages by kernels that read the peers' memory (one and two shot) ...
+KERNEL_SUMS = "xla_gpu_experimental_use_collective_kernels"
+KERNEL_SUMS_IN_GRAPHS = "COLLECTIVES_KERNEL"  # ... which jax 0.11 cannot record
 # Lists replace XLA's own here, so they are whole; names are those of its DebugOptions (xla.proto).
 ONE_GRAPH: Mapping[str, str] = MappingProxyType(
     {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-        "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES,COLLECTIVES_KERNEL",
+        KINDS_IN_GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+        f"DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES,{KERNEL_SUMS_IN_GRAPHS}",
         "xla_gpu_graph_min_graph_size": "1",
-        # All-reduces of small messages by kernels that read the peers' memory (one and two shot).
-        "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE",
+        KERNEL_SUMS: "COLLECTIVE_KERNEL_ALL_REDUCE",
     }
 )
 
@@ -35,31 +38,59 @@ ONE_GRAPH: Mapping[str, str] = MappingProxyType(
 def gpu_options(device: Device, setting: str) -> dict[str, str]:
     """Return the compiler's options for steps on `device`, as the setting `gpu_options` has them.
 
-    None for what is no GPU. Of `auto`, what this version of XLA does not know is left out, with a
-    warning: steps run without it, slower.
+    None for what is no GPU. Of `auto`, what this version of XLA does not know is left out, of a
+    list only the items that it does not know, with a warning for each.
 
     Raises:
         ConfigError: an option that was asked for by name is unknown, or its value is.
     """
     if device.platform != "gpu" or setting == "none":
         return {}
-    wanted = ONE_GRAPH if setting == "auto" else xla_options(setting)
-    refused = refused_options(device, wanted)
-    if refused and setting != "auto":
-        raise ConfigError(f"gpu_options: {reason}" for reason in refused.values())
-    for reason in refused.values():
-        logger.warning("steps are launched in pieces: %s; a newer jax may know better", reason)
-    return {name: value for name, value in wanted.items() if name not in refused}
+    if setting == "auto":
+        return one_graph(device)
+    wanted = xla_options(setting)
+    reasons = [refusal(device, name, value) for name, value in wanted.items()]
+    if refused := [f"gpu_options: {reason}" for reason in reasons if reason]:
+        raise ConfigError(refused)
+    return wanted
 
 
-def refused_options(device: Device, options: Mapping[str, str]) -> dict[str, str]:
-    """Compile nearly nothing with each option; return why XLA refuses some, by name."""
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
-    nothing = jax.jit(lambda x: x).lower(number)
-    refused = {}
+def one_graph(device: Device) -> dict[str, str]:
+    """Return what makes one graph of a step with this XLA.
+
+    Where kernels of sums cannot be recorded, each would cut the graph, twice in a layer: NCCL sums
+    there, which can.
+    """
+    options = known_options(device, ONE_GRAPH)
+    if KERNEL_SUMS_IN_GRAPHS not in options.get(KINDS_IN_GRAPHS, "").split(","):
+        options[KERNEL_SUMS] = ""
+    return options
+
+
+def known_options(device: Device, options: Mapping[str, str]) -> dict[str, str]:
+    """Return what this XLA knows of some options; a warning says what it does not."""
+    known = {}
     for name, value in options.items():
-        try:
-            nothing.compile(compiler_options={name: value})
-        except jax.errors.JaxRuntimeError as error:
-            refused[name] = f"{name}={value}: {str(error).splitlines()[0]}"
-    return refused
+        items = [value]
+        if refusal(device, name, value):
+            items = [item for item in value.split(",") if _is_known(device, name, item)]
+        if items:
+            known[name] = ",".join(items)
+    return known
+
+
+def _is_known(device: Device, name: str, item: str) -> bool:
+    reason = refusal(device, name, item)
+    if reason:
+        logger.warning("left out for steps on GPUs: %s; a newer jax may know it", reason)
+    return reason is None
+
+
+def refusal(device: Device, name: str, value: str) -> str | None:
+    """Compile nearly nothing with an option; return why XLA refuses it, None if it does not."""
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x).lower(number).compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        return f"{name}={value}: {str(error).splitlines()[0]}"
+    return None

@@ -229,8 +229,9 @@ def start_runners(
 ) -> dict[Group, list[DeviceRunner]]:
     """Allocate the pools, and load the programs of the first step of a kind for the others.
 
-    `chunks` are the KV blocks on the host, of all groups and stages. Returns the runners of every
-    group's stages; of one that is no pipeline there is one.
+    Every program runs once; `warm_up` is to follow when all else is compiled. `chunks` are the KV
+    blocks on the host, of all groups and stages. Returns the runners of every group's stages; of
+    one that is no pipeline there is one.
 
     The widest groups come first: what devices need to talk to each other is made when they first
     do, and is then there for narrower groups, too.
@@ -257,6 +258,18 @@ def start_runners(
     if first.step.platform == "gpu" and shift in smallest.steps:
         warn_of_slow_all_reduces(smallest, shift, first.step.layout.num_devices)
     return stages
+
+
+def warm_up(runners: Mapping[Group, Sequence[DeviceRunner]]) -> None:
+    """Run every program of GPUs once more, when nothing is left to compile or to load.
+
+    XLA (jax 0.12) runs the parts of a graph one by one the first time, and records it the second.
+    A program with a graph that is made later lets go of the graphs of all others.
+    """
+    for stages in runners.values():
+        for runner in stages:
+            if runner.step.platform == "gpu":
+                runner.warm_up()
 
 
 def make_mover(deployment: Deployment, groups: Sequence[Placed]) -> DeviceMover:

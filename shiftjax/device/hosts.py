@@ -69,6 +69,7 @@ class LeaderRunner:
         if not plan.scheduled:
             return None
         prepared = self._runner.prepare(plan)
+        mode = self._runner.mode_for(prepared, mode)
         last = None if previous_handle is None else previous_handle.handle.last_tokens
         follows = NOBODY if previous_handle is None else previous_handle.number
         arrays = (prepared.flat, *(prepared.tables or RowMasks()))

@@ -40,6 +40,7 @@ class PipelineRunner:
         if not plan.scheduled:
             return None
         prepared = self._last.prepare(plan)
+        mode = self._last.mode_for(prepared, mode)
         pending = {} if previous_handle is None else _tokens_by_stage(self.stages, previous_handle)
         results: list[Any] = []
         for index, stage in enumerate(self.stages):

@@ -93,10 +93,12 @@ class DeviceRunner:
             self.memory.params(mode)
 
     def warm_up(self) -> None:
-        """Run every program once: a GPU records graphs, and loads code, when a step first runs.
+        """Run every program once, and every copy between device and host.
 
-        A CPU prepares its products then: 0.2 s for 30 layers, many times a small step's own time.
-        A large one takes longer than that anyhow, and is left to whoever needs it.
+        A GPU loads code then, makes communicators and the buffers of XLA's own sums; `warm_up` of
+        `device/groups.py` says when it records graphs. A CPU prepares its products: 0.2 s for 30
+        layers, many times a small step's own time. A large step takes longer than that anyhow, and
+        is left to whoever needs it.
         """
         is_cpu = self.step.platform == "cpu"
         for program in self.programs:
@@ -104,6 +106,8 @@ class DeviceRunner:
                 continue
             for mode in program.steps:
                 self._try_out(program, mode)
+        if self.memory.host is not None and not is_cpu:
+            self.memory.pools = self.memory.host.try_out(self.memory.pools)
 
     def _try_out(self, program: Program, mode: Mode) -> None:
         """Run `trial_step`. Raises what makes it fail."""
@@ -124,6 +128,7 @@ class DeviceRunner:
         if not plan.scheduled:
             return None
         prepared = self.prepare(plan)
+        mode = self.mode_for(prepared, mode)
         last = None if previous_handle is None else previous_handle.last_tokens
         return in_flight(plan, prepared, *self.launch(prepared, mode, last))
 
@@ -154,10 +159,10 @@ class DeviceRunner:
     ) -> list[Any]:
         """Dispatch a step, or this stage of it: `[last_tokens, StepResult]` or `[hidden]`.
 
-        `last_tokens` None: no token of the plan is on the devices alone.
+        `mode` is that of `mode_for`. `last_tokens` None: no token of the plan is on the devices
+        alone.
         """
         program = self.programs[prepared.program]
-        self.compiled(program, mode)
         return self._call(program, prepared, mode, last_tokens, *hidden)
 
     def _call(
@@ -176,6 +181,19 @@ class DeviceRunner:
             memory.params(mode), memory.pools, last, flat, tables, *hidden
         )
         return results
+
+    def mode_for(self, prepared: Prepared, wanted: Mode) -> Mode:
+        """The mode that a step runs in: the wanted one, or on a GPU the nearest that is compiled.
+
+        A policy names modes by the tokens of a plan. What a bucket is compiled in follows from its
+        size, and a plan may need a larger one: for a long context, or many rows. To compile would
+        make all requests wait, and on a GPU let go of the graphs of every program.
+        """
+        program = self.programs[prepared.program]
+        if wanted not in program.steps and self.step.platform == "gpu":
+            return min(program.steps, key=lambda one: abs(one.sp - wanted.sp))
+        self.compiled(program, wanted)
+        return wanted
 
     def compiled(self, program: Program, mode: Mode) -> jax.stages.Compiled:
         """The step of a bucket; compiled here if the policy at the start could not ask for it."""

@@ -10,7 +10,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, SERVER_BUDGETS, EngineConfig
 from shiftjax.control.deployment import Deployment, Devices
 from shiftjax.control.phases import HOST_SHARE
-from shiftjax.control.policy import Policy, make_policy
+from shiftjax.control.policy import Policy, make_policy, wanted_modes
 from shiftjax.control.resharding import PHASES, Phase
 from shiftjax.control.resolve import base_rule, draft_rows, resolve, stage_problems, widths_problems
 from shiftjax.costs.buckets import doubling
@@ -242,7 +242,7 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
 
     Raises ConfigError where these do not fit.
     """
-    workspace = target.reserved_bytes
+    workspace = target.reserved_bytes + sum_buffers_of(target, deployment)
     workspace += max(each.temporary_bytes for each in deployment.by_width.values())
     memory = deployment.memory(target.devices, workspace)
     if not deployment.num_blocks:
@@ -256,6 +256,18 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
             ]
         )
     return memory._replace(kv_bytes=pool)
+
+
+def sum_buffers_of(target: Target, deployment: Deployment) -> int:
+    """Bytes that the engine's sums hold on a device, of all programs."""
+    if not target.engine.buffers_each_sum or not target.machine.reads_peers:
+        return 0
+    wanted = {}
+    for width, of_width in deployment.by_width.items():
+        costs = cost_model(target, of_width)
+        policy, modes = policy_of(of_width, costs, costs), modes_of(costs, of_width)
+        wanted[width] = wanted_modes(policy, of_width.buckets, modes)
+    return deployment.sum_buffer_bytes(wanted)
 
 
 def sized_of(target: Target, deployment: Deployment) -> Deployment:

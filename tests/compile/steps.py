@@ -5,6 +5,7 @@
 prints what the compiler planned, as the table of docs/gpu.md.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.all_reduces import all_reduce_kinds
-from shiftjax.device.gpu_options import ONE_GRAPH
+from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define
@@ -211,7 +212,6 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     )
     assert attention.name == case.attention
     model = define(layout, case.formats)
-    options = {"auto": ONE_GRAPH, "none": {}}[case.gpu_options]
     rows, size = case.bucket.rows, pool.block_size
     experts = choose_experts(layout.model, case.formats, devices[0], attention.name)
     weights = ModeWeights(model, layout, case.strategy, True, experts.name == XLA_EXPERTS.name)
@@ -221,11 +221,14 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         rows,
         attention,
         size,
-        gpu_options=options,
+        gpu_options=_options(devices[0], case.gpu_options),
         experts=experts,
         sampler=case.sampler,
     )
     return step, pool
+
+
+_options = functools.cache(gpu_options)  # as the engine asks for them, once
 
 
 def pools_of(step: StepDef, pool: PoolOptions) -> Any:

@@ -8,7 +8,13 @@ import pytest
 aot.require()
 
 from shiftjax.device import gpu_options as module  # noqa: E402
-from shiftjax.device.gpu_options import ONE_GRAPH, gpu_options, refused_options  # noqa: E402
+from shiftjax.device.gpu_options import (  # noqa: E402
+    KERNEL_SUMS,
+    KINDS_IN_GRAPHS,
+    ONE_GRAPH,
+    gpu_options,
+    refusal,
+)
 from shiftjax.options import ConfigError  # noqa: E402
 
 
@@ -19,7 +25,7 @@ def gpu():
 
 
 def test_this_xla_knows_all_options(gpu):
-    assert refused_options(gpu, ONE_GRAPH) == {}
+    assert [refusal(gpu, name, value) for name, value in ONE_GRAPH.items()] == [None] * 3
     assert gpu_options(gpu, "auto") == dict(ONE_GRAPH)
     assert gpu_options(gpu, "none") == {}
 
@@ -41,7 +47,20 @@ def test_what_was_asked_for_and_is_unknown_is_an_error(gpu, setting):
 
 
 def test_of_the_defaults_an_older_xla_takes_what_it_knows(gpu, monkeypatch, caplog):
-    monkeypatch.setattr(module, "ONE_GRAPH", {"xla_gpu_of_next_year": "1", **ONE_GRAPH})
+    """Of a list, too; the order of what is left does not change."""
+    kinds = f"NEXT_YEARS,{ONE_GRAPH[KINDS_IN_GRAPHS]},AND_THE_YEAR_AFTERS"
+    wanted = {"xla_gpu_of_next_year": "1", **ONE_GRAPH, KINDS_IN_GRAPHS: kinds}
+    monkeypatch.setattr(module, "ONE_GRAPH", wanted)
     with caplog.at_level(logging.WARNING):
         assert gpu_options(gpu, "auto") == dict(ONE_GRAPH)
-    assert "launched in pieces: xla_gpu_of_next_year=1" in caplog.text
+    assert [line.split(": ")[1] for line in caplog.messages] == [
+        "xla_gpu_of_next_year=1",
+        f"{KINDS_IN_GRAPHS}=NEXT_YEARS",
+        f"{KINDS_IN_GRAPHS}=AND_THE_YEAR_AFTERS",
+    ]
+
+
+def test_sums_that_no_graph_can_hold_are_left_to_nccl(gpu, monkeypatch):
+    """As with jax 0.11, whose steps `test_one_graph.py` compiles."""
+    monkeypatch.setattr(module, "KERNEL_SUMS_IN_GRAPHS", "NEXT_YEARS_KERNELS")
+    assert gpu_options(gpu, "auto") == ONE_GRAPH | {KERNEL_SUMS: ""}

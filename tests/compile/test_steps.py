@@ -226,6 +226,16 @@ def test_sums_of_small_steps_take_kernels(case, compiled):
         assert kinds["nccl"] == 0
 
 
+@thorough
+def test_nccl_moves_logits_alone_in_a_decode_step(compiled):
+    """What NCCL does in a graph is captured again at every step; XLA has no kernel to exchange."""
+    one = compiled(Case(1, 8, Mode(1, 1), sampler=sample))
+    kinds = Counter(thunk.kind for thunk in one.thunks)
+    assert kinds["CollectiveKernel"] == 2 * one.case.num_layers + 2  # embedding; what was sampled
+    assert {kind for kind in kinds if kind.startswith(("All", "Reduce", "Ragged"))} == {"AllToAll"}
+    assert kinds["AllToAll"] == 1
+
+
 @every_case
 def test_kernels_take_nothing_whose_address_changes(case, compiled):
     """But the pools: else XLA changes the graph before every launch, kernel by kernel.
@@ -335,7 +345,7 @@ def test_the_simulators_preset_has_as_many_kernels(compiled):
     cases = (one._replace(sampler=sample) for one in (ALIAS, MORE_LAYERS))
     few, more = (len(launches(compiled(case).text)) for case in cases)
     each = (more - few) / (layers - ALIAS.num_layers)  # every second layer may have one more
-    products, attention, sums, moves = 4, 1, 2, 3  # beside the layers: a sum, an exchange, a gather
+    products, attention, sums, moves = 4, 1, 2, 3  # beside the layers: two sums, an exchange
     assert 0 <= each - (products + attention + sums + engine.kernels_per_layer) <= 1
     assert abs(more - layers * each - moves - engine.kernels_per_step) <= 2
 

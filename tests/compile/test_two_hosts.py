@@ -13,7 +13,7 @@ import pytest
 from hlo import groups_of, instructions, shape_bytes
 
 from serving.bench.hlo import COLLECTIVES
-from shiftjax.costs.collectives import Collective, step_collectives
+from shiftjax.costs.collectives import SAMPLE_BYTES, Collective, step_collectives
 from shiftjax.costs.levels import levels_of, sent_bytes
 from shiftjax.device.all_reduces import all_reduce_kind
 from shiftjax.device.sampling import MAX_LOGPROBS
@@ -69,8 +69,9 @@ def test_every_collective_runs_over_the_links_that_the_costs_have(case, compiled
     one, predicted = compiled(case), Counter()
     for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats):
         inside, between = levels_of(move, PER_HOST)
-        # One gather, of rows: each host wants all of their best tokens, too.
-        more = case.bucket.rows * TOP_BYTES if move.kind == "all-gather" else 0
+        # With what was sampled go the best tokens of all rows: each host wants them.
+        is_sampled = move.num_bytes == case.bucket.rows * SAMPLE_BYTES
+        more = case.bucket.rows * TOP_BYTES if is_sampled else 0
         sizes = move.kind, move.num_bytes + more, inside.num_devices, between.num_devices
         predicted[sizes] += move.num_times
     assert found(one) == predicted
@@ -83,7 +84,7 @@ def test_layers_sum_inside_hosts_and_exchange_between_them(case, compiled):
     one = compiled(case)
     sums = {key[2:] for key in found(one) if key[0] == "all-reduce"}
     exchanges = {key[2:] for key in found(one) if key[0] == "all-to-all"}
-    assert sums == {layers, rows}
+    assert sums == {layers, rows, (PER_HOST, HOSTS)}  # what was sampled goes everywhere
     assert exchanges == {rows, (PER_HOST, HOSTS)}  # the logits go everywhere
 
 

@@ -8,9 +8,10 @@ import pytest
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
+from shiftjax.control.policy import make_policy
 from shiftjax.control.request import SamplingParams
 from shiftjax.device.all_reduces import all_reduce_kinds, warn_of_slow_all_reduces
-from shiftjax.device.programs import trial_step
+from shiftjax.device.programs import CompileCounter, trial_step
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
 
@@ -48,12 +49,34 @@ def built():
 
 
 @pytest.mark.thorough
-def test_every_program_runs_once_before_traffic(built):
+def test_every_program_runs_twice_before_traffic(built):
+    """All of them once, then all again: what comes later lets go of the graphs before it."""
     made, ran, _, _ = built
     programs = made.runners[0].programs
     compiled = [(p.bucket.tokens, mode.label) for p in programs for mode in p.steps]
-    assert [one[:2] for one in ran] == compiled
+    assert [one[:2] for one in ran] == 2 * compiled
     assert {label for _, label in compiled} == {"base", "shift"}
+
+
+@pytest.mark.costs(8)
+def test_a_mode_that_is_not_compiled_is_no_reason_to_compile(uncached, monkeypatch):
+    """Whoever asks for one gets another, which is there, and the same tokens."""
+    monkeypatch.setattr(StepDef, "platform", "gpu")
+    directory, config, tensors = checkpoint()
+    made = make(directory, 2, 1, policy="shift")
+    (runner,) = made.runners
+    compiled = [list(program.steps) for program in runner.programs]
+    assert compiled == [[runner.step.layout.shift]]
+    made.engine.policy = make_policy("base", None)
+    counter = CompileCounter()
+    counter.start()
+    try:
+        events = run(made.engine, [PROMPT], [GREEDY])
+    finally:
+        counter.stop()
+    assert tokens(events[0, 0]) == numpy_llama.greedy(config, tensors, PROMPT, 5)
+    assert [list(program.steps) for program in runner.programs] == compiled
+    assert counter.count == 0
 
 
 def test_on_a_cpu_small_programs_run_before_traffic(monkeypatch):

@@ -56,6 +56,14 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
         tier.restore(pools(), 7, targets)
 
 
+def test_a_trial_of_the_copies_writes_to_the_null_block_only():
+    tier, pools = small_tier()
+    before = np.array(pools)
+    tried = np.array(tier.try_out(pools))
+    np.testing.assert_array_equal(tried, before)
+    assert tier._chunks == {} and not tier._in_flight
+
+
 def small_tier() -> tuple[HostTier, FlatPools]:
     """One layer on one device: 9 blocks, which hold their numbers."""
     mesh = make_mesh(jax.devices()[:1], 1, 1)

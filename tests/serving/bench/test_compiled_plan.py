@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -40,9 +42,7 @@ def test_missing_wheels_are_named(capsys, monkeypatch):
 @pytest.mark.thorough
 def test_a_compiled_step_moves_what_was_predicted(capsys, tmp_path):
     """With layers of codes, and a head in bfloat16."""
-    if reason := aot.unavailable():
-        assert os.environ.get("CI") != "true", reason
-        pytest.skip(reason)
+    _require_compilers()
     argv = ["plan", "--model", "tiny", "--dtype", "fp8", "--compile", "1x2", "--out", str(tmp_path)]
     sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
     assert main([*argv, *sizes]) == 0
@@ -72,6 +72,31 @@ def test_a_compiled_step_moves_what_was_predicted(capsys, tmp_path):
     held = row["weights_gb"] + row["temporaries_gb"]
     foreseen = row["predicted_weights_gb"] + row["predicted_temporaries_gb"]
     assert (row["kv_tokens"] <= row["predicted_kv_tokens"]) is (held >= foreseen)
+
+
+@pytest.mark.thorough
+def test_it_compiles_where_no_driver_is(tmp_path):
+    """Whatever the environment says of platforms: nothing, in most shells."""
+    _require_compilers()
+    argv = ["plan", "--model", "tiny", "--compile", "1x1", "--out", str(tmp_path)]
+    sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+    run = subprocess.run(
+        [sys.executable, "-c", "from serving.cli.entry import main; main()", *argv, *sizes],
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "Traceback" not in run.stderr, run.stderr[-4000:]
+    assert [row["top_level_thunks"] for row in rows_of(tmp_path / "compiled.jsonl")] == [1, 1]
+
+
+def _require_compilers() -> None:
+    """Skip where nothing can be compiled for GPUs."""
+    if reason := aot.unavailable():
+        assert os.environ.get("CI") != "true", reason
+        pytest.skip(reason)
 
 
 def rows_of(path: Path) -> list[dict]:

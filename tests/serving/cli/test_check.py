@@ -2,21 +2,24 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import held_bytes
 from kit import run_command
 from oracle import quantised_files
 
-from serving.cli.check import make_plan
+from serving.cli.check import _sum_rows, make_plan
 from serving.cli.main import make_parser
 from serving.run.flags import parse_args, settle
 from serving.run.start import open_model
 from serving.server.phases import Phases
 from shiftjax import Embedder
+from shiftjax.arch.presets import PRESETS
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Devices
+from shiftjax.control.resolve import resolve
 from shiftjax.model_files import open_files
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import deploy, memory_of
@@ -268,3 +271,11 @@ def test_check_says_what_devices_and_host_hold_in_either_phase(capsys):
     flags = "--stages=pp2:tp2", "--devices=2", "--host-memory=900TiB"
     code, _, lines = run_command(capsys, "check", "random:smollm2-135m", *flags)
     assert code == 2 and "that this host, beside the weights, has available" in lines[0]
+
+
+def test_buffers_of_sums_are_told_on_gpus_alone():
+    config = EngineConfig.from_options(sp=2, tp=2)
+    deployment = resolve(config, PRESETS["llama-8b"], Devices(4, 1 << 40, 1 << 40))
+    kinds = {kind: SimpleNamespace(platform=kind, device_kind=kind) for kind in ("cpu", "gpu")}
+    rows = {kind: _sum_rows(config, deployment, device) for kind, device in kinds.items()}
+    assert rows["cpu"] == {} and "MiB outside of JAX's share" in rows["gpu"]["buffers of sums"]

@@ -4,10 +4,23 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
+import jax
 import pytest
 
-from serving.cli.doctor import REDUCED_BYTES, advice, has_idle_gpu, nvlinks, shown, total_memory
+from serving.cli.doctor import (
+    MOST_SHARE,
+    REDUCED_BYTES,
+    advice,
+    bytes_of_sums,
+    has_idle_gpu,
+    model_of,
+    nvlinks,
+    share_for_jax,
+    shown,
+    total_memory,
+)
 from serving.cli.main import main
 from shiftjax.config import EngineConfig
 
@@ -39,6 +52,7 @@ FOUND = {
     "attention": [PASSED],
     "ceilings": {"bytes_per_second": 3e12, "flops_per_second": 7.8e14, "gemm_width": 8192},
     "all_reduce": [{"bytes": 16384, "seconds": 5e-6}],
+    "sum_buffer_bytes": 0,
 }
 CPU = {"devices": [{"platform": "cpu", "kind": "cpu"}]}
 
@@ -126,6 +140,26 @@ def test_memory_links_and_caches_are_advised_upon():
     assert "brings one" in advised(assemblers=[])
     a100 = H100 | {"kind": "NVIDIA A100", "compute_capability": "8.0"}
     assert "NVIDIA A100 has no attention kernels" in advised(devices=[a100])
+
+
+def test_sums_have_buffers_beside_jax():
+    """161 sums of six small steps of a 70B on 8: JAX's usual share leaves too little."""
+    sums = 161 * 16 * (2 << 20)
+    usual = H100 | {"memory_bytes_for_jax": int(0.92 * H100["memory_bytes"])}
+    assert advised(devices=[usual]) == ""
+    said = advised(devices=[usual], sum_buffer_bytes=sums)
+    assert "MEM_FRACTION=0.88 leaves" in said and "5.4 GB of buffers of sums" in said
+    fitting = H100 | {"memory_bytes_for_jax": int(0.88 * H100["memory_bytes"])}
+    assert advised(devices=[fitting], sum_buffer_bytes=sums) == ""
+    assert share_for_jax(141 << 30, 0) == MOST_SHARE
+
+
+def test_an_engines_sums_are_counted():
+    config, devices = EngineConfig.from_options(sp=2, tp=2), jax.devices()[:4]
+    model = model_of(config, None)
+    fewer = replace(model, num_layers=model.num_layers // 2)
+    whole, half = (bytes_of_sums(config, each, devices) for each in (model, fewer))
+    assert whole > half > 0.5 * whole
 
 
 def test_nvidia_smi_is_read():

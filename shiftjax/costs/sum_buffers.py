@@ -1,0 +1,39 @@
+"""Memory that XLA's own all-reduces hold, outside of JAX's share of a GPU. No JAX.
+
+XLA (jax 0.12) sums by kernels that read the memory of their peers (`device/all_reduces.py`). Every
+such sum of every program has buffers of its own, for as long as the program is loaded: twice its
+operand, so that a call need not wait for the one before, and flags (XLA's
+`collective_kernel_thunk.cc`). A driver hands out memory that peers may read in pieces of 2 MiB.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from shiftjax.arch.formats import Formats
+from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.collectives import step_collectives
+from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout, round_up
+
+PIECE_BYTES = 2 << 20
+MOST_BYTES = 32 << 20  # of a sum, on all of its devices together: larger ones are NCCL's
+
+
+def buffer_bytes(num_devices: int, num_bytes: int) -> int:
+    """Bytes on each device for one sum of `num_bytes`; 0 for one that NCCL does."""
+    is_power_of_two = num_devices & (num_devices - 1) == 0
+    if num_devices == 1 or not is_power_of_two or num_devices * num_bytes > MOST_BYTES:
+        return 0
+    return round_up(2 * num_bytes, PIECE_BYTES) + PIECE_BYTES
+
+
+def sum_buffer_bytes(
+    layout: Layout, formats: Formats, wanted: Mapping[Bucket, Iterable[Mode]]
+) -> int:
+    """Bytes on each device for the sums of all programs, if NVLink joins the devices."""
+    return sum(
+        move.num_times * buffer_bytes(move.num_devices, move.num_bytes)
+        for bucket, modes in wanted.items()
+        for mode in modes
+        for move in step_collectives(layout, mode, *bucket[:2], formats)
+        if move.kind == "all-reduce"
+    )

@@ -1,0 +1,50 @@
+"""Buffers of XLA's own sums. That it has them for these sizes: `compile/test_all_reduces.py`."""
+
+import pytest
+
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
+from shiftjax.control.policy import make_policy, wanted_modes
+from shiftjax.costs.buckets import doubling, make_buckets
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.sum_buffers import MOST_BYTES, PIECE_BYTES, buffer_bytes, sum_buffer_bytes
+from shiftjax.parallel.layout import Layout
+from shiftjax.sim.deployment import Target, deploy, memory_of, sum_buffers_of
+
+MODEL, MIB = PRESETS["llama-70b"], 1 << 20
+
+
+def test_a_sum_has_two_operands_and_flags_in_whole_pieces():
+    assert buffer_bytes(8, 1) == buffer_bytes(8, MIB) == 2 * PIECE_BYTES
+    assert buffer_bytes(8, MIB + 1) == 3 * PIECE_BYTES
+    assert buffer_bytes(8, MOST_BYTES // 8) == 10 * MIB
+
+
+def test_a_sum_by_nccl_has_none():
+    assert buffer_bytes(8, MOST_BYTES // 8 + 1) == buffer_bytes(6, MIB) == buffer_bytes(1, MIB) == 0
+
+
+def test_sums_of_small_steps_of_a_70b():
+    """161 of each size: two a layer, and the embedding's."""
+    layout, sums = Layout(MODEL, 1, 8), 161
+    buckets = make_buckets(doubling(8192), 256, layout)
+    wanted = wanted_modes(make_policy("shift", 0), buckets, layout.modes)
+    pieces = {tokens: 2 for tokens in (8, 16, 32, 64)} | {128: 3, 256: 5}
+    for bucket, modes in wanted.items():
+        expected = sums * pieces.get(bucket.tokens, 0) * PIECE_BYTES
+        assert sum_buffer_bytes(layout, Formats(), {bucket: modes}) == expected
+    assert sum_buffer_bytes(layout, Formats(), wanted) == sums * 16 * PIECE_BYTES  # 5.4 GB
+
+
+@pytest.mark.parametrize(
+    ("machine", "engine", "pieces"),
+    [("h200x8", "shiftjax", 16), ("a100x8-pcie", "shiftjax", 0), ("h200x8", "vllm", 0)],
+)
+def test_plans_leave_room_for_them(machine, engine, pieces):
+    target = Target(MODEL, load_machine(machine), load_engine(engine), Formats())
+    settings = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    deployment = deploy(target, "tp", (1, 1, 8), "shift", **settings)
+    held = sum_buffers_of(target, deployment)
+    assert held == 161 * pieces * PIECE_BYTES
+    least = target.reserved_bytes + held
+    assert memory_of(target, deployment).workspace_bytes == least + deployment.temporary_bytes
