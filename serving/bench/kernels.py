@@ -18,9 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
 from shiftjax.costs.machine_files import load_machine, machine_of, renewed
@@ -195,6 +192,9 @@ def _torch_seconds(head_dim: int) -> dict[str, dict[str, float]]:
 
 def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     """Print the rows for people."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=None)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("kernel", "shape", "") else "right")
