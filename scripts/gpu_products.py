@@ -18,6 +18,7 @@ from shiftjax.models.products import Matrix, in_blocks, project_in, quantise
 
 SUM_BYTES = 4  # float32
 COPIES = 2  # of a matrix, in turns, so that no cache holds what is read
+LAUNCHES, QUANTISES = 2, 2  # the product and its scaling; the largest of each row, and the codes
 
 
 class ProductShape(NamedTuple):
@@ -34,19 +35,33 @@ class ProductShape(NamedTuple):
 
 
 PRODUCTS = {
+    "codes, 8 tokens": ProductShape(8),
+    "codes, 8 tokens, 16,384 wide": ProductShape(8, 16_384),
     "codes, 64 tokens": ProductShape(64),
     "codes, 4,096 tokens": ProductShape(4096),
     "codes, 4,096 tokens in 8 blocks": ProductShape(4096, blocks=8),
 }
-DRY = {"dry": ProductShape(4, 64, 2)}
+DRY = {"dry": ProductShape(4, 64), "dry, in 2 blocks": ProductShape(4, 64, 2)}
 
 
 def product_rows(effort: Effort, ceilings: Ceilings, *, dry: bool) -> Iterator[dict[str, Any]]:
-    """Time each, beside the GEMM of bfloat16 that was measured."""
+    """Time each, beside the copy and the GEMM of bfloat16 that were measured.
+
+    `of_copy` counts the bytes of the matrix. Rows of one block are products as
+    `shiftjax/sim/measured_kernels.py` reads them.
+    """
     for name, shape in (DRY if dry else PRODUCTS).items():
         seconds = chain_seconds(_calls(shape), effort)
         of_gemm = shape.flops / seconds / ceilings.flops_per_second
-        yield {"row": name, "us": seconds * 1e6, "of_gemm": of_gemm}
+        of_copy = shape.width**2 / seconds / ceilings.bytes_per_second
+        row = {"row": name, "us": seconds * 1e6, "of_gemm": of_gemm, "of_copy": of_copy}
+        yield row | (_as_kernel(shape) if shape.blocks == 1 else {})
+
+
+def _as_kernel(shape: ProductShape) -> dict[str, Any]:
+    sizes = {"rows": shape.tokens, "inner": shape.width, "columns": shape.width}
+    counts = {"launches": LAUNCHES, "quantises": QUANTISES}
+    return {"kernel": "product", "shape": sizes | {"dtype": "float8_e4m3fn"}} | counts
 
 
 def _calls(shape: ProductShape) -> Calls:
