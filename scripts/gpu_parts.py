@@ -9,6 +9,7 @@ well.
 """
 
 import argparse
+import datetime
 import importlib.metadata
 import importlib.util
 import json
@@ -96,6 +97,7 @@ def environment(run: Run) -> Iterator[Row]:
     }
     yield {
         "device": device.device_kind,
+        "date": datetime.date.today().isoformat(),
         "devices": jax.device_count(),
         "core_count": getattr(device, "core_count", None),
         "compute_capability": getattr(device, "compute_capability", None),

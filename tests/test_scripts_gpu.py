@@ -10,6 +10,7 @@ import tarfile
 import time
 import zlib
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -24,8 +26,10 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_checks  # noqa: E402
 import gpu_engine  # noqa: E402
 import gpu_goldens  # noqa: E402
+import gpu_measured  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_predictions  # noqa: E402
+import gpu_products  # noqa: E402
 import gpu_profile  # noqa: E402
 import gpu_run  # noqa: E402
 import gpu_writes  # noqa: E402
@@ -49,6 +53,11 @@ from shiftjax.arch.weights import Weight  # noqa: E402
 from shiftjax.costs.machine_files import load_machine  # noqa: E402
 from shiftjax.models.attention import write_kv  # noqa: E402
 from shiftjax.parallel.layout import Layout  # noqa: E402
+from shiftjax.sim.measured_kernels import (  # noqa: E402
+    kernel_rows,
+    kernels_of,
+    predicted_seconds,
+)
 
 BARE = ROOT / ".venv" / "bare" / "bin" / "python"  # as machines with GPUs often have it
 STEPS = ["decode of 2", "prefill of 32"]
@@ -443,8 +452,102 @@ def test_measured_kernels_renew_a_machine_file(tmp_path):
     file = tmp_path / "here.yaml"
     file.write_text(bench_kernels.machine_file("h200x8", rows))
     renewed = {"matmul_efficiency": 0.8, "attention_efficiency": 0.5}
-    kv = {"kv_efficiency": {"bfloat16": 0.75}}
-    assert load_machine(str(file)) == replace(load_machine("h200x8"), **renewed, **kv)
+    machine = load_machine("h200x8")
+    kv = {"kv_efficiency": machine.kv_efficiency | {"bfloat16": 0.75}}
+    found = load_machine(str(file))
+    assert found == replace(machine, **renewed, **kv, measured=found.measured)
+    assert found.measured == f"`shiftjax bench kernels` on NVIDIA H200, {date.today()}"
+
+
+TRUTH = {  # of an H200 that nobody has
+    "kernel_seconds": 1.1e-6,
+    "product_seconds": 0.9e-6,
+    "memory_efficiency": 0.7,
+    "attention_seconds": 4e-6,
+    "attention_efficiency": 0.45,
+}
+
+
+def measured_rows(device: str = "NVIDIA H200", *, dry: bool = False) -> dict[str, list[dict]]:
+    """What stages would say of a machine with these constants: their own rows, with its times."""
+    truth = replace(load_machine("h200x8"), **TRUTH, kv_efficiency={"bfloat16": 0.7, "fp8": 0.4})
+    begin = {"part": "environment", "device": device, "dry": dry, "date": "2030-02-01"}
+    launch = {"part": "ceilings", "row": "launch", "us": truth.kernel_seconds * 1e6}
+    copy = {"part": "ceilings", "row": "copy", "rate": 4000.0}
+    ceilings = Ceilings(4e12, 8e14)
+    rows = [begin, copy, launch]
+    for kind, shapes in gpu_predictions.SHAPES.items():
+        for name, (shape, _) in shapes.items():
+            row = row_of(shape, 1.0, ceilings) | {"launches": gpu_parts.LAUNCHES[kind]}
+            rows.append({"part": kind, "row": name} | row)
+    products = [{"part": "torch", "row": "SDPA, 8,192", "rate": 500.0}]
+    for name, shape in gpu_products.PRODUCTS.items():
+        row = {"part": "products", "row": name, "us": 1.0, "of_copy": 0.5}
+        products.append(row | (gpu_products._as_kernel(shape) if shape.blocks == 1 else {}))
+    for row in [*rows, *products]:
+        for kernel in kernels_of(kernel_rows([row]), "a test"):
+            row["us"] = predicted_seconds(truth, kernel) * 1e6
+            if "rate" in row:  # as if it had taken a second
+                row["rate"] *= 1e6 / row["us"]
+    tuned = {"part": "tuning: decode 0", "kernel": "decode", "us": [1.0], "score": 1.0}
+    return {"a": rows, "b": [begin, *products], "c": [begin, tuned]}
+
+
+def run_measured(tmp_path: Path, rows: dict[str, list[dict]]) -> tuple[int, Path]:
+    files = [tmp_path / f"{name}.json" for name in rows]
+    for file, some in zip(files, rows.values(), strict=True):
+        file.write_text(json.dumps(some))
+    out = tmp_path / "here.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["gpu_measured.py", *map(str, files), "--out", str(out)])
+        return gpu_measured.main(), out
+
+
+def test_what_was_measured_renews_the_machine_and_plan_says_so(tmp_path, capsys):
+    code, file = run_measured(tmp_path, measured_rows())
+    assert code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a launch, us: 1.1"
+    assert lines[1] == "a product of codes reads, share of a copy: 0.5"
+    assert re.fullmatch(r"decode attention, GB/s: 3\d\d\d, 0\.\d\d of a copy", lines[2])
+    assert re.fullmatch(r"prefill .*: 4\d\d(\.\d)?, 0\.\d\d of PyTorch's SDPA", lines[3])
+    before, found = load_machine("h200x8"), load_machine(str(file))
+    for name, value in TRUTH.items():
+        assert getattr(found, name) == pytest.approx(value, rel=0.05), name
+    assert found.kv_efficiency == pytest.approx({"bfloat16": 0.7, "fp8": 0.4}, rel=0.05)
+    kept = ("memory_bytes", "all_reduce", "expert_efficiency", "tile_rows", "compute_units")
+    assert all(getattr(found, name) == getattr(before, name) for name in kept)
+    where = "scripts/gpu_run.py on NVIDIA H200, 2030-02-01"
+    assert found.measured.startswith(f"{where}: ") and "kernel_seconds" in found.measured
+    source = yaml.safe_load(file.read_text())["kernel_seconds"]
+    assert source == {"value": 1.1, "unit": "us", "source": f"measured by {where}"}
+    for machine, words in ((str(file), f"measured by {where}"), ("h200x8", "predicted, from")):
+        assert main(["plan", "--model", "llama-8b", "--machine", machine]) == 0
+        assert f"constants of h200x8: {words}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (measured_rows(dry=True), "the times of a dry run mean nothing"),
+        (measured_rows("NVIDIA B200"), "there is no machine file for 'NVIDIA B200'"),
+        ({"a": measured_rows()["a"], "b": measured_rows("x")["b"]}, "must be of one kind"),
+        ({"c": []}, "must be of one kind"),
+    ],
+)
+def test_rows_of_no_gpu_renew_nothing(rows, reason, tmp_path, capsys):
+    code, file = run_measured(tmp_path, rows)
+    assert code == 2 and not file.exists()
+    assert reason in capsys.readouterr().err
+
+
+def test_constants_that_were_not_measured_stay(tmp_path, capsys):
+    rows = measured_rows()["a"]
+    code, file = run_measured(tmp_path, {"a": rows[:3]})
+    assert code == 0 and "decode attention, GB/s: not measured" in capsys.readouterr().out
+    before, found = load_machine("h200x8"), load_machine(str(file))
+    assert found == replace(before, kernel_seconds=1.1e-6, measured=found.measured)
+    assert found.measured.endswith(": kernel_seconds")
 
 
 @pytest.mark.parametrize("head_dim", tune_kernels.HEAD_DIMS)
