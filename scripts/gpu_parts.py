@@ -177,7 +177,7 @@ def torch(run: Run) -> Iterator[Row]:
         return
     command = [sys.executable, str(TORCH), *["--dry-run"] * run.dry]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        yield from map(json.loads, child.stdout or ())
+        yield from (json.loads(line) for line in child.stdout or () if line.startswith("{"))
     if child.returncode:
         yield {"failed": f"{TORCH.name} ended with code {child.returncode}"}
 
