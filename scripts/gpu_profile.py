@@ -26,7 +26,8 @@ def profile(run: Callable[[], Any], steps: int, keep: Path) -> dict[str, Any]:
     `run` makes `steps` steps. The recording stays in the file `keep`, for XProf or Perfetto.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # most of a recording otherwise
+    options.python_tracer_level = 0
+    options.enable_hlo_proto = False  # most of a recording otherwise: every loaded program
     jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):

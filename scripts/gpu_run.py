@@ -12,7 +12,7 @@ steps are made of; `logs.tar.gz`, what parts have said and left. `scripts/gpu_bu
 a machine without a network needs; `scripts/gpu_measured.py` puts what was measured into the file
 of the machine, for `shiftjax plan`.
 
-Every part (`gpu_parts.py`) has a process and a limit of its own: a kernel that hangs, or an error
+Every part (`gpu_stages.py`) has a process and a limit of its own: a kernel that hangs, or an error
 that the GPU's context does not survive, costs one part and is a row. Rows carry what was predicted
 of them (`benchmarks/gpu_predictions.json`). The exit code is 1 if a part failed or found something
 wrong, and 2 where there are no Hopper GPUs: then nothing is run.
@@ -31,7 +31,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gpu_parts import DRY, MEMORY_SHARE, PARTS, RESULTS, STAGES, Part, Row
+from gpu_parts import MEMORY_SHARE, RESULTS, Part, Row
+from gpu_stages import DRY, PARTS, STAGES
 
 PROFILE, LOGS = "profile.json", "logs.tar.gz"
 CACHE = Path(tempfile.gettempdir()) / "shiftjax_gpu_run"  # compiled programs, for later stages
@@ -174,7 +175,7 @@ def starter(work: Path, dry: bool) -> Start:
         flag = "--xla_force_host_platform_device_count=2"  # so that there is a mode to change to
         flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    script = str(Path(__file__).with_name("gpu_parts.py"))
+    script = str(Path(__file__).with_name("gpu_stages.py"))
 
     def start(parts: Sequence[Part], limit: float) -> Iterator[Row]:
         names = [part.name for part in parts]

@@ -32,6 +32,7 @@ import gpu_predictions  # noqa: E402
 import gpu_products  # noqa: E402
 import gpu_profile  # noqa: E402
 import gpu_run  # noqa: E402
+import gpu_stages  # noqa: E402
 import gpu_writes  # noqa: E402
 import tune_kernels  # noqa: E402
 from gpu_weights import exponent, make_weight  # noqa: E402
@@ -100,8 +101,8 @@ def run_script(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 @pytest.mark.thorough
 def test_a_dry_run_goes_through_every_part(dry_rows):
-    empty = {name for name in gpu_parts.PARTS if name.startswith(("correctness", "tuning"))}
-    parts = {*gpu_parts.PARTS, gpu_parts.DRY.name} - empty
+    empty = {name for name in gpu_stages.PARTS if name.startswith(("correctness", "tuning"))}
+    parts = {*gpu_stages.PARTS, gpu_stages.DRY.name} - empty
     assert {row["part"] for row in dry_rows} == parts
     assert dry_rows[0]["devices"] == 2 and dry_rows[0]["packages"]["jax"] == "0.11.2"
     assert all(map(gpu_run.is_right, dry_rows))
@@ -140,7 +141,7 @@ def test_a_dry_run_leaves_three_files(dry_run):
 @pytest.mark.thorough
 def test_a_dry_run_traces_all_that_a_run_would_compile(dry_rows):
     """The candidates of the tuning, too; the kernels refuse none of them."""
-    traced = [row for row in dry_rows if row["part"] == gpu_parts.DRY.name]
+    traced = [row for row in dry_rows if row["part"] == gpu_stages.DRY.name]
     shapes = [name for some in gpu_predictions.SHAPES.values() for name in some]
     shapes += gpu_predictions.EXPERTS
     assert [row["row"] for row in traced if "row" in row] == shapes
@@ -261,7 +262,7 @@ def test_every_row_of_a_run_has_a_prediction_and_the_file_is_the_commands():
         experts = [row["row"] for row in rows if row["part"] == "experts"]
         assert experts == list(gpu_predictions.EXPERTS)
         parts = {row["part"] for row in rows}
-        assert parts <= gpu_parts.PARTS.keys()
+        assert parts <= gpu_stages.PARTS.keys()
         assert {f"engine: {name}" for name in (*gpu_parts.ENGINES, *gpu_parts.LARGEST)} <= parts
         assert [row["row"] for row in rows if row["part"] == "writes"] == list(gpu_writes.WRITES)
 
@@ -285,7 +286,7 @@ def test_a_row_says_whether_what_was_predicted_came_true():
 
 def test_a_stage_is_done_in_its_time():
     """Of stages that only one GPU is needed for, in 9.5 minutes."""
-    for stage in gpu_parts.STAGES.values():
+    for stage in gpu_stages.STAGES.values():
         assert sum(part.expected for part in stage.parts) <= stage.seconds
         assert all(part.expected < part.limit <= 300 for part in stage.parts)
         names = [part.name for part in stage.parts]
