@@ -18,7 +18,8 @@ cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 mkdir "$folder/shiftjax-gpu"
-git ls-files -z LICENSE shiftjax serving pallas_kernels scripts 'benchmarks/gpu_*.json' |
+git ls-files -z --cached --others --exclude-standard \
+    LICENSE shiftjax serving pallas_kernels scripts 'benchmarks/gpu_*.json' |
     tar -c --null --files-from - | tar -x -C "$folder/shiftjax-gpu"
 
 # flax, what it imports, and what is used of that: msgpack and yaml do without their compiled parts.

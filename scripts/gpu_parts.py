@@ -296,7 +296,7 @@ def large_engine(kind: str, run: Run) -> Iterator[Row]:
         return
     sizes = Sizes(*counts, serve=(1, 16, 16), repeats=10)
     if run.dry:
-        sizes = Sizes((2,), 64, (32,), (1, 16, 16), 2)
+        sizes = Sizes((2,), 64, (32,) if sizes.prompts else (), (1, 16, 16), 2)
     options = formats if run.dry else ENGINES["pallas, one graph"] | formats
     yield from engine_rows(model, sizes, run.ceilings, options, profiles=run.out)
 
