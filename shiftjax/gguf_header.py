@@ -9,9 +9,10 @@ import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -39,7 +40,7 @@ class GgufTensor(NamedTuple):
     """One stored tensor; `shape` has rows first, as NumPy has it."""
 
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    kind: "GGMLQuantizationType"
     offset: int  # bytes from the start of the file
     num_bytes: int
 
@@ -193,6 +194,9 @@ def _place(
 
 
 def _tensor(shape: tuple[int, ...], raw_kind: int, offset: int, size: int) -> GgufTensor:
+    # Here, because the names of this module are needed where there are no such files, too.
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
     try:
         kind = GGMLQuantizationType(raw_kind)
     except ValueError as error:

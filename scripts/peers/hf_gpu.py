@@ -1,8 +1,9 @@
 """Hugging Face transformers on a GPU, with the weights of `scripts/gpu_weights.py`: JSON rows.
 
-    python scripts/peers/hf_gpu.py OUT/hf_config.json --out OUT/hf_gpu.json
+    python scripts/peers/hf_gpu.py hf_config.json --out hf_gpu.json
 
-`hf_config.json` and the rows to compare with come from `scripts/gpu_run.py`, on the same GPU. It
+`hf_config.json` and the rows to compare with come from stage A of `scripts/gpu_run.py`, on the same
+GPU: the file is in its `logs.tar.gz`. It
 measures what that measures: greedy tokens; decode steps with a static cache, compiled with CUDA
 graphs; prefill steps; and requests through transformers' own continuous batching. Needs torch and
 transformers alone, not JAX.

@@ -14,15 +14,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import SamplingParams
+from shiftjax.costs.machine import ANY
 from shiftjax.costs.machine_files import load_machine, machine_of, renewed
 from shiftjax.options import ConfigError
 
@@ -61,12 +60,13 @@ def machine_file(name: str, rows: list[dict[str, Any]]) -> str:
     def rate(kernel: str) -> float:
         return statistics.median(row["rate"] for row in rows if row["kernel"] == kernel)
 
-    values = {
+    values: dict[str, Any] = {
         "matmul_efficiency": ceilings["flops_per_second"] / peak,
-        "kv_efficiency": rate("decode") * 1e9 / machine.memory_bytes_per_second,
+        "kv_efficiency": {ANY: rate("decode") * 1e9 / machine.memory_bytes_per_second},
         "attention_efficiency": rate("prefill") * 1e12 / peak,
     }
-    return renewed(name, values, f"measured by `shiftjax bench kernels` on {ceilings['device']}")
+    by = f"`shiftjax bench kernels` on {ceilings['device']}"
+    return renewed(name, values, f"measured by {by}", f"{by}, {date.today()}")
 
 
 def require_hopper(device: Any) -> None:
@@ -195,6 +195,9 @@ def _torch_seconds(head_dim: int) -> dict[str, dict[str, float]]:
 
 def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     """Print the rows for people."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=None)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("kernel", "shape", "") else "right")

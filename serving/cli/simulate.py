@@ -13,6 +13,7 @@ from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
 from shiftjax.config import EngineConfig
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.request import SamplingParams
+from shiftjax.costs.machine import Machine
 from shiftjax.options import ConfigError, num_bytes_of
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.parallel.fleet import FleetOptions, spelled
@@ -141,8 +142,16 @@ def _heading(target: Target, workload: Workload) -> str:
         f"{target.model.name} ({formats.weights}, KV {formats.kv}) on "
         f"{machine.name}{over}{host} with the overhead of {target.engine.name}, "
         f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens; "
-        "--model, --machine, --dtype, --input and --output choose others\n" + widened
+        "--model, --machine, --dtype, --input and --output choose others\n"
+        f"constants of {machine.name}: {_origin(machine)}\n{widened}"
     )
+
+
+def _origin(machine: Machine) -> str:
+    """Where the constants of a machine are from."""
+    if machine.measured:
+        return f"measured by {machine.measured}"
+    return "predicted, from data sheets and what others have measured"
 
 
 def _fleets(

@@ -6,27 +6,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from serving.server.phases import Phase, Phases
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 LOG_SECONDS = 10.0  # between lines of the log about one phase
 ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
 
 
-def is_watched(console: Console) -> bool:
+def is_watched(console: "Console") -> bool:
     """Whether somebody looks at it: a terminal, and nothing but it is written to."""
     return console.is_terminal and sys.stdout.isatty()
 
 
 @contextmanager
-def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback | None]:
+def progress_bars(console: "Console | None" = None) -> Iterator[ProgressCallback | None]:
     """A callback that draws a bar for every stage on stderr; None where nobody looks at it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = console or Console(stderr=True)
     if not is_watched(console):
         yield None
@@ -105,6 +107,9 @@ def _log_end(phases: Phases, now: Phase | None, before: Phase | None) -> None:
 
 def print_table(title: str, rows: Mapping[str, Any], *, stderr: bool = True) -> None:
     """Print names and values; nested mappings become `outer.inner` rows."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", show_header=False, box=None)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

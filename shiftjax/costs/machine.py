@@ -72,6 +72,7 @@ class Machine:
     devices_per_host: int = 0  # 0: all of them
     # Between hosts, of each device by an adapter of its own, while all use theirs; (): not known.
     network: tuple[Transfer, ...] = ()
+    measured: str = ""  # by what, on which devices, when; "": constants are from elsewhere
 
     @property
     def reads_peers(self) -> bool:

@@ -256,14 +256,34 @@ def _are_rates(value: Any, needed: str, known: Collection[str]) -> bool:
     return all(name in known and _is_number(rate, above=0) for name, rate in value.items())
 
 
-def renewed(name: str, values: Mapping[str, float], source: str) -> str:
-    """The file of the machine `name` with some of its constants (without a unit) measured anew."""
+def renewed(
+    name: str, values: Mapping[str, float | Mapping[str, float]], source: str, measured: str
+) -> str:
+    """The file of a machine with some of its constants measured anew, in the units that it has.
+
+    Values are SI; one by number format renews these formats. `measured`: see `Machine`.
+    """
     import yaml
 
-    data = yaml.safe_load((_HERE / "machines" / f"{name}.yaml").read_text(encoding="utf-8"))
+    data = yaml.safe_load(machine_path(name).read_text(encoding="utf-8"))
     for constant, value in values.items():
-        data[constant] = {"value": round(value, 3), "unit": "1", "source": source}
-    return yaml.safe_dump(data, sort_keys=False, width=110)
+        old = data.get(constant, {})
+        unit = old.get("unit", _unit_of(constant))
+        if isinstance(value, Mapping):
+            each = {fmt: _renewed(one, unit, source) for fmt, one in value.items()}
+            data[constant] = ({ANY: old} if "value" in old else old) | each
+        else:
+            data[constant] = _renewed(value, unit, source)
+    return yaml.safe_dump(data | {"measured": measured}, sort_keys=False, width=110)
+
+
+def _renewed(value: float, unit: str, source: str) -> dict[str, Any]:
+    return {"value": float(f"{value / UNITS[unit]:.3g}"), "unit": unit, "source": source}
+
+
+def machine_path(name: str) -> Path:
+    """The file of a machine that comes with the package."""
+    return _HERE / "machines" / f"{name}.yaml"
 
 
 def dump_machine(machine: Machine, source: str) -> str:

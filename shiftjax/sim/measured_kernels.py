@@ -73,21 +73,31 @@ def read_kernels(path: Path) -> list[Measured]:
         rows = list(_objects(path.suffix, text))
     except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from None
-    found = [_measured(row, f"{path}: row {number}") for number, row in enumerate(rows, 1)]
+    found = kernels_of(rows, str(path))
     if not found:
         raise ConfigError([f"{path}: has no row of {', '.join(SIZES)}"])
     return found
 
 
+def kernels_of(rows: Iterable[Any], where: str) -> list[Measured]:
+    """Kernels out of rows, which are `where`. Raises ConfigError, naming the row at fault."""
+    return [_measured(row, f"{where}: row {number}") for number, row in enumerate(rows, 1)]
+
+
+def kernel_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those rows of `gpu_run.json` that are such kernels: it measures much else."""
+    return [
+        {"format": row["shape"].get("dtype"), **row, **row["shape"]}
+        for row in rows
+        if row.get("kernel") in SIZES and "us" in row and "shape" in row
+    ]
+
+
 def _objects(suffix: str, text: str) -> Iterable[Mapping[str, Any]]:
     if suffix == ".csv":
         return csv.DictReader(text.splitlines())
-    if suffix == ".json":  # of `gpu_run.py`, which measures much else
-        return [
-            {"format": row.get("shape", {}).get("dtype")} | row | row.get("shape", {})
-            for row in json.loads(text)
-            if row.get("kernel") in SIZES and "us" in row
-        ]
+    if suffix == ".json":
+        return kernel_rows(json.loads(text))
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 

@@ -188,7 +188,7 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     assert config["steps_base"] == 0
     capsys.readouterr()
     assert main(["plan", "--config", str(file)]) == 0
-    row = capsys.readouterr().out.splitlines()[3].split()  # under what is planned, and headings
+    row = capsys.readouterr().out.splitlines()[4].split()  # under what is planned, and headings
     assert row[:6] == ["config", "1", "1", "4", "2", "True"]
 
 

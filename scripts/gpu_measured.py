@@ -1,0 +1,120 @@
+"""Puts what `gpu_run.py` has measured into the file of the machine, which predictions come from.
+
+    python scripts/gpu_measured.py A/gpu_run.json B/gpu_run.json [--out FILE.yaml]
+
+The rows of a stage or several, on one kind of GPU. The time of a launch is taken as it is; the
+constants of products, of decodes and of prompts are fitted to these kernels as
+`shiftjax plan --kernels` fits them. The rest of the file stays. `shiftjax plan` says from then on
+what was measured, and when. Printed are the numbers on which predictions hang most.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from shiftjax.costs.machine import Machine
+from shiftjax.costs.machine_files import load_machine, machine_of, machine_path, renewed
+from shiftjax.options import ConfigError
+from shiftjax.sim.kernel_fit import fit_kernels
+from shiftjax.sim.measured_kernels import kernel_rows, kernels_of
+
+FITTED = ("product", "decode", "prefill")  # kernels whose launches are known
+LAUNCH = ("ceilings", "launch", "us")  # part, row and field of a number
+COPY = ("ceilings", "copy", "rate")
+CODES = ("products", "codes, 8 tokens, 16,384 wide", "of_copy")
+DECODE = ("decode", "64 x 2,048, 8 KV heads", "rate")
+PREFILL, TORCH = ("prefill", "8,192, 8 KV heads", "rate"), ("torch", "SDPA, 8,192", "rate")
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def value_of(rows: Rows, place: tuple[str, str, str]) -> float | None:
+    """Return the last number that rows have in a place; None: it was not measured."""
+    part, name, field = place
+    found = [
+        row[field] for row in rows if (row["part"], row.get("row")) == (part, name) if field in row
+    ]
+    return found[-1] if found else None
+
+
+def environment_of(rows: Rows) -> Mapping[str, Any]:
+    """Return what all rows were measured on. Raises ConfigError for dry runs and several kinds."""
+    found = [row for row in rows if "device" in row]
+    if not found or len({row["device"] for row in found}) > 1:
+        raise ConfigError(["the rows must be of one kind of device"])
+    if any(row["dry"] for row in found):
+        raise ConfigError(["the times of a dry run mean nothing: run it on a GPU"])
+    return found[-1]
+
+
+def machine_with(machine: Machine, rows: Rows) -> Machine:
+    """Return the machine with the constants that the rows show."""
+    if launch := value_of(rows, LAUNCH):
+        machine = replace(machine, kernel_seconds=launch * 1e-6)
+    kernels = kernels_of(kernel_rows(rows), "gpu_run.json")
+    return fit_kernels(machine, [row for row in kernels if row.kernel in FITTED])
+
+
+def changes(before: Machine, after: Machine) -> dict[str, Any]:
+    """Return the constants that differ, by number format those of the format."""
+    found = {}
+    for each in fields(Machine):
+        old, new = getattr(before, each.name), getattr(after, each.name)
+        if isinstance(new, Mapping):
+            new = {fmt: value for fmt, value in new.items() if value != old.get(fmt)}
+            old = {}
+        if new != old:
+            found[each.name] = new
+    return found
+
+
+def numbers(rows: Rows) -> Iterator[str]:
+    """Yield what predictions hang on, in words; a number that is missing has none."""
+    copy, prefill, torch = (value_of(rows, place) for place in (COPY, PREFILL, TORCH))
+    values = {
+        "a launch, us": (value_of(rows, LAUNCH), None),
+        "a product of codes reads, share of a copy": (value_of(rows, CODES), None),
+        "decode attention, GB/s": (value_of(rows, DECODE), copy),
+        "prefill attention, TFLOP/s": (prefill, torch),
+    }
+    others = {"decode attention, GB/s": "a copy", "prefill attention, TFLOP/s": "PyTorch's SDPA"}
+    for name, (value, beside) in values.items():
+        if value is None:
+            yield f"{name}: not measured"
+        elif beside is None:
+            yield f"{name}: {value:.3g}"
+        else:
+            yield f"{name}: {value:.4g}, {value / beside:.2f} of {others[name]}"
+
+
+def main() -> int:
+    """Renew the file; 2 where the rows cannot be used."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="+", type=Path, help="gpu_run.json of a stage")
+    parser.add_argument("--out", type=Path, help="another file; default: that of the package")
+    arguments = parser.parse_args()
+    try:
+        rows = [row for file in arguments.rows for row in json.loads(file.read_text("utf-8"))]
+        environment = environment_of(rows)
+        name = machine_of(environment["device"])
+        before = load_machine(name)
+        found = changes(before, machine_with(before, rows))
+    except (OSError, ValueError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    measured = f"scripts/gpu_run.py on {environment['device']}, {environment['date']}"
+    text = renewed(name, found, f"measured by {measured}", f"{measured}: {', '.join(found)}")
+    file = arguments.out or machine_path(name)
+    file.write_text(text, encoding="utf-8")
+    print(*numbers(rows), f"wrote {', '.join(found)}: {file}", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

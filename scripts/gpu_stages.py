@@ -1,0 +1,158 @@
+"""The parts of `gpu_run.py` by stage; each runs in a process of its own, and prints JSON lines.
+
+    python scripts/gpu_stages.py PART... --out OUT [--dry-run]
+
+What decides most comes first: whether the kernels are right at all, the ceilings, an engine and
+where its time goes, the shapes that are deployed; in later stages engines of other formats and
+models. A part that raises is a row, too. No JAX before a part runs: the table is the parent's as
+well.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu_parts import (
+    BLOCK_SIZE,
+    ENGINES,
+    HEAD_DIM,
+    LARGE,
+    SLICES,
+    SMOKE,
+    Part,
+    Run,
+    all_reduces,
+    ceilings,
+    correctness,
+    engine,
+    environment,
+    experts,
+    goldens,
+    kernel_times,
+    large_engine,
+    large_model,
+    products,
+    smoke,
+    torch,
+    traces,
+    tuning,
+    views,
+    writes,
+)
+
+from shiftjax.options import ConfigError
+
+CANDIDATES = Path(__file__).with_name("kernel_candidates.json")
+
+
+class Stage(NamedTuple):
+    """Parts that one command runs, in this order, until its time is up."""
+
+    parts: tuple[Part, ...]
+    seconds: float = 570.0
+
+
+BEGIN = (Part("environment", environment, 8, 45), Part("ceilings", ceilings, 12, 60))
+
+
+def engine_part(name: str, expected: float, limit: float) -> Part:
+    """A Llama-8B with these settings."""
+    return Part(f"engine: {name}", partial(engine, ENGINES[name]), expected, limit)
+
+
+def tuning_parts() -> tuple[Part, ...]:
+    """A part for each candidate of either kernel."""
+    shapes = [list(row.values())[:3] for row in json.loads(CANDIDATES.read_text("utf-8"))]
+    return tuple(
+        Part(f"tuning: {kernel} {i}", partial(tuning, kernel, i), 29, 90)
+        for kernel in ("decode", "prefill")
+        for i in range(shapes.count([kernel, HEAD_DIM, BLOCK_SIZE]))
+    )
+
+
+STAGES: dict[str, Stage] = {
+    "A": Stage(
+        (
+            *BEGIN,
+            *(Part(f"smoke: {n}", partial(smoke, heads), 20, 60) for n, heads in SMOKE.items()),
+            Part("views", views, 8, 30),
+            engine_part("pallas, one graph", 105, 180),
+            Part("decode", partial(kernel_times, "decode"), 45, 90),
+            Part("prefill", partial(kernel_times, "prefill"), 52, 100),
+            Part("writes", writes, 20, 60),
+            Part("goldens", goldens, 35, 90),
+            Part("experts", experts, 43, 120),
+            *(Part(f"correctness {i}", partial(correctness, i), 25, 60) for i in range(SLICES)),
+        )
+    ),
+    "B": Stage(
+        (
+            *BEGIN,
+            Part("products", products, 20, 60),
+            Part("engine: fp8", partial(large_engine, "fp8"), 240, 300),
+            Part("torch", torch, 45, 90, has_jax=False),
+            engine_part("xla, one graph", 45, 90),
+            engine_part("pallas, XLA's options", 45, 90),
+        )
+    ),
+    "C": Stage(
+        (
+            *BEGIN,
+            Part("engine: experts", partial(large_engine, "experts"), 110, 200),
+            *tuning_parts(),
+        )
+    ),
+    "D": Stage(
+        (
+            *BEGIN,
+            Part("all-reduce", all_reduces, 25, 60, gpus=2),
+            *(
+                Part(f"llama-70b: {n}", partial(large_model, o), 160, 300, 4)
+                for n, o in LARGE.items()
+            ),
+        ),
+        seconds=1140.0,
+    ),
+}
+PARTS: dict[str, Part] = {part.name: part for stage in STAGES.values() for part in stage.parts}
+DRY = Part("traces", traces, 30, 120)
+
+
+def main() -> int:
+    """Run parts and print their rows; nothing but rows goes to the standard output from here."""
+    parser = argparse.ArgumentParser(description="parts of gpu_run.py, which starts them")
+    parser.add_argument("parts", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    known = PARTS | {DRY.name: DRY}
+    run = Run(arguments.dry_run, arguments.out)
+    for name in arguments.parts:
+        try:
+            if known[name].has_jax:
+                require_gpu(run)
+            for row in known[name].rows(run):
+                print(json.dumps({"part": name} | row), flush=True)
+        except ConfigError as error:
+            print(json.dumps({"part": name, "failed": str(error)}), flush=True)
+        except Exception:  # the other parts' numbers are wanted all the same
+            print(json.dumps({"part": name, "failed": traceback.format_exc(limit=-4)}), flush=True)
+    return 0
+
+
+def require_gpu(run: Run) -> None:
+    """Raise ConfigError where JAX has fallen back to a CPU, or the kernels are for other GPUs."""
+    import jax
+
+    from serving.bench.kernels import require_hopper
+
+    if not run.dry:
+        require_hopper(jax.devices()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
