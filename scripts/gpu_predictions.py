@@ -10,7 +10,7 @@ done in either case.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench_cases import BF16_BYTES, decode_bytes, prefill_flops
@@ -18,6 +18,7 @@ from gpu_writes import WRITES
 
 from pallas_kernels.measure import DecodeShape, ExpertsShape, PrefillShape, Shape
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.machine import Machine, Transfer, of_format
 from shiftjax.costs.machine_files import load_engine, load_machine
@@ -31,8 +32,8 @@ FP8_DECODE, FP8_PREFILL = (1.5, 2.0), 0.8  # codes are widened in shared memory:
 DECODE_FIXED_US = (6.0, 9.0, 13.0)  # a launch or two, the first bytes, the last reduction
 PREFILL_RATE = (350e12, 500e12, 620e12)  # FLOP/s at head dim 128; FlashAttention-3 has 600 to 650
 PING_PONG_GAIN = 1.1  # FlashAttention-3, arXiv 2407.08608, section 3.1: 570 to 620-640 TFLOP/s
-LAUNCHES, LOOP_LAUNCHES = 14, 60  # of a layer, as compiled; with 4 rounds of the loops instead
-GRAPH_US, STREAM_US = 1.0, 2.5  # from one kernel to the next one: in a CUDA graph, and launched
+LAUNCHES, LOOP_LAUNCHES = 15, 60  # of a layer, as compiled; with 4 rounds of the loops instead
+STREAM_US = 1.5  # more from one kernel to the next one where they are launched, not in a graph
 # Of experts: what launches and the first bytes take; shares of the GEMM that full tiles have, of a
 # copy; and how many more bytes than the rows' own are read and written around the products.
 EXPERTS_FIXED_US = (12.0, 22.0, 40.0)
@@ -197,11 +198,13 @@ def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[f
     ]
 
 
-def _decode_seconds(model: ModelConfig, batch: int, machine: Machine, devices: int = 1) -> float:
-    """Seconds of reading weights, then keys and values, of 1,024 tokens a sequence."""
-    weights = decode_bytes(model, 1, []) / machine.memory_efficiency
-    kv = _kv_bytes(model, batch) / of_format(machine.kv_efficiency, "bfloat16")
-    return (weights + kv) / devices / machine.memory_bytes_per_second
+def _costs(name: str, machine: Machine, devices: int = 1) -> CostModel:
+    """The model of costs of a preset in bfloat16 at TP = `devices`, from which `plan` predicts."""
+    return CostModel(PRESETS[name], 1, devices, machine, load_engine("shiftjax"), Formats())
+
+
+def _seconds(costs: CostModel, work: Work) -> float:
+    return costs.device_seconds(Mode(1, 1), work)
 
 
 def _kv_bytes(model: ModelConfig, batch: int) -> int:
@@ -209,19 +212,26 @@ def _kv_bytes(model: ModelConfig, batch: int) -> int:
     return 2 * BF16_BYTES * model.num_layers * model.num_kv_heads * model.head_dim * batch * 1024
 
 
+def _apart_seconds(options: Mapping[str, str], model: ModelConfig, machine: Machine) -> float:
+    """What a step takes longer whose kernels are not in one graph, or whose loops have more."""
+    loops, graph = options["attention"] == "xla", options["gpu_options"] == "auto"
+    launches = LOOP_LAUNCHES if loops else LAUNCHES
+    more = (launches - LAUNCHES) * machine.kernel_seconds
+    return model.num_layers * (more + (0.0 if graph else launches * STREAM_US * 1e-6))
+
+
 def _engine(machine: Machine) -> list[dict[str, Any]]:
     from gpu_parts import ENGINES
 
-    model, rows = PRESETS["llama-8b"], []
+    costs, rows = _costs("llama-8b", machine), []
+    model, rate = costs.model, machine.memory_bytes_per_second
     for name, options in ENGINES.items():
         graph, loops = options["gpu_options"] == "auto", options["attention"] == "xla"
-        launches = model.num_layers * (LOOP_LAUNCHES if loops else LAUNCHES)
-        gap = launches * (GRAPH_US if graph else STREAM_US) * 1e-6
         for batch in (1, 64):
-            least = decode_bytes(model, 1, [1024] * batch) / machine.memory_bytes_per_second
-            value = _decode_seconds(model, batch, machine) + gap
-            share = of_format(machine.kv_efficiency, "bfloat16")
-            more = _kv_bytes(model, batch) / machine.memory_bytes_per_second / share
+            least = decode_bytes(model, 1, [1024] * batch) / rate
+            value = _seconds(costs, Work.decode(batch, 1024))
+            value += _apart_seconds(options, model, machine)
+            more = _kv_bytes(model, batch) / rate / of_format(machine.kv_efficiency, "bfloat16")
             low, mid, high = (more * (one - 1) if loops else 0.0 for one in LOOP_TRAFFIC)
             bounds = least + low, value + mid, 1.35 * value + high
             rows.append(
@@ -231,7 +241,7 @@ def _engine(machine: Machine) -> list[dict[str, Any]]:
             rows.append(
                 _row(f"engine: {name}", f"decode of {batch}", "bubble_seconds", bubble, _BUBBLE)
             )
-    return rows + _users(machine, model)
+    return rows + _users(machine, costs)
 
 
 _DEVICE = (
@@ -241,17 +251,15 @@ _DEVICE = (
 _BUBBLE = "with one graph near 0, else the host waits in a step: look for a cond outside of graphs"
 
 
-def _users(machine: Machine, model: ModelConfig) -> list[dict[str, Any]]:
+def _users(machine: Machine, costs: CostModel) -> list[dict[str, Any]]:
     """Prefill, serving and a change of mode, of the first engine."""
     part, peak = "engine: pallas, one graph", machine.matmul_flops["bfloat16"]
-    attention = PrefillShape(8192).amount * model.num_layers
-    products = prefill_flops(model, 8192) - attention
-    prefill = [
-        products / (share * peak) + attention / rate
-        for share, rate in zip((GEMM, 0.7, 0.5), reversed(PREFILL_RATE), strict=True)
-    ]
-    first = 64 * prefill_flops(model, 512) / (0.7 * peak)
-    serve = first + 128 * _decode_seconds(model, 64, machine)
+    attention = PrefillShape(8192).amount * costs.model.num_layers
+    products = prefill_flops(costs.model, 8192) - attention
+    least = products / (GEMM * peak) + attention / PREFILL_RATE[-1]
+    value = _seconds(costs, Work.prefill(8192))
+    prefill = least, value, 1.5 * value
+    serve = 64 * _seconds(costs, Work.prefill(512)) + 128 * _seconds(costs, Work.decode(64, 576))
     slow = "higher: look at the GEMMs' share first (autotuning), then at attention's"
     return [
         _row(part, "prefill of 8,192", "device_seconds", prefill, slow),
@@ -322,13 +330,10 @@ def _large(machine: Machine) -> list[dict[str, Any]]:
     """A step of 64 sequences of Llama-70B at (1, 8)."""
     from gpu_parts import LARGE
 
-    model, rows = PRESETS["llama-70b"], []
-    message = BF16_BYTES * 64 * model.hidden_size
+    costs, rows = _costs("llama-70b", machine, 8), []
     for name, options in LARGE.items():
-        gap = GRAPH_US if options["gpu_options"] == "auto" else STREAM_US
-        reduce = _all_reduce_seconds(machine.all_reduce[:2], message)
-        layer = LAUNCHES * gap * 1e-6 + 2 * reduce
-        value = _decode_seconds(model, 64, machine, 8) + layer * model.num_layers
+        value = _seconds(costs, Work.decode(64, 1024))
+        value += _apart_seconds(options, costs.model, machine)
         bounds = 0.7 * value, value, 1.4 * value
         part, row = f"llama-70b: {name}", "decode of 64"
         rows.append(_row(part, row, "device_seconds", bounds, "higher: all-reduces, then launches"))

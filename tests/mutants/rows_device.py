@@ -8,6 +8,7 @@ NOISE = "shiftjax/models/noise.py"
 LAYOUT = "shiftjax/parallel/layout.py"
 VIEWS = "shiftjax/device/views.py"
 MODE_WEIGHTS = "shiftjax/device/mode_weights.py"
+JOINED = "shiftjax/device/joined.py"
 EXCHANGE = "shiftjax/models/exchange.py"
 MOVER = "shiftjax/device/mover.py"
 ATTENTION = "shiftjax/models/attention.py"
@@ -17,6 +18,7 @@ TEST_INPUTS = "tests/device/test_sampling_inputs.py"
 TEST_NOISE = "tests/models/test_noise.py"
 TEST_LAYOUT = "tests/parallel/test_layout.py"
 TEST_VIEWS = "tests/device/test_views.py"
+TEST_JOINED = "tests/device/test_joined.py"
 TEST_EXCHANGE = "tests/models/test_exchange.py"
 TEST_MOVER = "tests/device/test_mover.py"
 SWIFTKV = "tests/models/test_swiftkv.py"
@@ -133,6 +135,27 @@ VIEWS_ROWS = (
         "if view.unsafe_buffer_pointer() != shard.unsafe_buffer_pointer() + offset:",
         "if view.nbytes != rows * shard.nbytes // shard.shape[0]:",
         (TEST_VIEWS,), "weights take twice their memory, without a word",
+    ),
+    Mutant(
+        "layers of a joined array are as far apart as a mode's rows", "views", JOINED,
+        "nth * step, nth * step + rows", "nth * rows, nth * rows + rows",
+        (TEST_JOINED,), "SHIFT reads its neighbours' rows from the second layer on",
+    ),
+    Mutant(
+        "a weight is put behind its place", "views", JOINED,
+        "shard, nth * shard.shape[0], axis=0)", "shard, (nth + 1) * shard.shape[0], axis=0)",
+        (TEST_JOINED,), "layers have their neighbours' weights",
+    ),
+    Mutant(
+        "layers of a pool begin at one block", "views", ATTENTION,
+        "return self.layer * jnp.int32(self.blocks(pool))", "return self.layer * jnp.int32(1)",
+        ("tests/models/test_swiftkv.py", "tests/device/test_joined.py"),
+        "layers overwrite each other's keys",
+    ),
+    Mutant(
+        "only the first layer of a pool is moved", "mover", "shiftjax/device/pool.py",
+        "* (k.shape[0] // counts[nth])", "* 0",
+        (TEST_MOVER,), "a request that moves has the keys of one layer",
     ),
     Mutant(
         "late layers are split as the mode is", "views", MODE_WEIGHTS,
@@ -325,8 +348,8 @@ WEIGHTS_ROWS = (
 TIER_ROWS = (
     Mutant(
         "keys come back from the host as values", "host tier", "shiftjax/device/host_tier.py",
-        "(write(k, rows[2 * i]), write(v, rows[2 * i + 1]))",
-        "(write(k, rows[2 * i + 1]), write(v, rows[2 * i]))",
+        "for first in range(0, num_layers, size) for i in range(2)]",
+        "for first in range(0, num_layers, size) for i in (1, 0)]",
         ("tests/device/test_host_copies.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
         "a restored prefix is garbage",
     ),
