@@ -42,6 +42,7 @@ class Arrays(NamedTuple):
     cos: Any  # [tokens, head_dim / 2] float32
     sin: Any
     scales: Any  # [2, kv_heads] float32, of K and of V; None where they are numbers
+    first: Any  # [1]: the block of the pool that slots are counted from; None: 0
 
 
 def write_kv(
@@ -52,9 +53,12 @@ def write_kv(
     *,
     rope: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None = None,
     scales: KVScales = (1.0, 1.0),
+    first: Int32[Array, ""] | None = None,
     interpret: Any = False,
 ) -> tuple[Blocks, Blocks]:
     """Write each token's k and v into its slot, in place where the pool is donated.
+
+    Slots are counted from the block `first` of the pool, which is then the null block (None: 0).
 
     With `rope`, the float32 cosines and sines of each token, k is rotated first: the halves of a
     head against each other, and rounded to k's type. A pool of float8_e4m3fn holds k and v divided
@@ -71,8 +75,10 @@ def write_kv(
         """Fill the last tile up; its slots are then 0, in the null block."""
         return jnp.pad(x, [(0, tiles * TOKENS - tokens), *[(0, 0)] * (x.ndim - 1)])
 
-    by_token = jax.tree.map(padded, Arrays(k, v, slot_mapping, *(rope or (None, None)), None))
-    leaves, tree = jax.tree.flatten(by_token._replace(scales=scales_in_memory(scales)))
+    by_token = Arrays(k, v, slot_mapping, *(rope or (None, None)), None, None)
+    origin = None if first is None else first.reshape(1)
+    arrays = jax.tree.map(padded, by_token)._replace(scales=scales_in_memory(scales), first=origin)
+    leaves, tree = jax.tree.flatten(arrays)
     written = jax.new_ref(pool[0]), jax.new_ref(pool[1])
     shape = TOKENS, staged_heads(heads, head_dim * pool[0].dtype.itemsize), head_dim
     staged = plgpu.SMEM(shape, pool[0].dtype)
@@ -122,10 +128,10 @@ def _write_kernel(
             staged[:, head, :half] = _stored(first, staged.dtype, scale)
             staged[:, head, half:] = _stored(second, staged.dtype, scale)
     plgpu.commit_smem()
-    heads = pl.ds(first_head, count)
+    heads, first = pl.ds(first_head, count), 0 if arrays.first is None else arrays.first[0]
     for i in range(TOKENS):
         token = tuple(staged.at[i, pl.ds(0, count)] for staged in (staged_k, staged_v))
-        _store(arrays.slots[begin + i], heads, token, pool)
+        _store(arrays.slots[begin + i], first, heads, token, pool)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -160,7 +166,13 @@ def _stored(values: jax.Array, dtype: Any, scale: float | jax.Array) -> jax.Arra
     return jnp.clip(scaled, -LARGEST_FP8, LARGEST_FP8).astype(dtype)
 
 
-def _store(slot: jax.Array, heads: Any, staged: tuple[Any, Any], pool: tuple[Any, Any]) -> None:
+def _store(
+    slot: jax.Array,
+    first: int | jax.Array,
+    heads: Any,
+    staged: tuple[Any, Any],
+    pool: tuple[Any, Any],
+) -> None:
     """Copy a token's K and V into their slot, if that is not in the null block."""
     block_size = jnp.int32(pool[0].shape[2])
     block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
@@ -168,4 +180,4 @@ def _store(slot: jax.Array, heads: Any, staged: tuple[Any, Any], pool: tuple[Any
     @pl.when(block > 0)
     def _() -> None:
         for source, blocks in zip(staged, pool, strict=True):
-            plgpu.copy_smem_to_gmem(source, blocks.at[block, heads, offset])
+            plgpu.copy_smem_to_gmem(source, blocks.at[first + block, heads, offset])

@@ -142,6 +142,7 @@ class EngineOverhead:
     buffers_each_sum: bool = False  # where devices read each other's memory: `costs/sum_buffers.py`
     expert_skew: float = 1.0  # of routing, beside chance: `costs.experts`
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
+    expert_kernels: int = 0  # of a layer of experts, beside router, products and activation
     # More of a layer of codes, by 1, 2, 4 ... blocks of a device; (): other kernels quantise.
     quantising_kernels: tuple[int, ...] = ()
 

@@ -303,7 +303,11 @@ class CostModel:
         experts = config.experts
         seconds += self.kernels.product(expert_tokens, hidden, experts.num)
         load = self._load(experts, expert_tokens)
-        sizes, num_kernels, cut = (hidden, experts.intermediate_size), 5, None
+        sizes, num_kernels, cut = (
+            (hidden, experts.intermediate_size),
+            5 + self.engine.expert_kernels,
+            None,
+        )
         if self.engine.cuts_experts:
             mean_pairs = expert_tokens * experts.per_token / experts.num
             own = -(-experts.num // layout.num_devices)

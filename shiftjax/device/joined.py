@@ -36,11 +36,12 @@ def joined_weights(
 ) -> tuple[Members, ...]:
     """Return the weights of each array: of one kind and shape in all layers, as many as fit.
 
-    Those that devices split along an axis of `apart` are an array each.
+    Those that devices split along an axis of `apart` are an array each, and scales of KV.
     """
     kinds: dict[Weight, list[list[Weight]]] = {}
     for weight in declared:
-        is_apart = weight.axes[0] in apart
+        # Several kernels of a layer read the scales of its KV, so a slice would be a launch.
+        is_apart = weight.axes[0] in apart or weight.kind == "kv_scale"
         name = weight.name if is_apart else _LAYER.sub("*", weight.name)
         kind = weight._replace(name=name, source="", stacked=())
         arrays = kinds.setdefault(kind, [[]])

