@@ -25,6 +25,7 @@ from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import AttentionBackend, choose_attention
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
+from shiftjax.models.gpu_software import records_slices
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.weights.source import TensorSource
 
@@ -70,7 +71,8 @@ def define_steps(
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, own, check)
         experts = choose_experts(layout.model, of_width.formats, own, attention.name)
-        model, is_joined = define(layout, of_width.formats), own.platform in JOINED_ON
+        model = define(layout, of_width.formats)
+        is_joined = own.platform in JOINED_ON and records_slices()
         loops = experts.name == XLA_EXPERTS.name
         weights = ModeWeights(model, layout, of_width.weights, is_joined, loops)
         max_rows = max(bucket.rows for bucket in of_width.buckets)

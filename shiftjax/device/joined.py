@@ -21,7 +21,8 @@ from shiftjax.arch.weights import Weight
 from shiftjax.device.mesh import replicated_spec
 from shiftjax.parallel.layout import Layout
 
-# Platforms whose programs read a slice in place. A CPU's copy it, and there devices share weights.
+# Platforms whose programs read a slice of a weight in place. A CPU's copy it, and there devices
+# share weights.
 JOINED_ON = ("gpu",)
 # On a device. More would take XLA's kernels from 32 to 64 bits for each index into the array.
 MOST_ELEMENTS = (1 << 31) - 1

@@ -25,6 +25,7 @@ from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.device.joined import MOST_ELEMENTS
 from shiftjax.device.mesh import named, pool_spec
 from shiftjax.models.attention import BYTE, Blocks, LayerPool, pool_places, pool_shape
+from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.products import CODE
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -71,15 +72,18 @@ def abstract_pools(
     if platform == "cpu" and dtype == CODE:
         dtype = BYTE  # or each step would widen all of it (`models/attention.py`)
     width, sharding = layout.num_devices * elements, named(mesh, pool_spec())
-    places = pool_places(num_layers, num_pools(num_layers, num_blocks * elements))
+    number = num_pools(num_layers, num_blocks * elements, platform)
+    places = pool_places(num_layers, number)
     counts = Counter(nth for nth, _ in places).values()
     shapes = [(count * num_blocks, width) for count in counts]
     pools = (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes)
     return [(pool, pool) for pool in pools]
 
 
-def num_pools(num_layers: int, elements: int) -> int:
+def num_pools(num_layers: int, elements: int, platform: str) -> int:
     """Return how many arrays hold K of all layers, with so many elements of each on a device."""
+    if platform == "gpu" and not records_slices():
+        return num_layers
     return -(-num_layers // max(1, MOST_ELEMENTS // elements))
 
 

@@ -25,6 +25,9 @@ Version = tuple[int, ...]
 # Versions as `ptxas --version` and the wheels have them; 12.8.61 is of CUDA 12.8.0, 12.9.86 of
 # CUDA 12.9 Update 1. JAX's own attention kernel (`attention_mgpu.py`) names the same releases.
 MISCOMPILES = ((12, 8), (12, 9, 86))  # from the first on, up to before the second
+# Since this driver's CUDA, 12.9, XLA records as part of a graph what reads a slice of an array
+# (`SupportsMovedChildCommands` in command_buffer_conversion_pass.cc); before, each cuts the graph.
+DRIVER_OF_SLICES = (575,)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 CUDA_FOLDER = Path("/usr/local/cuda")
 _PLUGINS = {13: "jax-cuda13-plugin", 12: "jax-cuda12-plugin"}  # in the order that JAX looks
@@ -142,6 +145,12 @@ def driver_version() -> str | None:
         return None
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)
     return found[1] if found else "unknown"
+
+
+def records_slices() -> bool:
+    """Return whether a CUDA graph may hold what reads slices: not with a driver that is too old."""
+    version = parse_version(driver_version() or "")
+    return not version or version >= DRIVER_OF_SLICES
 
 
 def versions() -> dict[str, str]:

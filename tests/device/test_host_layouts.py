@@ -95,7 +95,7 @@ def few_programs(monkeypatch):
     """Chunks of one size are enough here; of seven layers a pool holds three."""
     monkeypatch.setattr(host_tier, "CHUNK_SIZES", (SIZE,))
 
-    def layers(num_layers: int, _: int) -> int:
+    def layers(num_layers: int, *_) -> int:
         return -(-num_layers // MOST_LAYERS)
 
     monkeypatch.setattr(pool, "num_pools", layers)

@@ -19,6 +19,8 @@ from shiftjax.device.joined import join
 from shiftjax.device.mesh import make_mesh, mesh_of, rows_spec
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define, load, load_rows, read_rows
+from shiftjax.device.pool import num_pools
+from shiftjax.models import gpu_software
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
 
@@ -106,6 +108,15 @@ def test_an_array_has_no_more_elements_than_32_bits_count():
     assert sum(map(len, arrays)) == len(declared) > 10 * len(arrays)
     eighth = joined.joined_weights(declared, Layout(PRESETS["llama-70b"], 1, 8))
     assert len(eighth) <= 16  # 722 weights
+
+
+@pytest.mark.parametrize(("driver", "each"), [("570.133.20", 80), ("575.51.03", 14), (None, 14)])
+def test_a_driver_that_cannot_record_slices_gets_a_pool_a_layer(monkeypatch, driver, each):
+    """CUDA graphs hold what reads a slice since CUDA 12.9, which came with driver 575."""
+    monkeypatch.setattr(gpu_software, "driver_version", lambda: driver)
+    elements = 2_670_000 * 128  # of a layer's K: what is free of an H200 beside 70B at TP = 8
+    assert num_pools(80, elements, "gpu") == each
+    assert num_pools(80, elements, "cpu") == 14
 
 
 @pytest.mark.costs(12)
