@@ -273,8 +273,7 @@ def judged_write(kernel: Kernel, interpret: Any) -> dict[str, Any]:
     arrays = write_cases.make_arrays(Shape(*sizes, (None,), *names, bucket))
 
     def write(arrays: write_cases.Arrays) -> jax.Array:
-        scales = arrays.scales[0], arrays.scales[1]
-        pool = kv_write.write_kv(*arrays[:4], scales=scales, interpret=interpret)
+        pool = kv_write.write_kv(*arrays[:4], scales=arrays.scales, interpret=interpret)
         return jax.lax.bitcast_convert_type(jnp.stack(pool), jnp.uint8)
 
     expected = np.stack(arrays.pool)

@@ -8,6 +8,7 @@ both: XLA adds the same for every layer. Temporaries do not grow with the layers
 
 import importlib.metadata
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -215,10 +216,22 @@ def _whole(target: Target, deployment: Deployment, step: Step) -> tuple[Compiled
             few.predicted_collective_bytes, many.predicted_collective_bytes
         ),
         top_level_thunks=on_the_line(few.top_level_thunks, many.top_level_thunks),
-        kernels=counts(few.kernels, many.kernels),
+        kernels=counts(_alike(few.kernels, many.kernels), many.kernels),
         all_reduces=counts(few.all_reduces, many.all_reduces),
     )
     return whole, (many.launches - few.launches) // (MANY - FEW)
+
+
+def _alike(few: Mapping[Kernel, int], many: Mapping[Kernel, int]) -> Counter[Kernel]:
+    """The kernels of few layers under the names that the same work has in many.
+
+    What writes into an array of all layers has a result as large as that.
+    """
+    shapes = {kernel._replace(shape=""): kernel for kernel in many}
+    found: Counter[Kernel] = Counter()
+    for kernel, count in few.items():
+        found[kernel if kernel in many else shapes.get(kernel._replace(shape=""), kernel)] += count
+    return found
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from shiftjax.parallel.layout import Layout
 JOINED_ON = ("gpu",)
 # On a device. More would take XLA's kernels from 32 to 64 bits for each index into the array.
 MOST_ELEMENTS = (1 << 31) - 1
+SINKS = ".attention.sinks"
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 Members = tuple[Weight, ...]  # the weights of one array, one after the other
@@ -37,12 +38,14 @@ def joined_weights(
 ) -> tuple[Members, ...]:
     """Return the weights of each array: of one kind and shape in all layers, as many as fit.
 
-    Those that devices split along an axis of `apart` are an array each, and scales of KV.
+    Scales of KV and sinks are an array each, and what devices split along an axis of `apart`.
     """
     kinds: dict[Weight, list[list[Weight]]] = {}
     for weight in declared:
-        # Several kernels of a layer read the scales of its KV, so a slice would be a launch.
-        is_apart = weight.axes[0] in apart or weight.kind == "kv_scale"
+        # What several kernels of a layer read is an array: a slice of it would be a launch.
+        is_apart = (
+            weight.axes[0] in apart or weight.kind == "kv_scale" or weight.name.endswith(SINKS)
+        )
         name = weight.name if is_apart else _LAYER.sub("*", weight.name)
         kind = weight._replace(name=name, source="", stacked=())
         arrays = kinds.setdefault(kind, [[]])

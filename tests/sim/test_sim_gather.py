@@ -134,6 +134,7 @@ def test_settings_come_to_sp_over_all_devices_and_the_threshold_of_the_costs():
         EngineConfig.from_options(machine="cpu", weights="gather", shift_threshold=9)
 
 
+@pytest.mark.costs(8)
 def test_it_is_offered_where_the_weights_leave_sp_no_room():
     (offered,) = gathered_deployments(LARGE)
     assert (offered.sp, offered.tp, offered.weights) == (8, 1, "gather")
