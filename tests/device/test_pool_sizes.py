@@ -83,6 +83,7 @@ def found(tmp_path):
     compilation_cache.reset_cache()
 
 
+@pytest.mark.costs(8)
 def test_a_second_start_on_the_other_side_of_a_border_compiles_nothing(free, found, tmp_path):
     def start() -> int:
         jax.clear_caches()  # as in a new process
