@@ -8,6 +8,7 @@ puts an offload before the step that reuses its blocks, and a restore before the
 them.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from shiftjax.device.pool import (
     read_blocks,
     write_blocks,
 )
+from shiftjax.models.attention import layers_of_pools
 from shiftjax.parallel.layout import Layout
 
 COPIERS = ThreadPoolExecutor(thread_name_prefix="host-copies")  # NumPy copies without the lock
@@ -189,6 +191,7 @@ def _scatter_blocks(
     """On one device: the pools with a chunk in these blocks, and a number that is there then."""
     num, heads, _, head_dim = chunk.shape
     chunk = chunk.reshape(num, heads, len(blocks), -1, head_dim).swapaxes(1, 2)
-    rows, size = chunk.reshape(num_layers, 2, len(blocks), -1), -(-num_layers // len(pools))
-    each = [rows[first : first + size, i] for first in range(0, num_layers, size) for i in range(2)]
+    rows = chunk.reshape(num_layers, 2, len(blocks), -1)
+    ends = list(itertools.accumulate(layers_of_pools(num_layers, len(pools))))
+    each = [mine[:, i] for mine in jnp.split(rows, ends[:-1]) for i in range(2)]
     return write_blocks(pools, num_layers, blocks, each), blocks[0]

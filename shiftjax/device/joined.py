@@ -8,7 +8,7 @@ that the device uses of the first layer on.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -97,23 +97,15 @@ class Joiner:
             self._found[members] = array
             return
         assert isinstance(array.sharding, NamedSharding)
-        shape = joined_shape(members)
         if members not in self._found:
+            shape = joined_shape(members)
             self._found[members] = _zeros(shape, array.dtype, array.sharding)()
-        sharding, rows = array.sharding, len(members)
-        self._found[members] = _putter(sharding, rows)(self._found[members], array, nth)
+        put = _putter(array.sharding, len(members))
+        self._found[members] = put(self._found[members], array, nth)
 
     def arrays(self) -> tuple[jax.Array | None, ...]:
         """Return all arrays, in their order."""
         return tuple(self._found[members] for members in self._arrays)
-
-
-def join(arrays: Sequence[Members], weights: Iterable[tuple[str, jax.Array | None]]) -> Any:
-    """Return the arrays of weights that come by name."""
-    joiner = Joiner(arrays)
-    for name, array in weights:
-        joiner.put(name, array)
-    return joiner.arrays()
 
 
 @lru_cache(maxsize=64)

@@ -129,11 +129,8 @@ class ModeWeights(NamedTuple):
         if not self._is_viewed(weight, mode):
             return stored
         copy = self.strategy == "replicate" or weight.kind in COPIED
-        rows, used, axis = (
-            self._viewed_rows(members, mode),
-            self._used_in(weight, mode),
-            weight.axes[0],
-        )
+        rows, axis = self._viewed_rows(members, mode), weight.axes[0]
+        used = self._used_in(weight, mode)
         assert axis is not None
         return array_in_mode(stored, axis, self.layout, used, weight.name, rows=rows, copy=copy)
 

@@ -9,7 +9,6 @@ bytes (`Layout.block_tokens`).
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from jaxtyping import Array, Int
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.device.joined import MOST_ELEMENTS
 from shiftjax.device.mesh import named, pool_spec
-from shiftjax.models.attention import BYTE, Blocks, LayerPool, pool_places, pool_shape
+from shiftjax.models.attention import BYTE, Blocks, LayerPool, layers_of_pools, pool_shape
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.products import CODE
 from shiftjax.parallel.grid import Device
@@ -73,9 +72,7 @@ def abstract_pools(
         dtype = BYTE  # or each step would widen all of it (`models/attention.py`)
     width, sharding = layout.num_devices * elements, named(mesh, pool_spec())
     number = num_pools(num_layers, num_blocks * elements, platform)
-    places = pool_places(num_layers, number)
-    counts = Counter(nth for nth, _ in places).values()
-    shapes = [(count * num_blocks, width) for count in counts]
+    shapes = [(count * num_blocks, width) for count in layers_of_pools(num_layers, number)]
     pools = (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes)
     return [(pool, pool) for pool in pools]
 
@@ -129,9 +126,8 @@ def _in_pools(
 ) -> list[Int[Array, "layers ..."]]:
     """Return the numbers that blocks have in each pool, where layers lie one after the other."""
     found = []
-    counts = Counter(nth for nth, _ in pool_places(num_layers, len(pools)))
-    for nth, (k, _) in enumerate(pools):
-        first = np.arange(counts[nth], dtype=np.int32) * (k.shape[0] // counts[nth])
+    for count, (k, _) in zip(layers_of_pools(num_layers, len(pools)), pools, strict=True):
+        first = np.arange(count, dtype=np.int32) * (k.shape[0] // count)
         found.append(first.reshape(-1, *[1] * blocks.ndim) + blocks[None])
     return found
 

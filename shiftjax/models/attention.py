@@ -78,13 +78,17 @@ class PoolPlace:
         return self.layer * jnp.int32(self.blocks(pool))
 
 
+def layers_of_pools(num_layers: int, num_pools: int) -> list[int]:
+    """Return how many layers each pool holds, where there are so many pools at most."""
+    each = -(-num_layers // num_pools)
+    return [min(each, num_layers - first) for first in range(0, num_layers, each)]
+
+
 def pool_places(num_layers: int, num_pools: int) -> list[tuple[int, PoolPlace | None]]:
     """Return for each layer its pool and its place there; None where it has a pool alone."""
-    each = -(-num_layers // num_pools)
-    sizes = [min(each, num_layers - first) for first in range(0, num_layers, each)]
     return [
         (nth, PoolPlace(np.int32(layer), size) if size > 1 else None)
-        for nth, size in enumerate(sizes)
+        for nth, size in enumerate(layers_of_pools(num_layers, num_pools))
         for layer in range(size)
     ]
 

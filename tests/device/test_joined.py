@@ -15,7 +15,7 @@ from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.request import SamplingParams
 from shiftjax.device import groups, joined
-from shiftjax.device.joined import join
+from shiftjax.device.joined import Joiner
 from shiftjax.device.mesh import make_mesh, mesh_of, rows_spec
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define, load, load_rows, read_rows
@@ -94,8 +94,10 @@ def test_views_of_joined_weights_take_no_memory():
     mesh, model = make_mesh(jax.devices()[:8], 4, 2), define(layout, formats_of("float32"))
     weights = ModeWeights(model, layout, "alias", is_joined=True)
     whole = load(model, layout, mesh, RandomSource(TIED), silent)
-    names = (weight.name for weight in model.declared)
-    stored = weights.with_head(join(weights.arrays, zip(names, whole, strict=True)))
+    joiner = Joiner(weights.arrays)
+    for weight, array in zip(model.declared, whole, strict=True):
+        joiner.put(weight.name, array)
+    stored = weights.with_head(joiner.arrays())
     for mode in layout.modes:
         assert held_bytes([*stored, *weights.of(mode, stored)]) == held_bytes(list(stored))
 

@@ -154,7 +154,7 @@ VIEWS_ROWS = (
     ),
     Mutant(
         "only the first layer of a pool is moved", "mover", "shiftjax/device/pool.py",
-        "* (k.shape[0] // counts[nth])", "* 0",
+        "* (k.shape[0] // count)", "* 0",
         (TEST_MOVER,), "a request that moves has the keys of one layer",
     ),
     Mutant(
@@ -348,8 +348,7 @@ WEIGHTS_ROWS = (
 TIER_ROWS = (
     Mutant(
         "keys come back from the host as values", "host tier", "shiftjax/device/host_tier.py",
-        "for first in range(0, num_layers, size) for i in range(2)]",
-        "for first in range(0, num_layers, size) for i in (1, 0)]",
+        "ends[:-1]) for i in range(2)]", "ends[:-1]) for i in (1, 0)]",
         ("tests/device/test_host_copies.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
         "a restored prefix is garbage",
     ),
