@@ -52,7 +52,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.runner import DeviceRunner
-from shiftjax.device.sampling_inputs import RowParams, build_rows, refresh_params
+from shiftjax.device.sampling_inputs import RowParams, VocabSplit, build_rows, refresh_params
 from shiftjax.device.step import Packing
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.grid import Group, Mode
@@ -61,6 +61,7 @@ from shiftjax.sim.experiments import as_text
 from shiftjax.weights.random import RandomSource
 
 VOCAB_SIZE = 49_152
+VOCAB = VocabSplit(VOCAB_SIZE, VOCAB_SIZE)
 BLOCK_SIZE = 16
 HEAD_DIM = 64
 PROMPT_TOKENS = 128
@@ -115,7 +116,7 @@ class Packer:
     def __call__(self, plan: StepPlan) -> np.ndarray:
         """Lay out a decode step."""
         self.row_params = refresh_params(plan, self.row_params, VOCAB_SIZE)
-        rows = build_rows(plan, self.row_params, self.bucket.rows, VOCAB_SIZE)
+        rows = build_rows(plan, self.row_params, self.bucket.rows, VOCAB)
         scalars = rows.scalars
         inputs = step_inputs(
             plan, self.bucket, self.pool, self.attention, scalars, KEY, model=PRESETS["tiny"]

@@ -10,7 +10,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats, formats_of
 from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
-from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec
+from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec, vocab_spec
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.place import define, load
@@ -109,8 +109,8 @@ def forward(
         hidden, pools = llama(inputs.token_ids, pools, context)
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = llama.take_rows(hidden[-1], rows, pools, context)
-        logits = llama.logits(llama.normed(last), parallel)
-        return hidden, parallel.all_rows(logits), as_stored(pools)
+        logits = llama.logits(llama.normed(last))
+        return hidden, logits, as_stored(pools)
 
     pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)
     split = P("sp") if parallel.splits_tokens else P()
@@ -118,7 +118,7 @@ def forward(
         run,
         mesh=mesh_of(mesh, mode),
         in_specs=(weights.specs(), pool_spec(), P()),
-        out_specs=(split, P(), pool_spec()),
+        out_specs=(split, vocab_spec(), pool_spec()),
         check_vma=False,
     )
     hidden, logits, pools = jax.jit(mapped)(params, pools, inputs)

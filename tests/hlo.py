@@ -17,6 +17,7 @@ from serving.bench.hlo import (
     shape_bytes,
     sizes_of,
 )
+from shiftjax.costs.collectives import Collective
 from shiftjax.device.step import StepDef
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -24,6 +25,7 @@ from shiftjax.parallel.layout import Layout
 __all__ = [
     "Instruction",
     "collectives",
+    "counted",
     "entry",
     "expected_collectives",
     "groups_of",
@@ -64,8 +66,8 @@ def expected_collectives(
 
     Per layer: two all-reduces of n / sp tokens over the devices that split a weight; where tokens
     are split (not in SHIFT), one all-to-all of q, k, v and one of the output over sp. Beside the
-    layers: the embedding's all-reduce; sampled rows of split tokens cross sp; the float32 logits
-    change from vocabulary to rows; the sampled tokens (id, log-probability, finite) go everywhere.
+    layers: the embedding's all-reduce; sampled rows of split tokens cross sp; each device's best
+    token of every row (id, logit, finite) goes everywhere.
     """
     model, found = layout.model, Counter()
     hidden = model.hidden_size * item_bytes
@@ -81,8 +83,15 @@ def expected_collectives(
         found["all-to-all", head * h] += model.num_layers
         found["all-reduce", rows * hidden] += 1
     if layout.num_devices > 1:
-        found["all-to-all", rows * layout.vocab_size * FLOAT32_BYTES // layout.num_devices] += 1
-        found["all-reduce", rows * 3 * FLOAT32_BYTES] += 1
+        found["all-reduce", rows * layout.num_devices * 3 * FLOAT32_BYTES] += 1
+    return found
+
+
+def counted(moves: Iterable[Collective]) -> Counter[tuple[str, int]]:
+    """Return the costs' collectives by kind and bytes, as `collectives` counts a program's."""
+    found: Counter[tuple[str, int]] = Counter()
+    for move in moves:
+        found[move.kind, move.num_bytes] += move.num_times
     return found
 
 

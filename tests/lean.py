@@ -13,27 +13,37 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from shiftjax.costs.collectives import PAIR_BYTES, Collective
 from shiftjax.device import groups, sampling
 from shiftjax.device.sampling import SampleOutput
-from shiftjax.device.sampling_inputs import SamplingInputs
+from shiftjax.device.sampling_inputs import ALL_ALLOWED, SamplingInputs
 from shiftjax.device.step import StepDef
-from shiftjax.models.argmax import argmax
+from shiftjax.models.exchange import Parallel
+from shiftjax.parallel.layout import Layout
 
 
-def greedy(logits: Any, inputs: SamplingInputs, key: Any, *, vocab_size: int) -> SampleOutput:
+def greedy(
+    logits: Any, inputs: SamplingInputs, key: Any, parallel: Parallel, *, vocab_size: int
+) -> SampleOutput:
     """The best token of every row, or its target, and the log-probability of that.
 
     A row that asks for more is not finite, so that its request fails.
     """
     inputs, _ = lax.optimization_barrier((inputs, key))  # all of them stay arguments of the step
-    logits = logits[:, :vocab_size]
-    best, largest = argmax(logits)
+    split = sampling._Split(parallel, vocab_size, logits.shape[1])
+    is_bad = jnp.sum(split.without_padding(logits, 0.0) * 0.0, axis=-1) != 0.0
+    is_masked = jnp.any(inputs.token_bitmask != jnp.uint32(ALL_ALLOWED), axis=-1)
+    logits = split.without_padding(logits, -jnp.inf)
+    best, largest, flags = split.best(logits, (is_bad | is_masked).astype(jnp.int32))
     asks_more = sampling._edited_rows(inputs) | sampling._sampled_rows(inputs)
-    is_finite = (jnp.sum(logits * 0.0, axis=-1) == 0.0) & ~asks_more & (inputs.num_logprobs <= 0)
+    is_finite = ~jnp.any(flags[0], axis=0) & ~asks_more & (inputs.num_logprobs <= 0)
     tokens = jnp.where(inputs.target_ids >= 0, inputs.target_ids, best)
     tokens = jnp.where(is_finite, tokens, 0)
-    total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")[:, 0]
+    index = tokens - split.first
+    chosen = jnp.take_along_axis(logits, index[:, None], axis=-1, mode="clip")[:, 0]
+    chosen = jnp.where((index >= 0) & (index < logits.shape[1]), chosen, 0.0)
+    own = jnp.stack([jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), chosen])
+    total, chosen = jnp.sum(parallel.of_all_devices(own), axis=0)
     best_first = jnp.arange(min(sampling.MAX_LOGPROBS, vocab_size), dtype=jnp.int32)[None]
     return SampleOutput(
         token_ids=tokens,
@@ -43,6 +53,13 @@ def greedy(logits: Any, inputs: SamplingInputs, key: Any, *, vocab_size: int) ->
         top_logprobs=chosen[:, None] - best_first.astype(jnp.float32),
         is_finite=is_finite,
     )
+
+
+def greedy_collectives(layout: Layout, num_rows: int) -> list[Collective]:
+    """What `greedy` moves beside each device's best tokens: log-probabilities, in every step."""
+    size = layout.num_devices
+    is_alone = size == 1 or not layout.model.is_last_stage
+    return [] if is_alone else [Collective("all-reduce", size, num_rows * size * PAIR_BYTES, 1)]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
 from shiftjax.arch.presets import PRESETS
 from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket, doubling
-from shiftjax.costs.collectives import step_collectives
+from shiftjax.costs.collectives import sampling_collectives, step_collectives
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
@@ -275,6 +275,7 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
     text, sizes = compiled.as_text() or "", (bucket.tokens, bucket.rows)
     moves = step_collectives(layout, step.mode, *sizes, formats)
+    moves += sampling_collectives(layout, bucket.rows)
     costs = cost_model(target, deployment)
     return Compiled(
         memory.argument_size_in_bytes - memory.alias_size_in_bytes,

@@ -17,7 +17,13 @@ from shiftjax.control.engine import Engine
 from shiftjax.control.request import Event, Request, SamplingParams
 from shiftjax.control.speculation import DraftStats
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.collectives import gather_of_experts, guess_collectives, step_collectives
+from shiftjax.costs.collectives import (
+    DIGIT_BITS_ON_CPU,
+    gather_of_experts,
+    guess_collectives,
+    sampling_collectives,
+    step_collectives,
+)
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.costs.machine_files import machine_of
 from shiftjax.options import ConfigError
@@ -195,6 +201,7 @@ def predicted_bytes(step: "StepDef", mode: Mode, bucket: Bucket) -> int:
     layout, formats = step.layout, step.model.formats
     moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats)
     if layout.model.is_last_stage:
+        moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1)
         moves += guess_collectives(layout, bucket.seqs, formats.activation_bytes)
     if room_of_exchange(layout, mode, bucket.tokens):  # beside it the way without room
         size = layout, mode, bucket.tokens, formats.activation_bytes

@@ -13,11 +13,14 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import stored_weights
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
-LOGIT_BYTES = 4  # logits are float32
 SQUARES = 8  # bytes of a token's sums of squares of queries and of keys, for norms of all heads
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 FLAG_BYTES = EXPERT_BYTES = 4  # whether the exchange of a layer has room; an expert's number
-SAMPLE_BYTES = 12  # a sampled row's id, log-probability and is_finite, 4 bytes each
+SAMPLE_BYTES = 12  # of a device for a row: its best id, how good that is, and what is wrong
+PAIR_BYTES = 8  # an id and a number; or a sum of exponentials and the chosen logit
+TOP_IDS = 20  # most likely tokens that a row may ask for
+THRESHOLD_BITS = 30  # of top_k's and of top_p's, which the sampler finds a digit at a time
+DIGIT_BITS, DIGIT_BITS_ON_CPU = 5, 2  # where a masked sum costs more than one over devices
 
 
 class Collective(NamedTuple):
@@ -147,9 +150,9 @@ def row_collectives(
 ) -> list[Collective]:
     """What the logit rows of a step move: in late layers, which run as in SHIFT, and after them.
 
-    Where tokens are split the sampled rows cross SP, unless late layers have them everywhere; the
-    logits change from a slice of the vocabulary to a slice of the rows; what was sampled goes
-    everywhere. Stages before the last of a pipeline have none.
+    Where tokens are split the sampled rows cross SP, unless late layers have them everywhere. All
+    devices tell each other their best token of every row; what draws and log-probabilities need
+    besides is not counted. Stages before the last of a pipeline have none.
     """
     if not layout.model.is_last_stage:
         return []
@@ -157,13 +160,37 @@ def row_collectives(
     late = layer_collectives(layout, layout.shift, num_rows, activation_bytes)
     moves = [
         *_times(late, layout.model.num_late_layers),
-        Collective("all-to-all", size, num_rows * layout.vocab_size * LOGIT_BYTES // size, 1),
-        Collective("all-reduce", size, num_rows * SAMPLE_BYTES, 1),
+        Collective("all-reduce", size, num_rows * size * SAMPLE_BYTES, 1),
     ]
     if not layout.model.num_late_layers:
         _, tokens = strides(mode, layout.tp)
         moves.append(Collective("all-reduce", mode.sp, num_rows * row, 1, tokens))
     return [move for move in moves if move.num_devices > 1]
+
+
+def sampling_collectives(
+    layout: Layout, num_rows: int, digit_bits: int = DIGIT_BITS, num_digits: int | None = None
+) -> list[Collective]:
+    """What the branches of a sampler move where some row asks for more than its best token.
+
+    Each draw takes one pair of every device, and after edits another; top_k and top_p together
+    the sum of all weights, a sum for each digit of each threshold (in a program with loops,
+    `num_digits`), and for top_p what top_k has left. Log-probabilities take a pair, and the most
+    likely tokens a pair for each.
+    """
+    size = layout.num_devices
+    if size == 1 or not layout.model.is_last_stage:
+        return []
+    digits = THRESHOLD_BITS // digit_bits if num_digits is None else num_digits
+    num_top = min(TOP_IDS, layout.model.vocab_size, layout.vocab_size // size)
+    pairs = num_rows * size * PAIR_BYTES
+    return [
+        Collective("all-reduce", size, pairs, 4),  # edits, draws with thresholds and without; logs
+        Collective("all-reduce", size, pairs * num_top, 1),
+        Collective("all-reduce", size, num_rows * 2 * 4, 1),
+        Collective("all-reduce", size, num_rows * ((1 << digit_bits) - 1) * 4, 2 * digits),
+        Collective("all-reduce", size, num_rows * 4, 1),
+    ]
 
 
 def guess_collectives(layout: Layout, num_seqs: int, activation_bytes: int) -> list[Collective]:
@@ -179,7 +206,7 @@ def guess_collectives(layout: Layout, num_seqs: int, activation_bytes: int) -> l
     num = speculator.num_predict
     return [
         Collective("all-reduce", size, num_seqs * width * activation_bytes, num),
-        Collective("all-gather", size, num_seqs * size * GUESS_BYTES, num),
+        Collective("all-reduce", size, num_seqs * size * GUESS_BYTES, num),
     ]
 
 

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from pallas_kernels.grouped_split import Items, count_parts, products_of, reading_share
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.costs.collectives import LOGIT_BYTES
 from shiftjax.costs.experts import Load
 from shiftjax.costs.machine import Machine, of_format
 from shiftjax.costs.work import Work
+
+LOGIT_BYTES = 4  # logits are float32
 
 
 def matmul_seconds(

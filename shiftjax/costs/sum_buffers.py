@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.collectives import step_collectives
+from shiftjax.costs.collectives import sampling_collectives, step_collectives
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
@@ -34,6 +34,9 @@ def sum_buffer_bytes(
         move.num_times * buffer_bytes(move.num_devices, move.num_bytes)
         for bucket, modes in wanted.items()
         for mode in modes
-        for move in step_collectives(layout, mode, *bucket[:2], formats)
+        for move in (
+            *step_collectives(layout, mode, *bucket[:2], formats),
+            *sampling_collectives(layout, bucket.rows),
+        )
         if move.kind == "all-reduce"
     )

@@ -110,9 +110,9 @@ def chunk_spec() -> P:
     return P(None, ALL_AXES)
 
 
-def rows_spec() -> P:
-    """Return the spec of arrays whose first dimension is logit rows, split for sampling."""
-    return P(ALL_AXES)
+def vocab_spec() -> P:
+    """Return the spec of arrays `[rows, vocabulary]`: logits, and tables of what is sampled."""
+    return P(None, ALL_AXES)
 
 
 def hidden_spec() -> P:

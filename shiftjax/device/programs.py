@@ -10,11 +10,11 @@ import numpy as np
 
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
-from shiftjax.device.mesh import is_spread, named, put, rows_spec
+from shiftjax.device.mesh import is_spread, put
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.retarget import load_on
-from shiftjax.device.sampling_inputs import RowMasks, neutral_rows
+from shiftjax.device.sampling_inputs import RowMasks, neutral_scalars, neutral_tables
 from shiftjax.device.step import Packing, StepDef, StepInputs
 from shiftjax.parallel.grid import Mode
 
@@ -98,14 +98,13 @@ def load_program(
 
 def _empty_program(step: StepDef, pool: PoolOptions, bucket: Bucket) -> Program:
     packing, tables = empty_inputs(step, pool, bucket)
-    rows = named(step.mesh, rows_spec())
-    return Program(bucket, packing, jax.tree.map(lambda table: put(table, rows), tables), {})
+    placed = map(put, jax.tree.leaves(tables), step.table_shardings)
+    return Program(bucket, packing, RowMasks._make(placed), {})
 
 
 def empty_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:
     """How the inputs of a bucket are packed, and its neutral tables; NumPy arrays."""
-    _, tables = neutral_rows(bucket.rows, step.layout.model.vocab_size)
-    return Packing.of(trial_step(step, pool, bucket)), tables
+    return Packing.of(trial_step(step, pool, bucket)), neutral_tables(bucket.rows, step.vocab)
 
 
 def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
@@ -114,7 +113,7 @@ def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
     It has a decode and, where there is room, a chunk; both read what they write.
     """
     model, paths = step.layout.model, step.has_paths
-    scalars, _ = neutral_rows(bucket.rows, model.vocab_size)
+    scalars = neutral_scalars(bucket.rows)
     nobody = Sequence(Request("", [0]), 0, 0, (0, 0.0, 0, 0), [0], 1, 1, frozenset(), [])
     item = ScheduledSequence(nobody, start=0, num_tokens=1, num_rows=1, previous_row=-1)
     num = min(2, bucket.tokens, bucket.rows, bucket.seqs)
@@ -129,10 +128,11 @@ def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
 def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:
     """The same as shapes: what `StepDef.compile` needs where there are no devices."""
     packing, tables = empty_inputs(step, pool, bucket)
-    rows = named(step.mesh, rows_spec())
-    return packing, jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tables
+    shapes = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(jax.tree.leaves(tables), step.table_shardings, strict=True)
     )
+    return packing, RowMasks._make(shapes)
 
 
 class CompileCounter:

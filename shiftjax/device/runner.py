@@ -14,7 +14,7 @@ import numpy as np
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.memory import GroupMemory
-from shiftjax.device.mesh import named, put, replicated_spec, rows_spec
+from shiftjax.device.mesh import named, put, replicated_spec
 from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program, trial_step
@@ -76,7 +76,7 @@ class DeviceRunner:
         self.programs = list(programs)
         self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
         self._replicated = named(step.mesh, replicated_spec())
-        self._rows = named(step.mesh, rows_spec())
+        self._tables = step.table_shardings
         self._no_tokens = put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
         memory.prepare(pool, chunks)
@@ -137,7 +137,7 @@ class DeviceRunner:
         index = self._index_for(plan)
         program, model = self.programs[index], self.step.layout.model
         self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
-        rows = build_rows(plan, self._row_params, program.bucket.rows, model.vocab_size)
+        rows = build_rows(plan, self._row_params, program.bucket.rows, self.step.vocab)
         inputs = step_inputs(
             plan,
             program.bucket,
@@ -265,8 +265,8 @@ class DeviceRunner:
             return neutral
         return RowMasks(
             *(
-                default if table is None else put(table, self._rows)
-                for default, table in zip(neutral, tables, strict=True)
+                default if table is None else put(table, sharding)
+                for default, table, sharding in zip(neutral, tables, self._tables, strict=True)
             )
         )
 

@@ -51,13 +51,35 @@ class SamplingInputs(NamedTuple):
     num_logprobs: Int32[Any, " rows"]
     # a generated token that the host could not count yet because it was in flight; -1: none
     pending_ids: Int32[Any, " rows"]
-    # bit t % 32 of word t // 32: token t is allowed
+    # bit t % 32 of word t // 32: token t is allowed; the words of each device (`VocabSplit`)
     token_bitmask: UInt32[Any, "rows words"]
     # distinct tokens whose logits get a bias, padded with -1, and the biases
     bias_ids: Int32[Any, "rows entries"]
     bias_values: Float32[Any, "rows entries"]
     # bit 15: the token is in the prompt; the others: how often it was generated, saturating
-    token_counts: UInt16[Any, "rows vocab"]
+    token_counts: UInt16[Any, "rows padded_vocab"]
+
+
+class VocabSplit(NamedTuple):
+    """How the devices of a group split a vocabulary, one part after the other."""
+
+    size: int  # less padding
+    of_device: int  # tokens, the last ones of all maybe padding
+    num_devices: int = 1
+
+    @property
+    def padded(self) -> int:
+        """Tokens of all devices."""
+        return self.of_device * self.num_devices
+
+    @property
+    def words(self) -> Int32[np.ndarray, " words"]:
+        """For each device, which words of a bitmask have its tokens: one may be two devices'."""
+        aligned = self.of_device % 32 == 0
+        count = self.of_device // 32 if aligned else (self.of_device + 30) // 32 + 1
+        firsts = np.arange(self.num_devices, dtype=np.int32) * self.of_device // 32
+        words = firsts[:, None] + np.arange(count, dtype=np.int32)
+        return np.minimum(words, _num_words(self.size) - 1).reshape(-1)
 
 
 class RowMasks(NamedTuple):
@@ -66,7 +88,7 @@ class RowMasks(NamedTuple):
     token_bitmask: UInt32[Any, "rows words"] | None = None
     bias_ids: Int32[Any, "rows entries"] | None = None
     bias_values: Float32[Any, "rows entries"] | None = None
-    token_counts: UInt16[Any, "rows vocab"] | None = None
+    token_counts: UInt16[Any, "rows padded_vocab"] | None = None
 
 
 class RowInputs(NamedTuple):
@@ -113,19 +135,19 @@ def neutral_scalars(num_rows: int) -> dict[str, np.ndarray]:
     return scalars | {"seeds": np.zeros((num_rows, 2), np.uint32)}
 
 
-def neutral_tables(num_rows: int, vocab_size: int) -> RowMasks:
+def neutral_tables(num_rows: int, vocab: VocabSplit) -> RowMasks:
     """Everything allowed, no bias, nothing counted; new arrays."""
     return RowMasks(
-        token_bitmask=np.full((num_rows, _num_words(vocab_size)), ALL_ALLOWED, np.uint32),
+        token_bitmask=np.full((num_rows, vocab.words.size), ALL_ALLOWED, np.uint32),
         bias_ids=np.full((num_rows, MAX_LOGIT_BIAS), -1, np.int32),
         bias_values=np.zeros((num_rows, MAX_LOGIT_BIAS), np.float32),
-        token_counts=np.zeros((num_rows, vocab_size), np.uint16),
+        token_counts=np.zeros((num_rows, vocab.padded), np.uint16),
     )
 
 
-def neutral_rows(num_rows: int, vocab_size: int) -> tuple[dict[str, np.ndarray], RowMasks]:
+def neutral_rows(num_rows: int, vocab: VocabSplit) -> tuple[dict[str, np.ndarray], RowMasks]:
     """Scalars and tables of greedy rows that ask for nothing."""
-    return neutral_scalars(num_rows), neutral_tables(num_rows, vocab_size)
+    return neutral_scalars(num_rows), neutral_tables(num_rows, vocab)
 
 
 # --- once per sequence ----------------------------------------------------------------------------
@@ -221,7 +243,7 @@ class _Block(NamedTuple):
 
 
 def build_rows(
-    plan: StepPlan, params: Mapping[Sequence, RowParams], num_rows: int, vocab_size: int
+    plan: StepPlan, params: Mapping[Sequence, RowParams], num_rows: int, vocab: VocabSplit
 ) -> RowInputs:
     """Build the inputs of `num_rows` rows (the bucket's) for a plan.
 
@@ -235,9 +257,9 @@ def build_rows(
     _fill_targets(scalars, blocks)
     wants_top = bool((scalars["num_logprobs"] > 0).any())
     tables = RowMasks(
-        _bitmask_table(blocks, num_rows, vocab_size),
+        _bitmask_table(blocks, num_rows, vocab),
         *_bias_tables(blocks, num_rows),
-        _count_table(blocks, num_rows, vocab_size),
+        _count_table(blocks, num_rows, vocab),
     )
     return RowInputs(scalars, tables if any(t is not None for t in tables) else None, wants_top)
 
@@ -279,17 +301,18 @@ def _fill_targets(scalars: dict[str, np.ndarray], blocks: list[_Block]) -> None:
 
 
 def _bitmask_table(
-    blocks: list[_Block], num_rows: int, vocab_size: int
+    blocks: list[_Block], num_rows: int, vocab: VocabSplit
 ) -> UInt32[np.ndarray, "rows words"] | None:
     masks = [
         (row, _allowed(block, row - block.first)) for block in blocks for row in block.sampling
     ]
     if all(mask is None for _, mask in masks):
         return None
-    table = np.full((num_rows, _num_words(vocab_size)), ALL_ALLOWED, np.uint32)
+    words = vocab.words
+    table = np.full((num_rows, words.size), ALL_ALLOWED, np.uint32)
     for row, mask in masks:
         if mask is not None:
-            table[row] = mask
+            table[row] = mask[words]
     return table
 
 
@@ -322,15 +345,15 @@ def _bias_tables(
 
 
 def _count_table(
-    blocks: list[_Block], num_rows: int, vocab_size: int
-) -> UInt16[np.ndarray, "rows vocab"] | None:
+    blocks: list[_Block], num_rows: int, vocab: VocabSplit
+) -> UInt16[np.ndarray, "rows padded_vocab"] | None:
     """Count the committed output, and of a draft what stands before a row.
 
     A token in flight is added on the device (`pending_ids`).
     """
     if all(block.params.prompt_flags is None for block in blocks):
         return None
-    table = np.zeros((num_rows, vocab_size), np.uint16)
+    table = np.zeros((num_rows, vocab.padded), np.uint16)
     for block in blocks:
         flags, sequence = block.params.prompt_flags, block.item.sequence
         if flags is None:
@@ -338,7 +361,7 @@ def _count_table(
         output = np.array(sequence.token_ids[sequence.num_prompt_tokens :], np.int32)
         ids, counts = np.unique(output, return_counts=True)
         first, *others = block.sampling
-        table[first] = flags
+        table[first, : len(flags)] = flags
         table[first, ids] |= np.minimum(counts, MAX_COUNT).astype(np.uint16)
         for row, token in zip(others, block.item.draft_ids, strict=True):
             table[row] = table[row - 1]

@@ -24,25 +24,24 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from shiftjax.device.mesh import (
     hidden_spec,
-    is_spread,
     mesh_of,
     named,
     pool_spec,
     replicated_spec,
-    rows_spec,
+    vocab_spec,
 )
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
 from shiftjax.device.pool import as_stored, copy_blocks, in_shape
 from shiftjax.device.sampling import SampleOutput, sample
-from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs
+from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs, VocabSplit
 from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.models.speculator import DraftRows
-from shiftjax.parallel.grid import ALL_AXES, Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
 # Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/log.md).
@@ -51,6 +50,10 @@ COMPILER_OPTIONS = {
     "gpu": {},  # and those of the setting `gpu_options`
     "tpu": {},
 }
+
+
+# Of `RowMasks`: all devices split what has an entry for each token.
+TABLE_SPECS = vocab_spec(), replicated_spec(), replicated_spec(), vocab_spec()
 
 
 class StepInputs(NamedTuple):
@@ -148,6 +151,17 @@ class StepDef:
         return self.weights.layout
 
     @property
+    def vocab(self) -> VocabSplit:
+        """How the devices split the vocabulary, and the tables by token."""
+        size, devices = self.layout.vocab_size, self.layout.num_devices
+        return VocabSplit(self.layout.model.vocab_size, size // devices, devices)
+
+    @property
+    def table_shardings(self) -> tuple[NamedSharding, ...]:
+        """Where the sampler's tables lie, in the order of `RowMasks`."""
+        return tuple(named(self.mesh, spec) for spec in TABLE_SPECS)
+
+    @property
     def platform(self) -> str:
         """cpu, gpu or tpu."""
         return self.mesh.devices.flat[0].platform
@@ -184,10 +198,9 @@ class StepDef:
 
     def function(self, mode: Mode, packing: Packing):
         """Return the step of one mode as a function of global arrays."""
-        everywhere, rows, model = replicated_spec(), rows_spec(), self.layout.model
+        everywhere, tables, model = replicated_spec(), RowMasks(*TABLE_SPECS), self.layout.model
         guesses = everywhere if model.speculator is not None else None
-        top = everywhere if is_spread(self.mesh) else rows  # a host can fetch what it holds
-        result = StepResult._make((everywhere, top, top, guesses))
+        result = StepResult._make((everywhere, everywhere, everywhere, guesses))
         given = () if model.is_first_stage else (hidden_spec(),)
         given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
 
@@ -203,7 +216,7 @@ class StepDef:
         return jax.shard_map(
             step,
             mesh=mesh_of(self.mesh, mode),
-            in_specs=(self.weights.specs(), pool_spec(), everywhere, everywhere, rows, *given),
+            in_specs=(self.weights.specs(), pool_spec(), everywhere, everywhere, tables, *given),
             out_specs=(pool_spec(), *given_back),
             # Replication is by construction (the same inputs, psum, all_gather); the checker
             # knows no ragged attention and would reject its loops.
@@ -250,17 +263,15 @@ class StepDef:
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = model.take_rows(hidden, rows, pools, context)
         last = model.normed(last)
-        logits = model.logits(last, parallel)
+        logits = model.logits(last)
         sampled = inputs.sample_rows
         pending = jnp.where(inputs.token_ids[sampled] < 0, ids[sampled], -1)
-        scalars = inputs.sampling | {"pending_ids": pending}
-        scalars = {name: self._local_rows(array) for name, array in scalars.items()}
-        sampling = SamplingInputs(**scalars, **tables._asdict())
+        sampling = SamplingInputs(**inputs.sampling, pending_ids=pending, **tables._asdict())
         key = jax.random.wrap_key_data(inputs.key, impl="threefry2x32")
-        out = self.sampler(logits, sampling, key, vocab_size=self.layout.model.vocab_size)
+        vocab_size = self.layout.model.vocab_size
+        out = self.sampler(logits, sampling, key, parallel, vocab_size=vocab_size)
         logprob_bits = jax.lax.bitcast_convert_type(out.logprobs, jnp.int32)
         summary = jnp.stack([out.token_ids, logprob_bits, out.is_finite.astype(jnp.int32)], axis=1)
-        summary = parallel.all_rows(summary)
         tokens = jnp.pad(summary[:, 0], (0, self.max_rows - summary.shape[0]))
         guesses = None
         if inputs.guessing is not None:
@@ -269,16 +280,7 @@ class StepDef:
             token_ids, probabilities = drafts
             bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
             guesses = jnp.stack([token_ids, bits])
-        top_ids, top_logprobs = out.top_ids, out.top_logprobs
-        if is_spread(self.mesh):
-            top_ids, top_logprobs = parallel.all_rows(top_ids), parallel.all_rows(top_logprobs)
-        return pools, tokens, StepResult(summary, top_ids, top_logprobs, guesses)
-
-    def _local_rows(self, per_row: jax.Array) -> jax.Array:
-        """Return the rows that this device samples."""
-        count = per_row.shape[0] // self.layout.num_devices
-        start = jax.lax.axis_index(ALL_AXES) * count
-        return jax.lax.dynamic_slice_in_dim(per_row, start, count)
+        return pools, tokens, StepResult(summary, out.top_ids, out.top_logprobs, guesses)
 
 
 def _draft_rows(

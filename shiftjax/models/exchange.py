@@ -83,8 +83,8 @@ class Parallel:
 
     @property
     def place(self) -> Int[Array, ""]:
-        """This device's place in the group, by which it has heads and experts."""
-        return jax.lax.axis_index(ALL_AXES)
+        """This device's place in the group, by which it has heads, experts and tokens' logits."""
+        return jax.lax.axis_index(ALL_AXES) if self.layout.num_devices > 1 else jnp.int32(0)
 
     def sum_of_all(
         self,
@@ -237,37 +237,23 @@ class Parallel:
         mine = (owner == jax.lax.axis_index(TOKEN_AXIS))[:, None]
         return jax.lax.psum(jnp.where(mine, hidden[local], jnp.zeros((), hidden.dtype)), TOKEN_AXIS)
 
-    def rows_from_vocab(
-        self, logits: Float[Array, "rows vocab_tp_sp"]
-    ) -> Float[Array, "rows_tp_sp vocab"]:
-        """Exchange a slice of the vocabulary for a slice of the rows, so that sampling is split.
+    def total(self, own: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Sum integers over all devices: one all-reduce."""
+        return own if self.layout.num_devices == 1 else jax.lax.psum(own, ALL_AXES)
 
-        An all-to-all moves 1/P of what an all-gather of the logits would.
-        """
-        if self.layout.num_devices == 1:
-            return logits
-        return jax.lax.all_to_all(logits, ALL_AXES, split_axis=0, concat_axis=1, tiled=True)
+    def of_all_devices(self, own: jax.Array) -> jax.Array:
+        """Return one array of each device, of 4-byte elements, in the order of their places.
 
-    def all_rows(self, per_row: jax.Array) -> jax.Array:
-        """Gather what `rows_from_vocab` has split: `rows_tp_sp ...` to `rows ...` everywhere.
-
-        A sum of 4-byte rows, as integers, to which a device adds its own and zeros elsewhere: for
-        small sums XLA has kernels on GPUs, where a gather is NCCL's.
+        A sum of integers to which a device adds its own and zeros elsewhere: for small sums XLA
+        has kernels on GPUs, where a gather is NCCL's, which is slower and recorded at every step.
         """
         devices = self.layout.num_devices
         if devices == 1:
-            return per_row
-        bits = jax.lax.bitcast_convert_type(per_row, jnp.int32)
-        slots = jnp.zeros((devices, *bits.shape), jnp.int32)
-        slots = jax.lax.dynamic_update_index_in_dim(slots, bits, self.place, 0)
-        whole = jax.lax.psum(slots, ALL_AXES).reshape(-1, *bits.shape[1:])
-        return jax.lax.bitcast_convert_type(whole, per_row.dtype)
-
-    def of_all_devices(self, own: jax.Array) -> jax.Array:
-        """Gather one array of each device, in the order in which they split a vocabulary."""
-        if self.layout.num_devices == 1:
             return own[None]
-        return jax.lax.all_gather(own, ALL_AXES)
+        bits = jax.lax.bitcast_convert_type(own, jnp.int32)
+        slots = jax.lax.broadcasted_iota(jnp.int32, (devices, *bits.shape), 0)
+        slots = jnp.where(slots == self.place, bits[None], 0)  # one launch on a GPU
+        return jax.lax.bitcast_convert_type(jax.lax.psum(slots, ALL_AXES), own.dtype)
 
 
 def _gather(part: jax.Array) -> jax.Array:

@@ -483,10 +483,8 @@ class Llama(nnx.Module):
         """Return rows after the last layer as the LM head reads them."""
         return norm(rows, self.norm[...], self.config)
 
-    def logits(
-        self, normed: Float[Array, "rows hidden"], parallel: Parallel
-    ) -> Float[Array, "rows_tp_sp vocab"]:
-        """Return float32 logits of normed rows, each device holding its share."""
+    def logits(self, normed: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab_tp_sp"]:
+        """Return float32 logits of normed rows, each device those of its part of the vocabulary."""
         head = self.lm_head[...]
         logits = jnp.einsum("ti,oi->to", normed, head, preferred_element_type=jnp.float32)
-        return parallel.rows_from_vocab(soft_cap(logits, self.config.logit_soft_cap))
+        return soft_cap(logits, self.config.logit_soft_cap)

@@ -7,6 +7,7 @@ prints what the compiler planned, as the table of docs/gpu.md.
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,15 @@ import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hlo import collectives, launches
-from lean import greedy
+from hlo import collectives, counted, launches
+from lean import greedy, greedy_collectives
 
 from serving.bench.thunks import Thunk, dumped_thunks, top_level
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.collectives import Collective, sampling_collectives, step_collectives
 from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.mesh import make_mesh
@@ -228,6 +230,24 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
 
 
 _options = functools.cache(gpu_options)  # as the engine asks for them, once
+
+
+def sampler_collectives(one: CompiledStep) -> list[Collective]:
+    """What its sampler moves beside the best tokens."""
+    more = greedy_collectives if one.case.sampler is greedy else sampling_collectives
+    return more(one.step.layout, one.case.bucket.rows)
+
+
+def predicted_moves(one: CompiledStep) -> list[Collective]:
+    """All collectives of its program, as the costs have them and its sampler adds to them."""
+    layout, bucket = one.step.layout, one.case.bucket
+    moves = step_collectives(layout, one.case.mode, *bucket[:2], one.case.formats)
+    return moves + sampler_collectives(one)
+
+
+def predicted_collectives(one: CompiledStep) -> Counter[tuple[str, int]]:
+    """The same by kind and bytes, as `hlo.collectives` counts them."""
+    return counted(predicted_moves(one))
 
 
 def pools_of(step: StepDef, pool: PoolOptions) -> Any:

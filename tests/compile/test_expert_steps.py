@@ -1,7 +1,6 @@
 """Steps with experts, compiled for 8 H200s: nothing of an expert is moved, copied or widened."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import aot
@@ -9,13 +8,18 @@ import pytest
 from hlo import collectives, instructions, sizes_of, weight_moves
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.costs.collectives import step_collectives
 from shiftjax.parallel.grid import Mode
 
 aot.require()
 pytestmark = pytest.mark.thorough
 
-from steps import KERNEL, Case, CompiledStep, Compiler  # noqa: E402
+from steps import (  # noqa: E402
+    KERNEL,
+    Case,
+    CompiledStep,
+    Compiler,
+    predicted_collectives,
+)
 
 NUM_LAYERS = 2
 TOKENS = 1280  # of base steps: no activation has as many numbers as a matrix
@@ -69,10 +73,8 @@ def test_experts_are_read_where_they_are(case, compiled):
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_collectives_are_predicted_to_the_byte(case, compiled):
-    one, predicted = compiled(case), Counter()
-    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats):
-        predicted[move.kind, move.num_bytes] += move.num_times
-    assert collectives(one.text) == predicted
+    one = compiled(case)
+    assert collectives(one.text) == predicted_collectives(one)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

@@ -1,12 +1,10 @@
 """Gathered weights, compiled for 8 H200s: the gathers hide behind products, two layers at most."""
 
-from collections import Counter
-
 import aot
 import pytest
 from hlo import Instruction, collectives, entry, shape_bytes
 
-from shiftjax.costs.collectives import step_collectives, weight_collectives
+from shiftjax.costs.collectives import weight_collectives
 from shiftjax.costs.memory import temporary_bytes, weight_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -22,6 +20,7 @@ from steps import (  # noqa: E402
     define_step,
     device_bytes,
     llama_70b,
+    predicted_collectives,
 )
 
 LARGE = 32 << 20  # bytes, of a matrix that is not k or v
@@ -63,11 +62,8 @@ def large(gathers: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
 @every_case
 def test_every_weight_of_a_layer_is_gathered_once(case, compiled):
     """The compiler may put small ones together, which is well: k and v, and scales."""
-    one, predicted = compiled(case), Counter()
-    moves = step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats)
-    for move in moves:
-        predicted[move.kind, move.num_bytes] += move.num_times
-    found = collectives(one.text)
+    one = compiled(case)
+    predicted, found = predicted_collectives(one), collectives(one.text)
     assert large(found) == large(predicted)
     assert sum(large(predicted).values()) >= 5 * case.num_layers  # q, o, gate, up, down
     total = [sum(size * count for (_, size), count in each.items()) for each in (found, predicted)]

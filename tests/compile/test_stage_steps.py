@@ -11,7 +11,6 @@ from hlo import collectives, instructions, shape_bytes
 
 from shiftjax.arch.config import ModelConfig, stages_of
 from shiftjax.arch.formats import formats_of
-from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.parallel.grid import Mode
 
@@ -26,6 +25,7 @@ from steps import (  # noqa: E402
     device_bytes,
     llama_70b,
     pools_of,
+    predicted_collectives,
 )
 
 PP, TP = 4, 2
@@ -98,9 +98,4 @@ def test_a_stage_is_given_its_part_and_writes_its_pools_in_place(chip, place, co
 def test_a_stage_moves_what_the_costs_say(chip, place, compiled):
     """The ends alone embed and sample; the others gather what the stage before sends."""
     one: CompiledStep = compiled(chip, place)
-    predicted: dict = {}
-    moves = step_collectives(one.step.layout, one.case.mode, *one.case.bucket[:2], one.case.formats)
-    for move in moves:
-        key = move.kind, move.num_bytes
-        predicted[key] = predicted.get(key, 0) + move.num_times
-    assert collectives(one.text) == predicted
+    assert collectives(one.text) == predicted_collectives(one)

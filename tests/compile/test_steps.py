@@ -15,6 +15,7 @@ import pytest
 from hlo import (
     Instruction,
     collectives,
+    counted,
     entry,
     expected_collectives,
     instructions,
@@ -31,7 +32,6 @@ from serving.bench.thunks import top_level
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.weights import num_parameters
 from shiftjax.control.resolve import base_rule
-from shiftjax.costs.collectives import step_collectives
 from shiftjax.costs.machine_files import load_engine
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.costs.quantising import quantising
@@ -59,7 +59,9 @@ from steps import (  # noqa: E402
     fleet_cases,
     llama_70b,
     modes_of,
+    predicted_collectives,
     resident_bytes,
+    sampler_collectives,
 )
 
 H200_BYTES = 141e9  # what is sold; the driver keeps a part of it
@@ -70,16 +72,17 @@ TWO_SHOT_BYTES = 4 << 20  # of 8 devices; of fewer, larger sums take XLA's kerne
 KERNELS = {"bf16": 2, "fp8": 3}  # of a layer: decode, its combination; fp8: the KV write
 TILES = {PREFILL: 2, DECODE: 0}  # more of them, for tiles of chunks: prefill, its combination
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
-MAX_LAUNCHES = {"base": (22, 41), "shift": (16, 40)}
+MAX_LAUNCHES = {"base": (22, 43), "shift": (16, 42)}
 MAX_QUANTISING = {1: 3, 2: 11, 4: 15, 8: 18}  # more of a layer, by the blocks that a device has
 
 FLEET = [case for (units, tp), widths in FLEETS.items() for case in fleet_cases(units, tp, widths)]
 ALIAS = Case(4, 2, Mode(4, 1))
+NO_BRANCHES = "xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES"
 WHOLE = [Case(4, 2, mode, sampler=sample) for mode in modes_of(4)]  # as the engine has them
 SLICE, MORE_LAYERS = ALIAS._replace(strategy="slice"), ALIAS._replace(num_layers=4)
 XLA = ALIAS._replace(attention="xla", num_layers=1)
 XLA_FP8 = XLA._replace(size="fp8")
-PLAIN = ALIAS._replace(gpu_options="none", num_layers=1, sampler=sample)
+PLAIN = ALIAS._replace(gpu_options=NO_BRANCHES, num_layers=1, sampler=sample)
 LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
 EVERY = [*WHOLE, *cases("bf16"), *cases("fp8"), *FLEET]
 
@@ -152,7 +155,7 @@ def test_the_pool_is_written_in_place(case, compiled):
 def test_collectives_are_the_papers_to_the_byte(case, compiled):
     one = compiled(case)
     expected = expected_collectives(one.step.layout, case.mode, *case.bucket[:2], BF16_BYTES)
-    assert collectives(one.text) == expected
+    assert collectives(one.text) == expected + counted(sampler_collectives(one))
 
 
 @every_case
@@ -207,7 +210,7 @@ def test_the_host_launches_a_step_at_once(case, compiled):
 
 
 @thorough
-def test_without_the_options_the_host_waits_in_every_step(compiled):
+def test_with_branches_left_out_of_graphs_the_host_waits_in_every_step(compiled):
     """The control: the sampler's branch is the host's, and what it cuts are several launches."""
     kinds = top_level(compiled(PLAIN).thunks)
     assert "Conditional" in kinds and len(kinds) > 3
@@ -227,13 +230,19 @@ def test_sums_of_small_steps_take_kernels(case, compiled):
 
 
 @thorough
-def test_nccl_moves_logits_alone_in_a_decode_step(compiled):
-    """What NCCL does in a graph is captured again at every step; XLA has no kernel to exchange."""
+def test_nccl_has_no_part_in_a_decode_step(compiled):
+    """What NCCL does in a graph is captured again at every step: kernels do all of it.
+
+    Those that the sampler's branches add are in no loop: a kernel counts its calls when it is
+    recorded, so what is recorded once must run once.
+    """
     one = compiled(Case(1, 8, Mode(1, 1), sampler=sample))
     kinds = Counter(thunk.kind for thunk in one.thunks)
-    assert kinds["CollectiveKernel"] == 2 * one.case.num_layers + 2  # embedding; what was sampled
-    assert {kind for kind in kinds if kind.startswith(("All", "Reduce", "Ragged"))} == {"AllToAll"}
-    assert kinds["AllToAll"] == 1
+    sums = predicted_collectives(one)
+    assert collectives(one.text) == sums and {kind for kind, _ in sums} == {"all-reduce"}
+    assert kinds["CollectiveKernel"] == sums.total()
+    assert not [kind for kind in kinds if kind.startswith(("All", "Reduce", "Ragged"))]
+    assert "While" not in kinds
 
 
 @every_case
@@ -275,10 +284,7 @@ def test_late_layers_read_the_pools_where_they_are(case, compiled):
     late = KERNELS["bf16"]  # which has no tiles
     assert one.text.count(KERNEL) == KERNELS["bf16"] + TILES[case.bucket] + late
     assert " conditional(" in one.text
-    predicted = Counter()
-    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats):
-        predicted[move.kind, move.num_bytes] += move.num_times
-    assert collectives(one.text) == predicted
+    assert collectives(one.text) == predicted_collectives(one)
 
 
 @thorough
@@ -288,7 +294,7 @@ def test_the_xla_path_compiles_for_a_gpu_too(compiled):
     assert KERNEL not in one.text
     assert one.temporary_bytes < one.pool_bytes
     expected = expected_collectives(one.step.layout, XLA.mode, *XLA.bucket[:2], BF16_BYTES)
-    assert collectives(one.text) == expected
+    assert collectives(one.text) == expected + counted(sampler_collectives(one))
 
 
 # ------------------------------------------------------------------------------- memory
@@ -346,7 +352,7 @@ def test_the_simulators_preset_has_as_many_kernels(compiled):
     cases = (one._replace(sampler=sample) for one in (ALIAS, MORE_LAYERS))
     few, more = (len(launches(compiled(case).text)) for case in cases)
     each = (more - few) / (layers - ALIAS.num_layers)  # every second layer may have one more
-    products, attention, sums, moves = 4, 1, 2, 3  # beside the layers: two sums, an exchange
+    products, attention, sums, moves = 4, 1, 2, 2  # beside the layers: two sums
     assert 0 <= each - (products + attention + sums + engine.kernels_per_layer) <= 1
     assert abs(more - layers * each - moves - engine.kernels_per_step) <= 2
 

@@ -13,20 +13,18 @@ import pytest
 from hlo import groups_of, instructions, shape_bytes
 
 from serving.bench.hlo import COLLECTIVES
-from shiftjax.costs.collectives import SAMPLE_BYTES, Collective, step_collectives
+from shiftjax.costs.collectives import Collective
 from shiftjax.costs.levels import levels_of, sent_bytes
 from shiftjax.device.all_reduces import all_reduce_kind
-from shiftjax.device.sampling import MAX_LOGPROBS
 from shiftjax.parallel.grid import Mode
 
 aot.require()
 pytestmark = pytest.mark.thorough
 
-from steps import CHIP, Case, CompiledStep, compile_step  # noqa: E402
+from steps import CHIP, Case, CompiledStep, compile_step, predicted_moves  # noqa: E402
 
 HOSTS, PER_HOST = 2, 8
 SP, TP = 8, 2
-TOP_BYTES = MAX_LOGPROBS * 8  # a number and its logarithm of 4 bytes each, of a sampled row
 BASE, INSIDE, SHIFT = (Mode(SP, sp) for sp in (SP, HOSTS, 1))
 # Of a group, devices on a host and hosts: those that split weights, and tokens. In the mode between
 # the units of a host split the weights, for they are neighbours in the order of places.
@@ -67,12 +65,9 @@ def found(one: CompiledStep) -> Counter:
 @every_case
 def test_every_collective_runs_over_the_links_that_the_costs_have(case, compiled):
     one, predicted = compiled(case), Counter()
-    for move in step_collectives(one.step.layout, case.mode, *case.bucket[:2], case.formats):
+    for move in predicted_moves(one):
         inside, between = levels_of(move, PER_HOST)
-        # With what was sampled go the best tokens of all rows: each host wants them.
-        is_sampled = move.num_bytes == case.bucket.rows * SAMPLE_BYTES
-        more = case.bucket.rows * TOP_BYTES if is_sampled else 0
-        sizes = move.kind, move.num_bytes + more, inside.num_devices, between.num_devices
+        sizes = move.kind, move.num_bytes, inside.num_devices, between.num_devices
         predicted[sizes] += move.num_times
     assert found(one) == predicted
 
@@ -85,7 +80,7 @@ def test_layers_sum_inside_hosts_and_exchange_between_them(case, compiled):
     sums = {key[2:] for key in found(one) if key[0] == "all-reduce"}
     exchanges = {key[2:] for key in found(one) if key[0] == "all-to-all"}
     assert sums == {layers, rows, (PER_HOST, HOSTS)}  # what was sampled goes everywhere
-    assert exchanges == {rows, (PER_HOST, HOSTS)}  # the logits go everywhere
+    assert exchanges == ({rows} if case.mode.sp > 1 else set())
 
 
 @every_case

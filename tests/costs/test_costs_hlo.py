@@ -1,7 +1,6 @@
 """The cost model's collectives are those of the engine's own compiled steps, byte for byte."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 from engines import checkpoint, make
-from hlo import FLOAT32_BYTES, collectives, instructions, product_flops
+from hlo import FLOAT32_BYTES, collectives, counted, instructions, product_flops
+from lean import greedy_collectives
 from oracle import numpy_speculator
 from spent import thorough
 
@@ -17,7 +17,13 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import Weight, weights_of
-from shiftjax.costs.collectives import gather_of_experts, guess_collectives, step_collectives
+from shiftjax.costs.collectives import (
+    DIGIT_BITS_ON_CPU,
+    gather_of_experts,
+    guess_collectives,
+    sampling_collectives,
+    step_collectives,
+)
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.mesh import group_mesh
@@ -131,16 +137,23 @@ def check(sp: int, tp: int, sizes: dict, **settings: Any) -> None:
     (runner,) = make(directory, sp, tp, **options).runners
     (program,) = runner.programs
     for mode in runner.step.layout.modes:
-        predicted: Counter[tuple[str, int]] = Counter()
         layout, bucket = runner.step.layout, program.bucket
         moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats)
+        if settings.get("whole"):
+            moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1)
+        else:
+            moves += greedy_collectives(layout, bucket.rows)
         if room_of_exchange(layout, mode, bucket.tokens):
             size = layout, mode, bucket.tokens, FLOAT32_BYTES
             count = layout.model.num_expert_layers
             moves += [m._replace(num_times=count) for m in gather_of_experts(*size)]
-        for move in moves + guess_collectives(layout, bucket.seqs, FLOAT32_BYTES):
-            predicted[move.kind, move.num_bytes] += move.num_times
-        assert collectives(text_of(runner.compiled(program, mode))) == predicted, mode
+        moves += guess_collectives(layout, bucket.seqs, FLOAT32_BYTES)
+        assert collectives(text_of(runner.compiled(program, mode))) == counted(moves), mode
+
+
+@pytest.mark.costs(15)
+def test_the_sampler_moves_pairs_of_every_device_and_a_sum_for_each_digit():
+    check(4, 2, ODD, whole=True)
 
 
 @pytest.mark.parametrize(

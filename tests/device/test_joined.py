@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from harness import held_bytes, silent
+from jax.sharding import PartitionSpec as P
 from oracle import numpy_llama
 from spent import thorough
 
@@ -16,11 +17,12 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.control.request import SamplingParams
 from shiftjax.device import groups, joined
 from shiftjax.device.joined import Joiner
-from shiftjax.device.mesh import make_mesh, mesh_of, rows_spec
+from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define, load, load_rows, read_rows
 from shiftjax.device.pool import num_pools
 from shiftjax.models import gpu_software
+from shiftjax.parallel.grid import ALL_AXES
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
 
@@ -41,7 +43,7 @@ def shards(weights: ModeWeights, mesh, mode, stored) -> dict[str, np.ndarray]:
         seen,
         mesh=mesh_of(mesh, mode),
         in_specs=(weights.specs(),),
-        out_specs=rows_spec(),
+        out_specs=P(ALL_AXES),
         check_vma=False,
     )
     arrays = weights.of(mode, stored)

@@ -5,8 +5,10 @@ with it from its own probabilities: what is compared is the very token.
 """
 
 import json
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from oracle.numpy_sampling import log_softmax, noise, probabilities, processed_logits, winners
 from scipy import stats
+from spent import thorough
 
-from shiftjax.device.sampling import MAX_LOGPROBS, MAX_VOCAB, SampleOutput, sample
-from shiftjax.device.sampling_inputs import IN_PROMPT, SamplingInputs, neutral_rows
+from shiftjax.arch.presets import PRESETS
+from shiftjax.device.mesh import make_mesh, mesh_of
+from shiftjax.device.sampling import (
+    DIGIT_BITS,
+    DIGIT_BITS_ON_CPU,
+    MAX_LOGPROBS,
+    MAX_VOCAB,
+    SampleOutput,
+    _digits_of_threshold,
+    _Split,
+    _unpack_bits,
+    sample,
+)
+from shiftjax.device.sampling_inputs import IN_PROMPT, SamplingInputs, VocabSplit, neutral_rows
+from shiftjax.models.exchange import Parallel
+from shiftjax.parallel.grid import ALL_AXES
+from shiftjax.parallel.layout import Layout
 
 VOCAB_SIZE, PADDED = 997, 1024  # neither a multiple of 32 nor of the chunk
 ROWS = 8
@@ -29,9 +47,17 @@ SLACKS = (0.0, 1e-6, -1e-6)  # of the thresholds
 FAST = settings(deadline=None, derandomize=True, max_examples=40)
 
 
-def make_inputs(asked: list[dict], vocab_size: int = VOCAB_SIZE) -> SamplingInputs:
+def split_of(vocab_size: int, num_devices: int = 1) -> VocabSplit:
+    """With padding, but for vocabularies larger than that of most tests."""
+    return VocabSplit(vocab_size, max(PADDED, vocab_size) // num_devices, num_devices)
+
+
+def make_inputs(
+    asked: list[dict], vocab_size: int = VOCAB_SIZE, num_devices: int = 1
+) -> SamplingInputs:
     """One row per entry: scalars by name, and `allowed`, `bias`, `prompt`, `output`, `seed`."""
-    scalars, tables = neutral_rows(len(asked), vocab_size)
+    vocab = split_of(vocab_size, num_devices)
+    scalars, tables = neutral_rows(len(asked), vocab)
     inputs = SamplingInputs(
         **scalars,
         **tables._asdict(),
@@ -42,17 +68,17 @@ def make_inputs(asked: list[dict], vocab_size: int = VOCAB_SIZE) -> SamplingInpu
         for name, value in fields.items():
             if name in inputs._fields:
                 getattr(inputs, name)[row] = value
-        fill_tables(inputs, row, fields)
+        fill_tables(inputs, row, fields, vocab)
     return inputs
 
 
-def fill_tables(inputs: SamplingInputs, row: int, fields: dict) -> None:
+def fill_tables(inputs: SamplingInputs, row: int, fields: dict, vocab: VocabSplit) -> None:
     seed = fields.get("seed", 0)
     inputs.seeds[row] = seed & 0xFFFFFFFF, seed >> 32
     if fields.get("allowed") is not None:
-        bits = np.zeros(32 * inputs.token_bitmask.shape[1], np.uint8)
+        bits = np.zeros(32 * (vocab.size // 32 + 1), np.uint8)
         bits[fields["allowed"]] = 1
-        inputs.token_bitmask[row] = np.packbits(bits, bitorder="little").view("<u4")
+        inputs.token_bitmask[row] = np.packbits(bits, bitorder="little").view("<u4")[vocab.words]
     bias = fields.get("bias", {})
     inputs.bias_ids[row, : len(bias)] = list(bias)
     inputs.bias_values[row] = 7.0  # of the padding, to be ignored
@@ -61,17 +87,43 @@ def fill_tables(inputs: SamplingInputs, row: int, fields: dict) -> None:
     np.add.at(inputs.token_counts[row], fields.get("output", []), 1)
 
 
+def on_devices(sampler: Callable[..., Any], num_devices: int) -> Callable[..., Any]:
+    """`sampler(logits, inputs, key, parallel)` where so many devices split the vocabulary."""
+    layout = Layout(PRESETS["tiny"], 1, num_devices)
+    parallel = Parallel(layout, layout.shift)
+    if num_devices == 1:
+        return jax.jit(partial(sampler, parallel=parallel))
+    split, whole = PartitionSpec(None, ALL_AXES), PartitionSpec()
+    inputs = SamplingInputs(*[whole] * len(SamplingInputs._fields))
+    inputs = inputs._replace(token_bitmask=split, token_counts=split)
+    return jax.jit(
+        jax.shard_map(
+            lambda logits, inputs, key: sampler(logits, inputs, key, parallel),
+            mesh=mesh_of(make_mesh(jax.devices()[:num_devices], 1, num_devices), layout.shift),
+            in_specs=(split, inputs, whole),
+            out_specs=whole,
+            check_vma=False,
+        )
+    )
+
+
 @cache
-def compiled(vocab_size: int):
-    return jax.jit(partial(sample, vocab_size=vocab_size))
+def compiled(vocab_size: int, num_devices: int = 1):
+    return on_devices(partial(sample, vocab_size=vocab_size), num_devices)
 
 
-def run(logits: np.ndarray, asked: list[dict], vocab_size: int = VOCAB_SIZE) -> SampleOutput:
+def run(
+    logits: np.ndarray, asked: list[dict], vocab_size: int = VOCAB_SIZE, num_devices: int = 1
+) -> SampleOutput:
     """Sample on arrays as the step has them; the padding of the vocabulary is the largest."""
-    padding = ((0, 0), (0, max(PADDED - vocab_size, 0)))
-    padded = np.pad(logits.astype(np.float32), padding, constant_values=1e6)
-    output = compiled(vocab_size)(padded, make_inputs(asked, vocab_size), KEY)
+    inputs = make_inputs(asked, vocab_size, num_devices)
+    output = compiled(vocab_size, num_devices)(padded(logits, vocab_size), inputs, KEY)
     return SampleOutput(*map(np.asarray, output))
+
+
+def padded(logits: np.ndarray, vocab_size: int = VOCAB_SIZE) -> np.ndarray:
+    padding = ((0, 0), (0, split_of(vocab_size).padded - vocab_size))
+    return np.pad(logits.astype(np.float32), padding, constant_values=1e6)
 
 
 @jax.jit
@@ -399,23 +451,80 @@ def test_logits_that_move_by_little_change_few_draws():
     assert 0 < changed <= 25
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_rows_split_over_devices(check_vma: bool):
-    """Inside shard_map every device has its own rows, and takes its own branches."""
-    logits, asked = draw_logits(43, "normal", rows=64), random_asked(44, 64)
-    asked[:8] = [{}] * 8  # a device with nothing to do
-    mesh = Mesh(np.array(jax.devices()[:8]), ("rows",))
-    split = jax.shard_map(
-        partial(sample, vocab_size=VOCAB_SIZE),
-        mesh=mesh,
-        in_specs=(PartitionSpec("rows"), PartitionSpec("rows"), PartitionSpec()),
-        out_specs=PartitionSpec("rows"),
-        check_vma=check_vma,
-    )
-    output = jax.jit(split)(logits, make_inputs(asked), KEY)
-    expected = run(logits, asked)
+@pytest.mark.parametrize(
+    ("kind", "num_devices"), [("ties", 8), *thorough(("normal", 8), ("flat", 8), ("ties", 2))]
+)
+def test_devices_that_split_the_vocabulary_choose_what_one_does(kind: str, num_devices: int):
+    """To the bit; the last device has padding, and of 8 none but the first begins with a word.
+
+    Log-probabilities are sums of the devices' sums.
+    """
+    rng = np.random.default_rng(47)
+    logits, asked = draw_logits(43, kind, rows=64), random_asked(44, 64)
+    for fields in asked[::3]:
+        fields["bias"] = {int(token): 4.0 for token in rng.integers(0, VOCAB_SIZE, 20)}
+    for fields in asked[::5]:
+        fields["allowed"] = rng.choice(VOCAB_SIZE, 300, replace=False)
+    logits[7, 900] = np.nan
+    expected, output = (run(logits, asked, num_devices=n) for n in (1, num_devices))
+    assert expected.is_finite.sum() == 63
+    for field in ("token_ids", "is_finite", "top_ids"):
+        np.testing.assert_array_equal(getattr(output, field), getattr(expected, field))
+    for field in ("logprobs", "top_logprobs"):
+        np.testing.assert_allclose(getattr(output, field), getattr(expected, field), atol=4e-6)
+
+
+def test_a_device_may_have_nothing_but_padding():
+    """Of 8 devices with 128 tokens each the first has all 70; words past the last are the last."""
+    logits = draw_logits(46, "normal", vocab_size=70) - 50
+    fields = {"allowed": [3, 40, 69], "num_logprobs": 20}
+    asked = [fields | {"temperature": i % 2, "positions": i} for i in range(ROWS)]
+    expected, output = (run(logits, asked, 70, num_devices=n) for n in (1, 8))
     np.testing.assert_array_equal(output.token_ids, expected.token_ids)
-    np.testing.assert_array_equal(output.is_finite, expected.is_finite)
+    np.testing.assert_array_equal(output.top_ids, expected.top_ids)
+    assert set(output.token_ids.tolist()) <= {3, 40, 69}
+
+
+def test_the_vocabulary_split_at_any_token_has_its_bits():
+    """9 tokens a device: a word of the bitmask is several devices', and bits begin anywhere."""
+    vocab = VocabSplit(70, 9, 8)
+    mask = np.random.default_rng(48).integers(0, 2**32, 3, dtype=np.uint32)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    words = mask[vocab.words].reshape(8, -1)
+    for device, own in enumerate(words):
+        first = 9 * device
+        count = min(9, 70 - first)
+        seen = _unpack_bits(jnp.asarray(own[None]), jnp.int32(first % 32), 9)
+        np.testing.assert_array_equal(seen[0, :count], bits[first : first + count])
+
+
+@pytest.mark.parametrize(("digit_bits", "loop"), [(DIGIT_BITS, False), (DIGIT_BITS_ON_CPU, True)])
+@pytest.mark.parametrize("by_mass", [False, True])
+def test_thresholds_keep_what_is_asked_and_no_more(digit_bits: int, loop: bool, by_mass: bool):
+    """By sorting; weights of all sizes, ties, and more asked than there is."""
+    rng = np.random.default_rng(49)
+    weights = np.exp2(rng.uniform(-4, 20.0, (64, 512))).astype(np.int32)
+    weights[:32] &= ~0xFFF
+    weights[:, 0] = 1 << 30
+    values = weights if by_mass else np.ones_like(weights)
+    target = rng.integers(1, values.sum(axis=1) * 5 // 4).astype(np.int32)
+    target[:4] = 1, 1 << 30 if by_mass else 1, values[2].sum(), values[3].sum() + 1
+
+    def find(weights, values, target, parallel):
+        split = _Split(parallel, 512, weights.shape[1])
+        values = weights if by_mass else values  # the same array, so that it knows
+        return _digits_of_threshold(split, weights, values, target, digit_bits, loop=loop)
+
+    layout = Layout(PRESETS["tiny"], 1, 1)
+    found = np.asarray(
+        jax.jit(partial(find, parallel=Parallel(layout, layout.shift)))(weights, values, target)
+    )
+    for row, wanted in enumerate(target):
+        tried = np.unique(np.append(weights[row], 1))
+        keeps = [x for x in tried if values[row][weights[row] >= x].sum() >= wanted]
+        expected = max(keeps, default=1)
+        kept, best = weights[row] >= found[row], weights[row] >= max(expected, 1)
+        np.testing.assert_array_equal(kept, best)
 
 
 @pytest.mark.parametrize(
@@ -521,6 +630,4 @@ def test_small_vocabulary_has_fewer_logprobs():
 def test_a_vocabulary_over_the_limit_is_refused():
     logits = jax.ShapeDtypeStruct((1, MAX_VOCAB + 1), np.float32)
     with pytest.raises(ValueError, match="limit of 524287"):
-        jax.eval_shape(
-            partial(sample, vocab_size=MAX_VOCAB + 1), logits, make_inputs([{}], MAX_VOCAB + 1), KEY
-        )
+        jax.eval_shape(compiled(MAX_VOCAB + 1), logits, make_inputs([{}], MAX_VOCAB + 1), KEY)

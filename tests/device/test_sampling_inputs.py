@@ -19,6 +19,7 @@ from shiftjax.device.sampling_inputs import (
     IN_PROMPT,
     MAX_COUNT,
     RowInputs,
+    VocabSplit,
     build_rows,
     neutral_rows,
     refresh_params,
@@ -26,8 +27,9 @@ from shiftjax.device.sampling_inputs import (
 from shiftjax.drafts.draft import Claims, Draft
 
 VOCAB_SIZE = 70  # three words, the last with six tokens
+VOCAB = VocabSplit(VOCAB_SIZE, VOCAB_SIZE)
 PROMPT = [1, 2, 3, 2]
-NEUTRAL, NEUTRAL_TABLES = neutral_rows(1, VOCAB_SIZE)
+NEUTRAL, NEUTRAL_TABLES = neutral_rows(1, VOCAB)
 
 
 def make_sequence(output: list[int] | None = None, seed: int = 0, **sampling) -> Sequence:
@@ -50,12 +52,12 @@ def decode(sequence: Sequence, pending: bool = False) -> ScheduledSequence:
     return ScheduledSequence(sequence, start, 1, 1, 0 if pending else -1)
 
 
-def build(*items: ScheduledSequence, rows: int = 0) -> RowInputs:
+def build(*items: ScheduledSequence, rows: int = 0, vocab: VocabSplit = VOCAB) -> RowInputs:
     num_rows = sum(item.num_rows for item in items)
     num_tokens = sum(item.num_tokens for item in items)
     plan = StepPlan(list(items), num_tokens, num_rows, 0, [], [], step_id=0)
     params = refresh_params(plan, {}, VOCAB_SIZE)
-    return build_rows(plan, params, rows or num_rows, VOCAB_SIZE)
+    return build_rows(plan, params, rows or num_rows, vocab)
 
 
 def allowed_tokens(words: np.ndarray) -> list[int]:
@@ -67,7 +69,7 @@ def test_greedy_rows_stay_neutral():
     only_best = make_sequence(temperature=2.0, top_k=1, seed=5)
     rows = build(decode(greedy), decode(only_best), rows=4)
     assert rows.tables is None and not rows.wants_top
-    for name, values in neutral_rows(4, VOCAB_SIZE)[0].items():
+    for name, values in neutral_rows(4, VOCAB)[0].items():
         np.testing.assert_array_equal(rows.scalars[name], values)
 
 
@@ -173,6 +175,19 @@ def test_rows_of_a_draft_count_its_tokens_up_to_theirs():
     counts = build(item).tables.token_counts
     assert counts[:, [9, 7]].tolist() == [[1, 0], [2, 0], [2, 1], [3, 1]]
     assert (counts[:, 1] == IN_PROMPT).all()
+
+
+def test_devices_that_split_the_vocabulary_have_the_words_of_their_tokens():
+    """9 tokens each, so that a word is several devices'; 2 tokens of the last are padding."""
+    sequence = make_sequence([9], presence_penalty=0.1, allowed_token_ids=[8, 9, 31, 32, 69])
+    tables = build(decode(sequence), vocab=VocabSplit(VOCAB_SIZE, 9, 8)).tables
+    words = tables.token_bitmask[0].reshape(8, -1)
+    for device, own in enumerate(words):
+        shift = 9 * device // 32 * 32
+        tokens = [t for t in range(9 * device, min(9 * device + 9, VOCAB_SIZE))]
+        allowed = [t for t in tokens if own[(t - shift) // 32] >> np.uint32(t % 32) & 1]
+        assert allowed == [t for t in tokens if t in (8, 9, 31, 32, 69)]
+    assert tables.token_counts.shape == (1, 72) and tables.token_counts[0, 9] == 1
 
 
 def test_counts_saturate_below_the_prompt_flag():

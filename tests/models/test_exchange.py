@@ -50,7 +50,7 @@ def test_scatter_gives_each_device_its_heads_of_all_tokens(sp, tp, mode, heads, 
 
 
 @pytest.mark.parametrize(("sp", "tp", "mode"), ALL_MODES)
-def test_sampled_rows_and_logits_end_on_their_devices(sp, tp, mode):
+def test_sampled_rows_and_parts_of_the_vocabulary_are_where_they_belong(sp, tp, mode):
     it = layout(sp, tp, 9, 3)
     parallel = Parallel(it, mode)
     rng = np.random.default_rng(0)
@@ -60,10 +60,13 @@ def test_sampled_rows_and_logits_end_on_their_devices(sp, tp, mode):
     split = P(TOKEN_AXIS)
     taken = run(it, mode, parallel.take_rows, (split, P()), P(), hidden, rows)
     np.testing.assert_array_equal(taken, hidden[rows])
-    by_rows = run(it, mode, parallel.rows_from_vocab, (P(None, ALL_AXES),), P(ALL_AXES), vocab)
-    np.testing.assert_array_equal(by_rows, vocab)
-    everywhere = run(it, mode, parallel.all_rows, (P(ALL_AXES),), P(), vocab)
-    np.testing.assert_array_equal(everywhere, vocab)
+
+    def places(own):
+        return parallel.of_all_devices(own), parallel.total(parallel.place + 1)
+
+    parts, total = run(it, mode, places, (P(None, ALL_AXES),), P(), vocab)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), vocab)
+    assert total == it.num_devices * (it.num_devices + 1) // 2
 
 
 @pytest.mark.parametrize("mode", Group(0, 4).modes)

@@ -14,6 +14,8 @@ MOVER = "shiftjax/device/mover.py"
 ATTENTION = "shiftjax/models/attention.py"
 
 TEST_SAMPLING = "tests/device/test_sampling.py"
+SPLIT = "test_devices_that_split_the_vocabulary_choose_what_one_does"
+BITS = "test_the_vocabulary_split_at_any_token_has_its_bits"
 TEST_INPUTS = "tests/device/test_sampling_inputs.py"
 TEST_NOISE = "tests/models/test_noise.py"
 TEST_LAYOUT = "tests/parallel/test_layout.py"
@@ -33,8 +35,8 @@ SAMPLER_ROWS = (
     ),
     Mutant(
         "top_p is of all tokens, not of what top_k left", "sampler", SAMPLING,
-        "        held = _sum_from(weights, weights, floor)\n",
-        "        held = _sum_from(weights, weights, 0 * floor)\n",
+        "kept = jnp.where(weights >= floor[:, None], weights, 0)",
+        "kept = jnp.where(weights >= 0 * floor[:, None], weights, 0)",
         (f"{TEST_SAMPLING}::test_top_p_is_of_what_top_k_left",), "both together keep too much",
     ),
     Mutant(
@@ -72,10 +74,38 @@ SAMPLER_ROWS = (
     ),
     Mutant(
         "a bad row is drawn from", "sampler", SAMPLING,
-        "is_finite = jnp.sum(logits * 0.0, axis=-1) == 0.0",
-        "is_finite = jnp.isfinite(largest)",
+        "is_bad = jnp.sum(split.without_padding(logits, 0.0) * 0.0, axis=-1) != 0.0",
+        "is_bad = jnp.max(logits, axis=-1) != jnp.max(logits, axis=-1)",
         (f"{TEST_SAMPLING}::test_a_bad_row_is_reported_and_spoils_no_other",),
         "NaN among logits goes unseen",
+    ),
+    Mutant(
+        "of equal tokens the last device's wins", "sampler", SAMPLING,
+        "winner = jnp.argmax(largest, axis=0)[None]",
+        "winner = largest.shape[0] - 1 - jnp.argmax(largest[::-1], axis=0)[None]",
+        (f"{TEST_SAMPLING}::{SPLIT}",), "greedy tokens depend on the number of devices",
+    ),
+    Mutant(
+        "a device draws with the first one's noise", "sampler", SAMPLING,
+        "inputs.positions, split.token_ids())",
+        "inputs.positions, split.token_ids() - split.first)",
+        (f"{TEST_SAMPLING}::{SPLIT}",), "tokens of all devices win together",
+    ),
+    Mutant(
+        "a threshold is of what one device has", "sampler", SAMPLING,
+        "enough = split.parallel.total(jnp.sum(kept, axis=-1)) >=",
+        "enough = jnp.sum(kept, axis=-1) >=",
+        (f"{TEST_SAMPLING}::{SPLIT}",), "devices keep other tokens than each other",
+    ),
+    Mutant(
+        "bits of a device begin with a word", "sampler", SAMPLING,
+        "lax.dynamic_slice_in_dim(bits, first, count", "lax.dynamic_slice_in_dim(bits, 0, count",
+        (f"{TEST_SAMPLING}::{BITS}",), "forbidden tokens are sampled",
+    ),
+    Mutant(
+        "a device adds the biases of those before it", "sampler", SAMPLING,
+        "(inputs.bias_ids < 0) | (bias_ids < 0)", "inputs.bias_ids < 0",
+        (f"{TEST_SAMPLING}::{SPLIT}",), "tokens that nobody named get a bias",
     ),
     Mutant(
         "log-probabilities of a prompt are of its own tokens", "sampler", INPUTS,
