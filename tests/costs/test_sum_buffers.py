@@ -24,11 +24,11 @@ def test_a_sum_by_nccl_has_none():
     assert buffer_bytes(8, MOST_BYTES // 8 + 1) == buffer_bytes(6, MIB) == buffer_bytes(1, MIB) == 0
 
 
-SAMPLED = 2  # pieces of the sum that brings what was sampled everywhere
+SAMPLED = 2 * 20  # pieces of the sums of the sampler: the best tokens, and in branches 19 more
 
 
 def test_sums_of_small_steps_of_a_70b():
-    """161 of each size: two a layer, and the embedding's; in any step that of what was sampled."""
+    """161 of each size: two a layer, and the embedding's; in any step those of the sampler."""
     layout, sums = Layout(MODEL, 1, 8), 161
     buckets = make_buckets(doubling(8192), 256, layout)
     wanted = wanted_modes(make_policy("shift", 0), buckets, layout.modes)

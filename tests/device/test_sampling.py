@@ -451,6 +451,7 @@ def test_logits_that_move_by_little_change_few_draws():
     assert 0 < changed <= 25
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize(
     ("kind", "num_devices"), [("ties", 8), *thorough(("normal", 8), ("flat", 8), ("ties", 2))]
 )
@@ -474,6 +475,7 @@ def test_devices_that_split_the_vocabulary_choose_what_one_does(kind: str, num_d
         np.testing.assert_allclose(getattr(output, field), getattr(expected, field), atol=4e-6)
 
 
+@pytest.mark.thorough
 def test_a_device_may_have_nothing_but_padding():
     """Of 8 devices with 128 tokens each the first has all 70; words past the last are the last."""
     logits = draw_logits(46, "normal", vocab_size=70) - 50

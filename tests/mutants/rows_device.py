@@ -93,8 +93,7 @@ SAMPLER_ROWS = (
     ),
     Mutant(
         "a threshold is of what one device has", "sampler", SAMPLING,
-        "enough = split.parallel.total(jnp.sum(kept, axis=-1)) >=",
-        "enough = jnp.sum(kept, axis=-1) >=",
+        "sums = split.parallel.total(jnp.sum(kept, axis=-1))", "sums = jnp.sum(kept, axis=-1)",
         (f"{TEST_SAMPLING}::{SPLIT}",), "devices keep other tokens than each other",
     ),
     Mutant(

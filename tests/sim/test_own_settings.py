@@ -47,9 +47,10 @@ def test_what_is_simulated_is_what_would_be_built():
 def test_blocks_are_those_that_fit_the_machine_and_could_be_used():
     config = EngineConfig.from_options(sp=4, tp=2, max_num_seqs=512, max_model_len=131_072)
     deployment = deploy_config(GPUS, config)
-    memory = GPUS.machine.memory_bytes * 0.9 - memory_of(GPUS, deployment).weight_bytes
+    needed = memory_of(GPUS, deployment)
+    memory = GPUS.machine.memory_bytes * 0.9 - needed.weight_bytes - needed.workspace_bytes
     taken = deployment.num_blocks * deployment.block_bytes
-    assert memory * 7 / 8 - 5e9 < taken < memory  # of 4 significant bits, beside temporaries
+    assert memory * 7 / 8 < taken < memory  # of 4 significant bits
     assert deployment.num_blocks % (1 << deployment.num_blocks.bit_length() - 4) == 0
     few = deploy_config(GPUS, EngineConfig.from_options(sp=4, tp=2, max_model_len=64))
     assert few.num_blocks == 1 + 64 * 64 // 16
