@@ -34,7 +34,9 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
+from shiftjax.control.host_chunks import HostBlocks
 from shiftjax.control.request import Request, SamplingParams
+from shiftjax.control.resharding import Resharding, ReshardingState
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.parallel.degrees import parse_degrees
 from shiftjax.settings import make_virtual_devices
@@ -106,13 +108,13 @@ def start(name: str) -> Built:
 def prepare(built: Built, case: Case) -> None:
     """Give an engine without work the micro-batches and the host memory of a case."""
     engine = built.engine
-    if engine.resharding is None:
+    if engine.topology.find(Resharding) is None:
         budgets = built.deployment.budgets
         seqs = {"max_num_seqs": case.max_num_seqs, "num_stages": case.num_parts}
         engine.lanes[0].scheduler = Scheduler(replace(budgets, **seqs))
         return
-    host = engine.lanes[0].scheduler.tables.host
-    assert host is not None
+    host = engine.lanes[0].scheduler.tables.tier
+    assert isinstance(host, HostBlocks)
     lengths = [len(request.prompt_token_ids) for request in case.workload.requests()]
     blocks = sum(-(-length // host.block_size) for length in lengths)
     host.memory.num_bytes = round(case.host_share * blocks) * host.block_bytes
@@ -131,10 +133,10 @@ def serve(engine: Engine, requests: list[Request]) -> tuple[Tokens, dict[str, An
     row = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - began}
     after = engine.stats()
     row["steps"] = sum(after.steps.values()) - sum(before.steps.values())
-    if before.resharding is not None and after.resharding is not None:
-        row["switches"] = after.resharding.num_switches - before.resharding.num_switches
-        spent = after.resharding.switch_seconds - before.resharding.switch_seconds
-        row["switch_seconds"] = spent
+    old, new = before.find(ReshardingState), after.find(ReshardingState)
+    if old is not None and new is not None:
+        row["switches"] = new.num_switches - old.num_switches
+        row["switch_seconds"] = new.switch_seconds - old.switch_seconds
     return tokens, row
 
 

@@ -68,9 +68,10 @@ class Demo:
     """Texts that stream, and the changes of groups beside them."""
 
     def __init__(self, llm: LLM, console: Console):
-        assert llm.tokenizer is not None and llm.engine.fleet is not None
+        fleet = llm.engine.topology.find(Fleet)
+        assert llm.tokenizer is not None and fleet is not None
         self.llm, self.console, self.tokenizer = llm, console, llm.tokenizer
-        self.fleet: Fleet = llm.engine.fleet
+        self.fleet = fleet
         self.begin = time.monotonic()
         self.prompts: dict[str, str] = {}
         self.tokens: dict[str, list[int]] = {}

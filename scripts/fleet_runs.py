@@ -65,8 +65,9 @@ def compile_all(built: Built) -> None:
 
 def fleet_of(engine: Engine) -> Fleet:
     """The fleet of an engine that was started with one."""
-    assert engine.fleet is not None
-    return engine.fleet
+    fleet = engine.topology.find(Fleet)
+    assert fleet is not None
+    return fleet
 
 
 def form(engine: Engine, arrangement: Arrangement, kind: str = "move") -> None:

@@ -30,6 +30,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
 from shiftjax.control.hosts import NOBODY, Recent, Step
 from shiftjax.control.request import Request, SamplingParams
+from shiftjax.control.speculation import DraftStats
 
 MODEL = ModelConfig(
     name="two hosts",
@@ -118,12 +119,13 @@ def workload(engine: Engine) -> dict[str, Any]:
     first, again = serve(engine, prompts, asked), serve(engine, prompts[:2], asked[:2])
     first[ABORTED].clear()
     stats = engine.stats()
+    drafts = stats.find(DraftStats)
     return {
         "tokens": [first, again],
         "steps": stats.steps_by_mode,
         "preemptions": stats.num_preemptions["recompute"],
         "prefix_hit_tokens": stats.num_prefix_hit_tokens,
-        "drafted_steps": sum(stats.drafts.steps.values()) if stats.drafts else 0,
+        "drafted_steps": sum(drafts.steps.values()) if drafts else 0,
     }
 
 

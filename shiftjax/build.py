@@ -183,7 +183,7 @@ def _build_phases(
         overlap=config.scheduler.overlap,
         seed=config.model.seed,
         clock=time.monotonic,
-        resharding=Resharding(lanes, exchange, memory),
+        topology=Resharding(lanes, exchange, memory),
     )
     compile_seconds = time.perf_counter() - begin - load_seconds
     return _told(Built(first, engine, runners, load_seconds, compile_seconds, sized))
@@ -337,7 +337,7 @@ def assemble(
         overlap=config.scheduler.overlap,
         seed=config.model.seed,
         clock=time.monotonic,
-        fleet=fleet,
+        topology=fleet,
     )
     compile_seconds = time.perf_counter() - begin
     of_devices = [runner for stages in runners.values() for runner in stages]

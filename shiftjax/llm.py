@@ -10,9 +10,12 @@ from typing import Any, cast
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.control.admission import validate_request
-from shiftjax.control.fleet_state import plain_counters, plain_state
+from shiftjax.control.fleet_state import FleetState, plain_counters, plain_state
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.hosts import Leader
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
+from shiftjax.control.resharding import ReshardingState
+from shiftjax.control.speculation import DraftStats
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
@@ -162,10 +165,10 @@ class LLM:
             "num_failed_steps": stats.num_failed_steps,
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
-            "host_tier": {} if stats.host is None else asdict(stats.host),
-            "drafts": {} if stats.drafts is None else stats.drafts.by_drafter,
-            "fleet": {} if stats.fleet is None else plain_counters(stats.fleet),
-            "phases": {} if stats.resharding is None else asdict(stats.resharding),
+            "host_tier": {} if (host := stats.find(HostStats)) is None else asdict(host),
+            "drafts": {} if (drafts := stats.find(DraftStats)) is None else drafts.by_drafter,
+            "fleet": {} if (fleet := stats.find(FleetState)) is None else plain_counters(fleet),
+            "phases": {} if (phases := stats.find(ReshardingState)) is None else asdict(phases),
             "mesh": self._built.mesh,
             "attention": self._built.attention,
             "load_seconds": round(self._built.load_seconds, 3),
@@ -177,7 +180,7 @@ class LLM:
 
         None: without `fleet` groups stay as they are. docs/fleet.md says how to read it.
         """
-        state = self.engine.stats().fleet
+        state = self.engine.stats().find(FleetState)
         return None if state is None else plain_state(state, time.monotonic())
 
     # ------------------------------------------------------------------- inside

@@ -8,6 +8,7 @@ from lean import greedy_steps
 from oracle.smollm2 import NEEDS_WEIGHTS, OPTIONS, SHORT, compare
 
 from shiftjax import LLM
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import FleetView, Wish
 from shiftjax.control.request import Request
 from shiftjax.parallel.fleet import all_groups, bound, equal_groups
@@ -48,7 +49,7 @@ def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
     options = OPTIONS | {"fleet": True, "devices": UNITS, "fleet_widths": WIDTHS}
     with greedy_steps():
         llm = LLM("smollm2-135m", dtype="float32", fleet_policy="context", **options)
-    fleet = llm.engine.fleet
+    fleet = llm.engine.topology.find(Fleet)
     assert fleet is not None
     fleet.policy, fleet.arrange_seconds = AnyArrangement(1), 0.0
     compare(llm.engine, "fleet", llm.engine.policy, SHORT, 16)

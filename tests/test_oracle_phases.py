@@ -12,7 +12,9 @@ from oracle import numpy_llama
 from shiftjax import LLM
 from shiftjax.arch.formats import formats_of
 from shiftjax.build import Built
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.request import SamplingParams
+from shiftjax.control.resharding import Resharding, ReshardingState
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.device.programs import CompileCounter
 
@@ -67,9 +69,9 @@ def test_tokens_are_those_of_a_static_deployment(phased, static):
         assert events[key][-1].finish_reason == want[-1].finish_reason
     stats = phased.engine.stats()
     assert counter.count == 0
-    assert stats.resharding.num_switches >= 4 and stats.num_failed_steps == 0
+    assert stats.find(ReshardingState).num_switches >= 4 and stats.num_failed_steps == 0
     assert stats.num_preemptions["swap"] > 0 and stats.num_prefix_hit_tokens > 0
-    assert stats.host.num_restored_bytes > 0 and stats.kv_usage == 0
+    assert stats.find(HostStats).num_restored_bytes > 0 and stats.kv_usage == 0
 
 
 def live_bytes(engine: Built | LLM) -> Counter:
@@ -86,7 +88,7 @@ def test_devices_hold_no_more_after_switches_than_after_the_start(phased):
     held = {}
     for seed in range(3):
         run(phased.engine, crowd(seed, 6), [sampling(i) for i in range(6)])
-        assert phased.engine.resharding.phase == "decode"
+        assert phased.engine.topology.find(Resharding).phase == "decode"
         held[seed] = live_bytes(phased)
     assert held[0] == held[1] == held[2]
 

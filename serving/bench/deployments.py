@@ -222,7 +222,8 @@ def _predicted(
         return None, problems[0]
     device = built.runners[0].step.mesh.devices.flat[0]
     num_output = sum(each.num_output_tokens for each in requests)
-    acceptance = _acceptance(stats.drafts, num_output) if stats.drafts else None
+    drafts = stats.find(DraftStats)
+    acceptance = _acceptance(drafts, num_output) if drafts else None
     try:
         machine = config.scheduler.machine or machine_of(device.device_kind)
         target = target_of(config, deployment.layout.model, machine)

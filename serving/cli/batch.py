@@ -29,7 +29,9 @@ from serving.server.async_engine import AsyncEngine
 from serving.server.service import Service
 from shiftjax.config import EngineConfig
 from shiftjax.control.engine import Engine
+from shiftjax.control.host_chunks import HostBlocks
 from shiftjax.control.request import SamplingParams
+from shiftjax.control.resharding import Resharding
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
@@ -100,8 +102,8 @@ def tier_tokens(engine: Engine) -> int:
 
     As many tokens of prompts are kept in the engine, so that a phase of prompts fills the host.
     """
-    if engine.resharding is None:
+    if engine.topology.find(Resharding) is None:
         return 0
-    host = engine.lanes[0].scheduler.tables.host
-    assert host is not None
+    host = engine.lanes[0].scheduler.tables.tier
+    assert isinstance(host, HostBlocks)
     return host.memory.num_bytes // host.block_bytes * host.block_size

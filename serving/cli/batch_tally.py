@@ -90,7 +90,7 @@ class Tally:
 
     def stepped(self, turn: Turn) -> None:
         """The engine has finished a turn."""
-        self.resharding = turn.stats.resharding
+        self.resharding = turn.stats.find(ReshardingState)
         last_at = turn.at if self._last_at is None else self._last_at
         self.seconds[self.phase] += turn.at - last_at
         self._last_at = turn.at

@@ -15,6 +15,7 @@ from serving.server.handle import RequestHandle
 from serving.server.service import Service
 from serving.server.timeline import SLOT_SECONDS
 from shiftjax.control.fleet_state import FleetState, plain_change, plain_group, shown_arrangement
+from shiftjax.control.speculation import DraftStats
 
 NUM_OPEN = 16  # requests that have not ended, on the page
 
@@ -103,7 +104,7 @@ def _now(service: Service) -> dict[str, Any]:
         "waiting": stats.num_waiting,
         "kv": stats.kv_usage,
         "switches": sum(stats.mode_switches.values()),
-        "drafts": None if stats.drafts is None else stats.drafts.by_drafter,
+        "drafts": None if (drafts := stats.find(DraftStats)) is None else drafts.by_drafter,
         "most_waiting": service.options.max_num_queued_reqs,
     }
     if isinstance(engine, AsyncEngine):
@@ -115,7 +116,7 @@ def _now(service: Service) -> dict[str, Any]:
         "load": load,
         "open": [service.timeline.row_of(each, None) for each in rows],
         "num_open": len(unfinished),
-        "fleet": None if stats.fleet is None else _fleet(stats.fleet),
+        "fleet": None if (fleet := stats.find(FleetState)) is None else _fleet(fleet),
     }
 
 

@@ -15,7 +15,7 @@ from serving.rpc.profiler import Profiler
 from serving.server.errors import invalid
 from serving.server.service import Service
 from shiftjax.control.admission import MAX_ID_CHARACTERS
-from shiftjax.control.fleet_state import plain_state
+from shiftjax.control.fleet_state import FleetState, plain_state
 
 MAX_ABORTS = 1024
 ABORTS = {
@@ -40,7 +40,8 @@ class AdminServicer(pb_grpc.AdminServicer):
         """What runs here."""
         service = self._service
         model, fleet = service.model, None
-        if service.engine is not None and (state := service.engine.stats.fleet) is not None:
+        state = None if service.engine is None else service.engine.stats.find(FleetState)
+        if state is not None:
             fleet = pb.Fleet(**plain_state(state, time.monotonic()))
         return pb.Server(
             version=installed("shiftjax"),

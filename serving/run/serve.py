@@ -240,10 +240,10 @@ class Process:
         """A line every `DRAFT_LOG_SECONDS` while something drafts."""
         engine = self._service.engine
         assert engine is not None
-        before = engine.stats.drafts
+        before = engine.stats.find(DraftStats)
         while before is not None:
             await asyncio.sleep(DRAFT_LOG_SECONDS)
-            now = engine.stats.drafts or before
+            now = engine.stats.find(DraftStats) or before
             line = drafts_line(before, now, DRAFT_LOG_SECONDS)
             if line is not None:
                 logger.info(line)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shiftjax.control.engine import Engine
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.lane import Lane
 from shiftjax.control.policy import CostPolicy, FixedPolicy, Policy, ThresholdPolicy
 from shiftjax.parallel.grid import Mode
@@ -24,13 +25,13 @@ def choice_of(engine: Engine) -> dict[str, Any]:
         "threshold": policy.threshold if isinstance(policy, ThresholdPolicy) else None,
         "modes": [mode._asdict() | {"label": mode.label} for mode in _choosable(policy, lane)],
         "predicted": _predicted(policy, lane.modes),
-        "groups": None if engine.fleet is not None else len(engine.lanes),
+        "groups": None if engine.topology.find(Fleet) is not None else len(engine.lanes),
     }
 
 
 def capacity_of(engine: Engine) -> dict[str, int | None]:
     """Sequences that may run at once, blocks of the KV pool; None in a fleet, where they vary."""
-    if engine.fleet is not None:
+    if engine.topology.find(Fleet) is not None:
         return {"running": None, "blocks": None}
     schedulers = [lane.scheduler for lane in engine.lanes]
     return {

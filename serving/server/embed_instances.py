@@ -203,7 +203,7 @@ class Instances:
         running = min(sum(stats.num_running for stats in each), len(self._pending))
         failed = sum(stats.num_failed_steps for stats in each)
         waiting = len(self._pending) - running
-        nothing = {}, 0, 0, 0, None, None, None, None
+        nothing = {}, 0, 0, 0, {}
         return EngineStats(running, waiting, self.num_tokens, 0.0, {}, {}, failed, *nothing)
 
     async def close(self) -> bool:

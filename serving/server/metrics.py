@@ -207,11 +207,11 @@ class Metrics(Collector):
         """The engine has finished a turn."""
         for step in turn.steps:
             self._observe("step_duration_seconds", step.seconds, step.mode)
-        drafts = turn.stats.drafts
+        drafts = turn.stats.find(DraftStats)
         if drafts is not None and drafts.seconds > self._draft_seconds:
             self._observe("draft_seconds", drafts.seconds - self._draft_seconds)
             self._draft_seconds = drafts.seconds
-        fleet = turn.stats.fleet
+        fleet = turn.stats.find(FleetState)
         if fleet is not None:
             for change in fleet.changes_since(self._num_changes):
                 self._observe("move_seconds", change.host_seconds)
@@ -283,15 +283,15 @@ class Metrics(Collector):
             yield self._total("kv_event_batches", text, sent, "outcome")
             text = "Replays of KV events that subscribers have asked for."
             yield self._total("kv_event_replays", text, {(): counts["replays"]})
-        if stats.drafts is not None:
-            yield from self._draft_metrics(stats.drafts)
-        if stats.fleet is not None:
-            yield from self._fleet_metrics(stats.fleet)
+        if (drafts := stats.find(DraftStats)) is not None:
+            yield from self._draft_metrics(drafts)
+        if (fleet := stats.find(FleetState)) is not None:
+            yield from self._fleet_metrics(fleet)
             text = "Sequences whose prefix only groups of other widths have."
             missed = stats.num_prefix_hits_elsewhere
             yield self._total("prefix_hits_elsewhere", text, {(): missed})
-        if stats.resharding is not None:
-            yield from self._resharding_metrics(stats.resharding)
+        if (state := stats.find(ReshardingState)) is not None:
+            yield from self._resharding_metrics(state)
         info = InfoMetricFamily(f"{self.prefix}:config", "The deployment.", labels=[*self._labels])
         info.add_metric([*self._labels.values()], dict(self._info))
         yield info
@@ -339,8 +339,8 @@ class Metrics(Collector):
         queries, hits = stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens
         yield self._total("prefix_cache_queries", "Prompt tokens looked up.", {(): queries})
         yield self._total("prefix_cache_hits", "Prompt tokens found.", {(): hits})
-        if stats.host is not None:
-            yield from self._host_metrics(stats.host)
+        if (host := stats.find(HostStats)) is not None:
+            yield from self._host_metrics(host)
         yield self._total("failed_steps", "Steps that failed.", {(): stats.num_failed_steps})
         compiles = self._num_compiles()
         yield self._total("recompiles_after_warmup", "Must be 0.", {(): compiles})

@@ -14,6 +14,7 @@ from serving.server.history import History, kind_of
 from shiftjax.control.embed import EmbedStats
 from shiftjax.control.engine import EngineStats
 from shiftjax.control.fleet_state import FleetState
+from shiftjax.control.speculation import DraftStats
 
 SLOT_SECONDS = {60: 0.5, 600: 5.0}  # by the span in seconds: how fine the past is kept
 STRIP_SECONDS, NUM_STRIPS = 0.5, 120  # of the groups of a fleet
@@ -70,8 +71,8 @@ class Timeline:
         for past in self._past.values():
             running, waiting = stats.num_running, stats.num_waiting
             past.look(turn.at, running=running, waiting=waiting, kv=stats.kv_usage)
-        if stats.fleet is not None:
-            self._note_groups(turn.at // STRIP_SECONDS * STRIP_SECONDS, stats.fleet)
+        if (fleet := stats.find(FleetState)) is not None:
+            self._note_groups(turn.at // STRIP_SECONDS * STRIP_SECONDS, fleet)
 
     def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
         """Count texts and tokens of an embedder's step, and what it computed."""
@@ -161,7 +162,7 @@ def _totals(stats: EngineStats) -> dict[str, int]:
         "switches": sum(stats.mode_switches.values()),
         "preempted": sum(stats.num_preemptions.values()),
         "failed": stats.num_failed_steps,
-        "accepted": 0 if stats.drafts is None else stats.drafts.num_accepted,
+        "accepted": 0 if (drafts := stats.find(DraftStats)) is None else drafts.num_accepted,
     }
 
 

@@ -1,6 +1,6 @@
 """The KV blocks of sequences: who gets them, shares them, and loses them. No JAX.
 
-The scheduler decides *when*; this file keeps block tables, the prefix cache and the host tier in
+The scheduler decides *when*; this file keeps block tables, the prefix cache and the second tier in
 agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`, or its
 end, by `join`.
 """
@@ -15,14 +15,14 @@ from shiftjax.control.blocks import (
     extend_hashes,
     root_hash,
 )
-from shiftjax.control.host_chunks import MOST_AHEAD, Chunk, HostBlocks, HostMoves, Place
 from shiftjax.control.request import Sequence, StepPlan
+from shiftjax.control.tier import MOST_AHEAD, Chunk, Place, Tier, TierMoves
 
 
 class BlockTables:
-    """Block tables of one group over its device pool and, with `host`, a host tier.
+    """Block tables of one group over its device pool and a second tier.
 
-    What falls out of the device's prefix cache goes to the host's, and is restored from there when
+    What falls out of the device's prefix cache goes to the tier's, and is restored from there when
     it is asked for again. `model` keeps the hashes of different weights apart, `kv` those of KV in
     different formats.
     Prefixes are hashed every `hash_size` tokens, of which a block holds some whole number, so that
@@ -32,20 +32,18 @@ class BlockTables:
     def __init__(
         self,
         device: BlockAllocator,
-        host: HostBlocks | None = None,
+        tier: Tier | None = None,  # None: there is no second one
         model: str = "",
         prefix_caching: bool = True,
         hash_size: int = 0,
         kv: str = "",
     ):
         self.device = device
-        self.host = host
+        self.tier = tier or Tier()
         self._hash_size = hash_size or device.block_size
         self.prefix_caching = prefix_caching
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0  # in both tiers
-        self.num_host_query_tokens = 0  # that the device did not have
-        self.num_host_hit_tokens = 0
         self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
         self._identity = model, kv
         self._evicted: list[tuple[int, CachedPrefix]] = []  # since the last plan
@@ -62,7 +60,7 @@ class BlockTables:
         False if there is no room. A whole prompt gets its blocks at once, so that chunks of it
         never wait for each other.
         """
-        if sequence.host_places and not self.is_swapped_out(sequence):
+        if sequence.places and not self.is_swapped_out(sequence):
             self.forget(sequence)  # given up since
         num_tokens = len(sequence.token_ids)
         num_blocks = self.device.blocks_for(num_tokens)
@@ -81,20 +79,6 @@ class BlockTables:
         self.num_prefix_hit_tokens += num_hit_tokens
         self.num_prefix_hits_elsewhere += not prefix and self._is_known_elsewhere(sequence)
         return True
-
-    def reserve(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Keep room on the host for blocks of a sequence until it is swapped out, if there is."""
-        host = self.host
-        return host is None or host.memory.reserve(sequence, num_blocks * host.block_bytes)
-
-    def cancel_reservation(self, sequence: Sequence) -> None:
-        """Keep no room on the host for a sequence."""
-        if self.host is not None:
-            self.host.memory.cancel(sequence)
-
-    def could_reserve(self, num_blocks: int) -> bool:
-        """Whether the host would have room for as many blocks if it were empty."""
-        return self.host is None or num_blocks * self.host.block_bytes <= self.host.memory.num_bytes
 
     def grow(self, sequence: Sequence) -> bool:
         """Append one block; False if none is free."""
@@ -137,14 +121,13 @@ class BlockTables:
         self.join(sequence, sequence.block_table)
         self.device.release(sequence.block_table)
         sequence.block_table = []
-        self.cancel_reservation(sequence)
-        self.leave_host(sequence)
+        self.tier.cancel(sequence)
+        self.leave_tier(sequence)
 
-    def leave_host(self, sequence: Sequence) -> None:
-        """A sequence needs nothing on the host any more."""
-        if self.host is not None:
-            self.host.release(sequence.host_places)
-        sequence.host_places = []
+    def leave_tier(self, sequence: Sequence) -> None:
+        """A sequence needs nothing in the second tier any more."""
+        self.tier.release(sequence.places)
+        sequence.places = []
 
     def forget(self, sequence: Sequence) -> None:
         """Release a sequence that will be recomputed."""
@@ -157,45 +140,42 @@ class BlockTables:
         The runner copies before the step computes, so the device blocks are free at once.
         """
         num_blocks = self.device.blocks_for(sequence.num_computed_tokens)
-        if self.host is None or not num_blocks:
+        if not num_blocks:
             return False
-        self.host.memory.cancel(sequence)  # this is what it was for
+        self.tier.cancel(sequence)  # this is what it was for
         blocks = sequence.block_table[:num_blocks]
-        places = self.host.swap_out(blocks, [self.device.contents_of(b) for b in blocks])
+        places = self.tier.swap_out(blocks, [self.device.contents_of(b) for b in blocks])
         if places is None:
             return False
         self.release(sequence)
-        sequence.host_places = places
+        sequence.places = places
         return True
 
-    def finish_plan(self, *, is_planned: bool, waiting: Iterable[Sequence] = ()) -> HostMoves:
+    def finish_plan(self, *, is_planned: bool, waiting: Iterable[Sequence] = ()) -> TierMoves:
         """The copies between the tiers that the plan needs; without a plan there are none.
 
         Those of `waiting` that come next have what they will be given from the host prefetched.
         """
         evicted, self._evicted = self._evicted, []
-        if self.host is None:
-            return HostMoves([], [], [], [])
         if not is_planned:
-            return self.host.finish(is_planned=False)
-        self.host.save(evicted)
+            return self.tier.finish(is_planned=False)
+        self.tier.save(evicted)
         wanted = chain.from_iterable(map(self._chunks_of, islice(waiting, MOST_AHEAD)))
-        return self.host.finish(is_planned=True, wanted=wanted)
+        return self.tier.finish(is_planned=True, wanted=wanted)
 
     def _chunks_of(self, sequence: Sequence) -> Iterable[Chunk]:
         """What an admission would restore now: of a swapped sequence, or of a prefix."""
-        if sequence.host_places:
-            return dict.fromkeys(place.chunk for place in sequence.host_places)
-        if self.host is None or not self.host.memory.index or not self._may_have_prefix(sequence):
+        if sequence.places:
+            return dict.fromkeys(place.chunk for place in sequence.places)
+        if not self.tier.has_prefixes or not self._may_have_prefix(sequence):
             return ()
         limit = (len(sequence.token_ids) - 1) // self.block_size
         hashes = self._hashes(sequence)[:limit]
-        return self.host.chunks_of(dropwhile(self.device.is_indexed, hashes))
+        return self.tier.chunks_of(dropwhile(self.device.is_indexed, hashes))
 
     def end_plan(self, plan: StepPlan) -> None:
         """The step of a plan has ended: other groups may read what it copied to the host."""
-        if self.host is not None:
-            self.host.prove(plan.offloads)
+        self.tier.prove(plan.offloads)
 
     def register(self, sequence: Sequence) -> None:
         """Enter the full blocks that are computed and known to be finite into the prefix cache."""
@@ -217,8 +197,7 @@ class BlockTables:
         What `plan`, whose step has failed, has read there is given up, too. Sequences keep what
         they have swapped out where all of it was written.
         """
-        if self.host is not None:
-            self.host.reset([chunk for chunk, _ in plan.restores] if plan else [])
+        self.tier.reset([chunk for chunk, _ in plan.restores] if plan else [])
         self._forks.clear()
         self._evicted.clear()
         for sequence in sequences:
@@ -227,33 +206,26 @@ class BlockTables:
                 self.forget(sequence)
         self.device.reset()
 
-    @property
-    def is_offloading(self) -> bool:
-        """Whether something has been swapped out since the last plan."""
-        return self.host is not None and self.host.is_offloading
-
     def is_swapped_out(self, sequence: Sequence) -> bool:
-        """Whether all that a sequence has computed is on the host."""
-        places = sequence.host_places
-        return bool(places) and self.host is not None and self.host.holds(places)
+        """Whether all that a sequence has computed is in the second tier."""
+        places = sequence.places
+        return bool(places) and self.tier.holds(places)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Conservation in both tiers, see `BlockAllocator.check`."""
         sequences = list(sequences)
         forks = chain.from_iterable(self._forks.values())
         self.device.check([*(sequence.block_table for sequence in sequences), *forks])
-        if self.host is not None:
-            self.host.memory.check()
+        self.tier.check()
 
     def clear_cache(self) -> None:
-        """Nothing is found by hash any more, on the device and on the host."""
+        """Nothing is found by hash any more, in both tiers."""
         self.device.clear_cache()
-        if self.host is not None:
-            self.host.memory.clear_cache()
+        self.tier.clear_cache()
 
     def _allocate(self) -> int:
         """A device block; what it evicts from the prefix cache is offloaded by the plan."""
-        if self.host is not None and (block := self.device.next_evicted) is not None:
+        if self.tier.keeps_evicted and (block := self.device.next_evicted) is not None:
             contents = self.device.contents_of(block)
             assert contents is not None, "a cached block has contents"
             self._evicted.append((block, contents))
@@ -301,27 +273,21 @@ class BlockTables:
         Returns how many blocks a prefix has there; of a swapped sequence that is none, because it
         knows what it has computed.
         """
-        if self.host is None:
+        if sequence.places:
+            places = sequence.places[num_found:]
+            self.tier.restore(places, sequence.block_table[num_found:][: len(places)])
+            self.leave_tier(sequence)
             return 0
-        if sequence.host_places:
-            places = sequence.host_places[num_found:]
-            self.host.restore(places, sequence.block_table[num_found:][: len(places)])
-            self.host.release(sequence.host_places)
-            sequence.host_places = []
-            return 0
-        places = self._find_on_host(sequence, num_found)
-        self.host.restore(places, sequence.block_table[num_found:][: len(places)])
+        places = self._find_in_tier(sequence, num_found)
+        self.tier.restore(places, sequence.block_table[num_found:][: len(places)])
         return len(places)
 
-    def _find_on_host(self, sequence: Sequence, num_found: int) -> list[Place]:
-        """Where the host has blocks that go on after those found on the device; never all."""
-        if self.host is None or not self._may_have_prefix(sequence):
+    def _find_in_tier(self, sequence: Sequence, num_found: int) -> list[Place]:
+        """Where the second tier has blocks that follow those found on the device; never all."""
+        if not self._may_have_prefix(sequence):
             return []
         limit = (len(sequence.token_ids) - 1) // self.block_size
-        places = self.host.match(self._hashes(sequence), sequence.token_ids, num_found, limit)
-        self.num_host_query_tokens += len(sequence.token_ids) - num_found * self.block_size
-        self.num_host_hit_tokens += len(places) * self.block_size
-        return places
+        return self.tier.match(self._hashes(sequence), sequence.token_ids, num_found, limit)
 
     def _may_have_prefix(self, sequence: Sequence) -> bool:
         return self.prefix_caching and not sequence.wants_prompt_logprobs

@@ -3,17 +3,14 @@
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shiftjax.control.admission import RequestLimits, validate_request
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_state import FleetState, state_of
-from shiftjax.control.host_stats import HostStats, host_stats
-from shiftjax.control.hosts import LostHostError
-from shiftjax.control.lane import Failure, Flight, Lane, load_of, wait_for_one
+from shiftjax.control.errors import EngineLostError
+from shiftjax.control.lane import Failure, Flight, Lane, wait_for_one
 from shiftjax.control.policy import Policy
 from shiftjax.control.request import (
     DuplicateRequestError,
@@ -25,9 +22,8 @@ from shiftjax.control.request import (
     StepPlan,
     derive_seed,
 )
-from shiftjax.control.resharding import Resharding, ReshardingState
 from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.speculation import DraftStats, total_stats
+from shiftjax.control.topology import Topology
 from shiftjax.parallel.grid import Mode
 
 MOST_PASSED = 64  # requests that wait for a wider group, and that others may overtake
@@ -40,7 +36,8 @@ class EngineStats:
     """Counters since the start and gauges of now, summed over groups.
 
     `num_waiting` counts sequences without blocks, those of requests in the front queue included.
-    `kv_usage` is the share of blocks that block tables hold.
+    `kv_usage` is the share of blocks that block tables hold. `parts` are the counters and states
+    of what is plugged in, by their type: see `find`.
     """
 
     num_running: int
@@ -54,10 +51,11 @@ class EngineStats:
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int  # in both tiers
     num_prefix_hits_elsewhere: int  # sequences, whose prefix only groups of other widths have
-    host: HostStats | None  # None: there is no host tier
-    drafts: DraftStats | None  # None: nobody drafts
-    fleet: FleetState | None  # None: groups stay as they are
-    resharding: ReshardingState | None  # None: prompts and decodes share a configuration
+    parts: Mapping[type, Any]
+
+    def find[T](self, kind: type[T]) -> T | None:
+        """Return the state of this type, or None if nothing that has one is plugged in."""
+        return self.parts.get(kind)
 
     @property
     def steps_by_mode(self) -> dict[str, int]:
@@ -100,8 +98,7 @@ class Engine:
         seed: int = 0,
         clock: Callable[[], float] | None = None,
         wait: Callable[[Sequence[Lane]], None] = wait_for_one,
-        fleet: Fleet | None = None,  # that opens and closes the lanes; None: all are open
-        resharding: Resharding | None = None,  # likewise, in phases
+        topology: Topology | None = None,  # that opens and closes the lanes; None: all are open
     ):
         if not lanes:
             raise ValueError("An engine needs at least one group of devices.")
@@ -110,8 +107,7 @@ class Engine:
         self.limits = limits
         self.overlap = overlap
         self.wait = wait
-        self.fleet = fleet
-        self.resharding = resharding
+        self.topology = topology or Topology(lanes)
         self._seed = seed
         self._clock = clock
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
@@ -126,14 +122,13 @@ class Engine:
 
     def step(self, now: float) -> list[Event]:
         """One turn: schedule, choose and run a step in every lane, then commit what is due."""
-        if self.fleet is not None:
-            self.fleet.turn(self._first_queued, len(self._queued), self._num_requests, now)
+        self.topology.turn(self._first_queued, len(self._queued), self._num_requests, now)
         self._dispatch()
         self.ended_steps = []
         due = [lane for lane in self.lanes if self._is_due(lane, self._launch(lane, now))]
         busy = sum(bool(lane.in_flight) for lane in self.lanes)
-        if self.resharding is not None and not busy:
-            self.resharding.turn(len(self._queue))
+        if not busy:
+            self.topology.idle(len(self._queue))
         if sum(lane.steps for lane in self.lanes) > 1 or busy > 1:  # a single one waits in `fetch`
             if len(due) == busy > 0:
                 self.wait(due)
@@ -188,8 +183,7 @@ class Engine:
                 self.ended_steps.append(_ended(flight, seconds))
             for event in lane.scheduler.commit(flight.plan, flight.mode, output, done_at):
                 events.append(event)  # one by one: they count even if a later one fails
-            if self.fleet is not None:
-                self.fleet.has_stepped(lane)
+            self.topology.has_stepped(lane)
         except Exception as error:
             return events + self._fail(lane, flight.plan, error)
         if lane.in_flight and isinstance(lane.in_flight[0], Failure):
@@ -201,14 +195,12 @@ class Engine:
 
         Steps launched on top of it are forgotten; what they have alone starts from its tokens.
         Where not even a plan could be made, all requests of the group end. An exception from
-        `Runner.reset` is final: the engine is then of no more use. So is a lost host.
+        `Runner.reset` is final: the engine is then of no more use. So is EngineLostError.
         """
-        if isinstance(error, LostHostError):
+        if isinstance(error, EngineLostError):
             raise error
         self._num_failed_steps += 1
-        if self.fleet is not None and self.fleet.is_unproven(lane):
-            logger.error("A move failed; its requests are computed again.", exc_info=error)
-            self.fleet.recompute([lane], lane.progress_at)
+        if self.topology.absorbs(lane, error):
             return []
         logger.error("A step failed; its requests end with an error.", exc_info=error)
         lane.in_flight.clear()
@@ -217,8 +209,7 @@ class Engine:
         events = lane.scheduler.fail(plan, reason, code)
         if code == "device_oom" and plan is not None and plan.scheduled:
             lane.scheduler.lower_budget(plan.num_tokens)
-        if self.fleet is not None:
-            self.fleet.lost(lane)
+        self.topology.lost(lane)
         lane.runner.reset()
         return events
 
@@ -227,9 +218,7 @@ class Engine:
         policy = lane.policy or self.policy
         mode = policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
         self._steps[mode.label, lane.group.width] += 1
-        speculation = lane.scheduler.speculation
-        if plan.num_drafts and speculation is not None:
-            speculation.stats.steps[mode.label] += 1
+        lane.scheduler.lookahead.runs(plan, mode)
         if lane.last_mode not in (None, mode):
             self._mode_switches[lane.last_mode.label, mode.label] += 1
         lane.last_mode = mode
@@ -299,11 +288,17 @@ class Engine:
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
             num_prefix_hits_elsewhere=sum(e.tables.num_prefix_hits_elsewhere for e in schedulers),
-            host=host_stats([scheduler.tables for scheduler in schedulers]),
-            drafts=total_stats(scheduler.speculation for scheduler in schedulers),
-            fleet=None if self.fleet is None else state_of(self.fleet),
-            resharding=None if self.resharding is None else self.resharding.state(),
+            parts=self._parts(),
         )
+
+    def _parts(self) -> dict[type, Any]:
+        """What is plugged into lanes counts for each; sums over them."""
+        parts: dict[type, Any] = {type(state): state for state in self.topology.states()}
+        for lane in self.lanes:
+            for state in lane.scheduler.states():
+                kind = type(state)
+                parts[kind] = parts[kind] + state if kind in parts else state
+        return parts
 
     def mend(self, error: Exception) -> list[Event]:
         """After a command that raised: end the requests of every group that it left broken."""
@@ -322,23 +317,18 @@ class Engine:
 
     def drain(self) -> None:
         """The end has begun: what there is goes on, and no groups are bound for it."""
-        if self.fleet is not None:
-            self.fleet.drain()
+        self.topology.drain()
 
     def close(self) -> None:
         """End what works in the background; requests that come later are served without it."""
         for lane in self.lanes:
-            if lane.scheduler.speculation is not None:
-                lane.scheduler.speculation.close()
+            lane.scheduler.lookahead.close()
 
     def check(self) -> None:
         """Conservation in every lane. Raises `RuntimeError` at the first breach."""
         for lane in self.lanes:
             lane.scheduler.check()
-        if self.fleet is not None:
-            self.fleet.check()
-        if self.resharding is not None:
-            self.resharding.check()
+        self.topology.check()
 
     def _lane_of(self, request_id: str) -> Lane | None:
         for lane in self.lanes:
@@ -371,7 +361,7 @@ class Engine:
         while self._queue and len(passed) < MOST_PASSED:
             priority, arrival, number, request = self._queue[0]
             order = (priority, arrival, number, 0)
-            lane = self._lane_for(request)
+            lane = self.topology.lane_for(request)
             if lane is None:
                 passed.append(heapq.heappop(self._queue))
                 continue
@@ -383,13 +373,6 @@ class Engine:
             self._start(request, number, scheduler)
         for entry in passed:
             heapq.heappush(self._queue, entry)
-
-    def _lane_for(self, request: Request) -> Lane | None:
-        if self.fleet is not None:
-            return self.fleet.lane_for(request)
-        if self.resharding is not None:
-            return self.resharding.lane_for()
-        return min(self.lanes, key=load_of)
 
     def _start(self, request: Request, number: int, scheduler: Scheduler) -> None:
         sampling = request.sampling

@@ -13,5 +13,9 @@ class RequestError(ValueError):
         self.field, self.code = field, code
 
 
+class EngineLostError(RuntimeError):
+    """What a step fails with where no other step can succeed: the engine is of no more use."""
+
+
 class DuplicateRequestError(RequestError):
     """A request whose id belongs to another one that has not finished."""

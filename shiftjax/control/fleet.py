@@ -31,10 +31,12 @@ from dataclasses import dataclass, field
 from shiftjax.control.admission import RequestLimits
 from shiftjax.control.fleet_needs import Needs
 from shiftjax.control.fleet_policy import FleetPolicy, Wish
+from shiftjax.control.fleet_state import FleetState, state_of
 from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.control.lane import Lane, load_of
 from shiftjax.control.request import Request, Sequence, StepPlan
+from shiftjax.control.topology import Topology
 from shiftjax.parallel.fleet import Arrangement, Change, changes, check_arrangement
 from shiftjax.parallel.grid import Group
 
@@ -60,7 +62,7 @@ class _Pending:
     finished: set[Group] = field(default_factory=set)
 
 
-class Fleet:
+class Fleet(Topology):
     """The groups of all widths over the same units, of which an arrangement is open.
 
     `lanes` are one for every group. `policy` says which shall be open; it is asked when a request
@@ -363,9 +365,17 @@ class Fleet:
         """A step of a group has been committed: what it was handed is there."""
         self._unproven.discard(lane.group)
 
-    def is_unproven(self, lane: Lane) -> bool:
-        """Whether a step that fails may do so because of what the group was handed."""
-        return lane.group in self._unproven
+    def absorbs(self, lane: Lane, error: Exception) -> bool:
+        """Compute again what a group was handed, if no step has shown yet that it is there."""
+        if lane.group not in self._unproven:
+            return False
+        logger.error("A move failed; its requests are computed again.", exc_info=error)
+        self.recompute([lane], lane.progress_at)
+        return True
+
+    def states(self) -> Iterable[FleetState]:
+        """Return what the groups are doing now."""
+        yield state_of(self)
 
     def recompute(self, lanes: Iterable[Lane], now: float) -> None:
         """What groups were handed is lost, and their pools: all starts again from its tokens."""

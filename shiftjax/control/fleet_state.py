@@ -6,13 +6,15 @@ Taken between turns, by the thread of the engine; nothing of it changes afterwar
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_stats import FleetStats, Turn
 from shiftjax.control.lane import Lane
 from shiftjax.parallel.fleet import Arrangement
 from shiftjax.parallel.grid import Group
+
+if TYPE_CHECKING:
+    from shiftjax.control.fleet import Fleet
 
 NUM_CHANGES = 64  # the latest, that a state holds
 
@@ -62,7 +64,7 @@ class FleetState:
         return self.changes[-new:] if new > 0 else ()
 
 
-def state_of(fleet: Fleet) -> FleetState:
+def state_of(fleet: "Fleet") -> FleetState:
     """The state of now."""
     lanes = sorted(fleet.lanes.values(), key=lambda lane: lane.group)
     latest = tuple(islice(reversed(fleet.history), NUM_CHANGES))[::-1]

@@ -157,7 +157,7 @@ def start_anew(lanes: List[Lane], targets: List[Lane], requests: List[list[Seque
         lane.scheduler.disown()
     for number, siblings in enumerate(requests):
         for sequence in siblings:
-            targets[0].scheduler.tables.leave_host(sequence)
+            targets[0].scheduler.tables.leave_tier(sequence)
             sequence.block_table = []
             sequence.num_computed_tokens = sequence.num_verified_tokens = 0
             sequence.num_pending_tokens = sequence.num_registered_blocks = 0

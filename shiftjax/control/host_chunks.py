@@ -16,64 +16,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import NamedTuple
 
 from shiftjax.control.blocks import CachedPrefix, block_tokens
+from shiftjax.control.host_stats import HostStats
+from shiftjax.control.tier import MOST_AHEAD, Chunk, Offload, Place, Restore, Tier, TierMoves
 
 CHUNK_SIZES = (32, 8, 1)  # blocks of a copy; one of a size is one program, one transfer
 MOST_IN_FLIGHT = 8  # copies on their way; each holds device memory for a chunk until it is there
-MOST_AHEAD = 8  # chunks on the devices before their restore; as much memory again
 NULL_BLOCK = 0
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """Blocks that one copy brings to the host; `contents` is None where no hash leads."""
-
-    number: int
-    writer: "HostBlocks"
-    contents: list[CachedPrefix | None]
-    num_pins: int = 0
-    is_proven: bool = False  # the step that came with the copy has ended
-
-    @property
-    def num_bytes(self) -> int:
-        """What it takes of the budget."""
-        return len(self.contents) * self.writer.block_bytes
-
-
-class Place(NamedTuple):
-    """One block on the host."""
-
-    chunk: Chunk
-    row: int
-
-
-class Offload(NamedTuple):
-    """Copy these device blocks to the host, as a chunk."""
-
-    chunk: int
-    blocks: list[int]
-
-
-class Restore(NamedTuple):
-    """Copy row i of a chunk to the i-th device block; the null block: it is not wanted."""
-
-    chunk: int
-    blocks: list[int]
-
-
-class HostMoves(NamedTuple):
-    """What a plan does with the host: chunks that go first, then copies out, then copies in.
-
-    The runner empties `dropped`; what it has left there comes again with the next plan. Then it has
-    `prefetches`, and no other chunks, on their way to the devices for restores of later plans.
-    """
-
-    dropped: list[int]
-    offloads: list[Offload]
-    restores: list[Restore]
-    prefetches: list[int]
 
 
 @dataclass
@@ -207,11 +157,11 @@ class HostMemory:
                 chunk.contents[row] = None
 
 
-def _key(writer: "HostBlocks", content: CachedPrefix) -> tuple[int, bytes]:
+def _key(writer: Tier, content: CachedPrefix) -> tuple[int, bytes]:
     return writer.block_size, content.block_hash
 
 
-class HostBlocks:
+class HostBlocks(Tier):
     """What one group has of the host tier. Groups of equal `block_size` find each other's blocks.
 
     `block_bytes` are those of a block on all devices of the group. Copies are collected while a
@@ -226,6 +176,26 @@ class HostBlocks:
         self._unproven: dict[int, Chunk] = {}
         self.num_prefetches = self.num_prefetch_hits = 0  # chunks
         self._ahead: set[int] = set()  # chunks that the last plan has prefetched
+        self._num_query_tokens = self._num_hit_tokens = 0
+
+    keeps_evicted = True
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Return whether any group has left something that is found by its hash."""
+        return bool(self.memory.index)
+
+    def reserve(self, owner: Hashable, num_blocks: int) -> bool:
+        """Keep room for blocks of a sequence until it is swapped out, if there is."""
+        return self.memory.reserve(owner, num_blocks * self.block_bytes)
+
+    def could_reserve(self, num_blocks: int) -> bool:
+        """Return whether the host would have room for so many blocks if it were empty."""
+        return num_blocks * self.block_bytes <= self.memory.num_bytes
+
+    def cancel(self, owner: Hashable) -> None:
+        """Keep no room for a sequence."""
+        self.memory.cancel(owner)
 
     def match(
         self, hashes: Sequence[bytes], token_ids: list[int], start: int, limit: int
@@ -247,6 +217,8 @@ class HostBlocks:
             if not self._may_read(chunk):
                 break
             places.append(place)
+        self._num_query_tokens += len(token_ids) - start * self.block_size
+        self._num_hit_tokens += len(places) * self.block_size
         return places
 
     def chunks_of(self, hashes: Iterable[bytes]) -> list[Chunk]:
@@ -329,7 +301,7 @@ class HostBlocks:
         for chunk in {place.chunk: None for place in places}:
             self.memory.unpin(chunk)
 
-    def finish(self, *, is_planned: bool, wanted: Iterable[Chunk] = ()) -> HostMoves:
+    def finish(self, *, is_planned: bool, wanted: Iterable[Chunk] = ()) -> TierMoves:
         """The copies of the plan. If there is none, no copy will be made: new chunks are gone.
 
         The chunks `wanted` by sequences that come next are prefetched, the first `MOST_AHEAD`.
@@ -344,11 +316,11 @@ class HostBlocks:
         if not is_planned:
             for chunk, _ in offloads:
                 memory.drop(chunk)
-            return HostMoves([], [], [], [])
+            return TierMoves([], [], [], [])
         self._unproven |= {chunk.number: chunk for chunk, _ in offloads}
         self.num_offloaded_blocks += sum(len(blocks) for _, blocks in offloads)
         self.num_prefetch_hits += len({chunk.number for chunk, _ in restores} & self._ahead)
-        return HostMoves(
+        return TierMoves(
             memory.given,
             [Offload(chunk.number, blocks) for chunk, blocks in offloads],
             [Restore(chunk.number, blocks) for chunk, blocks in restores],
@@ -390,6 +362,27 @@ class HostBlocks:
         self._offloads, self._restores = [], []
         self._unproven.clear()
         self._ahead.clear()
+
+    def clear_cache(self) -> None:
+        """Find nothing by its hash any more, in any group."""
+        self.memory.clear_cache()
+
+    def check(self) -> None:
+        """Check conservation of bytes. Raises RuntimeError at the first breach."""
+        self.memory.check()
+
+    def states(self) -> Iterator[HostStats]:
+        """Return what this group has done, and the bytes of all."""
+        yield HostStats(
+            num_query_tokens=self._num_query_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_offloaded_bytes=self.num_offloaded_blocks * self.block_bytes,
+            num_restored_bytes=self.num_restored_blocks * self.block_bytes,
+            num_used_bytes=self.memory.num_used_bytes,
+            num_bytes=self.memory.num_bytes,
+            num_prefetches=self.num_prefetches,
+            num_prefetch_hits=self.num_prefetch_hits,
+        )
 
     def _offload(
         self, blocks: Sequence[int], contents: Sequence[CachedPrefix | None]

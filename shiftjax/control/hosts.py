@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from shiftjax.control.errors import EngineLostError
+
 ACK_STEPS = 8  # a follower waits for a step, and says that it is done, whenever so many have gone
 RESET = b""  # a call of its own: rebuild the pools
 NOBODY = -1
@@ -25,7 +27,7 @@ _CHANGE = struct.Struct("<III")  # which array, runs, elements
 Shapes = Callable[[int], Sequence[tuple[tuple[int, ...], np.dtype]]]
 
 
-class LostHostError(RuntimeError):
+class LostHostError(EngineLostError):
     """Another host of the engine is gone, or does not do what this one does: the end of it."""
 
 

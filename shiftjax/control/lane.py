@@ -72,10 +72,8 @@ class Lane:
     @property
     def commits_first(self) -> bool:
         """Whether the step in flight has to be committed before the next is planned."""
-        speculation = self.scheduler.speculation
-        if speculation is None:
-            return False
-        return speculation.commits_first or any(flight.has_drafts for flight in self.in_flight)
+        drafts = self.scheduler.lookahead
+        return drafts.commits_first or any(flight.has_drafts for flight in self.in_flight)
 
     def has_room(self, overlap: bool) -> bool:
         """Whether one more step may be in flight: one for each stage, with `overlap` one more."""
@@ -99,8 +97,7 @@ class Lane:
     def end_step(self, flight: Flight, now: float) -> float:
         """The oldest step has ended: returns its seconds, which whoever drafts learns from."""
         seconds, self.progress_at = now - self.progress_at, now
-        if (speculation := self.scheduler.speculation) is not None:
-            speculation.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
+        self.scheduler.lookahead.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
         return seconds
 
 

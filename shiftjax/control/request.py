@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from shiftjax.control.errors import DuplicateRequestError, RequestError
-from shiftjax.control.host_chunks import Offload, Place, Restore
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
+from shiftjax.control.tier import Offload, Place, Restore
 from shiftjax.drafts.draft import Draft
 from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
@@ -146,7 +146,7 @@ class Sequence:
     constraint: TokenConstraint | None = None
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
-    host_places: list[Place] = field(default_factory=list)  # not empty: swapped out
+    places: list[Place] = field(default_factory=list)  # not empty: swapped out
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix hit at the first admission
     num_verified_tokens: int = 0

@@ -14,7 +14,7 @@ Sequences keep their tokens and their state of sampling, so a token does not dep
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal, Protocol, get_args
@@ -22,7 +22,8 @@ from typing import Literal, Protocol, get_args
 from shiftjax.control import request as sequences
 from shiftjax.control.host_chunks import HostMemory
 from shiftjax.control.lane import Lane, load_of
-from shiftjax.control.request import Status
+from shiftjax.control.request import Request, Status
+from shiftjax.control.topology import Topology
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -52,7 +53,7 @@ class ReshardingState:
     num_bytes: int  # the budget
 
 
-class Resharding:
+class Resharding(Topology):
     """Which phase the lanes of an engine are in. Prefill lanes' schedulers park.
 
     The devices are loaded for prefill. Lanes of the other phase are idle; there, requests may wait.
@@ -75,15 +76,12 @@ class Resharding:
         self._clock = clock
         self._set_states()
 
-    def lane_for(self) -> Lane:
-        """Where the first request of the queue goes: the prefill lane with the least load."""
+    def lane_for(self, request: Request) -> Lane:
+        """Return the prefill lane with the least load."""
         return min(self.lanes["prefill"], key=load_of)
 
-    def turn(self, num_queued: int) -> bool:
-        """When no lane has a step in flight, nor one to launch: change phases, if that helps.
-
-        `num_queued` requests are in no lane yet. Returns whether the phase has changed.
-        """
+    def idle(self, num_queued: int) -> None:
+        """Change phases, if that helps; `num_queued` requests are in no lane yet."""
         here = [lane.scheduler for lane in self.lanes[self.phase]]
         if self.phase == "decode":
             waits = num_queued or any(e.scheduler.requests for e in self.lanes["prefill"])
@@ -93,7 +91,6 @@ class Resharding:
             is_over = not takes_more and any(scheduler.parked for scheduler in here)
         if is_over:
             self._switch()
-        return is_over
 
     def _switch(self) -> None:
         begin, old = self._clock(), self.lanes[self.phase]
@@ -115,11 +112,11 @@ class Resharding:
                 lane.state = "open" if phase == self.phase else "idle"
                 lane.last_mode, lane.progress_at = None, self._clock()
 
-    def state(self) -> ReshardingState:
-        """What it is doing now."""
+    def states(self) -> Iterable[ReshardingState]:
+        """Return which phase it is in, and what is parked."""
         schedulers = {phase: [lane.scheduler for lane in self.lanes[phase]] for phase in PHASES}
         num_parked = sum(len(each.parked) for each in schedulers["prefill"])
-        return ReshardingState(
+        yield ReshardingState(
             self.phase,
             self.num_switches,
             self.switch_seconds,

@@ -26,10 +26,11 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
 from shiftjax.control.block_tables import BlockTables
 from shiftjax.control.blocks import BlockAllocator
-from shiftjax.control.host_chunks import HostBlocks
+from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.micro_batches import is_in_flight, num_dealt, num_sampling
 from shiftjax.control.paths import place_drafts, settle
 from shiftjax.control.plan_builder import PlanBuilder
@@ -51,7 +52,7 @@ from shiftjax.control.results import (
     num_accepted,
 )
 from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.control.speculation import Speculation
+from shiftjax.control.tier import Tier
 from shiftjax.parallel.grid import Mode
 
 NON_FINITE = "The model produced numbers that are not finite for this request."
@@ -66,12 +67,12 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        speculation: Speculation | None = None,
+        lookahead: Lookahead | None = None,  # None: nobody guesses
         blocks: BlockAllocator | None = None,  # of the pool; None: one of its own
-        host: HostBlocks | None = None,  # None: there is no host tier
+        tier: Tier | None = None,  # None: there is no second place for KV
     ):
         self.config = config
-        self.speculation = speculation  # None: nothing is drafted
+        self.lookahead = lookahead or Lookahead()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.parked: list[Sequence] = []
@@ -82,7 +83,7 @@ class Scheduler:
         }
         self.tables = BlockTables(
             blocks or BlockAllocator(config.num_blocks, config.block_size),
-            host,
+            tier,
             config.model,
             config.prefix_caching,
             config.hash_size,
@@ -136,8 +137,7 @@ class Scheduler:
         if sampling.prompt_logprobs is not None:
             siblings[0].prompt_logprobs = [None]  # nothing predicts the first token
         self.requests[request.request_id] = siblings
-        if self.speculation is not None:
-            self.speculation.start(siblings)
+        self.lookahead.start(siblings)
 
     # ------------------------------------------------------------------ schedule
 
@@ -167,14 +167,13 @@ class Scheduler:
             tokens, rows = self._tokens_per_step(), self._rows_per_step
             builder = PlanBuilder(tokens, rows, self.config.block_size, micro_batch=micro_batch)
             self._fill(builder, now, in_flight)
-            if self.speculation is not None:
-                self._draft(builder, self.speculation, num_queued, last_mode)
+            self._draft(builder, num_queued, last_mode)
             plan = builder.finish(self._num_steps)
             if plan is not None:
                 self._micro_batch = (micro_batch + 1) % num_stages
                 return self._planned(plan)
             swapped += builder.swapped
-        if self.config.parks and self.tables.is_offloading:
+        if self.config.parks and self.tables.tier.is_offloading:
             return self._planned(StepPlan([], 0, 0, 0, [], [], self._num_steps))
         self._forget_swapped(swapped)
         self.tables.finish_plan(is_planned=False)
@@ -262,22 +261,16 @@ class Scheduler:
         builder.tokens_left -= len(decodes)
         builder.rows_left -= len(decodes)
 
-    def _draft(
-        self,
-        builder: PlanBuilder,
-        speculation: Speculation,
-        num_queued: int,
-        last_mode: Mode | None,
-    ) -> None:
+    def _draft(self, builder: PlanBuilder, num_queued: int, last_mode: Mode | None) -> None:
         """Let decodes guess ahead with what the step has left; nobody is kept waiting for a guess.
 
         A draft takes no block that an admission would have to leave free.
         """
         builder.blocks_left = max(0, self.tables.device.num_free_blocks - self._watermark)
         builder.seqs_left = self._rows_per_step - len(builder.decodes) - len(builder.chunks)
-        drafts = speculation.propose(builder, num_queued + len(self.waiting), last_mode)
-        builder.num_guesses = speculation.num_guesses
-        place_drafts(drafts, builder, self.tables, speculation.cut)
+        drafts = self.lookahead.propose(builder, num_queued + len(self.waiting), last_mode)
+        builder.num_guesses = self.lookahead.num_guesses
+        place_drafts(drafts, builder, self.tables, self.lookahead.cut)
 
     @property
     def _watermark(self) -> int:
@@ -339,7 +332,9 @@ class Scheduler:
             if _waits_for_prompt(sequence) or (self.config.parks and _is_led(sequence)):
                 position += 1
                 continue
-            if self.config.parks and not self.tables.could_reserve(self._parking_blocks(sequence)):
+            if self.config.parks and not self.tables.tier.could_reserve(
+                self._parking_blocks(sequence)
+            ):
                 self._park(sequence)
                 continue
             if sequence.num_preemptions and is_in_flight(sequence, in_flight):
@@ -361,11 +356,11 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give it blocks, and keep room for them on the host where it will be parked."""
         parks = self.config.parks
-        if parks and not self.tables.reserve(sequence, self._parking_blocks(sequence)):
+        if parks and not self.tables.tier.reserve(sequence, self._parking_blocks(sequence)):
             return False
         is_admitted = self.tables.admit(sequence, self._reserve(sequence))
         if parks and not is_admitted:
-            self.tables.cancel_reservation(sequence)
+            self.tables.tier.cancel(sequence)
         return is_admitted
 
     def _parking_blocks(self, sequence: Sequence) -> int:
@@ -449,8 +444,7 @@ class Scheduler:
                 sampled = tokens[sampling_row:last]
                 event, reason = append_tokens(sequence, sampled, output, sampling_row, now)
                 event.mode = label
-                if self.speculation is not None:
-                    self.speculation.extend(sequence, event.token_ids, guess)
+                self.lookahead.extend(sequence, event.token_ids, guess)
             if sequence.block_table:  # else it has been preempted since
                 sequence.num_verified_tokens = min(end, len(sequence.token_ids))
                 if caches and end // block_size > sequence.num_registered_blocks:
@@ -467,8 +461,8 @@ class Scheduler:
         if item.draft is not None and item.draft.drafter == "prediction":
             sequence.num_prediction_tokens += num_drafted
             sequence.num_accepted_prediction_tokens += accepted
-        if self.speculation is not None and item.draft is not None:
-            self.speculation.learn(sequence, item.draft, accepted)
+        if item.draft is not None:
+            self.lookahead.learn(sequence, item.draft, accepted)
         return num_drafted - accepted
 
     # ----------------------------------------------------------------------- ends
@@ -496,7 +490,7 @@ class Scheduler:
             sequence.num_pending_tokens = 0
             self._wait(sequence)
         for sequence in alive:
-            if self.config.parks and sequence.host_places:
+            if self.config.parks and sequence.places:
                 self._park(sequence)
         failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
         return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
@@ -512,8 +506,7 @@ class Scheduler:
         for sequence in siblings:
             if sequence.status is not Status.FINISHED:
                 self._leave_queue(sequence)
-        if self.speculation is not None:
-            self.speculation.leave(siblings)
+        self.lookahead.leave(siblings)
         return siblings
 
     def attach(self, siblings: list[Sequence]) -> None:
@@ -524,8 +517,7 @@ class Scheduler:
                 bisect.insort(self.running, sequence, key=_order)
             elif sequence.status is not Status.FINISHED:
                 self._wait(sequence)
-        if self.speculation is not None:
-            self.speculation.join(siblings)
+        self.lookahead.join(siblings)
 
     def disown(self) -> None:
         """Give up all requests and forget all KV, whatever state either is in.
@@ -569,8 +561,7 @@ class Scheduler:
         self.tables.release(sequence)
         self._leave_queue(sequence)
         sequence.status = Status.FINISHED
-        if self.speculation is not None:
-            self.speculation.end(sequence, reason)
+        self.lookahead.end(sequence, reason)
         event.finish_reason = reason
         event.metrics = sequence.metrics()
         event.is_last = all(other.status is Status.FINISHED for other in sequence.siblings)
@@ -584,6 +575,11 @@ class Scheduler:
         if queue is self.waiting:
             self.num_waiting_tokens -= sequence.num_prompt_tokens
         del queue[bisect.bisect_left(queue, sequence.order, key=_order)]
+
+    def states(self) -> Iterator[Any]:
+        """Return the counters of what is plugged in; those of several groups can be added."""
+        yield from self.lookahead.states()
+        yield from self.tables.tier.states()
 
     def check(self) -> None:
         """Conservation of blocks and queues. Raises `RuntimeError` at the first breach."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.paths import Name, choose_rows, further_paths
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.prices import Prices
@@ -49,6 +50,17 @@ class DraftStats:
     seconds: float = 0.0  # of the host, to guess and to choose
     num_corpus_tokens: int = 0
 
+    def __add__(self, other: "DraftStats") -> "DraftStats":
+        """Return what two groups have counted together."""
+        return DraftStats(
+            self.num_drafts + other.num_drafts,
+            self.accepted_at + other.accepted_at,
+            self.tokens + other.tokens,
+            self.steps + other.steps,
+            self.seconds + other.seconds,
+            self.num_corpus_tokens + other.num_corpus_tokens,
+        )
+
     @property
     def by_drafter(self) -> dict[str, dict[str, int]]:
         """Tokens that each drafter has guessed: accepted, rejected."""
@@ -63,22 +75,7 @@ class DraftStats:
         return self.accepted_at.total()
 
 
-def total_stats(groups: Iterable["Speculation | None"]) -> DraftStats | None:
-    """A copy of what all groups have counted; None where none drafts."""
-    stats = [group.stats_now() for group in groups if group is not None]
-    if not stats:
-        return None
-    return DraftStats(
-        sum(each.num_drafts for each in stats),
-        sum((each.accepted_at for each in stats), Counter()),
-        sum((each.tokens for each in stats), Counter()),
-        sum((each.steps for each in stats), Counter()),
-        sum(each.seconds for each in stats),
-        sum(each.num_corpus_tokens for each in stats),
-    )
-
-
-class Speculation:
+class Speculation(Lookahead):
     """The drafts of one group: `drafting` guesses, `prices` say how far it pays.
 
     In a step of up to `max_rows` tokens any may be a logit row. `overlap` is the engine's: without
@@ -159,10 +156,15 @@ class Speculation:
         """End what drafts in the background."""
         self._drafting.close()
 
-    def stats_now(self) -> DraftStats:
-        """The counters, which go on counting, beside what is kept now."""
+    def states(self) -> Iterable[DraftStats]:
+        """Return a copy of the counters, beside what is kept now."""
         self.stats.num_corpus_tokens = self._drafting.num_corpus_tokens
-        return self.stats
+        yield self.stats + DraftStats()
+
+    def runs(self, plan: StepPlan, mode: Mode) -> None:
+        """Count a step by its mode, if it has drafts."""
+        if plan.num_drafts:
+            self.stats.steps[mode.label] += 1
 
     # ------------------------------------------------------------------ a step
 

@@ -79,7 +79,7 @@ def make_engine(
         seed=seed,
         clock=clock,
         wait=clock.wait_for_all if target.engine.replicas_in_step else clock.wait_for_one,
-        fleet=_fleet(target, made, clock) if made.deployment.widths else None,
+        topology=_fleet(target, made, clock) if made.deployment.widths else None,
     )
     return engine, made.runners
 
@@ -107,7 +107,7 @@ def make_phases(
         overlap=target.engine.overlaps,
         clock=clock,
         wait=clock.wait_for_all if target.engine.replicas_in_step else clock.wait_for_one,
-        resharding=Resharding(lanes, exchange, tier.memory, lambda: clock.now),
+        topology=Resharding(lanes, exchange, tier.memory, lambda: clock.now),
     )
     return engine, runners
 

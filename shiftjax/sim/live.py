@@ -12,7 +12,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.control.admission import NO_LOGPROBS
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import MOST_REMEMBERED
+from shiftjax.control.fleet import MOST_REMEMBERED, Fleet
 from shiftjax.options import ConfigError
 from shiftjax.sim.build import make_engine
 from shiftjax.sim.deployment import Target, deploy_config
@@ -58,7 +58,7 @@ def live_engine(
     tokens = MadeUpTokens(text_ids, target.model.eos_token_ids)
     for runner in runners:
         runner.tokens, runner.steps = tokens, deque(maxlen=0)  # it runs for ever
-    if engine.fleet is not None:
-        engine.fleet.history = deque(maxlen=MOST_REMEMBERED)
+    if (fleet := engine.topology.find(Fleet)) is not None:
+        fleet.history = deque(maxlen=MOST_REMEMBERED)
     engine.limits = replace(engine.limits, max_logprobs=NO_LOGPROBS)
     return engine

@@ -14,9 +14,12 @@ from typing import NamedTuple
 from shiftjax.control.admission import check_length
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.engine import Engine
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_setup import first_arrangement
 from shiftjax.control.fleet_stats import FleetStats, Turn
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.request import Event, Request, RequestError, SamplingParams
+from shiftjax.control.resharding import Resharding
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.parallel.fleet import Arrangement
 from shiftjax.sim.build import make_engine, make_phases
@@ -120,7 +123,7 @@ def replay(
 
 
 def _phases_run(engine: Engine, runners: Sequence[CostRunner]) -> PhasesRun | None:
-    resharding, host = engine.resharding, engine.stats().host
+    resharding, host = engine.topology.find(Resharding), engine.stats().find(HostStats)
     if resharding is None or host is None:
         return None
     exchange = resharding.exchange
@@ -131,7 +134,7 @@ def _phases_run(engine: Engine, runners: Sequence[CostRunner]) -> PhasesRun | No
 
 
 def _fleet_run(deployment: Deployment, engine: Engine) -> FleetRun | None:
-    fleet = engine.fleet
+    fleet = engine.topology.find(Fleet)
     if fleet is None:
         return None
     mover = fleet.mover

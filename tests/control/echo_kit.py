@@ -137,7 +137,7 @@ def make_engine(
     for number in range(dp):
         block_bytes = HOST_BLOCK_BYTES * (1 + number % 2)
         host = HostBlocks(memory, block_size, block_bytes) if num_host_blocks else None
-        scheduler = Scheduler(config, host=host)
+        scheduler = Scheduler(config, tier=host)
         lanes.append(Lane(scheduler, AuditedRunner(config, chunks, num_host_blocks), modes))
     policy = policy or make_policy("threshold", 8)
     return Engine(lanes, policy, limits, overlap=overlap, seed=ENGINE_SEED, clock=clock)
@@ -232,8 +232,8 @@ def assert_quiescent(engine: Engine) -> None:
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
     for group in engine.lanes:
         assert not group.in_flight and not group.scheduler.requests
-        host = group.scheduler.tables.host
-        if host is not None:
+        host = group.scheduler.tables.tier
+        if isinstance(host, HostBlocks):
             assert host.memory.num_used_bytes == host.memory.num_idle_bytes
             written, dropped = (
                 set(runner_of(engine).host),

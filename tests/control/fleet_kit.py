@@ -105,5 +105,5 @@ def make_fleet(
     )
     mode_policy = make_policy("threshold", 8)
     return Engine(
-        lanes, mode_policy, limits, overlap=overlap, seed=ENGINE_SEED, fleet=made, clock=clock
+        lanes, mode_policy, limits, overlap=overlap, seed=ENGINE_SEED, topology=made, clock=clock
     )

@@ -99,7 +99,7 @@ def make_phases(
         for _ in range(groups):
             host = HostBlocks(memory, block_size, HOST_BLOCK_BYTES)
             runner = AuditedRunner(config, chunks, num_host_blocks)
-            lanes[phase].append(Lane(Scheduler(config, host=host), runner, modes))
+            lanes[phase].append(Lane(Scheduler(config, tier=host), runner, modes))
     limits = RequestLimits(
         VOCAB_SIZE,
         MAX_MODEL_LEN,
@@ -114,15 +114,15 @@ def make_phases(
         overlap=overlap,
         seed=ENGINE_SEED,
         clock=clock,
-        resharding=Resharding(lanes, exchange, memory, clock or (lambda: 0.0)),
+        topology=Resharding(lanes, exchange, memory, clock or (lambda: 0.0)),
     )
     exchange.num_queued = lambda: len(engine._queue)
     return engine
 
 
 def exchange_of(engine: Engine) -> EchoExchange:
-    assert engine.resharding is not None
-    exchange = engine.resharding.exchange
+    assert engine.topology.find(Resharding) is not None
+    exchange = engine.topology.find(Resharding).exchange
     assert isinstance(exchange, EchoExchange)
     return exchange
 

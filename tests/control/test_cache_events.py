@@ -15,6 +15,7 @@ from test_fleet import random_arrangement, random_requests
 
 from shiftjax.control.cache_events import Batch, CacheFeed, Cleared, Removed, Stored
 from shiftjax.control.engine import Engine
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import Wish
 from shiftjax.control.shared_blocks import SharedBlocks
 
@@ -106,7 +107,7 @@ def play(
             engine.flush_prefix_cache()
             heard_all(subscriber, feed, engine, salted)
         if step in wishes:
-            engine.fleet.policy.wishes = [wishes[step]]
+            engine.topology.find(Fleet).policy.wishes = [wishes[step]]
         if step in misses:
             feed.tell_all()
         listener.hear(engine.step(float(step)))
@@ -148,9 +149,9 @@ def test_events_follow_blocks_through_changes_of_groups():
             for step in range(0, 60, 3)
         }
         play(engine, [each for each in clients if fits(engine, each)], set(), {20}, wishes)
-        assert engine.fleet is not None
-        num_moved += engine.fleet.stats.num_moved_sequences
-        num_copied += engine.fleet.stats.num_compacted_blocks
+        assert engine.topology.find(Fleet) is not None
+        num_moved += engine.topology.find(Fleet).stats.num_moved_sequences
+        num_copied += engine.topology.find(Fleet).stats.num_compacted_blocks
     assert num_moved > 20 and num_copied
 
 

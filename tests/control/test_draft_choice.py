@@ -240,8 +240,8 @@ def test_each_group_chooses_alone():
     while engine.has_work():
         engine.step(0.0)
     (drafting, plain), runners = engine.lanes, (runner_of(engine, 0), runner_of(engine, 1))
-    assert drafting.scheduler.speculation.commits_first
-    assert not plain.scheduler.speculation.commits_first
+    assert drafting.scheduler.lookahead.commits_first
+    assert not plain.scheduler.lookahead.commits_first
     assert [len(runner.plans) for runner in runners] == [20, 40]
     assert sum(plan.num_drafts for plan in runners[1].plans) == 0
 
@@ -266,7 +266,7 @@ def test_drafting_takes_a_share_of_the_step_and_the_best_go_first(predicted):
     engine = make_engine(policy=cost_policy(costs), max_num_seqs=8, max_draft_rows=16)
     guesses = Slow([1.0])
     let_draft(engine, guesses, 16, clock=lambda: guesses.now)
-    speculation = engine.lanes[0].scheduler.speculation
+    speculation = engine.lanes[0].scheduler.lookahead
     seeds = [3, 8, 1, 6, 2, 7, 4, 5]
     for seed in seeds:
         engine.add_request(make_request(f"r{seed}", [1], seed=seed, max_tokens=9, ignore_eos=True))

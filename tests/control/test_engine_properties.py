@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from spent import examples
 
 from shiftjax.control.engine import Engine
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.request import Request
 
 FAST = settings(
@@ -196,7 +197,7 @@ def test_any_schedule_gives_the_reference_tokens(engine, clients):
     stats = engine.stats()
     event(f"preempted: {any(stats.num_preemptions.values())}")
     event(f"prefix hits: {stats.num_prefix_hit_tokens > 0}")
-    event(f"on the host: {stats.host is not None and stats.host.num_hit_tokens > 0}")
+    event(f"on the host: {(host := stats.find(HostStats)) is not None and host.num_hit_tokens > 0}")
     steps = sum(len(runner_of(engine, group).plans) for group in range(len(engine.lanes)))
     assert sum(stats.steps_by_mode.values()) == steps
     assert stats.num_failed_steps == 0

@@ -19,8 +19,9 @@ from spent import examples
 from test_speculation import Guesses, let_draft
 
 from shiftjax.control import handover
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import NeedPolicy, Wish
-from shiftjax.control.speculation import Prices, Speculation
+from shiftjax.control.speculation import DraftStats, Prices, Speculation
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
@@ -67,7 +68,7 @@ def play(
     engine, requests, rng: random.Random, *, kinds=("move",), aborts=False, num_failures=0
 ) -> Listener:
     """Requests come, groups change, in any order, until all is done."""
-    policy = engine.fleet.policy
+    policy = engine.topology.find(Fleet).policy
     listener, todo, turn = Listener(), list(requests), 0
     while todo or engine.has_work():
         for _ in range(rng.randrange(3)):
@@ -170,7 +171,7 @@ def test_nobody_notices_what_is_tight(seed, preemption, quality, switch, fault):
     )
     if quality is not None:
         let_draft(engine, Guesses(quality, most=4))
-    engine.fleet.mover.faults = {fault}
+    engine.topology.find(Fleet).mover.faults = {fault}
     requests = [
         each
         for each in random_requests(rng, 14, prompt_logprobs=rng.choice([None, 0]))
@@ -190,11 +191,11 @@ def test_what_runs_is_moved_and_not_computed_again():
         engine.add_request(request)
     for turn in range(6):
         listener.hear(engine.step(float(turn)))
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
     for turn in range(6, 12):
         listener.hear(engine.step(float(turn)))
         engine.check()
-    (last,) = engine.fleet.history
+    (last,) = engine.topology.find(Fleet).history
     assert (last.arrangement, last.num_sequences, last.num_recomputed) == ((Group(0, 8),), 6, 0)
     run_to_end(engine, listener)
     assert_as_alone(engine, requests, listener)
@@ -212,9 +213,9 @@ def test_what_was_moved_is_found_by_the_next_turn_of_a_conversation(is_bind):
     engine.add_request(request)
     for turn in range(4):
         listener.hear(engine.step(float(turn)))
-    engine.fleet.policy.wishes = [Wish(after, "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(after, "told")]
     run_to_end(engine, listener)
-    assert engine.fleet.history[-1].num_sequences == 1
+    assert engine.topology.find(Fleet).history[-1].num_sequences == 1
     said = listener.outcomes["a", 0].token_ids
     engine.add_request(make_request("b", [*range(12), *said, 1], max_tokens=1))
     run_to_end(engine, Listener())
@@ -228,12 +229,14 @@ def test_continuations_that_share_blocks_share_them_after_a_move():
     listener = Listener()
     for turn in range(5):
         listener.hear(engine.step(float(turn)))
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
     for turn in range(5, 9):
         listener.hear(engine.step(float(turn)))
-    tables = [s.block_table for s in engine.fleet.lanes[Group(0, 8)].scheduler.running]
+    tables = [
+        s.block_table for s in engine.topology.find(Fleet).lanes[Group(0, 8)].scheduler.running
+    ]
     assert len(tables) == 3 and len({table[0] for table in tables}) == 1
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, 2), "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, 2), "told")]
     run_to_end(engine, listener)
     assert_as_alone(engine, [request], listener)
 
@@ -244,17 +247,17 @@ def test_drafts_know_prompts_from_outputs_after_a_move():
     for lane in engine.lanes:
         prices = Prices((32,), engine.policy, lane.modes, None)
         drafting = Drafting(DraftOptions(speculation="suffix", draft_choice="fixed"))
-        lane.scheduler.speculation = Speculation(drafting, prices, max_rows=12)
+        lane.scheduler.lookahead = Speculation(drafting, prices, max_rows=12)
     request = make_request("a", [1, 2, 3, 4] * 3, n=3, max_tokens=30, ignore_eos=True)
     engine.add_request(request)
     listener = Listener()
     for turn in range(12):
         listener.hear(engine.step(float(turn)))
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
     run_to_end(engine, listener)
-    assert engine.fleet.stats.num_moved_sequences == 3
+    assert engine.topology.find(Fleet).stats.num_moved_sequences == 3
     assert_as_alone(engine, [request], listener)
-    stats = engine.stats().drafts
+    stats = engine.stats().find(DraftStats)
     assert stats.num_corpus_tokens == 3 * 30 and stats.num_drafts > 0
 
 
@@ -269,10 +272,10 @@ def test_a_request_that_fits_no_unit_is_served_by_a_wider_group():
         engine.add_request(request)
     run_to_end(engine, listener)
     assert_as_alone(engine, [*short, long], listener)
-    assert {width for width, *_ in engine.fleet.stats.binds} == {4}
+    assert {width for width, *_ in engine.topology.find(Fleet).stats.binds} == {4}
     engine.add_request(make_request("next", [1], max_tokens=2))
     run_to_end(engine, listener)
-    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
+    assert engine.topology.find(Fleet).arrangement == equal_groups(UNITS, 1)
 
 
 @pytest.mark.parametrize("switch", ["move", "soft", "hard", "sequential"])
@@ -291,7 +294,9 @@ def test_a_request_without_a_limit_is_served_wider_when_it_comes_to_need_it(monk
     engine.add_request(request)
     run_to_end(engine, listener)
     assert_as_alone(engine, [request], listener)
-    widths = [max(g.width for g in turn.arrangement) for turn in engine.fleet.history]
+    widths = [
+        max(g.width for g in turn.arrangement) for turn in engine.topology.find(Fleet).history
+    ]
     assert widths == [2, 4, 8] and engine.stats().num_preemptions["recompute"] == 0
 
 
@@ -308,9 +313,9 @@ def test_what_pauses_goes_on_as_soon_as_the_wide_group_has_nothing_to_do():
     engine.add_request(requests[-1])
     assert run_to_end(engine, listener) < 60
     assert_as_alone(engine, requests, listener)
-    reasons = [(turn.kind, turn.reason) for turn in engine.fleet.history]
+    reasons = [(turn.kind, turn.reason) for turn in engine.topology.find(Fleet).history]
     assert reasons == [("hard", "need"), ("move", "done")]
-    assert engine.fleet.stats.paused_seconds > 0
+    assert engine.topology.find(Fleet).stats.paused_seconds > 0
 
 
 def test_others_go_on_while_a_request_waits_for_groups_to_give_way():
@@ -354,11 +359,11 @@ def test_auto_weighs_what_waits_for_the_wide_group_and_nothing_else(min_width, k
     for turn in range(3):
         listener.hear(engine.step(float(turn)))
     engine.add_request(late)
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
     run_to_end(engine, listener)
     assert_as_alone(engine, [*requests, late], listener)
     assert asked == ([["late"]] if kind == "hard" else [])
-    assert engine.fleet.history[0].kind == kind
+    assert engine.topology.find(Fleet).history[0].kind == kind
 
 
 def test_a_class_has_a_group_as_wide_as_it_is_told(monkeypatch):
@@ -371,26 +376,26 @@ def test_a_class_has_a_group_as_wide_as_it_is_told(monkeypatch):
         engine.add_request(request)
     run_to_end(engine, listener)
     assert_as_alone(engine, requests, listener)
-    assert engine.fleet.stats.binds[4, "move", "need"] == 1
-    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
+    assert engine.topology.find(Fleet).stats.binds[4, "move", "need"] == 1
+    assert engine.topology.find(Fleet).arrangement == equal_groups(UNITS, 1)
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_move_that_fails_ends_nobody(failing):
     engine = make_fleet()
-    mover = engine.fleet.mover
+    mover = engine.topology.find(Fleet).mover
     assert isinstance(mover, EchoMover)
     mover.faults = {failing}
     requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(6)]
     listener = play(engine, requests, random.Random(failing))
     assert_as_alone(engine, requests, listener)
-    assert engine.fleet.stats.failed_changes["move"] == (mover.num_calls >= failing)
+    assert engine.topology.find(Fleet).stats.failed_changes["move"] == (mover.num_calls >= failing)
 
 
 def test_a_step_of_a_group_that_fails_harms_only_its_requests():
     engine = make_fleet()
     requests = [make_request(str(i), [1, 2, i], max_tokens=25) for i in range(8)]
-    lane = engine.fleet.lanes[Group(3, 1)]
+    lane = engine.topology.find(Fleet).lanes[Group(3, 1)]
     lane.runner.faults = {4: "fetch"}
     listener = Listener()
     for request in requests:
@@ -411,15 +416,19 @@ def test_a_step_of_a_wide_group_that_fails_recomputes_who_pauses_below():
         engine.add_request(request)
     for turn in range(4):
         listener.hear(engine.step(float(turn)))
-    assert isinstance(engine.fleet.policy, Told)
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told", "hard")]
-    wide = engine.fleet.lanes[Group(0, 8)]
+    assert isinstance(engine.topology.find(Fleet).policy, Told)
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told", "hard")]
+    wide = engine.topology.find(Fleet).lanes[Group(0, 8)]
     wide.runner.faults = {3: "fetch"}
     late = replace(make_request("late", [7, 7, 7], max_tokens=9), min_width=UNITS)
     engine.add_request(late)
     for turn in range(4, 8):
         listener.hear(engine.step(float(turn)))
-    assert {lane.state for lane in engine.fleet.lanes.values()} == {"open", "paused", "idle"}
+    assert {lane.state for lane in engine.topology.find(Fleet).lanes.values()} == {
+        "open",
+        "paused",
+        "idle",
+    }
     for turn in range(8, 20):
         listener.hear(engine.step(float(turn)))
     assert "late" in listener.ended
@@ -444,20 +453,20 @@ def test_a_hand_over_that_breaks_ends_nobody(failing, monkeypatch):
     requests = [make_request(str(i), [1, 2, i], max_tokens=25, n=1 + i % 2) for i in range(6)]
     listener = play(engine, requests, random.Random(failing))
     assert_as_alone(engine, requests, listener)
-    assert engine.fleet.stats.failed_changes["move"] == (calls[0] >= failing)
+    assert engine.topology.find(Fleet).stats.failed_changes["move"] == (calls[0] >= failing)
     assert_quiescent(engine)
 
 
 def test_after_three_failed_moves_groups_pause_instead():
     engine = make_fleet()
-    mover = engine.fleet.mover
+    mover = engine.topology.find(Fleet).mover
     assert isinstance(mover, EchoMover)
     mover.faults = set(range(1, 1000))
     requests = [make_request(str(i), [1, 2, i % 13], max_tokens=25) for i in range(14)]
     listener = play(engine, requests, random.Random(2), kinds=(None,))
     assert_as_alone(engine, requests, listener)
-    kinds = [turn.kind for turn in engine.fleet.history]
-    assert engine.fleet.stats.failed_changes["move"] >= 3 and "hard" in kinds
+    kinds = [turn.kind for turn in engine.topology.find(Fleet).history]
+    assert engine.topology.find(Fleet).stats.failed_changes["move"] >= 3 and "hard" in kinds
 
 
 def test_a_policy_that_fails_changes_nothing():
@@ -468,8 +477,8 @@ def test_a_policy_that_fails_changes_nothing():
     engine = make_fleet(policy=Broken())
     requests = [make_request(str(i), [1, 2, i], max_tokens=9) for i in range(3)]
     assert_as_alone(engine, requests, play_through(engine, requests))
-    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
-    assert engine.fleet.stats.failed_changes["policy"] > 0
+    assert engine.topology.find(Fleet).arrangement == equal_groups(UNITS, 1)
+    assert engine.topology.find(Fleet).stats.failed_changes["policy"] > 0
 
 
 def play_through(engine, requests) -> Listener:
@@ -482,7 +491,7 @@ def play_through(engine, requests) -> Listener:
 
 def test_groups_that_do_not_come_to_a_safe_point_go_on_as_they_were():
     engine = make_fleet()
-    slow = [engine.fleet.lanes[Group(unit, 1)] for unit in (2, 3)]
+    slow = [engine.topology.find(Fleet).lanes[Group(unit, 1)] for unit in (2, 3)]
     is_ready = [lane.runner.is_ready for lane in slow]
     for lane in slow:
         lane.runner.is_ready = lambda handle: False
@@ -492,14 +501,17 @@ def test_groups_that_do_not_come_to_a_safe_point_go_on_as_they_were():
     for request in requests:
         engine.add_request(request)
     listener.hear(engine.step(0.0))
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
     for turn in range(1, 30):
         listener.hear(engine.step(float(turn)))
-    assert {each.state for each in engine.fleet.lanes.values()} == {"closing", "idle"}
+    assert {each.state for each in engine.topology.find(Fleet).lanes.values()} == {
+        "closing",
+        "idle",
+    }
     for turn in range(30, 40):
         listener.hear(engine.step(float(turn)))
-    assert engine.fleet.arrangement == equal_groups(UNITS, 1)
-    assert engine.fleet.stats.failed_changes["not_ready"] == 1
+    assert engine.topology.find(Fleet).arrangement == equal_groups(UNITS, 1)
+    assert engine.topology.find(Fleet).stats.failed_changes["not_ready"] == 1
     for lane, function in zip(slow, is_ready, strict=True):
         lane.runner.is_ready = function
     run_to_end(engine, listener)
@@ -518,14 +530,14 @@ def test_nothing_is_bound_once_the_end_has_begun():
     engine.add_request(wide)
     for turn in range(1, 6):
         listener.hear(engine.step(float(turn)))
-    states = {lane.state for lane in engine.fleet.lanes.values()}
+    states = {lane.state for lane in engine.topology.find(Fleet).lanes.values()}
     assert "paused" in states
     engine.drain()
     listener.hear(engine.step(7.0))
-    assert "paused" not in {lane.state for lane in engine.fleet.lanes.values()}
+    assert "paused" not in {lane.state for lane in engine.topology.find(Fleet).lanes.values()}
     run_to_end(engine, listener)
     assert_as_alone(engine, [*requests, wide], listener)
-    assert len(engine.fleet.stats.binds) == 1
+    assert len(engine.topology.find(Fleet).stats.binds) == 1
 
 
 @pytest.mark.parametrize("failing", range(1, 9))
@@ -540,8 +552,8 @@ def test_a_step_of_a_wide_group_fails_while_those_below_take_turns_with_it(faili
     for turn in range(4):
         listener.hear(engine.step(float(turn)))
     engine.add_request(late)
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told", "hard")]
-    engine.fleet.lanes[Group(0, 8)].runner.faults = {failing: "fetch"}
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told", "hard")]
+    engine.topology.find(Fleet).lanes[Group(0, 8)].runner.faults = {failing: "fetch"}
     for turn in range(4, 2000):
         listener.hear(engine.step(float(turn)))
         engine.check()
@@ -563,8 +575,8 @@ def test_prompts_that_are_cut_by_a_bind_go_on_within_the_budgets_of_one_group():
     for request in requests:
         engine.add_request(request)
     listener.hear(engine.step(0.0))
-    engine.fleet.policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
+    engine.topology.find(Fleet).policy.wishes = [Wish(equal_groups(UNITS, UNITS), "told")]
     run_to_end(engine, listener)
-    assert engine.fleet.stats.num_moved_sequences == 4
+    assert engine.topology.find(Fleet).stats.num_moved_sequences == 4
     assert engine.stats().num_failed_steps == 0
     assert_as_alone(engine, requests, listener)

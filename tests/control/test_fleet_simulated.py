@@ -12,6 +12,7 @@ from fleet_kit import make_fleet
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import LoadPolicy, NeedPolicy
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.moves import MoveCosts
@@ -80,14 +81,18 @@ def play(kind: str, *, simulated: bool):
         no_time = tuple(way.scaled(0.0, float("inf")) for way in free.all_to_all)
         free = replace(free, all_to_all=no_time)
         costs = MoveCosts(Layout(model, 1, 1, UNITS), Formats(), free, 2, 40)
-        engine.fleet.mover = CostMover(costs, clock, units, 0.0)
+        engine.topology.find(Fleet).mover = CostMover(costs, clock, units, 0.0)
     requests = [
         make_request(str(n), [5, n % 7, 3] * (1 + n % 3), at, max_tokens=9 + n, ignore_eos=True)
         for n, at in enumerate(ARRIVALS)
     ]
     records, _ = serve(engine, clock, requests)
     assert len(records) == len(ARRIVALS)
-    return plans, list(engine.fleet.history), engine.fleet.stats.moved_blocks
+    return (
+        plans,
+        list(engine.topology.find(Fleet).history),
+        engine.topology.find(Fleet).stats.moved_blocks,
+    )
 
 
 @pytest.mark.parametrize("kind", ["move", "hard", "sequential"])

@@ -7,8 +7,9 @@ from echo_pools import Told
 from fleet_kit import make_fleet
 
 from shiftjax.control.engine import Engine
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import NeedPolicy, Wish
-from shiftjax.control.fleet_state import NUM_CHANGES, REASONS, plain_state
+from shiftjax.control.fleet_state import NUM_CHANGES, REASONS, FleetState, plain_state
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.parallel.fleet import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
@@ -17,7 +18,7 @@ UNITS, BLOCK_BYTES = 8, 10
 
 
 def told(engine: Engine, width: int, kind: str = "move") -> None:
-    policy = engine.fleet.policy
+    policy = engine.topology.find(Fleet).policy
     assert isinstance(policy, Told)
     policy.wishes = [Wish(equal_groups(UNITS, width), "told", kind)]
 
@@ -35,11 +36,11 @@ def test_bytes_are_those_of_all_units_that_hold_parts_of_a_block():
     engine, listener = busy_fleet()
     moved: list[tuple[int, int]] = []
     for turn, width in enumerate((2, 8, 4, 1), 3):
-        before = engine.stats().fleet.stats
+        before = engine.stats().find(FleetState).stats
         told(engine, width)
         for _ in range(3):
             listener.hear(engine.step(float(turn)))
-        after = engine.stats().fleet.stats
+        after = engine.stats().find(FleetState).stats
         blocks = after.moved_blocks.total() - before.moved_blocks.total()
         moved.append((blocks, after.moved_bytes.total() - before.moved_bytes.total()))
     widths = 1, 2, 4, 1  # of the narrow groups of each change
@@ -51,11 +52,11 @@ def test_bytes_are_those_of_all_units_that_hold_parts_of_a_block():
 
 def test_a_state_stays_what_it_was():
     engine, listener = busy_fleet()
-    before = engine.stats().fleet
+    before = engine.stats().find(FleetState)
     shown = plain_state(before, 3.0)
     told(engine, 8)
     run_to_end(engine, listener)
-    after = engine.stats().fleet
+    after = engine.stats().find(FleetState)
     assert plain_state(before, 3.0) == shown
     assert before.arrangement == equal_groups(UNITS, 1) and before.changes == ()
     assert after.arrangement == (Group(0, 8),)
@@ -65,7 +66,7 @@ def test_a_state_stays_what_it_was():
 
 def test_groups_and_their_load_are_told():
     engine, listener = busy_fleet()
-    groups = engine.stats().fleet.groups
+    groups = engine.stats().find(FleetState).groups
     assert [each.group for each in groups] == list(equal_groups(UNITS, 1))
     assert [each.num_running for each in groups] == [1] * 8
     assert {(each.state, each.mode) for each in groups} == {("open", "shift")}
@@ -74,12 +75,12 @@ def test_groups_and_their_load_are_told():
     engine.add_request(make_request("wide", [3, 4], max_tokens=20))
     for turn in range(3, 6):
         listener.hear(engine.step(float(turn)))
-    state = engine.stats().fleet
+    state = engine.stats().find(FleetState)
     states = {each.group: each.state for each in state.groups}
     assert states == {Group(0, 8): "open"} | dict.fromkeys(equal_groups(UNITS, 1), "paused")
     assert state.num_paused_sequences == 8
     run_to_end(engine, listener)
-    assert engine.stats().fleet.num_paused_sequences == 0
+    assert engine.stats().find(FleetState).num_paused_sequences == 0
 
 
 def test_plain_data_is_json_and_says_which_units_changed_and_why():
@@ -88,7 +89,7 @@ def test_plain_data_is_json_and_says_which_units_changed_and_why():
         told(engine, width)
         listener.hear(engine.step(float(turn)))
         listener.hear(engine.step(float(turn)))
-    found = plain_state(engine.stats().fleet, 10.0)
+    found = plain_state(engine.stats().find(FleetState), 10.0)
     assert json.loads(json.dumps(found))["arrangement"] == "1+1+1+1+1+1+1+1"
     rows = [(c["what"], c["first"], c["width"], c["from"], c["to"]) for c in found["changes"]]
     assert sorted(rows) == [
@@ -108,9 +109,9 @@ def test_no_more_changes_are_told_than_anybody_reads():
         told(engine, 1 + turn % 2)
         listener.hear(engine.step(float(turn)))
     run_to_end(engine, listener)
-    state = engine.stats().fleet
+    state = engine.stats().find(FleetState)
     assert len(state.changes) == NUM_CHANGES < state.stats.num_changes
-    assert state.changes[-1] == engine.fleet.history[-1]
+    assert state.changes[-1] == engine.topology.find(Fleet).history[-1]
 
 
 def test_a_width_between_those_that_there_are_is_the_next_one():
@@ -118,6 +119,6 @@ def test_a_width_between_those_that_there_are_is_the_next_one():
     sampling = SamplingParams(max_tokens=5)
     engine.add_request(Request("a", [1, 2], sampling, min_width=3))
     run_to_end(engine, Listener())
-    (first, *_) = engine.stats().fleet.changes
+    (first, *_) = engine.stats().find(FleetState).changes
     assert (first.change.wide.width, first.reason) == (4, "need")
     assert first.reason in REASONS

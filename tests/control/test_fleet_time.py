@@ -10,6 +10,7 @@ import pytest
 from echo_pools import Told
 from time_kit import of_tokens, play_fleet
 
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import LoadPolicy, NeedPolicy, Wish
 from shiftjax.parallel.fleet import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
@@ -53,11 +54,11 @@ def test_each_kind_of_switching_makes_nobody_wait_but_those_it_says(
     played = play(*OLD, wide(), switch=switch)
     assert (played.begins["wide"], played.ends["wide"]) == (begin, begin + 20)
     assert {n: played.ends[n] - alone for n, alone in ALONE.items()} == dict.fromkeys(ALONE, delay)
-    stats = played.engine.fleet.stats
+    stats = played.engine.topology.find(Fleet).stats
     assert (stats.num_moved_sequences, stats.num_recomputed_sequences) == (num_moved, 0)
     assert bool(stats.moved_blocks["bind"]) == bool(num_moved)
     assert stats.paused_seconds == 4 * delay
-    (bind,) = [turn for turn in played.engine.fleet.history if turn.change.is_bind]
+    (bind,) = [turn for turn in played.engine.topology.find(Fleet).history if turn.change.is_bind]
     assert bind.kind == switch
 
 
@@ -77,7 +78,7 @@ def test_soft_waits_for_those_that_give_way_and_not_for_whom_it_has_begun():
     """Soft preemption of two: the group is for both, so neither has to end before it opens."""
     played = play(*OLD, wide(), wide("other", 22, 2.6), switch="soft")
     assert (played.begins["wide"], played.begins["other"]) == (8.0, 12.0)
-    (bind,) = [turn for turn in played.engine.fleet.history if turn.change.is_bind]
+    (bind,) = [turn for turn in played.engine.topology.find(Fleet).history if turn.change.is_bind]
     assert (bind.seconds, bind.num_sequences, bind.num_recomputed) == (20.0, 2, 0)
     assert max(played.gaps("wide")) == max(played.gaps("other")) == 0.0
     assert {n: played.ends[n] for n in ALONE} == ALONE
@@ -87,7 +88,7 @@ def test_soft_moves_nobody_for_a_request_that_has_ended_meanwhile():
     """Soft preemption: what runs in the other groups is finished there."""
     played = play(*OLD, wide(num=3), switch="soft")
     assert played.ends == ALONE | {"wide": 11.0}
-    assert played.engine.fleet.stats.num_moved_sequences == 0
+    assert played.engine.topology.find(Fleet).stats.num_moved_sequences == 0
 
 
 @pytest.mark.parametrize("switch", ["sequential", "soft", "hard"])
@@ -104,7 +105,7 @@ def test_only_the_units_concerned_notice_a_bind(switch):
         policy=policy,
         fleet={"switch": switch, "max_pause_seconds": FOR_EVER},
     )
-    bind = played.engine.fleet.history[0]
+    bind = played.engine.topology.find(Fleet).history[0]
     assert bind.change.wide == Group(4, 4)  # where least was to do
     others = [n for n in (*map(str, range(8)), "more") if played.of(n)[0].group.first < 4]
     assert len(others) == 5 and all(max(played.gaps(name)) == 0.0 for name in others)
@@ -118,7 +119,7 @@ def test_the_wide_group_opens_as_soon_whatever_comes_meanwhile(switch, begin):
     """Sequential switching and soft preemption: groups that give way take no others to finish."""
     late = [of_tokens(f"late{n}", 15, 3.5 + n) for n in range(10)]
     played = play(*OLD, wide(), *late, switch=switch, max_num_seqs=16)
-    (bind,) = [turn for turn in played.engine.fleet.history if turn.change.is_bind]
+    (bind,) = [turn for turn in played.engine.topology.find(Fleet).history if turn.change.is_bind]
     assert (played.begins["wide"], bind.seconds) == (begin, 20.0)
     assert {n: played.ends[n] for n in ALONE} == ALONE
     assert all(played.begins[each.request_id] >= begin for each in late)
@@ -133,7 +134,7 @@ def test_what_pauses_goes_on_when_the_wide_group_has_nothing_left_to_do():
     told.wishes = [Wish(equal_groups(UNITS, 1), "told")] * 3 + [Wish((ALL,), "told", "hard")]
     fleet = {"max_pause_seconds": FOR_EVER}
     played = play_fleet([*OLD, wide(num=7)], units=UNITS, policy=told, fleet=fleet)
-    assert [(turn.seconds, turn.reason) for turn in played.engine.fleet.history] == [
+    assert [(turn.seconds, turn.reason) for turn in played.engine.topology.find(Fleet).history] == [
         (3.0, "told"),
         (10.0, "done"),
     ]
@@ -151,7 +152,7 @@ def test_paused_groups_take_turns_with_the_one_that_has_their_devices(max_pause)
     widths = [span.group.width for span in shared if span.is_on(3)]
     assert widths == [4, 1] * 17  # of 20 steps three had been made
     assert max(played.gaps("wide")) == 1.0
-    stats = played.engine.fleet.stats
+    stats = played.engine.topology.find(Fleet).stats
     assert stats.paused_seconds == 4 * max_pause
     assert (stats.num_moved_sequences, stats.num_recomputed_sequences) == (0, 0)
     assert played.engine.stats().num_preemptions == {"recompute": 0, "swap": 0}
@@ -165,7 +166,7 @@ def test_nobody_waits_longer_than_the_longest_pause_for_others_to_give_way(switc
     assert played.begins["wide"] == 3.0 + 6.0  # it was seen at 3
     assert played.ends["wide"] == 13.0
     assert {max(played.gaps(str(n))) for n in range(4)} == {4.0}
-    assert [turn.kind for turn in played.engine.fleet.history] == ["hard", "move"]
+    assert [turn.kind for turn in played.engine.topology.find(Fleet).history] == ["hard", "move"]
 
 
 def test_what_has_begun_early_does_not_pause_for_the_group_that_it_is_for():
@@ -173,11 +174,11 @@ def test_what_has_begun_early_does_not_pause_for_the_group_that_it_is_for():
     old = [of_tokens(str(n), 8 if n == 0 else 30, prompt=(n, 2, 3)) for n in range(4)]
     played = play(*old, wide(num=12), switch="soft", max_pause_seconds=10.0)
     assert (played.begins["wide"], played.ends["wide"]) == (8.0, 20.0)
-    bind, release = played.engine.fleet.history
+    bind, release = played.engine.topology.find(Fleet).history
     assert (bind.seconds, bind.kind, bind.num_sequences) == (13.0, "hard", 1)
     assert (release.seconds, release.change.is_bind) == (20.0, False)
     assert [max(played.gaps(str(n))) for n in range(4)] == [0.0, 7.0, 7.0, 7.0]
-    assert played.engine.fleet.stats.num_recomputed_sequences == 0
+    assert played.engine.topology.find(Fleet).stats.num_recomputed_sequences == 0
 
 
 # ------------------------------------------------------------------ moves
@@ -189,7 +190,7 @@ def test_where_a_wide_group_has_too_few_rows_the_youngest_waits():
     told.wishes = [Wish(equal_groups(UNITS, 1), "told")] * 3 + [Wish((ALL,), "told")]
     old = [of_tokens(str(n), 8 + n, prompt=(n, 2, 3)) for n in range(4)]
     played = play_fleet(old, units=UNITS, policy=told, max_num_seqs=3)
-    (bind,) = played.engine.fleet.history
+    (bind,) = played.engine.topology.find(Fleet).history
     assert (bind.seconds, bind.num_sequences, bind.num_recomputed) == (3.0, 3, 1)
     assert [max(played.gaps(str(n))) for n in range(4)] == [0.0, 0.0, 0.0, 5.0]
     assert played.ends == {"0": 8.0, "1": 9.0, "2": 10.0, "3": 11.0 + 5.0}
@@ -205,7 +206,7 @@ def test_load_that_swings_between_the_thresholds_changes_no_groups():
     many = [of_tokens(f"c{n}", 10 + 2 * n, 20.5) for n in range(4)]  # 2 per unit: release
     policy = LoadPolicy(WIDTHS, bind_at=1.0, release_at=2.0, needs=NeedPolicy(WIDTHS))
     played = play_fleet([*always, *some, *many], units=UNITS, policy=policy, max_num_seqs=16)
-    turns = [(turn.seconds, turn.reason) for turn in played.engine.fleet.history]
+    turns = [(turn.seconds, turn.reason) for turn in played.engine.topology.find(Fleet).history]
     # The last of the four ends at 37; before that there are 7, 6 and 5: units stay as they are.
     assert turns == [(0.0, "quiet"), (21.0, "load"), (37.0, "quiet")]
     assert all(max(played.gaps(f"a{n}")) == 0.0 for n in range(4))

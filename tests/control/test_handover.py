@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fleet import assert_as_alone
 
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import Wish
 from shiftjax.control.handover import Pair, calls
 from shiftjax.parallel.fleet import equal_groups
@@ -86,11 +87,11 @@ def test_only_what_is_computed_is_moved(widths, num_steps, num_blocks):
     (sequence,) = source.scheduler.running
     computed = sequence.num_computed_tokens
     assert computed == {1: 8, 2: 16, 3: 21, 4: 22, 7: 19}[num_steps]
-    engine.fleet.begin(Wish(after, "told"), float(num_steps))
-    engine.fleet.turn(lambda most: [], 0, 1, float(num_steps))
-    (turn,) = engine.fleet.history
+    engine.topology.find(Fleet).begin(Wish(after, "told"), float(num_steps))
+    engine.topology.find(Fleet).turn(lambda most: [], 0, 1, float(num_steps))
+    (turn,) = engine.topology.find(Fleet).history
     assert (turn.num_sequences, turn.num_recomputed) == (1, 0)
-    assert sum(engine.fleet.stats.moved_blocks.values()) == -(-computed // 2)
+    assert sum(engine.topology.find(Fleet).stats.moved_blocks.values()) == -(-computed // 2)
     (target,) = (lane for lane in engine.lanes if lane.scheduler.running)
     size = target.scheduler.config.block_size
     assert len(sequence.block_table) == -(-len(sequence.token_ids) // size)

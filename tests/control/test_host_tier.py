@@ -22,6 +22,8 @@ from test_engine_properties import FAST, Client, check_tokens, play
 
 from shiftjax.control.blocks import CachedPrefix
 from shiftjax.control.host_chunks import HostBlocks, HostMemory, chunk_sizes
+from shiftjax.control.host_stats import HostStats
+from shiftjax.control.topology import Topology
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens
 
@@ -66,8 +68,8 @@ def test_eviction_on_both_levels_changes_no_token(engine, clients, faults):
     accepted, listener = play(engine, clients, extra_steps=2000)
     failed = set().union(*(runner.failed_requests for runner in runners))
     check_tokens(engine, accepted, listener, errors=failed)
-    host = engine.stats().host
-    memory = engine.lanes[0].scheduler.tables.host.memory
+    host = engine.stats().find(HostStats)
+    memory = engine.lanes[0].scheduler.tables.tier.memory
     event(f"hits: {host.num_hit_tokens > 0}")
     event(f"evicted there: {host.num_offloaded_bytes > memory.num_used_bytes}")
     event(f"prefetched: {host.num_prefetch_hits > 0}")
@@ -96,8 +98,11 @@ def test_a_prefix_that_fell_out_of_the_device_is_restored():
     assert [ask(engine, stem, f"b{stem}") for stem in range(4)] == [20] * 4  # never the last token
     stats = engine.stats()
     assert stats.num_prefix_hit_tokens == 80
-    assert 0 < stats.host.num_hit_tokens <= 80
-    assert stats.host.num_restored_bytes == stats.host.num_hit_tokens // 4 * HOST_BLOCK_BYTES
+    assert 0 < stats.find(HostStats).num_hit_tokens <= 80
+    assert (
+        stats.find(HostStats).num_restored_bytes
+        == stats.find(HostStats).num_hit_tokens // 4 * HOST_BLOCK_BYTES
+    )
     assert ask(tiers(0), 0, "a") == 0
 
 
@@ -114,28 +119,29 @@ def test_a_flush_empties_both_tiers():
     for stem in range(4):
         ask(engine, stem, f"a{stem}")
     engine.flush_prefix_cache()
-    assert engine.stats().host.num_used_bytes == 0
+    assert engine.stats().find(HostStats).num_used_bytes == 0
     assert ask(engine, 0, "b") == 0
 
 
 def test_groups_find_what_others_wrote_and_lose_what_no_step_has_proven():
     engine = tiers(60, dp=3, overlap=False)
     first, second, third = lanes = engine.lanes
+    every = engine.topology
 
     def ask_of(lane, stem, name):
         """All other lanes are idle, so the fullest is chosen by hand."""
-        engine.lanes = [lane]
+        engine.lanes, engine.topology = [lane], Topology([lane])
         try:
             return ask(engine, stem, name)
         finally:
-            engine.lanes = lanes
+            engine.lanes, engine.topology = lanes, every
 
     for stem in range(3):
         ask_of(first, stem, f"a{stem}")
     assert ask_of(second, 0, "b") == 20
-    memory = first.scheduler.tables.host.memory
+    memory = first.scheduler.tables.tier.memory
     proven = {chunk.number for chunk in memory.chunks}
-    engine.lanes = [first]
+    engine.lanes, engine.topology = [first], Topology([first])
     listener = Listener()
     engine.add_request(make_request("fails", [9] * 29, max_tokens=1))
     runner_of(engine).faults = {len(runner_of(engine).plans): "fetch"}
@@ -143,7 +149,7 @@ def test_groups_find_what_others_wrote_and_lose_what_no_step_has_proven():
     assert listener.outcomes["fails", 0].last.finish_reason == "error"
     assert runner_of(engine).plans[-1].offloads  # of the last stem
     assert {chunk.number for chunk in memory.chunks} == proven
-    engine.lanes = lanes
+    engine.lanes, engine.topology = lanes, every
     assert ask_of(third, 0, "c") == 20
 
 

@@ -16,7 +16,8 @@ from phases_kit import LoadFault, exchange_of, make_phases
 from test_constraints import Alternating, parities
 from test_constraints import request as constrained
 
-from shiftjax.control.resharding import Resharding
+from shiftjax.control.host_stats import HostStats
+from shiftjax.control.resharding import Resharding, ReshardingState
 
 
 def requests_of(num: int, *, length: int = 9, **sampling):
@@ -123,7 +124,7 @@ def test_prompts_that_come_while_others_decode_wait_for_the_next_phase():
     engine = make_phases()
     for request in requests_of(2):
         engine.add_request(request)
-    listener = steps_until(engine, lambda: engine.resharding.phase == "decode")
+    listener = steps_until(engine, lambda: engine.topology.find(Resharding).phase == "decode")
     engine.add_request(make_request("late", [3] * 5, 9.0, max_tokens=3, priority=-1))
     run_to_end(engine, listener)
     assert exchange_of(engine).loads == ["decode", "prefill", "decode"]
@@ -136,7 +137,7 @@ def test_parked_requests_are_spread_over_groups_by_load():
     engine = make_phases(dp=(1, 2), max_num_batched_tokens=64)
     for request in requests_of(8):
         engine.add_request(request)
-    steps_until(engine, lambda: engine.resharding.phase == "decode")
+    steps_until(engine, lambda: engine.topology.find(Resharding).phase == "decode")
     assert [len(scheduler_of(engine, lane).requests) for lane in range(3)] == [0, 4, 4]
 
 
@@ -145,7 +146,7 @@ def test_the_state_says_what_is_parked_and_what_a_switch_took():
     engine = make_phases(num_host_blocks=7, clock=lambda: float(next(times)))
     for request in requests_of(4):
         engine.add_request(request)
-    state = lambda: engine.stats().resharding  # noqa: E731
+    state = lambda: engine.stats().find(ReshardingState)  # noqa: E731
     assert (state().phase, state().num_switches, state().num_parked) == ("prefill", 0, 0)
     steps_until(engine, lambda: state().num_switches == 1)
     assert (state().phase, state().num_parked) == ("decode", 2)
@@ -163,7 +164,7 @@ def test_schedulers_and_phases_have_to_agree():
     engine = make_phases()
     lanes = {"prefill": [engine.lanes[1]], "decode": [engine.lanes[0]]}
     with pytest.raises(ValueError, match="must park"):
-        Resharding(lanes, exchange_of(engine), engine.resharding.memory)
+        Resharding(lanes, exchange_of(engine), engine.topology.find(Resharding).memory)
 
 
 # ------------------------------------------------------------------------- failures
@@ -195,8 +196,8 @@ def test_what_a_failed_step_has_read_is_not_read_again():
     runner_of(engine, 1).faults = {0: "fetch"}
     for request in requests_of(1):
         engine.add_request(request)
-    memory = engine.resharding.memory
-    steps_until(engine, lambda: engine.resharding.phase == "decode")
+    memory = engine.topology.find(Resharding).memory
+    steps_until(engine, lambda: engine.topology.find(Resharding).phase == "decode")
     assert memory.index
     run_to_end(engine, Listener())
     assert not memory.index and not memory.chunks
@@ -210,7 +211,7 @@ def test_an_exchange_that_fails_leaves_everything_where_it_was():
     listener = Listener()
     with pytest.raises(LoadFault):
         run_to_end(engine, listener)
-    assert engine.resharding.phase == "decode"
+    assert engine.topology.find(Resharding).phase == "decode"
     engine.check()
     for name in ("r0", "r1", "r2"):
         listener.hear(engine.abort(name))
@@ -236,7 +237,9 @@ def test_a_continuation_can_end_while_it_is_parked():
     for ended in range(3):
         engine = make_phases(num_host_blocks=4)
         engine.add_request(request)
-        listener = steps_until(engine, lambda e=engine: e.resharding.phase == "decode")
+        listener = steps_until(
+            engine, lambda e=engine: e.topology.find(Resharding).phase == "decode"
+        )
         listener.hear(engine.finish("r", ended, "stop"))
         run_to_end(engine, listener)
         assert_quiescent(engine)
@@ -249,7 +252,7 @@ def test_an_abort_gives_back_what_was_kept_on_the_host():
     engine = make_phases(num_host_blocks=7, max_num_batched_tokens=8, pp=(1, 1))
     for request in requests_of(3):
         engine.add_request(request)
-    held = engine.resharding.memory
+    held = engine.topology.find(Resharding).memory
     listener = steps_until(engine, lambda: held.num_reserved_bytes and held.chunks)
     for name in ("r0", "r1", "r2"):
         listener.hear(engine.abort(name))
@@ -305,7 +308,7 @@ def test_what_ends_with_its_first_token_is_not_copied_to_the_host():
     engine = make_phases(pp=(1, 1), prefix_caching=False)
     stops = make_request("r", [1] * 9, seed=1, max_tokens=6, stop_token_ids=[first])
     assert generate(engine, stops)["r", 0].token_ids == [first]
-    assert engine.stats().host.num_offloaded_bytes == 0
+    assert engine.stats().find(HostStats).num_offloaded_bytes == 0
 
 
 def test_what_another_has_read_in_vain_is_computed_again():
@@ -330,8 +333,10 @@ def test_a_beginning_that_many_have_in_common_is_parked_once():
         engine = make_phases(pp=(1, 1), prefix_caching=prefix_caching, max_num_seqs=1)
         for request in requests:
             engine.add_request(request)
-        memory = engine.resharding.memory
-        listener = steps_until(engine, lambda e=engine: e.resharding.phase == "decode")
+        memory = engine.topology.find(Resharding).memory
+        listener = steps_until(
+            engine, lambda e=engine: e.topology.find(Resharding).phase == "decode"
+        )
         assert memory.num_held_bytes == num_blocks * HOST_BLOCK_BYTES
         run_to_end(engine, listener)
         assert_quiescent(engine)

@@ -23,6 +23,7 @@ from test_speculation import Guesses, counts, let_draft
 from shiftjax.control.block_tables import BlockTables
 from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.echo import echo_token
+from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.paths import row_worths
 from shiftjax.drafts.draft import DraftOptions
 
@@ -128,7 +129,7 @@ def test_only_the_path_that_stays_enters_the_prefix_cache(right, length):
     let_draft(engine, Forked(3, [right], [4]))
     scheduler = engine.lanes[0].scheduler
     (sequence,) = scheduler.requests["a"]
-    scheduler.speculation.start([sequence])
+    scheduler.lookahead.start([sequence])
     before, table = len(sequence.token_ids), list(sequence.block_table)
     engine.step(2.0)
     assert num_paths_of(engine)[-1] == 2
@@ -141,7 +142,7 @@ def test_only_the_path_that_stays_enters_the_prefix_cache(right, length):
     engine.check()
     tokens = list(sequence.token_ids)
     engine.abort("a")
-    scheduler.speculation = None
+    scheduler.lookahead = Lookahead()
     wrong = [*tokens[:before], (tokens[before] + 1) % VOCAB_SIZE, *tokens[before + 1 :]]
     for name, ids in (("right", tokens), ("wrong", wrong)):
         hits = engine.stats().num_prefix_hit_tokens

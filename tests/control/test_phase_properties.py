@@ -11,6 +11,8 @@ from phases_kit import exchange_of, make_phases, runners_of
 from spent import examples
 from test_engine_properties import FAST, check_tokens, play, traffic
 
+from shiftjax.control.resharding import ReshardingState
+
 
 @st.composite
 def engines(draw):
@@ -51,8 +53,11 @@ def test_phases_give_the_tokens_of_one_configuration(engine, clients):
     event(f"preempted: {any(stats.num_preemptions.values())}")
     event(f"prefix hits: {stats.num_prefix_hit_tokens > 0}")
     assert stats.num_failed_steps == 0
-    assert stats.resharding.num_switches == len(exchange_of(engine).loads)
-    assert (stats.resharding.num_parked, stats.resharding.num_held_bytes) == (0, 0)
+    assert stats.find(ReshardingState).num_switches == len(exchange_of(engine).loads)
+    assert (stats.find(ReshardingState).num_parked, stats.find(ReshardingState).num_held_bytes) == (
+        0,
+        0,
+    )
 
 
 @settings(FAST, max_examples=examples(60))

@@ -12,6 +12,8 @@ from echo_kit import HOST_BLOCK_BYTES, generate, runner_of
 from phases_kit import exchange_of, make_phases
 from time_kit import of_tokens
 
+from shiftjax.control.resharding import ReshardingState
+
 
 def requests_of(num: int, *lengths: int):
     """Prompts of nine tokens, which are three blocks, and outputs of these lengths, in turn."""
@@ -26,7 +28,7 @@ def watch_switches(engine) -> list[tuple[str, int, int]]:
     seen, exchange, load = [], exchange_of(engine), exchange_of(engine).load
 
     def noting(phase):
-        state = engine.stats().resharding
+        state = engine.stats().find(ReshardingState)
         seen.append((phase, state.num_parked, state.num_held_bytes // HOST_BLOCK_BYTES))
         load(phase)
 
@@ -54,7 +56,7 @@ def test_phases_change_as_seldom_as_the_host_allows(num_host_blocks, cycle, opti
     parked = [cycle] * (num_cycles - 1) + [20 - cycle * (num_cycles - 1)]
     assert [held for phase, *held in seen if phase == "decode"] == [[n, 3 * n] for n in parked]
     assert [held for phase, *held in seen if phase == "prefill"] == [[0, 0]] * (num_cycles - 1)
-    assert engine.stats().resharding.num_switches == 2 * num_cycles - 1
+    assert engine.stats().find(ReshardingState).num_switches == 2 * num_cycles - 1
 
 
 def test_prompts_are_computed_in_full_steps():

@@ -15,6 +15,7 @@ from echo_kit import (
 )
 
 from shiftjax.control.host_chunks import MOST_AHEAD
+from shiftjax.control.host_stats import HostStats
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens, 6 blocks
 
@@ -34,7 +35,7 @@ def prefetched(engine) -> list[set[int]]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_prefix_on_the_host_travels_while_others_have_the_devices(overlap):
     engine = warm_engine(overlap=overlap)
-    assert engine.stats().host.num_prefetches == 0  # nobody waited
+    assert engine.stats().find(HostStats).num_prefetches == 0  # nobody waited
     requests = [make_request(f"r{n}", STEMS[n], max_tokens=6, seed=n) for n in range(3)]
     outcomes = generate(engine, *requests)
     number = engine._num_requests - len(requests)
@@ -42,7 +43,7 @@ def test_a_prefix_on_the_host_travels_while_others_have_the_devices(overlap):
         got = outcomes[request.request_id, 0]
         assert got.token_ids == reference(engine, request, number + place, 0)[0]
         assert got.last.metrics.num_cached_tokens == 20
-    host = engine.stats().host
+    host = engine.stats().find(HostStats)
     assert 0 < host.num_prefetch_hits <= host.num_prefetches
     restored = {chunk for plan in runner_of(engine).plans for chunk, _ in plan.restores}
     assert set().union(*prefetched(engine)) <= restored  # none for nothing
@@ -59,7 +60,7 @@ def test_what_was_swapped_out_travels_before_it_comes_back():
         assert outcomes[f"r{place}", 0].token_ids == reference(engine, request, place, 0)[0]
     stats = engine.stats()
     assert stats.num_preemptions["swap"] > 0
-    assert stats.host.num_prefetch_hits > 0
+    assert stats.find(HostStats).num_prefetch_hits > 0
 
 
 def test_what_nobody_waits_for_any_more_is_forgotten():
@@ -73,7 +74,7 @@ def test_what_nobody_waits_for_any_more_is_forgotten():
     listener.hear(engine.abort("waits"))
     run_to_end(engine, listener)
     assert not runner.plans[-1].prefetches and not runner.ahead
-    assert engine.stats().host.num_prefetch_hits == 0
+    assert engine.stats().find(HostStats).num_prefetch_hits == 0
 
 
 def test_the_first_that_wait_come_first_and_few_are_on_the_devices():
@@ -83,7 +84,7 @@ def test_the_first_that_wait_come_first_and_few_are_on_the_devices():
         engine.add_request(make_request(f"waits{stem}", STEMS[stem], max_tokens=2))
     listener.hear(engine.step(0.0))
     listener.hear(engine.step(1.0))
-    plan, memory = runner_of(engine).plans[-1], engine.lanes[0].scheduler.tables.host.memory
+    plan, memory = runner_of(engine).plans[-1], engine.lanes[0].scheduler.tables.tier.memory
     assert len(plan.prefetches) == MOST_AHEAD
     tokens = {
         chunk.number: [content.tokens for content in chunk.contents if content]
@@ -105,7 +106,11 @@ def test_a_failed_step_leaves_nothing_on_the_devices_and_changes_no_token():
     run_to_end(engine, listener)
     assert listener.outcomes["r0", 0].last.finish_reason == "error"
     assert listener.outcomes["r1", 0].token_ids == reference(engine, second, number, 0)[0]
-    assert engine.stats().host.num_prefetches > engine.stats().host.num_prefetch_hits == 0
+    assert (
+        engine.stats().find(HostStats).num_prefetches
+        > engine.stats().find(HostStats).num_prefetch_hits
+        == 0
+    )
 
 
 def test_only_what_the_devices_lack_travels():
@@ -117,6 +122,6 @@ def test_only_what_the_devices_lack_travels():
         engine.add_request(make_request(name, prompt, max_tokens=most, ignore_eos=True))
     run_to_end(engine, listener := Listener())
     assert listener.outcomes["d", 0].last.metrics.num_cached_tokens == 20
-    host = engine.stats().host
+    host = engine.stats().find(HostStats)
     assert host.num_prefetches == host.num_prefetch_hits > 0
     assert host.num_hit_tokens < 20

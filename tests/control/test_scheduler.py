@@ -249,7 +249,7 @@ def test_blocks_that_are_still_cached_are_not_restored():
     generate(
         engine, *(make_request(n, prompt, float(i), max_tokens=16) for i, n in enumerate("ab"))
     )
-    host = engine.lanes[0].scheduler.tables.host
+    host = engine.lanes[0].scheduler.tables.tier
     assert 0 < host.num_restored_blocks < host.num_offloaded_blocks
 
 
@@ -291,7 +291,7 @@ def test_aborting_a_swapped_request_frees_the_host():
         engine.add_request(make_request(name, [1] * 8, max_tokens=16))
     while not engine.stats().num_preemptions["swap"]:
         listener.hear(engine.step(0.0))
-    host = engine.lanes[0].scheduler.tables.host
+    host = engine.lanes[0].scheduler.tables.tier
     assert host.memory.num_idle_bytes < host.memory.num_used_bytes
     listener.hear(engine.abort("b"))
     assert host.memory.num_used_bytes == 0

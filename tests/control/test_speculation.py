@@ -24,9 +24,10 @@ from test_engine_properties import FAST, check_tokens, engines, play, traffic
 
 from shiftjax.control.echo import echo_token
 from shiftjax.control.engine import Engine
+from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.prices import Prices
 from shiftjax.control.request import Sequence
-from shiftjax.control.speculation import MOST_TURNS_BETWEEN_TRIALS, Speculation
+from shiftjax.control.speculation import MOST_TURNS_BETWEEN_TRIALS, DraftStats, Speculation
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
@@ -78,7 +79,7 @@ def let_draft(engine: Engine, guesses: Guesses, *buckets: int, costs=None, **opt
         prices = Prices(
             sizes, engine.policy, lane.modes, costs or getattr(engine.policy, "costs", None)
         )
-        lane.scheduler.speculation = Speculation(
+        lane.scheduler.lookahead = Speculation(
             guesses, prices, max_rows=config.max_rows, overlap=engine.overlap, **options
         )
     return engine
@@ -86,7 +87,7 @@ def let_draft(engine: Engine, guesses: Guesses, *buckets: int, costs=None, **opt
 
 def counts(engine: Engine) -> tuple[int, int]:
     """Tokens of drafts that were right, and wrong."""
-    tokens = [lane.scheduler.speculation.stats.tokens for lane in engine.lanes]
+    tokens = [lane.scheduler.lookahead.stats.tokens for lane in engine.lanes]
     return sum(t["guess", "accepted"] for t in tokens), sum(t["guess", "rejected"] for t in tokens)
 
 
@@ -153,13 +154,13 @@ def test_a_rejected_token_never_enters_the_prefix_cache(wrong_at, length):
     let_draft(engine, Guesses(None, wrong_at, most=4))
     scheduler = engine.lanes[0].scheduler
     (sequence,) = scheduler.requests["a"]
-    scheduler.speculation.join([sequence])
+    scheduler.lookahead.join([sequence])
     before = len(sequence.token_ids)
     engine.step(2.0)
     assert len(sequence.token_ids) == before + wrong_at + 1
     tokens = list(sequence.token_ids)
     engine.abort("a")
-    scheduler.speculation = None
+    scheduler.lookahead = Lookahead()
     engine.add_request(make_request("b", [*tokens, 1, 1], max_tokens=2, seed=1, ignore_eos=True))
     run_to_end(engine, Listener())  # the audit compares what the blocks hold
     assert engine.stats().num_failed_steps == 0
@@ -214,9 +215,9 @@ def test_the_stats_are_those_of_all_groups():
         make_request(f"r{i}", [1, i], seed=i, max_tokens=9, ignore_eos=True) for i in range(4)
     ]
     generate(engine, *requests)
-    each = [lane.scheduler.speculation.stats for lane in engine.lanes]
+    each = [lane.scheduler.lookahead.stats for lane in engine.lanes]
     assert all(stats.num_drafts for stats in each)
-    drafts = engine.stats().drafts
+    drafts = engine.stats().find(DraftStats)
     assert drafts.num_drafts == sum(stats.num_drafts for stats in each)
     assert drafts.num_accepted == drafts.tokens["guess", "accepted"] == counts(engine)[0]
     assert sum(drafts.steps.values()) == sum(
@@ -226,14 +227,14 @@ def test_the_stats_are_those_of_all_groups():
     assert drafts.accepted_at == each[0].accepted_at + each[1].accepted_at
     before = drafts.num_drafts
     generate(engine, make_request("again", [1, 2], seed=1, max_tokens=9, ignore_eos=True))
-    assert drafts.num_drafts == before < engine.stats().drafts.num_drafts  # a copy
-    assert make_engine().stats().drafts is None
+    assert drafts.num_drafts == before < engine.stats().find(DraftStats).num_drafts  # a copy
+    assert make_engine().stats().find(DraftStats) is None
 
 
 def test_a_closed_engine_leaves_no_thread_behind():
     """Requests that come later are drafted for without the index of a long prompt, or not."""
     engine = let_draft(make_engine(), Guesses())
-    drafting = engine.lanes[0].scheduler.speculation._drafting
+    drafting = engine.lanes[0].scheduler.lookahead._drafting
     drafting._indexer.submit(int).result()
     (thread,) = drafting._indexer._threads
     engine.close()
@@ -300,7 +301,7 @@ def with_model(engine: Engine, choice: str = "fixed", overlap: bool = True) -> E
     options = DraftOptions("model", draft_model="echo", draft_choice=choice, draft_max_seqs=0)
     for lane in engine.lanes:
         config = lane.scheduler.config
-        lane.scheduler.speculation = Speculation(
+        lane.scheduler.lookahead = Speculation(
             Drafting(options),
             Prices((config.max_num_batched_tokens,), engine.policy, lane.modes),
             max_rows=config.max_rows,

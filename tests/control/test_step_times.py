@@ -170,7 +170,7 @@ def served(truth, num_tokens=1500, claim=0.6, prompt=(1, 2), learns=False, **ove
     while engine.has_work():
         engine.step(clock.now)
         seconds += [step.seconds for step in engine.ended_steps]
-    return runner, seconds, lane.scheduler.speculation._prices.times
+    return runner, seconds, lane.scheduler.lookahead._prices.times
 
 
 def share_of_large(sizes: list[int]) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 from echo_pools import Told
 
 from shiftjax.build import Built
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import Wish
 from shiftjax.control.request import Event, Request, SamplingParams
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups
@@ -112,7 +113,7 @@ def play(
     """
     engine, rng = built.engine, random.Random(seed)
     policy, seen = Told(), Counter()
-    engine.fleet.policy = policy
+    engine.topology.find(Fleet).policy = policy
     for lane in engine.lanes:
         lane.policy = AnyCompiled(lane.runner, rng)
         lane.runner.is_ready = lambda handle: rng.random() < READY
@@ -147,7 +148,7 @@ def abort_one(engine, states: set[str], seen: Counter[str]) -> list[Event]:
     """Abort a request that is in one of these states now."""
     by_state = {lane.state: lane.scheduler.requests for lane in engine.lanes}
     for lane in engine.lanes:
-        if engine.fleet.is_unproven(lane):
+        if engine.topology.find(Fleet).is_unproven(lane):
             by_state["moved"] = lane.scheduler.requests
     by_state["queued"] = engine._queued
     for state in sorted(states):

@@ -62,7 +62,7 @@ def let_draft(built, drafting, num_guesses=0):
         speculation = Speculation(
             drafting, prices, max_rows=budgets.max_rows, num_guesses=num_guesses
         )
-    lane.scheduler.speculation = speculation
+    lane.scheduler.lookahead = speculation
     return speculation
 
 

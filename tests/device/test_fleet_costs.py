@@ -9,6 +9,7 @@ from echo_pools import Told
 from engines import checkpoint, make, run, tokens
 
 from shiftjax.build import Built
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import Wish
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.device import mover
@@ -38,7 +39,7 @@ def built() -> Built:
 
 def switch(built: Built, width: int, now: float) -> None:
     """All units form groups of a width, between two steps."""
-    fleet = built.engine.fleet
+    fleet = built.engine.topology.find(Fleet)
     fleet.policy = Told()
     fleet.policy.wishes = [Wish(equal_groups(UNITS, width), "told", "move")]
     fleet.turn(lambda _: [], 0, 0, now)
@@ -72,8 +73,8 @@ def test_a_thousand_switches_compile_nothing_and_keep_nothing(built):
     assert counter.count == 0
     assert len(set(arrays)) == 1
     assert resident[-1] - resident[1] < 4 << 20
-    assert built.engine.fleet.stats.num_moved_sequences >= 1000
-    assert built.engine.fleet.stats.num_recomputed_sequences == 0
+    assert built.engine.topology.find(Fleet).stats.num_moved_sequences >= 1000
+    assert built.engine.topology.find(Fleet).stats.num_recomputed_sequences == 0
     while built.engine.has_work():
         events += built.engine.step(2000.0)
     assert [token for event in events for token in event.token_ids] == wanted
@@ -82,7 +83,7 @@ def test_a_thousand_switches_compile_nothing_and_keep_nothing(built):
 @pytest.mark.thorough
 def test_weights_of_every_group_and_mode_lie_in_those_of_its_units(built):
     """But for biases, which are copied where they are split."""
-    fleet = built.engine.fleet
+    fleet = built.engine.topology.find(Fleet)
     runners = dict(zip(fleet.lanes, built.runners, strict=True))
     stored = {}
     for unit in range(UNITS):
@@ -128,7 +129,7 @@ def compiled(monkeypatch, uncached) -> list:
 
 
 def new_mover(built: Built) -> mover.DeviceMover:
-    runners = dict(zip(built.engine.fleet.lanes, built.runners, strict=True))
+    runners = dict(zip(built.engine.topology.find(Fleet).lanes, built.runners, strict=True))
     memories = {group: runner.memory for group, runner in runners.items()}
     return mover.DeviceMover(memories, {g.width: r.pool for g, r in runners.items()})
 
@@ -151,4 +152,4 @@ def test_moves_that_cannot_be_loaded_are_compiled(built, compiled, monkeypatch):
         ("exchange", 2),
     ]
     assert len(compiled) == 2 + UNITS + UNITS // 2
-    assert set(made._copies) == set(built.engine.fleet.lanes)
+    assert set(made._copies) == set(built.engine.topology.find(Fleet).lanes)

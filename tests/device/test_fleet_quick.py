@@ -5,6 +5,7 @@ from echo_pools import Told
 from engines import checkpoint, make, tokens
 from oracle import numpy_llama
 
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import Wish
 from shiftjax.control.request import Event, Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
@@ -16,7 +17,7 @@ def test_a_request_that_moves_gets_the_tokens_of_one_that_stays():
     directory, config, tensors = checkpoint(num_hidden_layers=1)
     built = make(directory, None, 1, fleet=True, devices=2, token_buckets=[32])
     engine, policy, counter = built.engine, Told(), CompileCounter()
-    engine.fleet.policy = policy
+    engine.topology.find(Fleet).policy = policy
     prompt, events = [(7 * i) % 190 + 3 for i in range(20)], list[Event]()
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     engine.add_request(Request("moves", prompt, greedy))
@@ -28,5 +29,5 @@ def test_a_request_that_moves_gets_the_tokens_of_one_that_stays():
         engine.check()
     counter.stop()
     assert tokens(events) == numpy_llama.greedy(config, tensors, prompt, 24)
-    assert engine.fleet.stats.num_moved_sequences >= 2
+    assert engine.topology.find(Fleet).stats.num_moved_sequences >= 2
     assert counter.count == 0 and not engine.has_work()

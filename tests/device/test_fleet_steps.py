@@ -11,7 +11,9 @@ from fleet_histories import STATES, Named, assert_same, play, requests_of
 from oracle import numpy_llama
 
 from shiftjax.build import Built
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import Wish
+from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.parallel.fleet import equal_groups
@@ -79,15 +81,15 @@ def built(shape) -> Built:
 @pytest.fixture(scope="module")
 def never_switched(built) -> Named:
     """What requests get from groups that stay, without drafts."""
-    moved = built.engine.fleet.stats.num_moved_sequences
+    moved = built.engine.topology.find(Fleet).stats.num_moved_sequences
     schedulers = [lane.scheduler for lane in built.engine.lanes]
-    speculations = [scheduler.speculation for scheduler in schedulers]
+    speculations = [scheduler.lookahead for scheduler in schedulers]
     for scheduler in schedulers:
-        scheduler.speculation = None
+        scheduler.lookahead = Lookahead()
     wanted, _ = play(built, requests_of(1), None)
     for scheduler, speculation in zip(schedulers, speculations, strict=True):
-        scheduler.speculation = speculation
-    assert built.engine.fleet.stats.num_moved_sequences == moved
+        scheduler.lookahead = speculation
+    assert built.engine.topology.find(Fleet).stats.num_moved_sequences == moved
     return wanted
 
 
@@ -102,7 +104,7 @@ def test_the_oracle_agrees_with_a_run_that_never_switched(shape, never_switched)
 
 
 def test_tokens_are_those_of_a_run_that_never_switched(shape, built, never_switched):
-    engine, fleet = built.engine, built.engine.fleet
+    engine, fleet = built.engine, built.engine.topology.find(Fleet)
     moved, counter, seen = fleet.stats.num_moved_sequences, CompileCounter(), Counter()
     before = engine.stats().num_preemptions
     counter.start()
@@ -138,7 +140,7 @@ def test_a_prefix_is_found_in_the_group_that_a_request_has_moved_to(shape, built
     _, config, tensors = checkpoint(**SHAPES[shape][0])
     engine, policy, widths = built.engine, Told(), built.deployment.widths
     units, prompt = built.deployment.grid.units, [(7 * i) % 190 + 3 for i in range(70)]
-    engine.fleet.policy = policy
+    engine.topology.find(Fleet).policy = policy
     engine.flush_prefix_cache()
     greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     first = Request("first", prompt, greedy)
@@ -154,12 +156,12 @@ def test_a_prefix_is_found_in_the_group_that_a_request_has_moved_to(shape, built
             engine.check()
 
     policy.wishes = [Wish(equal_groups(units, widths[0]), "told", "move")]
-    turns_until(lambda: not policy.wishes and len(engine.fleet.arrangement) > 1)
+    turns_until(lambda: not policy.wishes and len(engine.topology.find(Fleet).arrangement) > 1)
     engine.add_request(first)
     turns_until(lambda: len(found.get(("first", 0), ())) > 3)
     policy.wishes = [Wish(equal_groups(units, widths[-1]), "told", "move")]
-    turns_until(lambda: len(engine.fleet.arrangement) == 1)
-    wide = engine.fleet.lanes[Group(0, units)].scheduler
+    turns_until(lambda: len(engine.topology.find(Fleet).arrangement) == 1)
+    wide = engine.topology.find(Fleet).lanes[Group(0, units)].scheduler
     assert wide.num_used_blocks and not wide.running[0].num_registered_blocks
     hits = wide.tables.num_prefix_hit_tokens
     turns_until(lambda: wide.running[0].num_registered_blocks)
@@ -174,7 +176,7 @@ def test_a_prefix_is_found_in_the_group_that_a_request_has_moved_to(shape, built
 
 
 def test_weights_stay_where_they_are_and_memory_does_not_grow(built):
-    engine, fleet = built.engine, built.engine.fleet
+    engine, fleet = built.engine, built.engine.topology.find(Fleet)
     policy, units = Told(), built.deployment.grid.units
     fleet.policy = policy
 

@@ -16,7 +16,11 @@ from harness import forward
 from oracle import numpy_fp8, numpy_llama
 
 from shiftjax.arch.formats import Formats
+from shiftjax.control.fleet import Fleet
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.request import SamplingParams
+from shiftjax.control.resharding import ReshardingState
+from shiftjax.control.speculation import DraftStats
 from shiftjax.parallel.grid import Mode
 from shiftjax.weights.huggingface import HuggingFaceSource
 from shiftjax.weights.kv_scales import identify_scales
@@ -71,8 +75,8 @@ def test_whatever_moves_codes_changes_no_token():
     assert served(built, prompts, 0) == served(built, prompts, 1) == expected
     stats = built.engine.stats()
     assert stats.steps_by_mode.keys() >= {"base", "shift"}
-    assert stats.num_preemptions["swap"] > 0 and stats.host.num_restored_bytes > 0
-    assert stats.num_prefix_hit_tokens > 0 and stats.drafts.num_accepted > 0
+    assert stats.num_preemptions["swap"] > 0 and stats.find(HostStats).num_restored_bytes > 0
+    assert stats.num_prefix_hit_tokens > 0 and stats.find(DraftStats).num_accepted > 0
 
 
 @pytest.mark.thorough
@@ -83,7 +87,7 @@ def test_codes_go_from_a_layout_to_another():
     sizes = {"num_blocks": 28, "max_model_len": 96, "host_memory": "300KB"}
     built = build_tiny(directory, stages="tp2:pp2", kv_cache_dtype="fp8", **sizes)
     assert served(built, prompts, 0) == greedy(prompts, 12)
-    assert built.engine.stats().resharding.num_switches > 0
+    assert built.engine.stats().find(ReshardingState).num_switches > 0
 
 
 @pytest.mark.thorough
@@ -101,7 +105,7 @@ def test_codes_move_with_the_sequences_of_a_fleet():
         prompt, most = list(request.prompt_token_ids), request.sampling.max_tokens
         (expected,) = greedy([prompt], most, **model)
         assert tokens(found[request.request_id, 0]) == expected
-    assert built.engine.fleet.stats.num_moved_sequences > 0
+    assert built.engine.topology.find(Fleet).stats.num_moved_sequences > 0
 
 
 @pytest.mark.thorough

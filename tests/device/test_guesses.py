@@ -20,6 +20,7 @@ from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_
 
 from shiftjax.control.policy import make_policy
 from shiftjax.control.request import SamplingParams
+from shiftjax.control.speculation import DraftStats
 from shiftjax.device.programs import CompileCounter
 from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.drafting import Drafting
@@ -117,7 +118,7 @@ def test_an_engine_that_is_built_with_a_speculator_drafts_by_it(built):
     prompts, expected = expected_outputs(**overrides)
     events = run(made.engine, prompts[:2], [greedy()] * 2)
     assert [tokens(events[i, 0]) for i in range(2)] == expected[:2]
-    assert sum(made.engine.stats().drafts.by_drafter["model"].values()) > 0
+    assert sum(made.engine.stats().find(DraftStats).by_drafter["model"].values()) > 0
 
 
 @pytest.mark.parametrize("policy", ["random", "threshold", "cost"])
@@ -140,7 +141,7 @@ def test_greedy_tokens_equal_the_oracles(built, speculation, policy):
     counter.stop()
     made.engine.policy = own
     assert [tokens(events[i, 0]) for i in range(len(prompts))] == expected
-    drafted = made.engine.stats().drafts.tokens
+    drafted = made.engine.stats().find(DraftStats).tokens
     assert drafted["model", "accepted"] + drafted["model", "rejected"] > 20
     if config is MLP and speculation == "model":
         assert drafted["model", "accepted"] > 20

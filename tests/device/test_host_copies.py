@@ -13,6 +13,7 @@ from oracle import numpy_llama
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built
 from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.request import SamplingParams
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.host_tier import HostTier
@@ -171,14 +172,14 @@ def test_tokens_of_restored_prefixes_are_those_of_computed_ones(built):
     assert serve(built, (1, 0)) == [56, 56]  # each from what the other group has written
     assert sum(serve(built, (3, 2), (5, 4), (0, 1), (4, 2), (1, 3))) > 0
     counter.stop()
-    stats, memory = built.engine.stats(), built.engine.lanes[0].scheduler.tables.host.memory
+    stats, memory = built.engine.stats(), built.engine.lanes[0].scheduler.tables.tier.memory
     assert (counter.count, stats.num_failed_steps) == (0, 0)
-    assert stats.host.num_hit_tokens >= 112
+    assert stats.find(HostStats).num_hit_tokens >= 112
     alive = {chunk.number for chunk in memory.chunks}
     held = {n: sum(part.array.nbytes for part in parts) for n, parts in chunks_of(built).items()}
     assert sum(held[number] for number in alive) == memory.num_used_bytes
     assert sum(held.values()) <= memory.num_bytes == 220_000
-    assert stats.host.num_offloaded_bytes > memory.num_bytes  # so that chunks have gone there, too
+    assert stats.find(HostStats).num_offloaded_bytes > memory.num_bytes
 
 
 def test_a_copy_that_is_lost_ends_the_requests_and_nothing_else(built):
@@ -188,5 +189,5 @@ def test_a_copy_that_is_lost_ends_the_requests_and_nothing_else(built):
         part.array.delete()
     events = run(built.engine, [PROMPTS[1], PROMPTS[0]], [GREEDY] * 2)
     assert [each[-1].error_code for each in events.values()] == ["step_failed"] * 2
-    assert built.engine.stats().host.num_used_bytes == 0
+    assert built.engine.stats().find(HostStats).num_used_bytes == 0
     assert serve(built, (0, 1), (2, 3), (4, 5), (1, 0))[-2:] == [56, 56]

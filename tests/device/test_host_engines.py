@@ -7,6 +7,7 @@ from oracle import numpy_llama
 
 from shiftjax.build import Built
 from shiftjax.control.host_chunks import HostBlocks
+from shiftjax.control.host_stats import HostStats
 from shiftjax.control.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
 
@@ -22,9 +23,9 @@ def engines() -> tuple[Built, Built]:
     directory, *_ = checkpoint(num_hidden_layers=3)
     staged = make(directory, 1, 1, pp=2, host_memory="4MB", **SIZES)
     split = make(directory, 2, 2, host_memory="4MB", policy="base", **SIZES)
-    memory = staged.engine.lanes[0].scheduler.tables.host.memory
+    memory = staged.engine.lanes[0].scheduler.tables.tier.memory
     sizes = split.deployment.block_size, split.deployment.host_block_bytes
-    split.engine.lanes[0].scheduler.tables.host = HostBlocks(memory, *sizes)
+    split.engine.lanes[0].scheduler.tables.tier = HostBlocks(memory, *sizes)
     split.runners[0].memory.host._chunks = staged.runners[0].memory.host._chunks
     return staged, split
 
@@ -82,9 +83,9 @@ def test_what_another_layout_has_written_is_prefetched_for_those_who_wait(engine
     forget(other)
     for stem in (0, 1, 2, 3, 4, 5):
         serve(one, stem)
-    before = other.engine.stats().host
+    before = other.engine.stats().find(HostStats)
     assert serve(other, 0, 1, 2) == [NUM_CACHED] * 3
-    after = other.engine.stats().host
+    after = other.engine.stats().find(HostStats)
     assert after.num_prefetch_hits > before.num_prefetch_hits
     assert other.engine.stats().num_failed_steps == 0
 

@@ -3,6 +3,7 @@
 import pytest
 from engines import checkpoint, make, run, tokens
 
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.request import SamplingParams
 from shiftjax.device import mover
 from shiftjax.parallel.grid import Group
@@ -38,4 +39,7 @@ def test_a_move_that_does_not_run_where_it_is_loaded_leaves_whole_pools(monkeypa
     assert tokens(found[0, 0]) == tokens(found[1, 0])
     assert built.engine.stats().num_failed_steps == 0
     for group in (Group(0, 2), Group(2, 2)):  # each had one
-        assert built.engine.fleet.lanes[group].scheduler.tables.num_prefix_query_tokens == 2
+        assert (
+            built.engine.topology.find(Fleet).lanes[group].scheduler.tables.num_prefix_query_tokens
+            == 2
+        )

@@ -129,7 +129,7 @@ def make_drafting_engine(**drafts) -> Engine:
     """The same, with drafts by `DraftOptions`."""
     engine = make_engine()
     drafting = Drafting(DraftOptions(**drafts))
-    engine.lanes[0].scheduler.speculation = Speculation(drafting, Prices((128,)), max_rows=64)
+    engine.lanes[0].scheduler.lookahead = Speculation(drafting, Prices((128,)), max_rows=64)
     return engine
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.control.cost_arrangement import LEAST_HOLD_SECONDS, CostArrangement
+from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import (
     FleetView,
     GroupView,
@@ -182,7 +183,7 @@ WIDTHS = possible_widths(UNITS)
 
 def cost_policy(target=TARGET) -> CostArrangement:
     engine, _ = make_engine(target, fleet(target=target), Clock())
-    policy = engine.fleet and engine.fleet.policy
+    policy = engine.topology.find(Fleet) and engine.topology.find(Fleet).policy
     assert isinstance(policy, CostArrangement)
     return policy
 

@@ -36,7 +36,7 @@ class Handle:
 
 def turn(at: float, phase: str | None = None, held: int = 0) -> SimpleNamespace:
     state = None if phase is None else ReshardingState(phase, 0, 0.0, 0, held, 100)  # pyright: ignore
-    return SimpleNamespace(at=at, stats=SimpleNamespace(resharding=state))
+    return SimpleNamespace(at=at, stats=SimpleNamespace(find=lambda kind: state))
 
 
 def bring(tally: Tally, handle: Handle, num: int) -> None:

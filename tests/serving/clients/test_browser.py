@@ -10,6 +10,7 @@ import pytest
 from kit import make_drafting_engine, make_engine, running_server
 
 from serving.server.phases import Phases
+from shiftjax.control.speculation import DraftStats
 from shiftjax.parallel.grid import Group
 
 pytestmark = pytest.mark.thorough
@@ -429,7 +430,7 @@ def test_drafts_are_counted_by_what_made_them(page):
                 client.post(COMPLETION, json=body)
         page.goto(f"{server.url}/ui")
         page.wait_for_selector("#accepted[data-sum]:not([data-sum='0'])")
-        drafts = server.engine.stats.drafts.by_drafter["suffix"]
+        drafts = server.engine.stats.find(DraftStats).by_drafter["suffix"]
         total = drafts["accepted"] + drafts["rejected"]
         assert page.inner_text("#drafters") == f"suffix {drafts['accepted']} of {total}"
         page.goto("about:blank")

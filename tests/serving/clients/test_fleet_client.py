@@ -26,7 +26,8 @@ from serving.cli.check import make_plan
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from shiftjax import LLM, SamplingParams
-from shiftjax.control.fleet_state import REASONS
+from shiftjax.control.fleet import Fleet
+from shiftjax.control.fleet_state import REASONS, FleetState
 from shiftjax.model_files import open_files
 
 pytestmark = pytest.mark.thorough
@@ -132,7 +133,7 @@ def test_tokens_are_those_of_the_oracle_and_the_changes_are_told(model, llm):
     assert counters["num_moved_sequences"] == sum(c["num_sequences"] for c in found["changes"]) > 0
     # Blocks of a unit, 4 tokens, of keys and values, layers, 4 heads with padding, in float32.
     block_bytes = 4 * 2 * config["num_hidden_layers"] * 4 * config["head_dim"] * 4
-    moved, blocks = counters["kv_moved_bytes"], llm.engine.fleet.stats.moved_blocks
+    moved, blocks = counters["kv_moved_bytes"], llm.engine.topology.find(Fleet).stats.moved_blocks
     assert moved == {way: block_bytes * count for way, count in blocks.items()}
     assert moved["bind"] >= 4 * block_bytes  # 13 tokens and more
     assert llm.num_compiles == before
@@ -146,7 +147,7 @@ def test_the_start_says_what_is_compiled_and_check_foretells_it(llm, started):
     counts = [
         sum(len(program.steps) for program in runner.programs)
         for width in (1, 4)
-        for runner in [llm.engine.fleet.lanes[0, width].runner]
+        for runner in [llm.engine.topology.find(Fleet).lanes[0, width].runner]
     ]
     for line, count in zip(started, counts, strict=True):
         assert f": {count} programs for 1 sizes of steps" in line
@@ -186,14 +187,14 @@ def test_a_group_is_bound_for_a_request_that_wants_it_wide(server):
         with server.client() as own:
             return own.post(COMPLETION, json=body_of(number, **fields)).status_code
 
-    before = server.engine.stats.fleet.stats
+    before = server.engine.stats.find(FleetState).stats
     with ThreadPoolExecutor(12) as pool:
         others = [pool.submit(one, number, max_tokens=110) for number in range(12)]
-        server.wait_until(lambda: len(server.engine.stats.fleet.arrangement) == UNITS)
+        server.wait_until(lambda: len(server.engine.stats.find(FleetState).arrangement) == UNITS)
         assert one(12, min_width=2) == 200
         assert {other.result() for other in others} == {200}
     server.assert_quiescent()
-    binds = server.engine.stats.fleet.stats.binds - before.binds
+    binds = server.engine.stats.find(FleetState).stats.binds - before.binds
     assert binds[4, "move", "need"] == 1
 
 
@@ -209,7 +210,7 @@ def test_the_dashboard_names_what_a_fleet_tells(server):
 
 def test_metrics_tell_of_groups_and_their_changes(server):
     stats = server.engine.stats
-    before = stats.fleet.stats
+    before = stats.find(FleetState).stats
     with server.client() as client:
         old = metric_values(client)
         busy_then_quiet(server)
@@ -222,7 +223,7 @@ def test_metrics_tell_of_groups_and_their_changes(server):
         return total(name, **labels) - metric_total(old, f"shiftjax:{name}", **labels)
 
     stats = server.engine.stats
-    fleet = stats.fleet.stats
+    fleet = stats.find(FleetState).stats
     assert fleet.num_changes >= before.num_changes + 2
     assert [total("fleet_groups", width=width) for width in ("1", "4")] == [0, 1]
     assert total("fleet_releases_total", width="4") == fleet.releases[4] > before.releases[4]
@@ -258,7 +259,7 @@ def test_the_administrator_sees_the_groups(server):
     busy_then_quiet(server)
     with grpc.insecure_channel(server.server.admin.address) as channel:
         found = pb_grpc.AdminStub(channel).GetServer(pb.GetServerRequest(), metadata=TOKEN).fleet
-    state = server.engine.stats.fleet
+    state = server.engine.stats.find(FleetState)
     assert found.arrangement == "4" and list(found.widths) == [1, 4]
     assert len(found.changes) == len(state.changes) >= 2
     assert (found.changes[-1].what, found.changes[-1].reason) == ("bind", "quiet")
@@ -305,7 +306,7 @@ def test_the_page_says_what_the_machine_just_did(server):
         page.keyboard.press("ArrowRight")
         assert "were bound" in page.inner_text("#why")
         changes = page.locator("#changes li").all_text_contents()
-        assert len(changes) == min(8, len(server.engine.stats.fleet.changes))
+        assert len(changes) == min(8, len(server.engine.stats.find(FleetState).changes))
         assert REASONS["quiet"] in changes[0]
         colours = page.evaluate(
             "() => { const c = document.getElementById('strip');"

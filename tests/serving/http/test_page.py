@@ -10,6 +10,7 @@ from kit import is_error, make_drafting_engine, make_engine, running_server
 from starlette.routing import Router
 
 from serving.http.page import FILES, root_route
+from shiftjax.control.speculation import DraftStats
 
 
 def test_the_files_ask_nobody_else():
@@ -147,7 +148,7 @@ def test_the_data_shows_accepted_drafts():
             client.post("/v1/completions", json=body)
         server.assert_quiescent()
         data = client.get("/ui/data").json()
-        accepted = engine.stats().drafts.num_accepted
+        accepted = engine.stats().find(DraftStats).num_accepted
         assert sum(data["columns"]["accepted"]) == accepted > 20
         assert data["load"]["drafts"]["suffix"]["accepted"] == accepted
     with running_server() as server, server.client() as client:

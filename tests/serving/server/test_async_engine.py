@@ -14,7 +14,7 @@ def test_a_request_is_validated_once_and_not_by_the_engines_thread(client, monke
 
 def test_what_indexes_for_drafts_ends_with_the_server():
     engine = make_drafting_engine(speculation="suffix")
-    drafting = engine.lanes[0].scheduler.speculation._drafting
+    drafting = engine.lanes[0].scheduler.lookahead._drafting
     with running_server(engine):
         drafting._indexer.submit(int).result()
     with pytest.raises(RuntimeError, match="after shutdown"):

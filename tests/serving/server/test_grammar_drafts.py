@@ -9,6 +9,7 @@ from kit import EOS, VOCAB_SIZE, byte_tokenizer, make_engine
 
 from serving.server.grammar import Grammars, GrammarState
 from serving.server.schema import GrammarSource
+from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.prices import Prices
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.speculation import Speculation
@@ -154,7 +155,7 @@ def generate(states, speculation=None, check=True, **sampling):
     """(tokens, why it ended, number of steps) of one constrained request."""
     engine = make_engine(num_blocks=1200, max_model_len=4400, check=check)
     scheduler = engine.lanes[0].scheduler
-    scheduler.speculation = speculation
+    scheduler.lookahead = speculation or Lookahead()
     parameters = SamplingParams(seed=3, **sampling)
     engine.add_request(Request("a", [1, 2], parameters, constraints=tuple(states)))
     tokens, reason = [], None

@@ -109,7 +109,7 @@ def test_drafts_are_counted_by_vllms_names_and_ours():
 
 def test_the_host_tier_is_counted():
     engine = make_engine(num_blocks=17)  # 64 tokens
-    engine.lanes[0].scheduler.tables.host = HostBlocks(HostMemory(4000), 4, 100)
+    engine.lanes[0].scheduler.tables.tier = HostBlocks(HostMemory(4000), 4, 100)
     with running_server(engine) as server, server.client() as client:
         for letter in "abab":
             body = {"prompt": letter * 50, "max_tokens": 4, "seed": 1, "ignore_eos": True}
@@ -135,11 +135,11 @@ def phased_engine() -> Engine:
     for phase in ("prefill", "decode"):
         lanes[phase] = (lane,) = make_engine().lanes
         config = replace(lane.scheduler.config, parks=phase == "prefill", preemption="swap")
-        lane.scheduler = Scheduler(config, host=HostBlocks(memory, 4, 100))
+        lane.scheduler = Scheduler(config, tier=HostBlocks(memory, 4, 100))
     lanes["decode"][0].runner.host = lanes["prefill"][0].runner.host
     resharding = Resharding(lanes, NothingToLoad(), memory)
     every = [*lanes["prefill"], *lanes["decode"]]
-    return Engine(every, engine.policy, engine.limits, seed=5, resharding=resharding)
+    return Engine(every, engine.policy, engine.limits, seed=5, topology=resharding)
 
 
 def test_phases_are_counted():

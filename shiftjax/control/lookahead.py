@@ -1,0 +1,73 @@
+"""Who guesses tokens ahead in the steps of a group: the seam for speculation. No JAX."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from shiftjax.control.plan_builder import PlanBuilder
+from shiftjax.control.request import (
+    FinishReason,
+    ScheduledSequence,
+    Sequence,
+    StepPlan,
+)
+from shiftjax.drafts.draft import Draft
+from shiftjax.drafts.drafting import ModelGuess
+from shiftjax.parallel.grid import Mode
+
+
+class Lookahead:
+    """Is told of every sequence of a group and every step, and may draft. This one never does.
+
+    `commits_first` says whether the step in flight has to be committed before the next is planned,
+    and `num_guesses` how many tokens a drafting model shall add for each sequence after a step.
+    """
+
+    commits_first: bool = False
+
+    @property
+    def num_guesses(self) -> int:
+        """Return how many tokens a drafting model shall guess after the step planned now."""
+        return 0
+
+    def start(self, siblings: list[Sequence]) -> None:
+        """Called when the continuations of a request have come."""
+
+    def extend(
+        self, sequence: Sequence, tokens: tuple[int, ...], guess: ModelGuess | None = None
+    ) -> None:
+        """Called with the tokens that a step has committed for a sequence."""
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Called when a sequence has ended."""
+
+    def leave(self, siblings: list[Sequence]) -> None:
+        """Called when the sequences of a request go to another group."""
+
+    def join(self, siblings: list[Sequence]) -> None:
+        """Called when the sequences of a request come from another group."""
+
+    def propose(
+        self, builder: PlanBuilder, num_waiting: int = 0, last_mode: Mode | None = None
+    ) -> list[tuple[ScheduledSequence, Draft]]:
+        """Return drafts for decodes of a plan that has everything else."""
+        return []
+
+    def cut(self, item: ScheduledSequence, draft: Draft) -> Draft | None:
+        """Return as much of a draft as the item's constraint allows, or None for nothing of it."""
+        return draft
+
+    def learn(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
+        """Called with how many tokens of a draft a step has accepted."""
+
+    def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
+        """Called with the seconds of a step; `is_hidden`: the host planned it during another."""
+
+    def runs(self, plan: StepPlan, mode: Mode) -> None:
+        """Called with the mode that a step runs in."""
+
+    def states(self) -> Iterable[Any]:
+        """Return counters that can be added to those of other groups."""
+        return ()
+
+    def close(self) -> None:
+        """End what works in the background."""
