@@ -26,7 +26,7 @@ from pathlib import Path
 from shiftjax.control.deployment import Deployment
 from shiftjax.control.fleet_setup import move_costs
 from shiftjax.costs.work import Work
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.sim.deployment import (
     Target,
     cost_model,

@@ -37,7 +37,7 @@ from serving.bench.deployments import TIMES, Load, agree, compare
 from serving.cli.asked import model_of
 from shiftjax.config import SETTINGS, EngineConfig
 from shiftjax.control.request import SamplingParams
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, unknown_name
 from shiftjax.sim.drafts import acceptance_from
 from shiftjax.sim.experiments import (

@@ -26,7 +26,7 @@ from shiftjax.costs.memory import (
 from shiftjax.costs.stages import GroupCosts, PipelineCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.costs.sum_buffers import sum_buffer_bytes
-from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
+from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import (
     FIXED,

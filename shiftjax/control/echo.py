@@ -8,9 +8,9 @@ row of the step that sampled it, the last one of the micro-batch.
 
 import numpy as np
 
+from shiftjax.control.guesses import ModelGuess
 from shiftjax.control.request import ScheduledSequence, Sequence, StepOutput, StepPlan
 from shiftjax.control.results import num_accepted, num_top
-from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
 
 NO_TOKEN = -1

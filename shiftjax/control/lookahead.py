@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from shiftjax.control.block_tables import BlockTables
+from shiftjax.control.guesses import Draft, ModelGuess
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import (
     FinishReason,
@@ -10,24 +12,16 @@ from shiftjax.control.request import (
     Sequence,
     StepPlan,
 )
-from shiftjax.drafts.draft import Draft
-from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
 
 
 class Lookahead:
     """Is told of every sequence of a group and every step, and may draft. This one never does.
 
-    `commits_first` says whether the step in flight has to be committed before the next is planned,
-    and `num_guesses` how many tokens a drafting model shall add for each sequence after a step.
+    `commits_first` says whether the step in flight has to be committed before the next is planned.
     """
 
     commits_first: bool = False
-
-    @property
-    def num_guesses(self) -> int:
-        """Return how many tokens a drafting model shall guess after the step planned now."""
-        return 0
 
     def start(self, siblings: list[Sequence]) -> None:
         """Called when the continuations of a request have come."""
@@ -46,15 +40,22 @@ class Lookahead:
     def join(self, siblings: list[Sequence]) -> None:
         """Called when the sequences of a request come from another group."""
 
-    def propose(
-        self, builder: PlanBuilder, num_waiting: int = 0, last_mode: Mode | None = None
-    ) -> list[tuple[ScheduledSequence, Draft]]:
-        """Return drafts for decodes of a plan that has everything else."""
-        return []
+    def extend_plan(
+        self, builder: PlanBuilder, tables: BlockTables, num_waiting: int, last_mode: Mode | None
+    ) -> None:
+        """Let decodes of a plan that has everything else guess ahead with what the step has left.
 
-    def cut(self, item: ScheduledSequence, draft: Draft) -> Draft | None:
-        """Return as much of a draft as the item's constraint allows, or None for nothing of it."""
-        return draft
+        `num_waiting` and `last_mode` are what the policy will know of the plan.
+        """
+
+    def settle(
+        self, plan: StepPlan, sampled: list[int], tables: BlockTables
+    ) -> dict[ScheduledSequence, list[int]]:
+        """Return the items that count for nothing, as another of their sequence agrees longer.
+
+        With their tokens, out of those of all rows of the plan.
+        """
+        return {}
 
     def learn(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
         """Called with how many tokens of a draft a step has accepted."""

@@ -15,11 +15,11 @@ in one step: SpecInfer, Miao et al., arXiv 2305.09781; there with a mask.)
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from shiftjax.control.block_tables import BlockTables
+from shiftjax.control.guesses import Draft
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import ScheduledSequence, Sequence, Status, StepPlan
 from shiftjax.control.results import num_accepted
 from shiftjax.drafts.choice import Candidate
-from shiftjax.drafts.draft import Draft
 
 type Name = tuple[ScheduledSequence, int]  # the item of the first path, and the number of this one
 type Cut = Callable[[ScheduledSequence, Draft], Draft | None]

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from shiftjax.control.guesses import Draft
 from shiftjax.control.request import ScheduledSequence, Sequence, StepPlan
-from shiftjax.drafts.draft import Draft
 
 
 @dataclass(slots=True)

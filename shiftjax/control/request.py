@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from shiftjax.control.errors import DuplicateRequestError, RequestError
+from shiftjax.control.guesses import Draft, ModelGuess
 from shiftjax.control.sampling_params import INT32_MAX, SamplingParams
 from shiftjax.control.tier import Offload, Place, Restore
-from shiftjax.drafts.draft import Draft
-from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
 
 __all__ = [

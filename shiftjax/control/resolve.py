@@ -14,7 +14,7 @@ from shiftjax.costs.memory import (
     expert_bytes,
     weight_bytes,
 )
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, shown
 from shiftjax.parallel.fleet import (
     FIXED,

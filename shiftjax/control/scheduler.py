@@ -32,7 +32,6 @@ from shiftjax.control.block_tables import BlockTables
 from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.micro_batches import is_in_flight, num_dealt, num_sampling
-from shiftjax.control.paths import place_drafts, settle
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.request import (
     Event,
@@ -268,9 +267,7 @@ class Scheduler:
         """
         builder.blocks_left = max(0, self.tables.device.num_free_blocks - self._watermark)
         builder.seqs_left = self._rows_per_step - len(builder.decodes) - len(builder.chunks)
-        drafts = self.lookahead.propose(builder, num_queued + len(self.waiting), last_mode)
-        builder.num_guesses = self.lookahead.num_guesses
-        place_drafts(drafts, builder, self.tables, self.lookahead.cut)
+        self.lookahead.extend_plan(builder, self.tables, num_queued + len(self.waiting), last_mode)
 
     @property
     def _watermark(self) -> int:
@@ -415,7 +412,7 @@ class Scheduler:
         label, caches = mode.label, self.config.prefix_caching
         block_size = self.config.block_size
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
-        losers = settle(plan, tokens, self.tables)
+        losers = self.lookahead.settle(plan, tokens, self.tables)
         for item, sampled in losers.items():
             self._verify(item, sampled)
         next_row = 0

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from shiftjax.control.block_tables import BlockTables
+from shiftjax.control.guesses import Draft, ModelGuess
 from shiftjax.control.lookahead import Lookahead
-from shiftjax.control.paths import Name, choose_rows, further_paths
+from shiftjax.control.paths import Name, choose_rows, further_paths, place_drafts, settle
 from shiftjax.control.plan_builder import PlanBuilder
 from shiftjax.control.prices import Prices
 from shiftjax.control.request import (
@@ -27,8 +29,7 @@ from shiftjax.control.request import (
     StepPlan,
 )
 from shiftjax.drafts.choice import Room, choose
-from shiftjax.drafts.draft import Draft
-from shiftjax.drafts.drafting import Drafting, ModelGuess
+from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Mode
 
 TURNS_WITHOUT_DRAFT = 8  # until a group plans ahead again
@@ -175,6 +176,20 @@ class Speculation(Lookahead):
         None in a group that plans ahead: it would not see them in time.
         """
         return self._num_guesses if self.commits_first else 0
+
+    def extend_plan(
+        self, builder: PlanBuilder, tables: BlockTables, num_waiting: int, last_mode: Mode | None
+    ) -> None:
+        """Place the drafts of `propose` in a plan."""
+        drafts = self.propose(builder, num_waiting, last_mode)
+        builder.num_guesses = self.num_guesses
+        place_drafts(drafts, builder, tables, self.cut)
+
+    def settle(
+        self, plan: StepPlan, sampled: list[int], tables: BlockTables
+    ) -> dict[ScheduledSequence, list[int]]:
+        """Decide between the paths of each sequence; see `drafts.paths.settle`."""
+        return settle(plan, sampled, tables)
 
     def propose(
         self, builder: PlanBuilder, num_waiting: int = 0, last_mode: Mode | None = None

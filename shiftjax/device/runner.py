@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shiftjax.control.guesses import ModelGuess
 from shiftjax.control.request import StepOutput, StepPlan
 from shiftjax.device.host_store import Chunks
 from shiftjax.device.memory import GroupMemory
@@ -20,7 +21,6 @@ from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program, trial_step
 from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
-from shiftjax.drafts.drafting import ModelGuess
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 
 type Candidate = tuple[Hashable, Sequence[float]]  # name of a sequence, survivals of its draft
 

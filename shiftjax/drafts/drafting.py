@@ -4,24 +4,17 @@ from array import array
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from shiftjax.control.guesses import Claims, Draft, ModelGuess
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.acceptance import Acceptance, Record
 from shiftjax.drafts.corpora import Corpora
-from shiftjax.drafts.draft import Claims, Draft, DraftOptions
 from shiftjax.drafts.history import History, Place, Text
 from shiftjax.drafts.search import Guess, Lookup, follow, make_search
 from shiftjax.drafts.sorted_index import SortedIndex
 
 INLINE_TOKENS = 1000  # a text up to this long is indexed at once (0.2 ms), a longer one elsewhere
 START_WORK, EXTEND_WORK = 256, 16  # tokens of finished texts that a call indexes, at most or least
-
-
-class ModelGuess(NamedTuple):
-    """Tokens that a drafting model expects next, and how sure it is of each."""
-
-    tokens: list[int]
-    probabilities: list[float]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.history import Place
 
 SUFFIX_SIZES = (4, 2, 1)  # tokens of the keys that places are found by

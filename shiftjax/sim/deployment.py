@@ -19,7 +19,7 @@ from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
 from shiftjax.costs.resharding import Reload, check_host_links
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.drafts.draft import NO_DRAFTS
+from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError, unknown_name
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.parallel.fleet import (

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from shiftjax.drafts.draft import Draft, DraftOptions
-from shiftjax.drafts.drafting import Drafting, ModelGuess
+from shiftjax.control.guesses import Draft, ModelGuess
+from shiftjax.draft_options import DraftOptions
+from shiftjax.drafts.drafting import Drafting
 from shiftjax.options import ConfigError, shown
 
 RIGHT, WRONG = 0, 1

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from shiftjax.control.deployment import Deployment
-from shiftjax.drafts.draft import NO_DRAFTS
+from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, sized_of, standard_deployments
 from shiftjax.sim.planning import all_deployments

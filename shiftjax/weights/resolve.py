@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.drafts.draft import NO_DRAFTS, DraftOptions
+from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.weights.source import CheckpointError, TensorSource
 
 Kind = Literal["huggingface", "gguf", "orbax", "random"]

@@ -22,7 +22,7 @@ from shiftjax.control import handover
 from shiftjax.control.fleet import Fleet
 from shiftjax.control.fleet_policy import NeedPolicy, Wish
 from shiftjax.control.speculation import DraftStats, Prices, Speculation
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
 from shiftjax.parallel.grid import Group

@@ -25,7 +25,7 @@ from shiftjax.control.blocks import BlockAllocator
 from shiftjax.control.echo import echo_token
 from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.paths import row_worths
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 
 
 class Forked(Guesses):

@@ -28,7 +28,7 @@ from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.prices import Prices
 from shiftjax.control.request import Sequence
 from shiftjax.control.speculation import MOST_TURNS_BETWEEN_TRIALS, DraftStats, Speculation
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
 

@@ -15,7 +15,7 @@ from test_mode_invisibility import OUTPUT_TOKENS, greedy, prompts_with_shared_pr
 from shiftjax.control.request import SamplingParams
 from shiftjax.device.groups import define_steps
 from shiftjax.device.programs import CompileCounter, empty_inputs
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
 NUM_PATHS = 3

@@ -13,7 +13,7 @@ from shiftjax.control.prices import prices_of
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import Speculation
 from shiftjax.device.programs import CompileCounter
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
 VOCAB_SIZE = 199

@@ -22,7 +22,7 @@ from shiftjax.control.policy import make_policy
 from shiftjax.control.request import SamplingParams
 from shiftjax.control.speculation import DraftStats
 from shiftjax.device.programs import CompileCounter
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
 VOCAB_SIZE, HIDDEN = 199, 48

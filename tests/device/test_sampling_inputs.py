@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from shiftjax.control.guesses import Claims, Draft
 from shiftjax.control.request import (
     Request,
     SamplingParams,
@@ -24,7 +25,6 @@ from shiftjax.device.sampling_inputs import (
     neutral_rows,
     refresh_params,
 )
-from shiftjax.drafts.draft import Claims, Draft
 
 VOCAB_SIZE = 70  # three words, the last with six tokens
 VOCAB = VocabSplit(VOCAB_SIZE, VOCAB_SIZE)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shiftjax.control.guesses import Claims
 from shiftjax.drafts.acceptance import Acceptance, Record
-from shiftjax.drafts.draft import Claims
 
 steady = settings(deadline=None, derandomize=True)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.choice import Room, by_cost, choose, fill, fixed
-from shiftjax.drafts.draft import DraftOptions
 
 steady = settings(deadline=None, derandomize=True, max_examples=200)
 

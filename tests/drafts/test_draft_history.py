@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from suffix_oracle import guess
 
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts import sorted_index
-from shiftjax.drafts.draft import DraftOptions
 from shiftjax.drafts.history import History
 from shiftjax.drafts.search import (
     MOST_PLACES,

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftjax.drafts.draft import DraftOptions
-from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Drafting, ModelGuess
+from shiftjax.control.guesses import ModelGuess
+from shiftjax.draft_options import DraftOptions
+from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Drafting
 
 short = settings(deadline=None, derandomize=True, max_examples=40)
 

@@ -30,7 +30,7 @@ from shiftjax.control.prices import Prices
 from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.scheduler_config import SchedulerConfig
 from shiftjax.control.speculation import Speculation
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.parallel.grid import Group
 from shiftjax.text.byte_tokenizer import byte_backend

@@ -15,7 +15,7 @@ from shiftjax.control.scheduler import Scheduler
 from shiftjax.control.speculation import Speculation
 from shiftjax.control.step_times import StepTimes
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import (
     Target,

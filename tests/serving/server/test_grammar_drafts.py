@@ -13,7 +13,7 @@ from shiftjax.control.lookahead import Lookahead
 from shiftjax.control.prices import Prices
 from shiftjax.control.request import Request, SamplingParams
 from shiftjax.control.speculation import Speculation
-from shiftjax.drafts.draft import DraftOptions
+from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 
 SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["name", "sizes"],
