@@ -12,6 +12,7 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.rpc.convert import sampling_values
 from serving.server.dialects import messages, responses_api
 from serving.server.errors import ServeError
+from serving.server.fields import UNSUPPORTED
 from serving.server.schema import read_chat, read_completion
 from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.control.sampling_params import DIALECTS, HTTP, PARAMS, SamplingParams
@@ -86,6 +87,10 @@ def test_a_number_out_of_range_is_refused_by_name(name):
     with pytest.raises(ServeError) as refused:
         read(body | {name: -(2**70)})
     assert refused.value.param == name
+
+
+def test_none_is_among_the_fields_that_are_not_supported():
+    assert not PARAMS.keys() & UNSUPPORTED.keys()
 
 
 def test_the_description_is_in_openapi():
