@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
-.PHONY: help install demo demo-fleet test test-all lint format clean
+.PHONY: help install demo demo-fleet test test-all lint format proto clean
 help:
 	@echo "make demo     serve a small model on 8 virtual CPU devices, with base and shift steps"
 	@echo "make demo-fleet  groups of devices that come and go while texts stream"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all all tests, as CI runs them"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   let ruff format and repair"
+	@echo "make proto    generate the code of gRPC from serving/proto/shiftjax.proto"
 	@echo "make clean    remove the virtual environment, caches and build products"
 
 install: $(VENV)/.dev
@@ -49,6 +50,10 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+proto: $(VENV)/.dev
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+	    serving/proto/shiftjax.proto
 
 $(VENV)/.python:
 	@python="$$(sh scripts/find_python.sh)" && echo "making $(VENV) with $$python" && \

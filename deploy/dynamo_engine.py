@@ -38,7 +38,7 @@ from serving.server.options import ServerOptions, names_of
 from serving.server.phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.control.request import Request, SamplingParams, TokenLogprobs
-from shiftjax.control.sampling_params import SamplingError
+from shiftjax.control.sampling_params import DYNAMO, PARAMS, SamplingError
 from shiftjax.options import ConfigError
 from shiftjax.weights.resolve import find_model
 
@@ -53,8 +53,7 @@ PLACE = {
 # Settings of a server that a worker has, too.
 OWN = ("kv_events", "kv_events_endpoint", "kv_events_topic", "served_model_name", "simulate")
 OWN += ("max_num_queued_reqs", "max_num_queued_tokens", "stream_interval", "shutdown_timeout")
-SAMPLING = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias")
-SAMPLING += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+SAMPLING = [name for name, param in PARAMS.items() if DYNAMO in param.apis]
 NOT_HERE = ("prefill_result", "bootstrap_info", "multi_modal_data", "encoder_result")
 
 

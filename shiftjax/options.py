@@ -57,7 +57,7 @@ def settings_of(options: type) -> dict[str, Setting]:
 
 def _setting(f: Any, hint: Any) -> Setting:
     kind, item, optional, choices = _kind_of(hint)
-    metadata = dict(f.metadata)
+    metadata = {name: f.metadata[name] for name in f.metadata.keys() & Setting.__annotations__}
     metadata["flags"] = metadata.get("flags") or ("--" + f.name.replace("_", "-"),)
     return Setting(f.name, kind, item, optional, choices, f.default, **metadata)
 

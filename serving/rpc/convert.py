@@ -1,6 +1,6 @@
 """Protobuf requests as the bodies that HTTP clients would send. Pure functions."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, MutableSequence
 from typing import Any
 
 import numpy as np
@@ -9,15 +9,11 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.server.errors import ServeError, invalid
 from serving.server.schema import MAX_MESSAGES, MAX_VALUES, parse_json
 from serving.server.tools import MAX_CALLS, MAX_TOOLS
+from shiftjax.control.sampling_params import PARAMS
 
-SCALARS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "max_tokens", "min_tokens", "prompt_logprobs"),
-)
 OPTIONAL = ("cache_salt", "min_width")
 MESSAGE_OPTIONS = ("name", "tool_call_id", "reasoning_content")
 EMBED_OPTIONS = ("dimensions", "truncate_prompt_tokens", "prompt_name")
-LISTS = ("allowed_token_ids", "stop", "stop_token_ids")
 
 
 def bounded[T](field: str, values: Collection[T], most: int = MAX_MESSAGES) -> list[T]:
@@ -127,17 +123,18 @@ def _object(field: str, text: str) -> dict[str, Any]:
     return value
 
 
+def _plain(name: str, value: Any) -> Any:
+    """A value of a message as JSON has it. Raises `ServeError` for what takes long to copy."""
+    if isinstance(value, Mapping):
+        return {str(key): value[key] for key in bounded(name, value)}
+    return bounded(name, value) if isinstance(value, MutableSequence) else value
+
+
 def sampling_values(request: pb.GenerateRequest) -> dict[str, Any]:
     """The sampling fields that are set."""
     sampling = request.sampling
-    values: dict[str, Any] = {n: getattr(sampling, n) for n in SCALARS if sampling.HasField(n)}
-    given = {name: getattr(sampling, name) for name in LISTS}
-    values |= {name: bounded(name, entries) for name, entries in given.items() if entries}
-    if sampling.logit_bias:
-        keys = bounded("logit_bias", sampling.logit_bias)
-        values["logit_bias"] = {str(key): sampling.logit_bias[key] for key in keys}
-    if sampling.ignore_eos:
-        values["ignore_eos"] = True
+    given = {field.name: value for field, value in sampling.ListFields() if field.name in PARAMS}
+    values = {name: _plain(name, value) for name, value in given.items() if name != "logprobs"}
     if sampling.HasField("logprobs"):
         chat = {"logprobs": True, "top_logprobs": sampling.logprobs}
         values |= chat if is_chat(request) else {"logprobs": sampling.logprobs}

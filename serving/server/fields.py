@@ -1,11 +1,36 @@
 """The fields of requests, typed, and the names of those that are not supported. No JAX."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from shiftjax.control.sampling_params import HTTP, PARAMS, Api, SamplingParams
+from shiftjax.options import Setting, settings_of
+
 Json = Any
+
+
+def sampling_fields(api: Api) -> type[msgspec.Struct]:
+    """The sampling parameters that an API takes by their own names, each of them optional."""
+    settings = settings_of(SamplingParams)
+    rows = [
+        (name, Annotated[_json_type(settings[name]) | None, msgspec.Meta(description=param.help)])
+        for name, param in PARAMS.items()
+        if api in param.apis
+    ]
+    names = "".join(word.capitalize() for word in (api, "sampling"))
+    return msgspec.defstruct(names, [(*row, None) for row in rows], kw_only=True)
+
+
+def _json_type(setting: Setting) -> Any:
+    """What stands in a body; names in objects are texts, and one text may stand for a list."""
+    if setting.kind is Mapping:
+        return dict[str, float]
+    if setting.kind is tuple:
+        items = list[setting.item]
+        return str | items if setting.item is str else items
+    return setting.kind
 
 
 class StreamOptions(msgspec.Struct):
@@ -87,7 +112,7 @@ class ToolChoice(msgspec.Struct):
     function: FunctionName
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(sampling_fields(HTTP), kw_only=True):
     """What completions and chats have in common. None: not given."""
 
     model: str | None = None
@@ -95,21 +120,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

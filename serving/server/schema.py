@@ -27,6 +27,7 @@ from shiftjax.control.admission import MAX_WIDTH
 from shiftjax.control.sampling_params import (
     INT32_MAX,
     MAX_LOGIT_BIAS,
+    PARAMS,
     SamplingError,
     SamplingParams,
 )
@@ -196,24 +197,21 @@ def read_chat(values: Any) -> Wish:
     return replace(wish, tools=tools)
 
 
-_SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
-
-
 def _given(fields: GenerationFields) -> dict[str, Any]:
     """The sampling fields that were given, less `logprobs`, which differs between the two."""
     values = {name: getattr(fields, name) for name in fields.__struct_fields__}
     given = {
         name: value
         for name, value in values.items()
-        if name in _SAMPLING_NAMES and name != "logprobs" and value is not None
+        if name in PARAMS and name != "logprobs" and value is not None
     }
     most = fields.max_completion_tokens
     if most is not None:
         if fields.max_tokens not in (None, most):
             raise invalid("max_completion_tokens", "disagrees with max_tokens")
         given["max_tokens"] = most
-    if fields.logit_bias is not None:
-        given["logit_bias"] = _logit_bias(fields.logit_bias)
+    if "logit_bias" in given:
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
     return given
 
 

@@ -1,9 +1,14 @@
-"""How the tokens of a request are chosen and when it ends. Complete validation, no JAX."""
+"""How the tokens of a request are chosen and when it ends. Complete validation, no JAX.
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+A field of `SamplingParams` is the one declaration of a parameter: name, type, default, check, the
+APIs that take it, its neutral value on the device, and its description. Fields of HTTP bodies,
+OpenAPI, flags, conversion from gRPC and the sampler's inputs derive from it; `.proto` is compared.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 INT32_MAX = 2**31 - 1
 MAX_N = 128
@@ -23,55 +28,56 @@ class SamplingError(ValueError):
         super().__init__("; ".join(f"{field} {words}" for field, words in self.problems))
 
 
+# Who takes a parameter by the name and in the form of its row. What an API has by another name, or
+# in another form, it declares by itself. gRPC, `LLM` and the command line have all parameters.
+Api = Literal["http", "dialects", "dynamo"]
+HTTP: Api = "http"  # completions and chats
+DIALECTS: Api = "dialects"  # Messages and Responses, beside fields of their own
+DYNAMO: Api = "dynamo"  # its `sampling_options`
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
 @dataclass(frozen=True)
-class SamplingParams:
-    """What a user may ask of sampling; names and meanings are vLLM's.
+class OnDevice:
+    """A parameter that the sampler reads: one number for each logit row.
 
-    Construction normalises numbers to plain `int` and `float`, lists to tuples, and raises one
-    `SamplingError` that lists every problem. What depends on the model (vocabulary, context) is
-    checked by `validate_request`.
-
-    `temperature` under `MIN_TEMPERATURE` is greedy, and 0.0 here. `top_k` 0 or -1 is off.
-    `max_tokens` None means as many as the context and the KV pool hold; 0 computes the prompt only
-    and needs `prompt_logprobs`.
-    `min_tokens` output tokens come before any end-of-sequence or stop id. `logprobs` k returns
-    the chosen token's and the k largest log-probabilities, 0 the chosen one's alone.
+    `neutral` changes nothing; rows with it are float32 if it is a float, else int32.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    neutral: float
+    name: str = ""  # of the row in `SamplingInputs`; empty: the parameter's
+    value: Callable[[Any], float] = _unchanged  # from the parameter's to the device's
+    draws: bool = False  # it only changes how a token is drawn: neutral in greedy rows
+    counts: bool = False  # it needs to know how often each token occurred
 
-    def __post_init__(self):
-        problems: list[tuple[str, str]] = []
-        for name, check in _FIELD_CHECKS.items():
-            try:
-                object.__setattr__(self, name, check(getattr(self, name)))
-            except ValueError as problem:
-                problems.append((name, str(problem)))
-        problems = problems or _combination_problems(self)
-        if problems:
-            raise SamplingError(problems)
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, without randomness."""
-        return self.temperature == 0.0
+@dataclass(frozen=True)
+class Param:
+    """A row of the table: what a field of `SamplingParams` says beside type and default."""
+
+    check: Callable[[Any], Any]  # returns the value, normalised; raises ValueError
+    help: str
+    apis: Collection[Api]
+    device: OnDevice | None
+
+
+def _param(
+    default: Any,
+    check: Callable[[Any], Any],
+    help: str,
+    *,
+    apis: Collection[Api] = (HTTP, DIALECTS, DYNAMO),
+    device: OnDevice | None = None,
+) -> Any:
+    return field(
+        default=default, metadata={"help": help, "param": Param(check, help, apis, device)}
+    )
+
+
+# --- checks: each returns the value, normalised, or raises ValueError -----------------------------
 
 
 def _shown(value: Any) -> str:
@@ -173,26 +179,133 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-_FIELD_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "n": _integer(1, MAX_N),
-    "temperature": _temperature,
-    "top_k": _integer(-1, INT32_MAX),
-    "top_p": _top_p,
-    "min_p": _number(0.0, 1.0),
-    "repetition_penalty": _number(0.01, 100.0),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "logit_bias": _optional(_logit_bias),
-    "allowed_token_ids": _optional(_token_ids(MAX_ALLOWED_TOKENS, empty=False)),
-    "seed": _optional(_integer(-(2**63), 2**63 - 1)),
-    "max_tokens": _optional(_integer(0, INT32_MAX)),
-    "min_tokens": _integer(0, INT32_MAX),
-    "stop": _stop,
-    "stop_token_ids": _token_ids(MAX_STOP_TOKENS, empty=True),
-    "ignore_eos": _boolean,
-    "logprobs": _optional(_integer(0, INT32_MAX)),
-    "prompt_logprobs": _optional(_integer(0, INT32_MAX)),
-}
+# --- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a user may ask of sampling; names and meanings are vLLM's.
+
+    Construction normalises numbers to plain `int` and `float`, lists to tuples, and raises one
+    `SamplingError` that lists every problem. What depends on the model (vocabulary, context) is
+    checked by `validate_request`.
+    """
+
+    n: int = _param(1, _integer(1, MAX_N), "continuations of each prompt", apis=(HTTP, DYNAMO))
+    # Under `MIN_TEMPERATURE` it is 0.0 here.
+    temperature: float = _param(
+        1.0,
+        _temperature,
+        "divides the logits; 0: greedy",
+        apis=(HTTP, DYNAMO),
+        device=OnDevice(0.0, draws=True),
+    )
+    top_k: int = _param(
+        0,
+        _integer(-1, INT32_MAX),
+        "only the k most likely tokens; 0 or -1: all, 1: greedy",
+        apis=(HTTP, DYNAMO),
+        device=OnDevice(0, value=lambda k: max(k, 0), draws=True),
+    )
+    top_p: float = _param(
+        1.0,
+        _top_p,
+        "only the smallest set of most likely tokens that has this probability; 1: all",
+        apis=(HTTP, DYNAMO),
+        device=OnDevice(1.0, draws=True),
+    )
+    min_p: float = _param(
+        0.0,
+        _number(0.0, 1.0),
+        "only tokens at least this many times as likely as the most likely one; 0: all",
+        device=OnDevice(0.0, draws=True),
+    )
+    repetition_penalty: float = _param(
+        1.0,
+        _number(0.01, 100.0),
+        "divides positive logits of tokens seen in prompt or output, multiplies negative ones",
+        device=OnDevice(1.0, counts=True),
+    )
+    presence_penalty: float = _param(
+        0.0,
+        _number(-2.0, 2.0),
+        "subtracted from the logits of generated tokens, once",
+        device=OnDevice(0.0, counts=True),
+    )
+    frequency_penalty: float = _param(
+        0.0,
+        _number(-2.0, 2.0),
+        "subtracted from the logits of generated tokens, once per time that they were generated",
+        device=OnDevice(0.0, counts=True),
+    )
+    logit_bias: Mapping[int, float] | None = _param(
+        None, _optional(_logit_bias), "added to the logits of these token ids"
+    )
+    allowed_token_ids: tuple[int, ...] | None = _param(
+        None,
+        _optional(_token_ids(MAX_ALLOWED_TOKENS, empty=False)),
+        "no other tokens are chosen",
+        apis=(HTTP,),
+    )
+    seed: int | None = _param(
+        None,
+        _optional(_integer(-(2**63), 2**63 - 1)),
+        "the same seed draws the same tokens, whatever runs beside",
+    )
+    max_tokens: int | None = _param(
+        16,
+        _optional(_integer(0, INT32_MAX)),
+        "most output tokens; 0: compute prompt_logprobs only; none: what context and KV pool hold",
+        apis=(),  # HTTP has two names for it, the dialects and Dynamo have their own
+    )
+    min_tokens: int = _param(
+        0,
+        _integer(0, INT32_MAX),
+        "so many output tokens come before any end-of-sequence or stop id",
+        apis=(HTTP, DIALECTS),
+    )
+    stop: tuple[str, ...] = _param((), _stop, "texts that end the output", apis=(HTTP,))
+    stop_token_ids: tuple[int, ...] = _param(
+        (),
+        _token_ids(MAX_STOP_TOKENS, empty=True),
+        "token ids that end the output",
+        apis=(HTTP, DIALECTS),
+    )
+    ignore_eos: bool = _param(
+        False, _boolean, "go on behind an end-of-sequence id", apis=(HTTP, DIALECTS)
+    )
+    logprobs: int | None = _param(
+        None,
+        _optional(_integer(0, INT32_MAX)),
+        "log-probabilities of the chosen token and of so many most likely ones",
+        apis=(),  # a number in completions, two fields in chats
+        device=OnDevice(-1, "num_logprobs", lambda asked: -1 if asked is None else asked),
+    )
+    prompt_logprobs: int | None = _param(
+        None,
+        _optional(_integer(0, INT32_MAX)),
+        "the same of the prompt's tokens",
+        apis=(),  # HTTP answers by whether it was given
+    )
+
+    def __post_init__(self):
+        problems: list[tuple[str, str]] = []
+        for name, param in PARAMS.items():
+            try:
+                object.__setattr__(self, name, param.check(getattr(self, name)))
+            except ValueError as problem:
+                problems.append((name, str(problem)))
+        problems = problems or _combination_problems(self)
+        if problems:
+            raise SamplingError(problems)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without randomness."""
+        return self.temperature == 0.0
+
+
+PARAMS: dict[str, Param] = {each.name: each.metadata["param"] for each in fields(SamplingParams)}
 
 
 def _combination_problems(params: SamplingParams) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ A greedy row that asks for nothing costs neither the host nor the step anything:
 neutral values of `neutral_rows`.
 """
 
+from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,42 +14,27 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt16, UInt32
 
 from shiftjax.control.request import ScheduledSequence, Sequence, StepPlan
-from shiftjax.control.sampling_params import MAX_LOGIT_BIAS
+from shiftjax.control.sampling_params import MAX_LOGIT_BIAS, PARAMS, SamplingParams
 
 ALL_ALLOWED = 0xFFFFFFFF
 IN_PROMPT = 0x8000  # bit 15 of a token count
 MAX_COUNT = 0x7FFF  # where the count in the other bits saturates
 
+# The parameters that the sampler reads, by their own names, and by those in `SamplingInputs`.
+_READ = {name: param.device for name, param in PARAMS.items() if param.device is not None}
+SCALARS = {scalar.name or name: scalar for name, scalar in _READ.items()}
+_DTYPES = {float: np.float32, int: np.int32}  # of a scalar, by its neutral value
 
-class SamplingInputs(NamedTuple):
-    """Parameters of a step, one entry per logit row: NumPy outside the step, `jax.Array` inside.
 
-    First the scalars, which travel to the device every step; then the tables, which stay there
-    neutral until a request needs them.
-    """
+class _OtherInputs(NamedTuple):
+    """What the sampler has to know beside the parameters."""
 
-    # 0: greedy; the logits are divided by anything else
-    temperature: Float32[Any, " rows"]
-    # only the k most likely tokens; 0: all, 1: greedy
-    top_k: Int32[Any, " rows"]
-    # only the smallest set of most likely tokens that has this probability; 1: all
-    top_p: Float32[Any, " rows"]
-    # only tokens at least this many times as likely as the most likely one; 0: all
-    min_p: Float32[Any, " rows"]
-    # positive logits of tokens seen in prompt or output are divided by it, negative multiplied
-    repetition_penalty: Float32[Any, " rows"]
-    # subtracted from the logits of generated tokens, once
-    presence_penalty: Float32[Any, " rows"]
-    # and once per time that they were generated
-    frequency_penalty: Float32[Any, " rows"]
     # the sequence's 64-bit seed, low word first
     seeds: UInt32[Any, "rows 2"]
     # of the token to be sampled; with the seed it names the random number
     positions: Int32[Any, " rows"]
     # -1: choose a token; else the known next token, of which only the log-probability is asked
     target_ids: Int32[Any, " rows"]
-    # -1: no log-probabilities, 0: the chosen token's, k: also those of the k most likely tokens
-    num_logprobs: Int32[Any, " rows"]
     # a generated token that the host could not count yet because it was in flight; -1: none
     pending_ids: Int32[Any, " rows"]
     # bit t % 32 of word t // 32: token t is allowed; the words of each device (`VocabSplit`)
@@ -58,6 +44,17 @@ class SamplingInputs(NamedTuple):
     bias_values: Float32[Any, "rows entries"]
     # bit 15: the token is in the prompt; the others: how often it was generated, saturating
     token_counts: UInt16[Any, "rows padded_vocab"]
+
+
+class SamplingInputs(namedtuple("SamplingInputs", (*SCALARS, *_OtherInputs._fields))):
+    """What a step samples by, one entry per logit row: NumPy outside the step, `jax.Array` inside.
+
+    First the parameters of `SCALARS`, each `[rows]`; they and `seeds`, `positions`, `target_ids`
+    travel to the device every step. The tables of `RowMasks` stay there, neutral until a request
+    needs them.
+    """
+
+    __slots__ = ()
 
 
 class VocabSplit(NamedTuple):
@@ -103,8 +100,7 @@ class RowParams(NamedTuple):
     """What does not change while a sequence runs."""
 
     is_neutral: bool  # greedy, and nothing else asked
-    floats: tuple[float, ...]  # in the order of `_FLOATS`
-    integers: tuple[int, ...]  # in the order of `_INTEGERS`
+    scalars: tuple[float | int, ...]  # in the order of `SCALARS`
     seed_words: tuple[int, int]
     num_prompt_logprobs: int
     allowed: np.ndarray | None  # [words] uint32; None: all tokens
@@ -113,25 +109,13 @@ class RowParams(NamedTuple):
     prompt_flags: np.ndarray | None  # [vocab] uint16; None: no penalties, no counts
 
 
-_FLOATS = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-_INTEGERS = {"top_k": 0, "num_logprobs": -1}
-
-
 # --- neutral values -------------------------------------------------------------------------------
 
 
 def neutral_scalars(num_rows: int) -> dict[str, np.ndarray]:
     """Greedy rows, as the scalars of `RowInputs`; new arrays."""
-    scalars = {name: np.full(num_rows, value, np.float32) for name, value in _FLOATS.items()}
-    integers = {**_INTEGERS, "target_ids": -1}
-    scalars |= {name: np.full(num_rows, value, np.int32) for name, value in integers.items()}
+    neutral = {name: scalar.neutral for name, scalar in SCALARS.items()} | {"target_ids": -1}
+    scalars = {name: np.full(num_rows, x, _DTYPES[type(x)]) for name, x in neutral.items()}
     return scalars | {"seeds": np.zeros((num_rows, 2), np.uint32)}
 
 
@@ -167,27 +151,35 @@ def refresh_params(
 def row_params(sequence: Sequence, vocab_size: int) -> RowParams:
     """Translate what a request asks into arrays. Token ids must lie in the vocabulary."""
     asked = sequence.request.sampling
-    is_greedy = asked.temperature == 0.0 or asked.top_k == 1
-    choice = (0.0, 1.0, 0.0) if is_greedy else (asked.temperature, asked.top_p, asked.min_p)
-    penalties = asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty
-    num_logprobs = -1 if asked.logprobs is None else asked.logprobs
+    scalars = _scalars(asked)
     num_prompt_logprobs = -1 if asked.prompt_logprobs is None else asked.prompt_logprobs
+    pairs = zip(SCALARS.values(), scalars, strict=True)
+    wanted = [scalar for scalar, value in pairs if value != scalar.neutral]
+    needs_counts = any(scalar.counts for scalar in wanted)
     allowed = _bitmask(asked.allowed_token_ids, vocab_size)
     params = RowParams(
         is_neutral=False,
-        floats=choice + penalties,
-        integers=(0 if is_greedy else max(asked.top_k, 0), num_logprobs),
+        scalars=scalars,
         seed_words=(sequence.seed & 0xFFFFFFFF, sequence.seed >> 32 & 0xFFFFFFFF),
         num_prompt_logprobs=num_prompt_logprobs,
         allowed=allowed,
         allowed_at_first=_without_stops(allowed, sequence, vocab_size),
         bias=_bias_arrays(asked.logit_bias),
-        prompt_flags=None if penalties == (1.0, 0.0, 0.0) else _prompt_flags(sequence, vocab_size),
+        prompt_flags=_prompt_flags(sequence, vocab_size) if needs_counts else None,
     )
     tables = params.allowed, params.allowed_at_first, params.bias
-    asks = params.floats != tuple(_FLOATS.values()) or max(num_logprobs, num_prompt_logprobs) >= 0
+    asks = bool(wanted) or num_prompt_logprobs >= 0
     is_free = sequence.constraint is None and all(table is None for table in tables)
     return params._replace(is_neutral=not asks and is_free)
+
+
+def _scalars(asked: SamplingParams) -> tuple[float | int, ...]:
+    """The values of `SCALARS`; where the best token is taken, those that only draw are neutral."""
+    is_greedy = asked.temperature == 0.0 or asked.top_k == 1
+    return tuple(
+        scalar.neutral if is_greedy and scalar.draws else scalar.value(getattr(asked, name))
+        for name, scalar in _READ.items()
+    )
 
 
 def _num_words(vocab_size: int) -> int:
@@ -280,12 +272,10 @@ def _fill_scalars(scalars: dict[str, np.ndarray], blocks: list[_Block]) -> None:
     """Write the parameters of the rows that sample."""
     rows = np.array([row for block in blocks for row in block.sampling])
     counts = [len(block.sampling) for block in blocks]
-    floats = np.repeat(np.array([b.params.floats for b in blocks], np.float32), counts, axis=0)
-    integers = np.repeat(np.array([b.params.integers for b in blocks], np.int32), counts, axis=0)
+    columns = np.repeat(np.array([b.params.scalars for b in blocks]), counts, axis=0).T
     seeds = np.repeat(np.array([b.params.seed_words for b in blocks], np.uint32), counts, axis=0)
-    for names, columns in ((_FLOATS, floats.T), (_INTEGERS, integers.T)):
-        for name, column in zip(names, columns, strict=True):
-            scalars[name][rows] = column
+    for name, column in zip(SCALARS, columns, strict=True):
+        scalars[name][rows] = column
     scalars["seeds"][rows] = seeds
 
 

@@ -9,23 +9,16 @@ from typing import Any
 import msgspec
 
 from serving.server.errors import ServeError, Violation
+from serving.server.fields import sampling_fields
 from serving.server.schema import Wish, read, read_chat
+from shiftjax.control.sampling_params import DIALECTS
 
 Json = dict[str, Any]
 
 
-class Extras(msgspec.Struct, kw_only=True):
+class Extras(sampling_fields(DIALECTS), kw_only=True):
     """Fields of our chats that no dialect has by another name; they mean what they mean there."""
 
-    seed: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     priority: int | None = None
     min_width: int | None = None
     cache_salt: str | None = None

@@ -1,5 +1,7 @@
 """What the outside is told of an error does not hang on the words of those who found it."""
 
+from dataclasses import replace
+
 import pytest
 from kit import COMPLETION
 
@@ -61,7 +63,8 @@ def test_words_about_sampling_are_of_one_field(monkeypatch):
     def refuse(value):
         raise ValueError(MISLEADING)
 
-    monkeypatch.setitem(sampling_params._FIELD_CHECKS, "min_p", refuse)
+    refusing = replace(sampling_params.PARAMS["min_p"], check=refuse)
+    monkeypatch.setitem(sampling_params.PARAMS, "min_p", refusing)
     with pytest.raises(ServeError) as served:
         read_completion({"prompt": "x"})
     assert served.value.violations == (("min_p", MISLEADING),)

@@ -5,41 +5,10 @@ import pytest
 from serving.server.errors import ServeError
 from serving.server.schema import read_chat, read_completion
 
-ASKED = {
-    "n": 2,
-    "temperature": 0.5,
-    "top_k": 7,
-    "top_p": 0.5,
-    "min_p": 0.25,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "seed": 9,
-    "max_tokens": 11,
-    "min_tokens": 3,
-    "ignore_eos": True,
-}
-OTHERWISE = {  # as it comes, and as it arrives
-    "logit_bias": ({"5": 2}, {5: 2.0}),
-    "allowed_token_ids": ([1, 2], (1, 2)),
-    "stop": (["x"], ("x",)),
-    "stop_token_ids": ([4], (4,)),
-    "prompt_logprobs": (2, 2),
-}
 READERS = [
     (read_completion, {"prompt": "x"}),
     (read_chat, {"messages": [{"role": "user", "content": "x"}]}),
 ]
-
-
-@pytest.mark.parametrize(("read", "body"), READERS)
-@pytest.mark.parametrize("name", [*ASKED, *OTHERWISE])
-def test_options_of_sampling_arrive(read, body, name):
-    given, wanted = OTHERWISE.get(name, (ASKED.get(name),) * 2)
-    wish = read(body | {name: given})
-    assert getattr(wish.sampling, name) == wanted
-    assert getattr(read(body).sampling, name) != wanted
-    assert wish.unknown == ()
 
 
 @pytest.mark.parametrize(("read", "body"), READERS)
