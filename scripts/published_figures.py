@@ -160,8 +160,8 @@ def suffix() -> Iterator[Figure]:
     """Suffix decoding alone, one request: output tokens/s.
 
     Published for 8 x H100 without a number format: taken to be the checkpoint's own. No acceptance
-    was published: those here are of our own replays of other texts (docs/log.md), so nothing but
-    the first figure tests the model.
+    was published: those here are of our own replays of other texts (docs/results/speculation.md),
+    so nothing but the first figure tests the model.
     """
     llama = target("llama-70b", "h100x8", dtype="bfloat16")
     drafts = DraftOptions(speculation="suffix", draft_choice="fixed")

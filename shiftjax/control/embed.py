@@ -19,7 +19,8 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2  # steps: one is computed while the next one is packed
-ATTENTION_COST = 3  # operations of a product with weights: 15% at width 256 over 128 (docs/log.md)
+# Operations of a product with weights: 15% at width 256 over 128 (docs/results/embeddings.md).
+ATTENTION_COST = 3
 LOOKAHEAD = 64  # texts behind those of a step that may fill its holes
 
 

@@ -17,7 +17,7 @@ def embed_dtype(config: EngineConfig) -> str:
     """The number format of weights and activations: float32 unless another one is asked for.
 
     bfloat16 is twice as quick on a CPU, but moves embeddings, which are compared with stored ones,
-    by ten thousand times the rounding of float32 (docs/log.md).
+    by ten thousand times the rounding of float32 (docs/results/embeddings.md).
     """
     return "float32" if config.model.dtype == "auto" else config.model.dtype
 

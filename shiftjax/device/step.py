@@ -44,7 +44,7 @@ from shiftjax.models.speculator import DraftRows
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
-# Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/log.md).
+# Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/results/cpu.md).
 COMPILER_OPTIONS = {
     "cpu": {"xla_backend_optimization_level": "2", "xla_cpu_prefer_vector_width": "512"},
     "gpu": {},  # and those of the setting `gpu_options`
