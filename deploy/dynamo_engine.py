@@ -37,8 +37,8 @@ from serving.server.kv_events import KvEvents, check_kv_events, open_kv_events
 from serving.server.options import ServerOptions, names_of
 from serving.server.phases import Phases
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import Request, SamplingParams, TokenLogprobs
-from shiftjax.control.sampling_params import DYNAMO, PARAMS, SamplingError
+from shiftjax.core.request import Request, SamplingParams, TokenLogprobs
+from shiftjax.core.sampling_params import DYNAMO, PARAMS, SamplingError
 from shiftjax.options import ConfigError
 from shiftjax.weights.resolve import find_model
 

@@ -63,12 +63,12 @@ from fleet_runs import (
 from serving.bench.offline import startup
 from shiftjax.build import Built
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet_policy import FixedArrangement, NeedPolicy
-from shiftjax.control.fleet_stats import Turn
-from shiftjax.control.request import Request
-from shiftjax.control.request import Sequence as Continuation
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request
+from shiftjax.core.request import Sequence as Continuation
 from shiftjax.device.programs import CompileCounter
+from shiftjax.fleet.policy import FixedArrangement, NeedPolicy
+from shiftjax.fleet.stats import Turn
 from shiftjax.parallel.fleet import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.experiments import as_text

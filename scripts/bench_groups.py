@@ -21,8 +21,8 @@ from bench_machine import describe_machine
 
 from serving.bench.steps import build_for_all_modes
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.request import Request, SamplingParams
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request, SamplingParams
 from shiftjax.settings import make_virtual_devices
 
 CHUNK_TOKENS = 256

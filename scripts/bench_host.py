@@ -40,14 +40,13 @@ from bench_machine import describe_machine
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import ThresholdPolicy
-from shiftjax.control.request import Request, SamplingParams, Sequence, StepOutput, StepPlan
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import ThresholdPolicy
+from shiftjax.core.request import Request, SamplingParams, Sequence, StepOutput, StepPlan
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import PoolOptions
@@ -57,6 +56,7 @@ from shiftjax.device.step import Packing
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.settings import compile_cache_dir, make_virtual_devices
+from shiftjax.sim.echo import EchoRunner
 from shiftjax.sim.experiments import as_text
 from shiftjax.weights.random import RandomSource
 

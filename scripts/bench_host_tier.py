@@ -25,7 +25,7 @@ import numpy as np
 from bench_machine import describe_machine
 
 from shiftjax import LLM, SamplingParams
-from shiftjax.device.host_store import Shard, piece
+from shiftjax.host_tier.store_device import Shard, piece
 
 BLOCK_SIZE = 16
 ENGINES = {"without": "0", "with": "1GiB"}  # host memory

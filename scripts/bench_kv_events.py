@@ -20,17 +20,17 @@ from functools import partial
 from bench_machine import describe_machine
 
 from serving.server.kv_events import KvEvents
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.blocks import BlockAllocator
-from shiftjax.control.cache_events import CacheFeed
-from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import ThresholdPolicy
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.blocks import BlockAllocator
+from shiftjax.core.cache_events import CacheFeed
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import ThresholdPolicy
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
+from shiftjax.sim.echo import EchoRunner
 from shiftjax.sim.experiments import as_text
 
 VOCAB_SIZE, BLOCK_SIZE, STEP_TOKENS = 49152, 16, 1024

@@ -40,15 +40,15 @@ from serving.run.serve import GIL_SECONDS
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import make_policy
-from shiftjax.control.request import StepOutput
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import make_policy
+from shiftjax.core.request import StepOutput
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
+from shiftjax.sim.echo import EchoRunner
 from shiftjax.sim.trace import TraceRequest
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.resolve import resolve_model

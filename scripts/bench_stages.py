@@ -33,12 +33,12 @@ from bench_machine import describe_machine
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.host_chunks import HostBlocks
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.resharding import Resharding, ReshardingState
-from shiftjax.control.scheduler import Scheduler
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.host_tier.chunks import HostBlocks
 from shiftjax.parallel.degrees import parse_degrees
+from shiftjax.phases.control import Resharding, ReshardingState
 from shiftjax.settings import make_virtual_devices
 from shiftjax.weights.random import RandomSource
 

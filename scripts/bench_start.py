@@ -31,10 +31,10 @@ from serving.server.phases import Phases
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import build, use_compile_cache
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
-from shiftjax.control.deployment import Deployment, Devices
-from shiftjax.control.policy import make_policy, wanted_modes
-from shiftjax.control.resolve import resolve
+from shiftjax.core.policy import make_policy, wanted_modes
 from shiftjax.costs.buckets import Bucket
+from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.resolve import resolve
 from shiftjax.device.groups import define_steps, pool_of
 from shiftjax.device.pool import abstract_pools
 from shiftjax.device.programs import abstract_inputs

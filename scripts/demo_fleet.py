@@ -19,9 +19,9 @@ from serving.cli.main import guarded
 from serving.run.progress import print_table
 from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_stats import Turn
-from shiftjax.control.request import Request, SamplingParams
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.stats import Turn
 from shiftjax.llm import LLM
 from shiftjax.parallel.fleet import Arrangement
 

@@ -17,12 +17,12 @@ import jax
 
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import FixedArrangement, FleetPolicy, FleetView, Wish
-from shiftjax.control.handover import Copy, Crossing, Mover
-from shiftjax.control.policy import FixedPolicy, Policy, make_policy
-from shiftjax.control.request import Event, Request, RequestMetrics, SamplingParams
+from shiftjax.core.engine import Engine
+from shiftjax.core.policy import FixedPolicy, Policy, make_policy
+from shiftjax.core.request import Event, Request, RequestMetrics, SamplingParams
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.handover import Copy, Crossing, Mover
+from shiftjax.fleet.policy import FixedArrangement, FleetPolicy, FleetView, Wish
 from shiftjax.parallel.fleet import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group
 from shiftjax.settings import make_virtual_devices

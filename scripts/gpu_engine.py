@@ -27,10 +27,10 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built, assemble
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.request import StepPlan
-from shiftjax.control.resolve import resolve
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import StepPlan
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
+from shiftjax.deploy.resolve import resolve
 from shiftjax.device.groups import Placed, define_steps
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.pack import step_inputs

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.fleet_setup import move_costs
 from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
+from shiftjax.fleet.setup import move_costs
 from shiftjax.sim.deployment import (
     Target,
     cost_model,

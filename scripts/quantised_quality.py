@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.llm import LLM
 
 WINDOW = 128  # tokens

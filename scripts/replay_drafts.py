@@ -15,11 +15,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from shiftjax.control.guesses import Draft
-from shiftjax.control.paths import choose_rows
+from shiftjax.core.guesses import Draft
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.choice import Room, fill
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.paths import choose_rows
 from shiftjax.text.tokenizer import load_tokenizer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, cycle, islice, zip_longest
 from pathlib import Path
 
-from shiftjax.control import blocks
+from shiftjax.core import blocks
 from shiftjax.costs import buckets
 from shiftjax.drafts import choice, search
 from shiftjax.parallel import degrees

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.llm import LLM
 from shiftjax.text.chat import encode_chat
 from shiftjax.text.tokenizer import Tokenizer

@@ -27,10 +27,10 @@ from load_kit import free_port
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.hosts import NOBODY, Recent, Step
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.speculation import DraftStats
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.drafts.speculation import DraftStats
+from shiftjax.hosts.control import NOBODY, Recent, Step
 
 MODEL = ModelConfig(
     name="two hosts",
@@ -149,9 +149,9 @@ def run_role(args: argparse.Namespace) -> dict[str, Any]:
     from serving.hosts.leader import LeaderHosts
     from serving.hosts.terms import Terms, facts_of
     from shiftjax.build import build, build_follower
-    from shiftjax.device.hosts import follow, join
     from shiftjax.device.programs import CompileCounter
     from shiftjax.device.step import COMPILER_OPTIONS
+    from shiftjax.hosts.steps_device import follow, join
     from shiftjax.settings import make_virtual_devices
     from shiftjax.weights.random import RandomSource
 

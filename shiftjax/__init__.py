@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shiftjax.control.request import SamplingParams
+    from shiftjax.core.request import SamplingParams
     from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
 
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "shiftjax.llm",
     "Embedder": "shiftjax.embedder",
-    "SamplingParams": "shiftjax.control.request",
+    "SamplingParams": "shiftjax.core.request",
 }
 
 

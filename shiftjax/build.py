@@ -13,15 +13,10 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet_setup import make_fleet
-from shiftjax.control.host_chunks import HostMemory
-from shiftjax.control.hosts import Follower, Hosts, Leader
-from shiftjax.control.lane import Lane
-from shiftjax.control.phases import limits_of, merge_phases, resolve_phases
-from shiftjax.control.resharding import PHASES, Phase, Resharding
-from shiftjax.control.resolve import Suited, check_hosts, formats_in, resolve
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.resolve import Suited, check_hosts, formats_in, resolve
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
@@ -34,19 +29,24 @@ from shiftjax.device.groups import (
     start_runners,
     warm_up,
 )
-from shiftjax.device.hosts import LeaderRunner
 from shiftjax.device.mesh import own_devices
 from shiftjax.device.place import HostWeights
 from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Progress
-from shiftjax.device.resharding import DeviceExchange
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sizing import host_memory, measure
+from shiftjax.fleet.setup import make_fleet
+from shiftjax.host_tier.chunks import HostMemory
+from shiftjax.hosts.control import Follower, Hosts, Leader
+from shiftjax.hosts.steps_device import LeaderRunner
 from shiftjax.lanes import Compiled, choosers_of, compile_groups, make_lanes
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import dtype_of, stored_weights
+from shiftjax.phases.control import PHASES, Phase, Resharding
+from shiftjax.phases.exchange_device import DeviceExchange
+from shiftjax.phases.setup import limits_of, merge_phases, resolve_phases
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
 from shiftjax.weights.kv_scales import identify_scales
 from shiftjax.weights.source import TensorSource, check_complete

@@ -11,19 +11,19 @@ from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.build import use_compile_cache
 from shiftjax.config import EngineConfig
-from shiftjax.control.embed import EmbedEngine, Text
-from shiftjax.control.embed_settings import (
+from shiftjax.core.errors import RequestError
+from shiftjax.device.mesh import rows_mesh
+from shiftjax.device.place import define, load
+from shiftjax.device.programs import CompileCounter, Progress
+from shiftjax.device.sizing import measure
+from shiftjax.embed.engine import EmbedEngine, Text
+from shiftjax.embed.settings import (
     check_embedding,
     embed_dtype,
     embed_shape,
     num_devices_of,
 )
-from shiftjax.control.errors import RequestError
-from shiftjax.device.embed_step import EmbedDeviceRunner, EmbedStep
-from shiftjax.device.mesh import rows_mesh
-from shiftjax.device.place import define, load
-from shiftjax.device.programs import CompileCounter, Progress
-from shiftjax.device.sizing import measure
+from shiftjax.embed.step_device import EmbedDeviceRunner, EmbedStep
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.parallel.layout import Layout
 from shiftjax.settings import make_virtual_devices

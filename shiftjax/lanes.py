@@ -11,26 +11,26 @@ from typing import NamedTuple
 import jax
 
 from shiftjax.config import EngineConfig
-from shiftjax.control.blocks import BlockAllocator
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.host_chunks import HostBlocks, HostMemory
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import Policy, make_policy, wanted_modes
-from shiftjax.control.prices import prices_of
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.shared_blocks import share
-from shiftjax.control.speculation import Speculation
+from shiftjax.core.blocks import BlockAllocator
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import Policy, make_policy, wanted_modes
+from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
 from shiftjax.costs.stages import GroupCosts
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.communicators import make_communicators
 from shiftjax.device.groups import Kind, Placed, compile_steps, kind_of
-from shiftjax.device.pipeline import PipelineRunner
 from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Program, Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.prices import prices_of
+from shiftjax.drafts.speculation import Speculation
+from shiftjax.fleet.shared_blocks import share
+from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Device, Group, Mode
+from shiftjax.phases.pipeline_device import PipelineRunner
 
 logger = logging.getLogger(__name__)
 Wanted = Mapping[Bucket, list[Mode]]  # the modes that each size of steps is compiled in

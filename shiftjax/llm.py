@@ -9,16 +9,16 @@ from typing import Any, cast
 
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
-from shiftjax.control.admission import validate_request
-from shiftjax.control.fleet_state import FleetState, plain_counters, plain_state
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.hosts import Leader
-from shiftjax.control.request import Event, Request, RequestError, SamplingParams
-from shiftjax.control.resharding import ReshardingState
-from shiftjax.control.speculation import DraftStats
+from shiftjax.core.admission import validate_request
+from shiftjax.core.request import Event, Request, RequestError, SamplingParams
 from shiftjax.device.programs import CompileCounter, Progress
+from shiftjax.drafts.speculation import DraftStats
+from shiftjax.fleet.state import FleetState, plain_counters, plain_state
+from shiftjax.host_tier.stats import HostStats
+from shiftjax.hosts.control import Leader
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
+from shiftjax.phases.control import ReshardingState
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shiftjax.arch.pooling import Pooling
 from shiftjax.config import EngineConfig
-from shiftjax.control.tasks import Task, task_of
+from shiftjax.deploy.tasks import Task, task_of
 from shiftjax.settings import compile_cache_dir
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
 from shiftjax.weights.checksums import Progress, verify_checksums

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shiftjax.control.request import Event, Request, RequestMetrics, TokenLogprobs
+from shiftjax.core.request import Event, Request, RequestMetrics, TokenLogprobs
 from shiftjax.text.detokenizer import IncrementalDetokenizer, StopChecker
 from shiftjax.text.tokenizer import Tokenizer
 

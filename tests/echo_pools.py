@@ -2,7 +2,7 @@
 
 A cell of a device's pool is what it would keep of one token in one head; here it says which:
 `token * heads + head`. Moves are made head by head, as the definition of a layout has it, and not
-as `device/mover.py` does.
+as `fleet/mover_device.py` does.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from shiftjax.control.fleet_policy import FleetView, NeedPolicy, Wish
-from shiftjax.control.handover import Copy, Crossing, calls
-from shiftjax.control.request import Request
+from shiftjax.core.request import Request
+from shiftjax.fleet.handover import Copy, Crossing, calls
+from shiftjax.fleet.policy import FleetView, NeedPolicy, Wish
 from shiftjax.parallel.grid import Grid, Group, unit_order
 from shiftjax.parallel.layout import Layout
 

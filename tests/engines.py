@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.request import Event, Request, SamplingParams, StepPlan
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Event, Request, SamplingParams, StepPlan
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.parallel.grid import Mode
 from shiftjax.weights.resolve import open_source, resolve_model

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats, formats_of
-from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec, vocab_spec
 from shiftjax.device.mode_weights import ModeWeights

@@ -12,7 +12,7 @@ from hlo import collectives
 from oracle import numpy_llama
 
 from shiftjax import LLM, Embedder
-from shiftjax.control.errors import RequestError
+from shiftjax.core.errors import RequestError
 from shiftjax.options import ConfigError
 
 DATA = Path(__file__).parent / "data" / "encoders"

@@ -8,7 +8,7 @@ from engines import checkpoint
 from oracle import numpy_llama
 
 from shiftjax import LLM, SamplingParams
-from shiftjax.control.request import RequestError
+from shiftjax.core.request import RequestError
 from shiftjax.options import ConfigError
 from shiftjax.weights.source import CheckpointError
 

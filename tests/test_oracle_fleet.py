@@ -8,9 +8,9 @@ from lean import greedy_steps
 from oracle.smollm2 import NEEDS_WEIGHTS, OPTIONS, SHORT, compare
 
 from shiftjax import LLM
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import FleetView, Wish
-from shiftjax.control.request import Request
+from shiftjax.core.request import Request
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import FleetView, Wish
 from shiftjax.parallel.fleet import all_groups, bound, equal_groups
 
 pytestmark = [NEEDS_WEIGHTS, pytest.mark.thorough]

@@ -12,11 +12,11 @@ from oracle import numpy_llama
 from shiftjax import LLM
 from shiftjax.arch.formats import formats_of
 from shiftjax.build import Built
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.resharding import Resharding, ReshardingState
+from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.device.programs import CompileCounter
+from shiftjax.host_tier.stats import HostStats
+from shiftjax.phases.control import Resharding, ReshardingState
 
 pytestmark = pytest.mark.thorough
 
@@ -125,7 +125,7 @@ def test_a_model_in_phases_from_its_name_to_its_tokens(monkeypatch):
         raise MemoryError("no room for the weights")
 
     held, decode = live_bytes(llm), llm.runners[-1]
-    monkeypatch.setattr("shiftjax.device.resharding.load_weights", fail)
+    monkeypatch.setattr("shiftjax.phases.exchange_device.load_weights", fail)
     with pytest.raises(MemoryError, match="no room"):
         llm.generate(prompts, greedy)
     assert not llm.engine.has_work()

@@ -20,9 +20,9 @@ from fleet_runs import (  # noqa: E402
     share_equal,
 )
 
-from shiftjax.control.fleet_policy import FleetView  # noqa: E402
-from shiftjax.control.fleet_stats import Turn  # noqa: E402
-from shiftjax.control.request import Event, RequestMetrics  # noqa: E402
+from shiftjax.core.request import Event, RequestMetrics  # noqa: E402
+from shiftjax.fleet.policy import FleetView  # noqa: E402
+from shiftjax.fleet.stats import Turn  # noqa: E402
 from shiftjax.parallel.fleet import (  # noqa: E402
     Change,
     check_arrangement,

@@ -12,7 +12,7 @@ from serving.bench.report import errors, open_results, plot, queue_times, summar
 from serving.run.flags import read_secret_lines
 from serving.run.progress import print_table
 from shiftjax.config import EngineConfig
-from shiftjax.control.sampling_params import SamplingParams
+from shiftjax.core.sampling_params import SamplingParams
 from shiftjax.options import ConfigError
 from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rate, window
 

@@ -25,10 +25,10 @@ from serving.bench.compiled_cost import (
 from serving.bench.hlo import collectives
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.collectives import sampling_collectives, step_collectives
 from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, cost_model, memory_of, sum_buffers_of

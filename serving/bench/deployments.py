@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from serving.bench.hlo import collectives
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.request import Event, Request, SamplingParams
-from shiftjax.control.speculation import DraftStats
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import (
     DIGIT_BITS_ON_CPU,
@@ -26,6 +25,7 @@ from shiftjax.costs.collectives import (
 )
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.costs.machine_files import machine_of
+from shiftjax.drafts.speculation import DraftStats
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import ANY
 from shiftjax.costs.machine_files import load_machine, machine_of, renewed
 from shiftjax.options import ConfigError

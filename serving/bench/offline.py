@@ -17,7 +17,7 @@ from serving.bench.report import open_results, write_json
 from serving.run.progress import print_table
 from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.options import ConfigError
 from shiftjax.sim.columns import percentiles, rates
 from shiftjax.sim.trace import TraceRequest

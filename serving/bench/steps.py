@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from serving.bench.flags import STEPS_MODEL, meshes_of
 from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.policy import work_of
-from shiftjax.control.request import Request, SamplingParams, ScheduledSequence, StepPlan
-from shiftjax.control.request import Sequence as Continuation
+from shiftjax.core.engine import Engine
+from shiftjax.core.policy import work_of
+from shiftjax.core.request import Request, SamplingParams, ScheduledSequence, StepPlan
+from shiftjax.core.request import Sequence as Continuation
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel

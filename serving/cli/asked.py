@@ -13,7 +13,7 @@ from serving.cli.mesh_flags import MODEL
 from serving.run.flags import read_settings
 from serving.run.model_config import model_of
 from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
-from shiftjax.control.deployment import Deployment
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions

@@ -28,11 +28,11 @@ from serving.run.start import open_llm
 from serving.server.async_engine import AsyncEngine
 from serving.server.service import Service
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.host_chunks import HostBlocks
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.resharding import Resharding
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import SamplingParams
+from shiftjax.host_tier.chunks import HostBlocks
 from shiftjax.options import ConfigError
+from shiftjax.phases.control import Resharding
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM

@@ -11,7 +11,7 @@ from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
 from serving.server.schema import Wish, read_chat, read_completion
 from serving.server.service import Service
-from shiftjax.control.request import derive_seed
+from shiftjax.core.request import derive_seed
 
 logger = logging.getLogger(__name__)
 

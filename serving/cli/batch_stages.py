@@ -16,12 +16,12 @@ from serving.server.prompts import Prompts
 from serving.server.service import TEXT_THREADS
 from serving.server.texts import Texts
 from shiftjax.config import EngineConfig
-from shiftjax.control.phases import HOST_SHARE
-from shiftjax.control.resolve import formats_in
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
+from shiftjax.deploy.resolve import formats_in
 from shiftjax.device.sizing import host_memory
 from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.degrees import AUTO_STAGES
+from shiftjax.phases.setup import HOST_SHARE
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.deployment import Target
 from shiftjax.sim.stage_choice import Candidate, choose_stages

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from serving.run.progress import print_table
 from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import RequestError, SamplingParams
+from shiftjax.core.request import RequestError, SamplingParams
 from shiftjax.text.errors import ChatRequestError
 
 if TYPE_CHECKING:

@@ -11,23 +11,23 @@ from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
 from shiftjax.build import deploy, deploy_phases, host_copy_bytes
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Devices
-from shiftjax.control.embed_settings import (
+from shiftjax.costs.memory import Memory, weight_bytes
+from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.device.groups import define_steps
+from shiftjax.device.sizing import measure
+from shiftjax.embed.settings import (
     check_embedding,
     embed_dtype,
     embed_shape,
     num_devices_of,
 )
-from shiftjax.control.fleet_setup import first_arrangement
-from shiftjax.control.fleet_state import shown_arrangement
-from shiftjax.control.phases import merge_phases
-from shiftjax.costs.memory import Memory, weight_bytes
-from shiftjax.device.groups import define_steps
-from shiftjax.device.sizing import measure
+from shiftjax.fleet.setup import first_arrangement
+from shiftjax.fleet.state import shown_arrangement
 from shiftjax.lanes import describe_width, wanted_by_width
 from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
+from shiftjax.phases.setup import merge_phases
 from shiftjax.weights.source import TensorSource
 
 

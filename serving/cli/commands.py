@@ -14,7 +14,7 @@ from serving.run.jax_log import shorten_jax_log
 from serving.run.progress import print_table, throughput
 from serving.run.start import look_for_server, open_llm
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.options import ConfigError
 from shiftjax.settings import make_virtual_devices
 

@@ -20,9 +20,9 @@ from serving.run.progress import print_table
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import SETTINGS, EngineConfig
-from shiftjax.control.deployment import Devices
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.resolve import check_hosts, resolve
+from shiftjax.core.request import SamplingParams
+from shiftjax.deploy.deployment import Devices
+from shiftjax.deploy.resolve import check_hosts, resolve
 from shiftjax.device.attention_check import KernelCheck, Verdict, find_verdict
 from shiftjax.device.groups import attention_of
 from shiftjax.device.mesh import named, replicated_spec, rows_mesh

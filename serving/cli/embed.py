@@ -12,7 +12,7 @@ import numpy as np
 from serving.run.progress import print_table, shown_progress
 from serving.run.start import open_embedder
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:

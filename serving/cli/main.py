@@ -34,7 +34,7 @@ from serving.run.flags import (
 )
 from serving.run.start import StartError
 from shiftjax.config import SETTINGS
-from shiftjax.control.errors import RequestError
+from shiftjax.core.errors import RequestError
 from shiftjax.options import ConfigError, printable
 from shiftjax.text.errors import ChatTemplateError, TokenizerError
 from shiftjax.weights.errors import CheckpointError

@@ -36,7 +36,7 @@ import yaml
 from serving.bench.deployments import TIMES, Load, agree, compare
 from serving.cli.asked import model_of
 from shiftjax.config import SETTINGS, EngineConfig
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, unknown_name
 from shiftjax.sim.drafts import acceptance_from

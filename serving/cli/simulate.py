@@ -11,9 +11,9 @@ from serving.cli.advise import is_asked, least_gpus
 from serving.cli.asked import asked_of
 from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import Machine
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError, num_bytes_of
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.parallel.fleet import FleetOptions, spelled

@@ -20,7 +20,7 @@ from serving.hosts.terms import (
 )
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from shiftjax.control.hosts import LostHostError
+from shiftjax.hosts.control import LostHostError
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED
 
 
 class FollowerHosts:
-    """A connection to the leader, and a `control.hosts.Follower`.
+    """A connection to the leader, and a `hosts.control.Follower`.
 
     `on_lost` hears once, on any thread, that the leader is gone: the thread that computes may wait
     for it in a step that never ends.
@@ -70,12 +70,12 @@ class FollowerHosts:
         threading.Thread(target=self._watch, name="watch hosts", daemon=True).start()
 
     def least(self, what: str, values: Sequence[int]) -> list[int]:
-        """See `control.hosts.Hosts`."""
+        """See `hosts.control.Hosts`."""
         self._outgoing.put(pb.FollowerMessage(numbers=pb.Numbers(values=values)))
         return self._answer(AGREE_SECONDS, what)
 
     def calls(self) -> Iterator[bytes | None]:
-        """See `control.hosts.Follower`."""
+        """See `hosts.control.Follower`."""
         is_busy = False
         while True:
             try:
@@ -92,7 +92,7 @@ class FollowerHosts:
             yield call
 
     def done(self, number: int) -> None:
-        """See `control.hosts.Follower`."""
+        """See `hosts.control.Follower`."""
         self._done = number
         self._outgoing.put(self._progress())
 

@@ -23,7 +23,7 @@ from serving.hosts.terms import (
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.server.headers import digests, has_key
-from shiftjax.control.hosts import LostHostError
+from shiftjax.hosts.control import LostHostError
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Peer:
 
 
 class LeaderHosts(pb_grpc.HostsServicer):
-    """Listens, and is a `control.hosts.Leader`. `on_lost` hears once, on any thread, of the end."""
+    """Listens, and is a `hosts.control.Leader`. `on_lost` hears once, on any thread, of the end."""
 
     def __init__(self, terms: Terms, on_lost: Callable[[LostHostError], None] = lambda _: None):
         self.terms, self.num, self.on_lost = terms, terms.num, on_lost
@@ -106,7 +106,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._tell(pb.LeaderMessage(welcome=pb.Welcome()))
 
     def least(self, what: str, values: Sequence[int]) -> list[int]:
-        """See `control.hosts.Hosts`."""
+        """See `hosts.control.Hosts`."""
         told, end = [list(values)], time.monotonic() + AGREE_SECONDS
         for peer in list(self._peers.values()):
             told.append(self._numbers_of(peer, what, end))
@@ -128,7 +128,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
     # ------------------------------------------------------------------ calls
 
     def send(self, number: int, call: bytes) -> None:
-        """See `control.hosts.Leader`."""
+        """See `hosts.control.Leader`."""
         self._has_begun, now = True, time.monotonic()
         for peer in self._peers.values():
             if peer.sent <= peer.done:
@@ -137,7 +137,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._tell(pb.LeaderMessage(call=call))
 
     def explain(self, error: Exception) -> LostHostError:
-        """See `control.hosts.Leader`."""
+        """See `hosts.control.Leader`."""
         if isinstance(error, LostHostError):
             return error
         self._has_lost.wait(EXPLAIN_SECONDS)

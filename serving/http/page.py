@@ -14,8 +14,8 @@ from serving.server.errors import invalid
 from serving.server.handle import RequestHandle
 from serving.server.service import Service
 from serving.server.timeline import SLOT_SECONDS
-from shiftjax.control.fleet_state import FleetState, plain_change, plain_group, shown_arrangement
-from shiftjax.control.speculation import DraftStats
+from shiftjax.drafts.speculation import DraftStats
+from shiftjax.fleet.state import FleetState, plain_change, plain_group, shown_arrangement
 
 NUM_OPEN = 16  # requests that have not ended, on the page
 

@@ -14,8 +14,8 @@ from serving.rpc.guard import method
 from serving.rpc.profiler import Profiler
 from serving.server.errors import invalid
 from serving.server.service import Service
-from shiftjax.control.admission import MAX_ID_CHARACTERS
-from shiftjax.control.fleet_state import FleetState, plain_state
+from shiftjax.core.admission import MAX_ID_CHARACTERS
+from shiftjax.fleet.state import FleetState, plain_state
 
 MAX_ABORTS = 1024
 ABORTS = {

@@ -9,7 +9,7 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.server.errors import ServeError, invalid
 from serving.server.schema import MAX_MESSAGES, MAX_VALUES, parse_json
 from serving.server.tools import MAX_CALLS, MAX_TOOLS
-from shiftjax.control.sampling_params import PARAMS
+from shiftjax.core.sampling_params import PARAMS
 
 OPTIONAL = ("cache_salt", "min_width")
 MESSAGE_OPTIONS = ("name", "tool_call_id", "reasoning_content")

@@ -8,7 +8,7 @@ from serving.server.pieces import CallArguments, CallBegin, Parser, Piece, Reaso
 from serving.server.request_timeline import timeline_of
 from serving.server.responses import is_own_end, text_of, usage
 from serving.server.service import Generation
-from shiftjax.control.request import TokenLogprobs
+from shiftjax.core.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 
 REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}

@@ -15,7 +15,7 @@ import numpy as np
 
 from serving.server.responses import Writer
 from serving.server.service import Service
-from shiftjax.control.engine import Engine
+from shiftjax.core.engine import Engine
 from shiftjax.options import ConfigError, shown
 
 DELAY_SECONDS = 0.2

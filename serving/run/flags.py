@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from serving.run import speculative_config
 from serving.server.options import SERVER_SETTINGS, ServerOptions, server_problems
 from shiftjax.config import PARTS, SETTINGS, EngineConfig
-from shiftjax.control.sampling_params import SamplingError, SamplingParams
+from shiftjax.core.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
 from shiftjax.parallel.fleet import FleetOptions
 

@@ -28,7 +28,7 @@ from serving.server.options import ServerOptions
 from serving.server.phases import Phases
 from serving.server.tls import Certificates
 from shiftjax.config import EngineConfig
-from shiftjax.control.hosts import LostHostError
+from shiftjax.hosts.control import LostHostError
 from shiftjax.options import ConfigError
 from shiftjax.settings import make_virtual_devices
 
@@ -75,7 +75,7 @@ def run_follower(
         hosts.connect(channel_credentials(options))
         _join(config)
         from shiftjax.build import build_follower
-        from shiftjax.device.hosts import follow
+        from shiftjax.hosts.steps_device import follow
 
         runner = build_follower(config, files.source, _log, hosts, files.cache_dir)
         if fault and fault.point == FOLLOWING:
@@ -131,7 +131,7 @@ def _terms(config: EngineConfig, options: ServerOptions, files: "ModelFiles") ->
 def _join(config: EngineConfig) -> None:
     make_virtual_devices(config)
     shorten_jax_log()
-    from shiftjax.device.hosts import join
+    from shiftjax.hosts.steps_device import join
 
     assert config.host.coordinator and config.host.hosts
     join(jax_address(config.host.coordinator), config.host.hosts, config.host.host_rank)

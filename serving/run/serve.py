@@ -30,11 +30,11 @@ from serving.server.options import ServerOptions, names_of
 from serving.server.phases import Phases
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
-from shiftjax.control.errors import RequestError
-from shiftjax.control.hosts import LostHostError
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.speculation import DraftStats
+from shiftjax.core.engine import Engine
+from shiftjax.core.errors import RequestError
+from shiftjax.core.request import SamplingParams
+from shiftjax.drafts.speculation import DraftStats
+from shiftjax.hosts.control import LostHostError
 from shiftjax.options import ConfigError
 from shiftjax.settings import fault_of, make_virtual_devices
 from shiftjax.weights.resolve import find_model

@@ -10,7 +10,7 @@ from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.phases import Phases
 from serving.server.service import ServedModel
 from shiftjax.config import EngineConfig
-from shiftjax.control.engine import Engine
+from shiftjax.core.engine import Engine
 from shiftjax.options import ConfigError
 from shiftjax.sim.experiments import target_of
 from shiftjax.sim.live import deploy_live, live_engine

@@ -7,12 +7,12 @@ from serving.run.jax_log import shorten_jax_log
 from serving.server.options import ServerOptions, check_server
 from serving.server.phases import Phases
 from shiftjax.config import EngineConfig
-from shiftjax.control.tasks import Task
+from shiftjax.deploy.tasks import Task
 from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
-    from shiftjax.control.hosts import Leader
     from shiftjax.embedder import Embedder
+    from shiftjax.hosts.control import Leader
     from shiftjax.llm import LLM
     from shiftjax.model_files import ModelFiles
     from shiftjax.text.chat import ChatTemplate
@@ -117,7 +117,7 @@ def loaded(
     config: EngineConfig, files: "ModelFiles", phases: Phases, leader: "Leader | None" = None
 ) -> Any:
     """Load what the files hold; `leader`: on several hosts. Raises StartError, ConfigError."""
-    from shiftjax.control.engine import is_out_of_memory
+    from shiftjax.core.engine import is_out_of_memory
     from shiftjax.settings import make_virtual_devices
 
     make_virtual_devices(config)

@@ -19,9 +19,9 @@ from serving.server.embed_instances import Instances
 from serving.server.embed_thread import EmbedTurn
 from serving.server.errors import ServeError
 from serving.server.options import ServerOptions
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.embed import EmbedRunner, EmbedStats, Text
-from shiftjax.control.engine import EngineStats
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import EngineStats
+from shiftjax.embed.engine import EmbedRunner, EmbedStats, Text
 
 logger = logging.getLogger(__name__)
 

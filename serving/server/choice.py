@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import CostPolicy, FixedPolicy, Policy, ThresholdPolicy
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import CostPolicy, FixedPolicy, Policy, ThresholdPolicy
+from shiftjax.fleet.control import Fleet
 from shiftjax.parallel.grid import Mode
 
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from serving.server.embed_thread import EmbedThread, EmbedTurn
-from shiftjax.control.embed import EmbedEngine, EmbedRunner, EmbedStats, Text
-from shiftjax.control.engine import EngineStats
+from shiftjax.core.engine import EngineStats
+from shiftjax.embed.engine import EmbedEngine, EmbedRunner, EmbedStats, Text
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from serving.server.errors import ServeError, invalid
 from serving.server.schema import MAX_TEXT_CHARACTERS, read
-from shiftjax.control.errors import RequestError
+from shiftjax.core.errors import RequestError
 from shiftjax.text.embedding_inputs import Input
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serving.server.worker_thread import WorkerThread
-from shiftjax.control.engine import EndedStep, Engine, EngineStats
-from shiftjax.control.lane import Lane, poll
-from shiftjax.control.request import Event
+from shiftjax.core.engine import EndedStep, Engine, EngineStats
+from shiftjax.core.lane import Lane, poll
+from shiftjax.core.request import Event
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shiftjax.control.sampling_params import HTTP, PARAMS, Api, SamplingParams
+from shiftjax.core.sampling_params import HTTP, PARAMS, Api, SamplingParams
 from shiftjax.options import Setting, settings_of
 
 Json = Any

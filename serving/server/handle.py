@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from serving.server.errors import ServeError, internal_error
-from shiftjax.control.request import Event, TokenLogprobs
+from shiftjax.core.request import Event, TokenLogprobs
 from shiftjax.outputs import OutputAssembler, RequestOutput
 
 # Codes of engine errors that are not "internal" outside.

@@ -27,7 +27,7 @@ import msgspec
 
 from serving.server.options import ServerOptions, names_of
 from shiftjax.config import EngineConfig
-from shiftjax.control.cache_events import Batch, CacheEvent, CacheFeed, Everything, Removed, Stored
+from shiftjax.core.cache_events import Batch, CacheEvent, CacheFeed, Everything, Removed, Stored
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)

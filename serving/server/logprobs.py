@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shiftjax.control.request import TokenLogprobs
+from shiftjax.core.request import TokenLogprobs
 from shiftjax.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

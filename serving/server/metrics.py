@@ -23,11 +23,11 @@ from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
 from serving.server.phases import Phases
-from shiftjax.control.embed import EmbedStats
-from shiftjax.control.fleet_state import FleetState
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.resharding import PHASES, ReshardingState
-from shiftjax.control.speculation import DraftStats
+from shiftjax.drafts.speculation import DraftStats
+from shiftjax.embed.engine import EmbedStats
+from shiftjax.fleet.state import FleetState
+from shiftjax.host_tier.stats import HostStats
+from shiftjax.phases.control import PHASES, ReshardingState
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),

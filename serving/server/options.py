@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.control.tasks import Task, idle_settings
+from shiftjax.deploy.tasks import Task, idle_settings
 from shiftjax.options import ConfigError, option, settings_of
 
 MEBIBYTE = 1 << 20

@@ -20,7 +20,7 @@ from serving.server.pieces import (
 )
 from serving.server.request_timeline import asked_timeline
 from serving.server.service import Generation
-from shiftjax.control.request import TokenLogprobs
+from shiftjax.core.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
 

@@ -23,8 +23,8 @@ from serving.server.fields import (
     StructuredOutputs,
 )
 from serving.server.tools import ToolWish, read_calls, read_tools
-from shiftjax.control.admission import MAX_WIDTH
-from shiftjax.control.sampling_params import (
+from shiftjax.core.admission import MAX_WIDTH
+from shiftjax.core.sampling_params import (
     INT32_MAX,
     MAX_LOGIT_BIAS,
     PARAMS,

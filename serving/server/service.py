@@ -24,7 +24,7 @@ from serving.server.schema import Wish, prompts_of, read
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
 from serving.server.tools import checked_functions, read_calls
-from shiftjax.control.request import Request, SamplingParams, derive_seed
+from shiftjax.core.request import Request, SamplingParams, derive_seed
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.embedding_inputs import InputReader
 from shiftjax.text.tokenizer import Tokenizer

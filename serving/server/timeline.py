@@ -11,10 +11,10 @@ from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
 from serving.server.history import History, kind_of
-from shiftjax.control.embed import EmbedStats
-from shiftjax.control.engine import EngineStats
-from shiftjax.control.fleet_state import FleetState
-from shiftjax.control.speculation import DraftStats
+from shiftjax.core.engine import EngineStats
+from shiftjax.drafts.speculation import DraftStats
+from shiftjax.embed.engine import EmbedStats
+from shiftjax.fleet.state import FleetState
 
 SLOT_SECONDS = {60: 0.5, 600: 5.0}  # by the span in seconds: how fine the past is kept
 STRIP_SECONDS, NUM_STRIPS = 0.5, 120  # of the groups of a fleet

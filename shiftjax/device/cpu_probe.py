@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shiftjax.control.resolve import Suited
 from shiftjax.costs.buckets import worthwhile
+from shiftjax.deploy.resolve import Suited
 from shiftjax.device import kept
 
 logger = logging.getLogger(__name__)

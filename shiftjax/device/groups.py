@@ -5,24 +5,24 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shiftjax.arch.formats import FORMATS
-from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.gpu_options import gpu_options
-from shiftjax.device.host_store import Chunks
 from shiftjax.device.joined import JOINED_ON
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import group_mesh, joined_mesh, own_devices
 from shiftjax.device.mode_weights import ModeWeights
-from shiftjax.device.mover import DeviceMover
 from shiftjax.device.place import Rows, define, load_rows, read_rows
 from shiftjax.device.pool import DevicePools, PoolOptions
 from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, PoolSizes
 from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
+from shiftjax.fleet.mover_device import DeviceMover
+from shiftjax.host_tier.store_device import Chunks
 from shiftjax.models.attention_backend import AttentionBackend, choose_attention
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices

@@ -11,11 +11,11 @@ from contextlib import suppress
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shiftjax.device.host_store import Chunks
-from shiftjax.device.host_tier import HostTier
 from shiftjax.device.mesh import named, replicated_spec
 from shiftjax.device.mode_weights import ModeWeights, Weights
 from shiftjax.device.pool import DevicePools, FlatPools, PoolOptions
+from shiftjax.host_tier.copies_device import HostTier
+from shiftjax.host_tier.store_device import Chunks
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 

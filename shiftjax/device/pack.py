@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.rows import Rows
 from shiftjax.arch.config import ModelConfig
-from shiftjax.control.request import StepPlan
+from shiftjax.core.request import StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.step import GuessInputs, StepInputs

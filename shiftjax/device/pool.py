@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.device.joined import MOST_ELEMENTS
 from shiftjax.device.mesh import named, pool_spec
+from shiftjax.host_tier.chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.models.attention import BYTE, Blocks, LayerPool, layers_of_pools, pool_shape
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.products import CODE

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.hosts import Alone, Hosts
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.device import kept
 from shiftjax.device.sizing import measure
+from shiftjax.hosts.control import Alone, Hosts
 from shiftjax.parallel.grid import Device
 
 FOLDER = "pool_sizes"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import is_spread, put
 from shiftjax.device.pack import step_inputs

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shiftjax.control.guesses import ModelGuess
-from shiftjax.control.request import StepOutput, StepPlan
-from shiftjax.device.host_store import Chunks
+from shiftjax.core.guesses import ModelGuess
+from shiftjax.core.request import StepOutput, StepPlan
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, put, replicated_spec
 from shiftjax.device.pack import step_inputs, suits
@@ -21,6 +20,7 @@ from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program, trial_step
 from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
+from shiftjax.host_tier.store_device import Chunks
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ NO_ROWS = StepOutput(np.zeros(0, np.int32), np.zeros(0, bool))  # of a step that
 
 
 class DeviceRunner:
-    """Runs steps on one group of devices; see `control.request.Runner`.
+    """Runs steps on one group of devices; see `core.request.Runner`.
 
     `programs` are in the order of their buckets, smallest first. `seed` is the engine's: sampled
     tokens depend on it, the request's seed and the position alone.

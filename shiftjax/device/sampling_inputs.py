@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32, UInt16, UInt32
 
-from shiftjax.control.request import ScheduledSequence, Sequence, StepPlan
-from shiftjax.control.sampling_params import MAX_LOGIT_BIAS, PARAMS, SamplingParams
+from shiftjax.core.request import ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.sampling_params import MAX_LOGIT_BIAS, PARAMS, SamplingParams
 
 ALL_ALLOWED = 0xFFFFFFFF
 IN_PROMPT = 0x8000  # bit 15 of a token count

@@ -292,7 +292,7 @@ def _draft_rows(
     """What guesses of every sequence begin with: its last row that counts.
 
     That is the first of its rows which does not sample the token that comes next in the step, a
-    draft's or a prompt's, or the last; as the host sees it (`control.results.num_accepted`).
+    draft's or a prompt's, or the last; as the host sees it (`core.results.num_accepted`).
     """
     assert inputs.guessing is not None
     starts, sampling = inputs.guessing.row_start_loc, inputs.sampling

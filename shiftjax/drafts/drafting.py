@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from shiftjax.control.guesses import Claims, Draft, ModelGuess
+from shiftjax.core.guesses import Claims, Draft, ModelGuess
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.acceptance import Acceptance, Record
 from shiftjax.drafts.corpora import Corpora

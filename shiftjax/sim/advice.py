@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.policy import shift_threshold
+from shiftjax.core.policy import shift_threshold
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, cost_model, deploy_degrees
 from shiftjax.sim.metrics import summary

@@ -5,25 +5,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from shiftjax.control.blocks import BlockAllocator
-from shiftjax.control.cost_arrangement import CostArrangement
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_setup import make_fleet, move_costs
-from shiftjax.control.host_chunks import HostBlocks, HostMemory
-from shiftjax.control.lane import Lane
-from shiftjax.control.phases import limits_of
-from shiftjax.control.policy import Policy
-from shiftjax.control.prices import Prices
-from shiftjax.control.resharding import Phase, Resharding
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.shared_blocks import share
-from shiftjax.control.speculation import Speculation
+from shiftjax.core.blocks import BlockAllocator
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import Policy
+from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine import Transfer
-from shiftjax.costs.resharding import check_host_links
 from shiftjax.costs.stages import GroupCosts
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.drafts.prices import Prices
+from shiftjax.drafts.speculation import Speculation
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.cost_arrangement import CostArrangement
+from shiftjax.fleet.setup import make_fleet, move_costs
+from shiftjax.fleet.shared_blocks import share
+from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group
+from shiftjax.phases.control import Phase, Resharding
+from shiftjax.phases.costs import check_host_links
+from shiftjax.phases.setup import limits_of
 from shiftjax.sim.deployment import (
     Target,
     cost_model,

@@ -8,17 +8,14 @@ from typing import Any, get_args, get_type_hints
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, SERVER_BUDGETS, EngineConfig
-from shiftjax.control.deployment import Deployment, Devices
-from shiftjax.control.phases import HOST_SHARE
-from shiftjax.control.policy import Policy, make_policy, wanted_modes
-from shiftjax.control.resharding import PHASES, Phase
-from shiftjax.control.resolve import base_rule, draft_rows, resolve, stage_problems, widths_problems
+from shiftjax.core.policy import Policy, make_policy, wanted_modes
 from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
-from shiftjax.costs.resharding import Reload, check_host_links
 from shiftjax.costs.stages import GroupCosts
+from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.resolve import base_rule, draft_rows, resolve, stage_problems, widths_problems
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError, unknown_name
 from shiftjax.parallel.degrees import Degrees
@@ -31,6 +28,9 @@ from shiftjax.parallel.fleet import (
 )
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.phases.control import PHASES, Phase
+from shiftjax.phases.costs import Reload, check_host_links
+from shiftjax.phases.setup import HOST_SHARE
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
 SIMULATED = MappingProxyType(
@@ -210,7 +210,7 @@ class Phases:
 def deploy_phases(
     target: Target, prefill: Degrees, decode: Degrees, host_bytes: int = 0, **settings: Any
 ) -> Phases:
-    """Two configurations of the same devices; see `control/resharding.py`.
+    """Two configurations of the same devices; see `phases/control.py`.
 
     Parked KV has `host_bytes` of host memory, if not 0, else half of the machine's.
     Raises ConfigError where the devices or the model cannot be cut so, or nobody knows the

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shiftjax.control.handover import Copy, Crossing, calls
-from shiftjax.control.lane import FIRST_UNIT, Failure, Lane
-from shiftjax.control.policy import work_of
-from shiftjax.control.request import StepOutput, StepPlan
-from shiftjax.costs.moves import MoveCosts
+from shiftjax.core.lane import FIRST_UNIT, Failure, Lane
+from shiftjax.core.policy import work_of
+from shiftjax.core.request import StepOutput, StepPlan
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
+from shiftjax.fleet.costs import MoveCosts
+from shiftjax.fleet.handover import Copy, Crossing, calls
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.drafts import ModelledDrafting
 from shiftjax.sim.host_link import HostLink

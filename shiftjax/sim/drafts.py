@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from shiftjax.control.guesses import Draft, ModelGuess
+from shiftjax.core.guesses import Draft, ModelGuess
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.options import ConfigError, shown

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.resharding import Phase
-from shiftjax.costs.resharding import Reload
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.phases.control import Phase
+from shiftjax.phases.costs import Reload
 from shiftjax.sim.deployment import Target, reload_of
 from shiftjax.sim.devices import Clock, CostRunner
 

@@ -12,14 +12,14 @@ from typing import Any
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import ALIASES, FORMATS, formats_of
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.phases import are_modes
-from shiftjax.control.resolve import formats_in
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.resolve import formats_in
 from shiftjax.options import ConfigError, shown, unknown_name
 from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.phases.setup import are_modes
 from shiftjax.sim.deployment import (
     FLEET,
     Phases,

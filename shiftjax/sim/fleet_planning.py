@@ -6,10 +6,10 @@ memory for KV; smaller ones can be split further, into replicas that do not talk
 
 from typing import Any, NamedTuple
 
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.policy import wanted_modes
+from shiftjax.core.policy import wanted_modes
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.parallel.layout import Layout

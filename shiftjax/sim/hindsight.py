@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from shiftjax.control.deployment import Deployment
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, sized_of, standard_deployments

@@ -2,7 +2,7 @@
 
 A device of each stage copies its part of every chunk, one after the other, to the host on one
 timeline and from it on another, both beside its computation. A step whose chunks are not there
-waits in each stage for that stage's part. As on real devices (`device/host_tier.py`), a copy to the
+waits in each stage for that stage's part. As on devices (`copies_device.py`), a copy to the
 host begins when the stage has done all steps before it, and of a stage no more than
 `Deployment.blocks_in_flight` may be on their way: the host waits before it dispatches more.
 """
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shiftjax.control.request import StepPlan
+from shiftjax.core.request import StepPlan
 from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine, Transfer
 

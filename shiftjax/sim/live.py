@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shiftjax.config import EngineConfig
-from shiftjax.control.admission import NO_LOGPROBS
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import MOST_REMEMBERED, Fleet
+from shiftjax.core.admission import NO_LOGPROBS
+from shiftjax.core.engine import Engine
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.fleet.control import MOST_REMEMBERED, Fleet
 from shiftjax.options import ConfigError
 from shiftjax.sim.build import make_engine
 from shiftjax.sim.deployment import Target, deploy_config

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shiftjax.control.request import ScheduledSequence, StepPlan
+from shiftjax.core.request import ScheduledSequence, StepPlan
 
 MEAN_TOKENS = 256  # of an answer that nothing else ends
 

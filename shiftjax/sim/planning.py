@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.policy import shift_threshold
+from shiftjax.core.policy import shift_threshold
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import (

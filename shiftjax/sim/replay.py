@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from shiftjax.control.admission import check_length
-from shiftjax.control.deployment import Deployment
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_setup import first_arrangement
-from shiftjax.control.fleet_stats import FleetStats, Turn
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.request import Event, Request, RequestError, SamplingParams
-from shiftjax.control.resharding import Resharding
+from shiftjax.core.admission import check_length
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Event, Request, RequestError, SamplingParams
 from shiftjax.costs.stages import GroupCosts
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.setup import first_arrangement
+from shiftjax.fleet.stats import FleetStats, Turn
+from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.fleet import Arrangement
+from shiftjax.phases.control import Resharding
 from shiftjax.sim.build import make_engine, make_phases
 from shiftjax.sim.deployment import Phases, Target
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord

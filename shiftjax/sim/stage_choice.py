@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shiftjax.costs.resharding import check_host_links
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
+from shiftjax.phases.costs import check_host_links
 from shiftjax.sim.deployment import Target, deploy_degrees
 from shiftjax.sim.stages import (
     Batch,

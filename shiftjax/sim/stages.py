@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from shiftjax.control.deployment import Deployment
 from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, reload_of
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shiftjax.arch.pooling import Pooling
-from shiftjax.control.errors import RequestError
+from shiftjax.core.errors import RequestError
 from shiftjax.text.tokenizer import Tokenizer
 
 Input = str | Sequence[int]  # a text, or its token ids, special ones included

@@ -10,13 +10,13 @@ from steps import device_bytes, pools_of
 from test_stage_steps import LLAMA_34B
 
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Devices
-from shiftjax.control.host_chunks import CHUNK_SIZES
-from shiftjax.control.phases import resolve_phases
-from shiftjax.control.resharding import PHASES
+from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.device.groups import Placed, define_groups, pool_of
-from shiftjax.device.host_tier import compile_transfers
 from shiftjax.device.pool import abstract_pools
+from shiftjax.host_tier.chunks import CHUNK_SIZES
+from shiftjax.host_tier.copies_device import compile_transfers
+from shiftjax.phases.control import PHASES
+from shiftjax.phases.setup import resolve_phases
 
 aot.require()
 

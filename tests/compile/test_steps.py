@@ -31,10 +31,10 @@ from serving.bench.hlo import Computation, computations
 from serving.bench.thunks import top_level
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.weights import num_parameters
-from shiftjax.control.resolve import base_rule
 from shiftjax.costs.machine_files import load_engine
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.costs.quantising import quantising
+from shiftjax.deploy.resolve import base_rule
 from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.device.sampling import sample
 from shiftjax.parallel.grid import Mode

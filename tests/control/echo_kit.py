@@ -4,16 +4,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.echo import EchoRunner, echo_token
-from shiftjax.control.engine import Engine
-from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_AHEAD, HostBlocks, HostMemory
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import Policy, make_policy
-from shiftjax.control.request import Event, Request, SamplingParams, StepPlan, derive_seed
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import Policy, make_policy
+from shiftjax.core.request import Event, Request, SamplingParams, StepPlan, derive_seed
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
+from shiftjax.host_tier.chunks import CHUNK_SIZES, MOST_AHEAD, HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group, Mode
+from shiftjax.sim.echo import EchoRunner, echo_token
 
 VOCAB_SIZE = 13  # small, so that stop ids are hit often
 MAX_MODEL_LEN = 48

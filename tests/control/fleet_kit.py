@@ -9,16 +9,16 @@ from echo_kit import ENGINE_SEED, HOST_BLOCK_BYTES, MAX_MODEL_LEN, VOCAB_SIZE, A
 from echo_pools import EchoMover, EchoPools, Told
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import FleetPolicy
-from shiftjax.control.host_chunks import HostBlocks, HostMemory
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import make_policy
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.control.shared_blocks import share
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import make_policy
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import FleetPolicy
+from shiftjax.fleet.shared_blocks import share
+from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.parallel.fleet import Arrangement, all_groups, equal_groups, possible_widths
 from shiftjax.parallel.grid import Grid, Group
 from shiftjax.parallel.layout import Layout

@@ -11,15 +11,15 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.engine import Engine
-from shiftjax.control.host_chunks import HostBlocks, HostMemory
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import make_policy
-from shiftjax.control.resharding import PHASES, Phase, Resharding
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import make_policy
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
+from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group
+from shiftjax.phases.control import PHASES, Phase, Resharding
 
 
 class LoadFault(Exception):

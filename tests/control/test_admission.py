@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from shiftjax.control.admission import RequestLimits, validate_request
-from shiftjax.control.request import Request, RequestError, SamplingParams, derive_seed
-from shiftjax.control.sampling_params import SamplingError
+from shiftjax.core.admission import RequestLimits, validate_request
+from shiftjax.core.request import Request, RequestError, SamplingParams, derive_seed
+from shiftjax.core.sampling_params import SamplingError
 
 LIMITS = RequestLimits(
     vocab_size=100, max_model_len=32, num_kv_tokens=24, max_logprobs=5, eos_token_ids=(2, 3)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shiftjax.control.blocks import BlockAllocator, extend_hashes, root_hash
+from shiftjax.core.blocks import BlockAllocator, extend_hashes, root_hash
 
 BLOCK_SIZE = 2
 ROOT = root_hash("model", "fp8 1", None, None)

@@ -13,11 +13,11 @@ from spent import examples
 from test_engine_properties import FAST, Client, engines, traffic
 from test_fleet import random_arrangement, random_requests
 
-from shiftjax.control.cache_events import Batch, CacheFeed, Cleared, Removed, Stored
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.shared_blocks import SharedBlocks
+from shiftjax.core.cache_events import Batch, CacheFeed, Cleared, Removed, Stored
+from shiftjax.core.engine import Engine
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.shared_blocks import SharedBlocks
 
 Index = dict[bytes, tuple[list[int], bytes | None]]  # tokens and parent, by hash
 

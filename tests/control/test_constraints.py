@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from echo_kit import VOCAB_SIZE, assert_quiescent, generate, make_engine, runner_of
 
-from shiftjax.control.request import Request, RequestError, SamplingParams
+from shiftjax.core.request import Request, RequestError, SamplingParams
 
 
 class Alternating:

@@ -8,8 +8,8 @@ from shiftjax.arch.config import Codes, Experts, ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig, ParallelOptions
-from shiftjax.control.deployment import Devices
-from shiftjax.control.resolve import base_rule, check_model, choose_degrees, formats_in, resolve
+from shiftjax.deploy.deployment import Devices
+from shiftjax.deploy.resolve import base_rule, check_model, choose_degrees, formats_in, resolve
 from shiftjax.options import ConfigError
 
 MODEL = ModelConfig("tiny", "llama", 1000, 576, 1536, 30, 9, 3, 64, 8192)

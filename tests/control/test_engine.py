@@ -15,10 +15,10 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.control.hosts import LostHostError
-from shiftjax.control.policy import POLICIES, FixedPolicy, make_policy, wanted_modes
-from shiftjax.control.request import DuplicateRequestError, StepPlan
+from shiftjax.core.policy import POLICIES, FixedPolicy, make_policy, wanted_modes
+from shiftjax.core.request import DuplicateRequestError, StepPlan
 from shiftjax.costs.buckets import Bucket
+from shiftjax.hosts.control import LostHostError
 from shiftjax.parallel.grid import Group, Mode
 
 MODES = Group(0, 4).modes  # a mode lies between base and shift
@@ -213,7 +213,7 @@ def test_a_lost_host_is_the_end_of_the_engine(where, monkeypatch):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_after_a_step_without_memory_steps_are_smaller_for_a_while(overlap, monkeypatch):
-    monkeypatch.setattr("shiftjax.control.scheduler.STEPS_TO_RECOVER", 20)
+    monkeypatch.setattr("shiftjax.core.scheduler.STEPS_TO_RECOVER", 20)
     engine, listener = make_engine(overlap=overlap), Listener()
     runner = runner_of(engine)
     run = runner.run

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from spent import examples
 
-from shiftjax.control.engine import Engine
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.request import Request
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request
+from shiftjax.host_tier.stats import HostStats
 
 FAST = settings(
     deadline=None,

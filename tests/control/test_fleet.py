@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from spent import examples
 from test_speculation import Guesses, let_draft
 
-from shiftjax.control import handover
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import NeedPolicy, Wish
-from shiftjax.control.speculation import DraftStats, Prices, Speculation
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.speculation import DraftStats, Prices, Speculation
+from shiftjax.fleet import handover
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import NeedPolicy, Wish
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 
@@ -281,7 +281,7 @@ def test_a_request_that_fits_no_unit_is_served_by_a_wider_group():
 @pytest.mark.parametrize("switch", ["move", "soft", "hard", "sequential"])
 def test_a_request_without_a_limit_is_served_wider_when_it_comes_to_need_it(monkeypatch, switch):
     """Whatever the kind of switching: it would wait for ever for others to give way."""
-    monkeypatch.setattr("shiftjax.control.fleet_needs.GROWTH_TOKENS", 4)
+    monkeypatch.setattr("shiftjax.fleet.needs.GROWTH_TOKENS", 4)
     engine = make_fleet(
         num_kv_heads=8,
         num_blocks=12,

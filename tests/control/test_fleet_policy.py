@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shiftjax.control.fleet_policy import (
+from shiftjax.fleet.policy import (
     Demand,
     FleetView,
     GroupView,
@@ -12,7 +12,7 @@ from shiftjax.control.fleet_policy import (
     NeedPolicy,
     Wish,
 )
-from shiftjax.control.switching import Steps, bind_seconds, kind_of_bind
+from shiftjax.fleet.switching import Steps, bind_seconds, kind_of_bind
 from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
 from shiftjax.parallel.grid import Group
 

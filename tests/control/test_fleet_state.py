@@ -6,11 +6,11 @@ from echo_kit import Listener, make_request, run_to_end
 from echo_pools import Told
 from fleet_kit import make_fleet
 
-from shiftjax.control.engine import Engine
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import NeedPolicy, Wish
-from shiftjax.control.fleet_state import NUM_CHANGES, REASONS, FleetState, plain_state
-from shiftjax.control.request import Request, SamplingParams
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import NeedPolicy, Wish
+from shiftjax.fleet.state import NUM_CHANGES, REASONS, FleetState, plain_state
 from shiftjax.parallel.fleet import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 

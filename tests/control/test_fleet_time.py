@@ -10,8 +10,8 @@ import pytest
 from echo_pools import Told
 from time_kit import of_tokens, play_fleet
 
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import LoadPolicy, NeedPolicy, Wish
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import LoadPolicy, NeedPolicy, Wish
 from shiftjax.parallel.fleet import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 

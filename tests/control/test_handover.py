@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fleet import assert_as_alone
 
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.handover import Pair, calls
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.handover import Pair, calls
+from shiftjax.fleet.policy import Wish
 from shiftjax.parallel.fleet import equal_groups
 
 WAYS = 4

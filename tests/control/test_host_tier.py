@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from spent import examples
 from test_engine_properties import FAST, Client, check_tokens, play
 
-from shiftjax.control.blocks import CachedPrefix
-from shiftjax.control.host_chunks import HostBlocks, HostMemory, chunk_sizes
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.topology import Topology
+from shiftjax.core.blocks import CachedPrefix
+from shiftjax.core.topology import Topology
+from shiftjax.host_tier.chunks import HostBlocks, HostMemory, chunk_sizes
+from shiftjax.host_tier.stats import HostStats
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens
 

@@ -3,15 +3,15 @@
 import pytest
 from echo_kit import ENGINE_SEED, VOCAB_SIZE, Listener, make_request, reference
 
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import make_policy
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import make_policy
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.devices import Clock, Handle
+from shiftjax.sim.echo import EchoRunner
 
 QUICK, SLOW = 5.0, 50.0  # seconds of a step
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spent import examples
 from test_engine_properties import FAST, check_tokens, engines, play, traffic
 
-from shiftjax.control.micro_batches import num_dealt
+from shiftjax.core.micro_batches import num_dealt
 
 PIPELINES = (2, 4)
 

@@ -16,8 +16,8 @@ from phases_kit import LoadFault, exchange_of, make_phases
 from test_constraints import Alternating, parities
 from test_constraints import request as constrained
 
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.resharding import Resharding, ReshardingState
+from shiftjax.host_tier.stats import HostStats
+from shiftjax.phases.control import Resharding, ReshardingState
 
 
 def requests_of(num: int, *, length: int = 9, **sampling):

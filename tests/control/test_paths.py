@@ -20,12 +20,12 @@ from spent import examples
 from test_engine_properties import FAST, check_tokens, engines, play, traffic
 from test_speculation import Guesses, counts, let_draft
 
-from shiftjax.control.block_tables import BlockTables
-from shiftjax.control.blocks import BlockAllocator
-from shiftjax.control.echo import echo_token
-from shiftjax.control.lookahead import Lookahead
-from shiftjax.control.paths import row_worths
+from shiftjax.core.block_tables import BlockTables
+from shiftjax.core.blocks import BlockAllocator
+from shiftjax.core.lookahead import Lookahead
 from shiftjax.draft_options import DraftOptions
+from shiftjax.drafts.paths import row_worths
+from shiftjax.sim.echo import echo_token
 
 
 class Forked(Guesses):

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shiftjax.control.policy import make_policy, shift_threshold, wanted_modes
-from shiftjax.control.request import StepPlan
+from shiftjax.core.policy import make_policy, shift_threshold, wanted_modes
+from shiftjax.core.request import StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode

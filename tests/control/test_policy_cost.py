@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import pytest
 from engines import checkpoint, make, run
 
-from shiftjax.control.policy import CostPolicy, make_policy
-from shiftjax.control.request import SamplingParams, StepPlan
+from shiftjax.core.policy import CostPolicy, make_policy
+from shiftjax.core.request import SamplingParams, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine
 from shiftjax.options import ConfigError

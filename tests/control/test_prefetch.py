@@ -14,8 +14,8 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.control.host_chunks import MOST_AHEAD
-from shiftjax.control.host_stats import HostStats
+from shiftjax.host_tier.chunks import MOST_AHEAD
+from shiftjax.host_tier.stats import HostStats
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens, 6 blocks
 

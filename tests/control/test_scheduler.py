@@ -12,7 +12,7 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.scheduler_config import SchedulerConfig
 
 
 def shape(plan):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spent import examples
 
-from shiftjax.control.shared_blocks import SharedBlocks, State, plan_compaction, share
+from shiftjax.fleet.shared_blocks import SharedBlocks, State, plan_compaction, share
 from shiftjax.parallel.fleet import all_groups, possible_widths
 from shiftjax.parallel.grid import Group
 

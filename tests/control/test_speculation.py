@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from spent import examples
 from test_engine_properties import FAST, check_tokens, engines, play, traffic
 
-from shiftjax.control.echo import echo_token
-from shiftjax.control.engine import Engine
-from shiftjax.control.lookahead import Lookahead
-from shiftjax.control.prices import Prices
-from shiftjax.control.request import Sequence
-from shiftjax.control.speculation import MOST_TURNS_BETWEEN_TRIALS, DraftStats, Speculation
+from shiftjax.core.engine import Engine
+from shiftjax.core.lookahead import Lookahead
+from shiftjax.core.request import Sequence
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.prices import Prices
+from shiftjax.drafts.speculation import MOST_TURNS_BETWEEN_TRIALS, DraftStats, Speculation
+from shiftjax.sim.echo import echo_token
 
 
 class Guesses(Drafting):

@@ -11,14 +11,14 @@ from test_draft_choice import BASE, SHIFT, Claiming, Costs
 from test_lanes import TimedRunner
 from test_speculation import let_draft
 
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import ThresholdPolicy
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.control.step_times import MOST_SURPRISE, PRIOR_STEPS, StepKind, StepTimes
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import ThresholdPolicy
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.machine_files import load_engine
+from shiftjax.drafts.step_times import MOST_SURPRISE, PRIOR_STEPS, StepKind, StepTimes
 from shiftjax.sim.replay import Clock
 
 KINDS = [StepKind(SHIFT, size, size, False) for size in (8, 16, 32)]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from echo_kit import Listener, make_request
 from fleet_kit import make_fleet
 
-from shiftjax.control.engine import Engine
-from shiftjax.control.request import Request, StepPlan
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request, StepPlan
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.devices import Clock, Handle, Units
 from shiftjax.sim.replay import serve

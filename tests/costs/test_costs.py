@@ -10,8 +10,8 @@ from shiftjax.arch.config import Experts, LayerKind
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import layer_parameters, num_parameters
-from shiftjax.control.policy import work_of
-from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.policy import work_of
+from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.experts import Load

@@ -27,8 +27,8 @@ from shiftjax.costs.collectives import (
 from shiftjax.costs.experts import room_of_exchange
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.mesh import group_mesh
-from shiftjax.device.mover import compile_exchange
 from shiftjax.device.pool import PoolOptions
+from shiftjax.fleet.mover_device import compile_exchange
 from shiftjax.parallel.grid import Grid, Group
 from shiftjax.parallel.layout import Layout
 

@@ -6,7 +6,7 @@ import pytest
 from test_costs import FLOAT32, PLAIN, TINY
 
 from shiftjax.costs.machine import Transfer
-from shiftjax.costs.moves import MoveCosts, chunk_blocks
+from shiftjax.fleet.costs import MoveCosts, chunk_blocks
 from shiftjax.parallel.layout import Layout
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from echo_pools import Told
 
 from shiftjax.build import Built
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.request import Event, Request, SamplingParams
+from shiftjax.core.request import Event, Request, SamplingParams
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import Wish
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups
 from shiftjax.parallel.grid import Group
 

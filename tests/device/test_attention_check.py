@@ -21,8 +21,8 @@ from spent import thorough
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.deployment import Deployment
 from shiftjax.costs.buckets import Bucket
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.attention_cases import Trial, tries_of, try_step, wrong_with
 from shiftjax.device.attention_check import (
     FOLDER,

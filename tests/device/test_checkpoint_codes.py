@@ -14,7 +14,7 @@ from oracle import quantised_files as files
 
 from shiftjax.arch.formats import Formats
 from shiftjax.build import host_copy_bytes
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import weight_bytes
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.place import HostWeights, define, load, load_rows

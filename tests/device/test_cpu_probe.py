@@ -10,10 +10,10 @@ from oracle import numpy_llama
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import deploy
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Devices
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.resolve import Suited, resolve
+from shiftjax.core.request import SamplingParams
 from shiftjax.costs.buckets import doubling, worthwhile
+from shiftjax.deploy.deployment import Devices
+from shiftjax.deploy.resolve import Suited, resolve
 from shiftjax.device import cpu_probe
 from shiftjax.device.cpu_probe import choose, suited_to_cpu
 from shiftjax.settings import num_cores

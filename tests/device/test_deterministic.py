@@ -4,7 +4,7 @@ import engines
 import numpy as np
 import pytest
 
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 
 PROMPT = list(range(3, 53))
 OTHERS = [[i + 2, 7, 9 + i] * (3 + 5 * i) for i in range(5)]

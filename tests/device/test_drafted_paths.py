@@ -12,7 +12,7 @@ from spent import thorough
 from test_drafted_steps import VOCAB_SIZE, let_draft
 from test_mode_invisibility import OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.device.groups import define_steps
 from shiftjax.device.programs import CompileCounter, empty_inputs
 from shiftjax.draft_options import DraftOptions

@@ -9,12 +9,12 @@ from oracle import numpy_llama
 from spent import thorough
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
-from shiftjax.control.prices import prices_of
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.speculation import Speculation
+from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.prices import prices_of
+from shiftjax.drafts.speculation import Speculation
 
 VOCAB_SIZE = 199
 QUALITIES = {"right": lambda n: False, "wrong": lambda n: True, "half": lambda n: n % 3 == 2}

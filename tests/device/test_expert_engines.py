@@ -7,7 +7,7 @@ from harness import forward
 from oracle import numpy_fp8, numpy_llama
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.parallel.grid import Mode
 
 PROMPT = [5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150]

@@ -9,11 +9,11 @@ from echo_pools import Told
 from engines import checkpoint, make, run, tokens
 
 from shiftjax.build import Built
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.device import mover
+from shiftjax.core.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
+from shiftjax.fleet import mover_device as mover
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import Wish
 from shiftjax.parallel.fleet import equal_groups
 from shiftjax.parallel.grid import Group
 

@@ -5,10 +5,10 @@ from echo_pools import Told
 from engines import checkpoint, make, tokens
 from oracle import numpy_llama
 
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.request import Event, Request, SamplingParams
+from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import Wish
 from shiftjax.parallel.fleet import equal_groups
 
 

@@ -11,11 +11,11 @@ from fleet_histories import STATES, Named, assert_same, play, requests_of
 from oracle import numpy_llama
 
 from shiftjax.build import Built
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import Wish
-from shiftjax.control.lookahead import Lookahead
-from shiftjax.control.request import Request, SamplingParams
+from shiftjax.core.lookahead import Lookahead
+from shiftjax.core.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.policy import Wish
 from shiftjax.parallel.fleet import equal_groups
 from shiftjax.parallel.grid import Group
 

@@ -16,12 +16,12 @@ from harness import forward
 from oracle import numpy_fp8, numpy_llama
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.resharding import ReshardingState
-from shiftjax.control.speculation import DraftStats
+from shiftjax.core.request import SamplingParams
+from shiftjax.drafts.speculation import DraftStats
+from shiftjax.fleet.control import Fleet
+from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.grid import Mode
+from shiftjax.phases.control import ReshardingState
 from shiftjax.weights.huggingface import HuggingFaceSource
 from shiftjax.weights.kv_scales import identify_scales
 

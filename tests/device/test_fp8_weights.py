@@ -13,7 +13,7 @@ from oracle import numpy_fp8, numpy_llama
 from spent import thorough
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.models.products import quantise
 from shiftjax.parallel.grid import Mode
 

@@ -5,7 +5,7 @@ from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama
 from spent import thorough
 
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150][i:] * (1 + i % 3) for i in range(6)]
 

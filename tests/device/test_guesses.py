@@ -18,12 +18,12 @@ from spent import thorough
 from test_drafted_steps import let_draft
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
-from shiftjax.control.policy import make_policy
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.speculation import DraftStats
+from shiftjax.core.policy import make_policy
+from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.speculation import DraftStats
 
 VOCAB_SIZE, HIDDEN = 199, 48
 COMMON = {"vocab_size": VOCAB_SIZE, "n_predict": 3, "tie_weights": True, "scale_input": True}

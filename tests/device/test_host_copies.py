@@ -12,14 +12,14 @@ from oracle import numpy_llama
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built
-from shiftjax.control.host_chunks import CHUNK_SIZES, MOST_IN_FLIGHT
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.request import SamplingParams
-from shiftjax.device.host_store import Chunks
-from shiftjax.device.host_tier import HostTier
+from shiftjax.core.request import SamplingParams
 from shiftjax.device.mesh import make_mesh, named, pool_spec
 from shiftjax.device.pool import FlatPools, PoolOptions
 from shiftjax.device.programs import CompileCounter
+from shiftjax.host_tier.chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.host_tier.copies_device import HostTier
+from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.store_device import Chunks
 from shiftjax.parallel.layout import Layout
 
 PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]

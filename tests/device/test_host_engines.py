@@ -6,10 +6,10 @@ from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
 from shiftjax.build import Built
-from shiftjax.control.host_chunks import HostBlocks
-from shiftjax.control.host_stats import HostStats
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
+from shiftjax.host_tier.chunks import HostBlocks
+from shiftjax.host_tier.stats import HostStats
 
 PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
 NUM_CACHED = 56  # never the last token, and whole blocks

@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.presets import PRESETS
-from shiftjax.device import host_tier, pool
-from shiftjax.device.host_store import Chunks
-from shiftjax.device.host_tier import HostTier
+from shiftjax.device import pool
 from shiftjax.device.mesh import make_mesh, named, pool_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
+from shiftjax.host_tier import copies_device as host_tier
+from shiftjax.host_tier.copies_device import HostTier
+from shiftjax.host_tier.store_device import Chunks
 from shiftjax.parallel.layout import Layout
 
 NUM_LAYERS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, SIZE = 7, 2, 2, 12, 4

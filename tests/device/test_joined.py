@@ -14,7 +14,7 @@ from spent import thorough
 from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.device import groups, joined
 from shiftjax.device.joined import Joiner
 from shiftjax.device.mesh import make_mesh, mesh_of

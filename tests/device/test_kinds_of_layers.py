@@ -7,7 +7,7 @@ import pytest
 from engines import RandomPolicy, build_tiny, make, run, tokens
 from spent import thorough
 
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 
 PARITY = Path(__file__).parent.parent / "data" / "parity"
 

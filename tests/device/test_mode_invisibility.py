@@ -13,8 +13,8 @@ from harness import forward
 from oracle import numpy_llama
 from spent import thorough
 
-from shiftjax.control.policy import FixedPolicy
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.policy import FixedPolicy
+from shiftjax.core.request import SamplingParams
 from shiftjax.parallel.grid import Group
 
 MESHES = [(2, 2), (4, 2), (3, 2), (2, 4)]

@@ -15,15 +15,15 @@ from harness import silent
 
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.handover import Copy, Crossing
-from shiftjax.costs import moves
 from shiftjax.device import pool
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import group_mesh, joined_mesh
 from shiftjax.device.mode_weights import ModeWeights
-from shiftjax.device.mover import DeviceMover
 from shiftjax.device.place import define, load
 from shiftjax.device.pool import DevicePools, PoolOptions
+from shiftjax.fleet import costs as moves
+from shiftjax.fleet.handover import Copy, Crossing
+from shiftjax.fleet.mover_device import DeviceMover
 from shiftjax.parallel.fleet import all_groups
 from shiftjax.parallel.grid import Grid, Group, unit_order
 from shiftjax.parallel.layout import Layout

@@ -3,9 +3,9 @@
 import pytest
 from engines import checkpoint, make, run, tokens
 
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.request import SamplingParams
-from shiftjax.device import mover
+from shiftjax.core.request import SamplingParams
+from shiftjax.fleet import mover_device as mover
+from shiftjax.fleet.control import Fleet
 from shiftjax.parallel.grid import Group
 
 pytestmark = pytest.mark.thorough

@@ -7,10 +7,11 @@ from oracle import numpy_llama
 from spent import thorough
 
 from shiftjax.build import Built
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import weight_bytes
-from shiftjax.device import pipeline, programs
+from shiftjax.device import programs
 from shiftjax.device.programs import CompileCounter
+from shiftjax.phases import pipeline_device as pipeline
 
 OUTPUT_TOKENS = 12
 BUCKET = 32

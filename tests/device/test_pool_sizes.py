@@ -8,8 +8,8 @@ from engines import checkpoint, make
 from jax.experimental.compilation_cache import compilation_cache
 
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Devices, stable
-from shiftjax.control.resolve import resolve
+from shiftjax.deploy.deployment import Deployment, Devices, stable
+from shiftjax.deploy.resolve import resolve
 from shiftjax.device import pool_sizes, sizing
 from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, MOST_SIZES, PoolSizes
 from shiftjax.options import ConfigError

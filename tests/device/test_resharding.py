@@ -15,17 +15,17 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.build import host_copy_bytes
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Deployment, Devices
-from shiftjax.control.resharding import Phase
-from shiftjax.control.resolve import resolve
 from shiftjax.costs.memory import weight_bytes
+from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.resolve import resolve
 from shiftjax.device.groups import Placed, define_groups, load_weights, pool_of
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.place import HostWeights, define, load, load_rows, read_rows
 from shiftjax.device.programs import CompileCounter
-from shiftjax.device.resharding import DeviceExchange
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
+from shiftjax.phases.control import Phase
+from shiftjax.phases.exchange_device import DeviceExchange
 from shiftjax.weights.random import RandomSource
 from shiftjax.weights.source import CheckpointError, TensorInfo
 

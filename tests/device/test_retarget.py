@@ -6,7 +6,7 @@ import pytest
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.device import programs
 
 PROMPTS = [[5, 6, 7] * 3, [9, 2, 4]]

@@ -7,7 +7,7 @@ from harness import prefill_plan
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import fixed_config
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.request import StepPlan
+from shiftjax.core.request import StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shiftjax.control.guesses import Claims, Draft
-from shiftjax.control.request import (
+from shiftjax.core.guesses import Claims, Draft
+from shiftjax.core.request import (
     Request,
     SamplingParams,
     ScheduledSequence,

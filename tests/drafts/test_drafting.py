@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftjax.control.guesses import ModelGuess
+from shiftjax.core.guesses import ModelGuess
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Drafting
 

@@ -18,7 +18,7 @@ from pallas_kernels.reference import ragged_paged_attention
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.request import SamplingParams
 from shiftjax.models.attention import BYTE, AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
 from shiftjax.models.gpu_software import Assembler

@@ -9,10 +9,10 @@ import pytest
 from harness import silent
 
 from shiftjax.arch.formats import formats_of
-from shiftjax.control.embed import EmbedPlan, Text, slots_of
-from shiftjax.device.embed_step import pack
 from shiftjax.device.mesh import rows_mesh
 from shiftjax.device.place import define, load
+from shiftjax.embed.engine import EmbedPlan, Text, slots_of
+from shiftjax.embed.step_device import pack
 from shiftjax.models.bert import normalize, pool
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.huggingface import HuggingFaceSource

@@ -13,10 +13,10 @@ from harness import forward
 from oracle import numpy_fp8, numpy_llama
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.request import Request, RequestError, SamplingParams
-from shiftjax.control.scheduler import Scheduler
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.request import Request, RequestError, SamplingParams
+from shiftjax.core.scheduler import Scheduler
 from shiftjax.parallel.grid import Mode
 
 NUM_LAYERS = 3

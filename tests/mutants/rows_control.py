@@ -2,18 +2,18 @@
 
 from mutant import Mutant
 
-SCHEDULER = "shiftjax/control/scheduler.py"
-RESULTS = "shiftjax/control/results.py"
-BUILDER = "shiftjax/control/plan_builder.py"
-BLOCKS = "shiftjax/control/blocks.py"
-TABLES = "shiftjax/control/block_tables.py"
-SHARED = "shiftjax/control/shared_blocks.py"
-POLICY = "shiftjax/control/policy.py"
-HANDOVER = "shiftjax/control/handover.py"
-RESHARDING = "shiftjax/control/resharding.py"
-SPECULATION = "shiftjax/control/speculation.py"
-PATHS = "shiftjax/control/paths.py"
-CHUNKS = "shiftjax/control/host_chunks.py"
+SCHEDULER = "shiftjax/core/scheduler.py"
+RESULTS = "shiftjax/core/results.py"
+BUILDER = "shiftjax/core/plan_builder.py"
+BLOCKS = "shiftjax/core/blocks.py"
+TABLES = "shiftjax/core/block_tables.py"
+SHARED = "shiftjax/fleet/shared_blocks.py"
+POLICY = "shiftjax/core/policy.py"
+HANDOVER = "shiftjax/fleet/handover.py"
+RESHARDING = "shiftjax/phases/control.py"
+SPECULATION = "shiftjax/drafts/speculation.py"
+PATHS = "shiftjax/drafts/paths.py"
+CHUNKS = "shiftjax/host_tier/chunks.py"
 
 TEST_SCHEDULER = "tests/control/test_scheduler.py"
 TEST_BLOCKS = "tests/control/test_blocks.py"
@@ -67,7 +67,7 @@ SCHEDULER_ROWS = (
         (TEST_SCHEDULER,), "every output costs a step more than it has tokens",
     ),
     Mutant(
-        "stop ids are banned for one token more", "scheduler", "shiftjax/control/request.py",
+        "stop ids are banned for one token more", "scheduler", "shiftjax/core/request.py",
         "return length - sequence.num_prompt_tokens < sequence.request",
         "return length - sequence.num_prompt_tokens <= sequence.request",
         (TEST_SCHEDULER,), "min_tokens is one too many",
@@ -89,7 +89,7 @@ SCHEDULER_ROWS = (
         (TEST_ENGINE,), "after one lack of memory steps are small for ever",
     ),
     Mutant(
-        "a commit that fails half way has told nothing", "scheduler", "shiftjax/control/engine.py",
+        "a commit that fails half way has told nothing", "scheduler", "shiftjax/core/engine.py",
         "return events + self._fail(lane, flight.plan, error)",
         "return self._fail(lane, flight.plan, error)",
         (TEST_ENGINE,), "clients of sequences that ended before the failure wait for ever",
@@ -281,7 +281,7 @@ PHASES_ROWS = (
         (TEST_PARKING,), "a request is in two phases at once",
     ),
     Mutant(
-        "stages are taken for a mode", "phases", "shiftjax/control/phases.py",
+        "stages are taken for a mode", "phases", "shiftjax/phases/setup.py",
         "(prefill.pp == 1 and decode == shift)", "(decode == shift)",
         ("tests/control/test_phase_settings.py",), "the settings come to another deployment",
     ),

@@ -6,7 +6,7 @@ COLLECTIVES = "shiftjax/costs/collectives.py"
 STEP = "shiftjax/costs/step.py"
 MEMORY = "shiftjax/costs/memory.py"
 STAGES = "shiftjax/costs/stages.py"
-MOVES = "shiftjax/costs/moves.py"
+MOVES = "shiftjax/fleet/costs.py"
 
 TEST_COSTS = "tests/costs/test_costs.py"
 TEST_STAGES = "tests/costs/test_stage_costs.py"

@@ -10,7 +10,7 @@ VIEWS = "shiftjax/device/views.py"
 MODE_WEIGHTS = "shiftjax/device/mode_weights.py"
 JOINED = "shiftjax/device/joined.py"
 EXCHANGE = "shiftjax/models/exchange.py"
-MOVER = "shiftjax/device/mover.py"
+MOVER = "shiftjax/fleet/mover_device.py"
 ATTENTION = "shiftjax/models/attention.py"
 
 TEST_SAMPLING = "tests/device/test_sampling.py"
@@ -51,7 +51,7 @@ SAMPLER_ROWS = (
         (f"{TEST_SAMPLING}::test_seed_and_position_change_the_token",), "other seeds, same texts",
     ),
     Mutant(
-        "continuations have one seed", "sampler", "shiftjax/control/request.py",
+        "continuations have one seed", "sampler", "shiftjax/core/request.py",
         'f"{seed}/{index}".encode()', 'f"{seed}/0".encode()',
         ("tests/control/test_scheduler.py",), "n texts are n times the same",
     ),
@@ -376,7 +376,8 @@ WEIGHTS_ROWS = (
 )  # fmt: skip
 TIER_ROWS = (
     Mutant(
-        "keys come back from the host as values", "host tier", "shiftjax/device/host_tier.py",
+        "keys come back from the host as values", "host tier",
+        "shiftjax/host_tier/copies_device.py",
         "ends[:-1]) for i in range(2)]", "ends[:-1]) for i in (1, 0)]",
         ("tests/device/test_host_copies.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
         "a restored prefix is garbage",

@@ -7,7 +7,7 @@ RESPONSES = "serving/server/responses.py"
 PARSERS = "serving/server/tool_parsers.py"
 GRAMMAR = "serving/server/grammar.py"
 DETOKENIZER = "shiftjax/text/detokenizer.py"
-HOSTS = "shiftjax/control/hosts.py"
+HOSTS = "shiftjax/hosts/control.py"
 
 TEST_FIELDS = "tests/serving/server/test_fields.py"
 TEST_SCHEMA = "tests/serving/server/test_schema.py"
@@ -191,7 +191,7 @@ STRUCTURE_ROWS = (
         (TEST_GRAMMAR,), "disable_any_whitespace is ignored",
     ),
     Mutant(
-        "a mask is used a token too late", "structured output", "shiftjax/control/scheduler.py",
+        "a mask is used a token too late", "structured output", "shiftjax/core/scheduler.py",
         "sequence.max_length or sequence.constraint is not None):", "sequence.max_length):",
         ("tests/control/test_constraints.py",), "with overlap the output breaks its grammar",
     ),

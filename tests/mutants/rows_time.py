@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-FLEET = "shiftjax/control/fleet.py"
+FLEET = "shiftjax/fleet/control.py"
 FLEET_TIME = ("tests/control/test_fleet_time.py",)
 PHASE_TIME = ("tests/control/test_phase_time.py",)
 
@@ -147,7 +147,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "handover youngest first",
         "fleet",
-        "shiftjax/control/handover.py",
+        "shiftjax/fleet/handover.py",
         "in sorted(requests, key=itemgetter(0)):",
         "in sorted(requests, key=itemgetter(0), reverse=True):",
         FLEET_TIME,
@@ -156,7 +156,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load release above only",
         "fleet",
-        "shiftjax/control/fleet_policy.py",
+        "shiftjax/fleet/policy.py",
         "if load >= self.release_at:",
         "if load > self.release_at:",
         ("tests/control/test_fleet_policy.py",),
@@ -165,7 +165,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load bind below only",
         "fleet",
-        "shiftjax/control/fleet_policy.py",
+        "shiftjax/fleet/policy.py",
         "if load > self.bind_at or",
         "if load >= self.bind_at or",
         ("tests/control/test_fleet_policy.py",),
@@ -174,7 +174,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load no hysteresis",
         "fleet",
-        "shiftjax/control/fleet_policy.py",
+        "shiftjax/fleet/policy.py",
         "if load >= self.release_at:",
         "if load > self.bind_at:",
         FLEET_TIME,
@@ -183,7 +183,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load of running only",
         "fleet",
-        "shiftjax/control/fleet_policy.py",
+        "shiftjax/fleet/policy.py",
         "sum(group.num_running + group.num_waiting for group",
         "sum(group.num_running for group",
         ("tests/control/test_fleet_policy.py",),
@@ -192,7 +192,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "priority binds where most is to do",
         "fleet",
-        "shiftjax/control/fleet_policy.py",
+        "shiftjax/fleet/policy.py",
         "place = min(places, key=",
         "place = max(places, key=",
         FLEET_TIME,
@@ -201,7 +201,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "handover partial block as full",
         "fleet",
-        "shiftjax/control/handover.py",
+        "shiftjax/fleet/handover.py",
         ("            num_tokens = min(wide_size, computed - number * wide_size)\n"),
         "            num_tokens = wide_size\n",
         ("tests/control/test_handover.py",),
@@ -210,7 +210,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "handover rounds down",
         "fleet",
-        "shiftjax/control/handover.py",
+        "shiftjax/fleet/handover.py",
         "            narrow = -(-num_tokens // narrow_size)\n",
         "            narrow = num_tokens // narrow_size\n",
         ("tests/control/test_handover.py",),
@@ -219,7 +219,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases change when anything is parked",
         "phases",
-        "shiftjax/control/scheduler.py",
+        "shiftjax/core/scheduler.py",
         ("        if not builder.num_preempted:\n            self._admit_waiting"),
         (
             "        if not builder.num_preempted and not self.parked:\n"
@@ -231,7 +231,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases park room doubled",
         "phases",
-        "shiftjax/control/scheduler.py",
+        "shiftjax/core/scheduler.py",
         "return 0 if ends else self.tables.device.blocks_for(num_tokens)",
         "return 0 if ends else 2 * self.tables.device.blocks_for(num_tokens)",
         PHASE_TIME,
@@ -240,7 +240,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases park room not counted",
         "phases",
-        "shiftjax/control/scheduler.py",
+        "shiftjax/core/scheduler.py",
         "return 0 if ends else self.tables.device.blocks_for(num_tokens)",
         "return 0",
         PHASE_TIME,
@@ -249,7 +249,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases decode does not empty the host",
         "phases",
-        "shiftjax/control/resharding.py",
+        "shiftjax/phases/control.py",
         "is_over = not takes_more and any(scheduler.parked for scheduler in here)",
         "is_over = not takes_more and any(len(each.parked) > 9 for each in here)",
         PHASE_TIME,
@@ -258,7 +258,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases admit nothing while decoding",
         "phases",
-        "shiftjax/control/scheduler.py",
+        "shiftjax/core/scheduler.py",
         ("        if not builder.num_preempted:\n            self._admit_waiting"),
         (
             "        if not builder.num_preempted and (self.config.parks or not builder.decodes):\n"
@@ -270,7 +270,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases swap in one a step",
         "phases",
-        "shiftjax/control/scheduler.py",
+        "shiftjax/core/scheduler.py",
         "            num_left -= 1\n            builder.add(sequence)",
         (
             "            num_left = num_left - 1 if self.config.parks else 0\n"
@@ -282,7 +282,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases all to one group",
         "phases",
-        "shiftjax/control/resharding.py",
+        "shiftjax/phases/control.py",
         "target = min(self.lanes[phase], key=load_of)",
         "target = self.lanes[phase][0]",
         PHASE_TIME,
@@ -327,7 +327,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "pipeline micro batches wait for each other",
         "pipelines",
-        "shiftjax/control/micro_batches.py",
+        "shiftjax/core/micro_batches.py",
         "count += plan.micro_batch == micro_batch and plan.num_rows > 0",
         "count += plan.num_rows > 0",
         ("tests/control/test_pipeline_time.py",),
@@ -336,7 +336,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "pipeline one step less in flight",
         "pipelines",
-        "shiftjax/control/lane.py",
+        "shiftjax/core/lane.py",
         "return len(self.in_flight) < self.scheduler.config.num_stages + overlap",
         "return len(self.in_flight) < max(1, self.scheduler.config.num_stages - 1 + overlap)",
         ("tests/control/test_pipeline_time.py",),

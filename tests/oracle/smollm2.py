@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from engines import run, tokens
 
-from shiftjax.control.engine import Engine
-from shiftjax.control.policy import Policy
-from shiftjax.control.request import SamplingParams
+from shiftjax.core.engine import Engine
+from shiftjax.core.policy import Policy
+from shiftjax.core.request import SamplingParams
 
 _DATA = Path(__file__).parent.parent / "data" / "smollm2_greedy.json"
 CASES = json.loads(_DATA.read_text())["cases"]

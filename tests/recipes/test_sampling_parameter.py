@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROTO = "serving/proto/shiftjax.proto"
 # What a newcomer writes: by file, a text that occurs once, and what takes its place.
 CHANGES = {
-    "shiftjax/control/sampling_params.py": (
+    "shiftjax/core/sampling_params.py": (
         "    repetition_penalty: float = _param(\n",
         """\
     max_gap: float = _param(
@@ -46,7 +46,7 @@ from serving.server.dialects.messages import read_messages
 from serving.server.errors import ServeError
 from serving.server.schema import read_chat, read_completion
 from shiftjax.arch.presets import PRESETS
-from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.device.sampling import SamplingInputs, sample
 from shiftjax.device.sampling_inputs import VocabSplit, build_rows, neutral_tables, refresh_params
 from shiftjax.models.exchange import Parallel

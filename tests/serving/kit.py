@@ -21,18 +21,18 @@ from serving.cli.main import main
 from serving.server.async_engine import AsyncEngine
 from serving.server.kv_events import KvEvents
 from serving.server.service import ServedModel, Service
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import make_policy
-from shiftjax.control.prices import Prices
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
-from shiftjax.control.speculation import Speculation
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import make_policy
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.prices import Prices
+from shiftjax.drafts.speculation import Speculation
 from shiftjax.parallel.grid import Group
+from shiftjax.sim.echo import EchoRunner
 from shiftjax.text.byte_tokenizer import byte_backend
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.tokenizer import Tokenizer

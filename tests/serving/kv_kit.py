@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serving.server import kv_events
-from shiftjax.control.engine import Engine
+from shiftjax.core.engine import Engine
 
 zmq = pytest.importorskip("zmq", reason="KV events need pyzmq: pip install 'shiftjax[events]'")
 FREE = "tcp://127.0.0.1:*"

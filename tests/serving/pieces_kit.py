@@ -4,7 +4,7 @@ from serving.server.handle import Delta, RequestHandle
 from serving.server.pieces import CallArguments, CallBegin, Piece, Reasoning, Text
 from serving.server.schema import Wish
 from serving.server.service import Generation
-from shiftjax.control.request import Event, Request
+from shiftjax.core.request import Event, Request
 from shiftjax.outputs import OutputAssembler
 
 CITY = "Ulm"

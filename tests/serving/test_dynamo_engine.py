@@ -18,7 +18,7 @@ from dynamo._core import Context  # pyright: ignore[reportMissingImports]
 from dynamo.llm.exceptions import InvalidArgument  # pyright: ignore[reportMissingImports]
 
 from serving.server.handle import Delta
-from shiftjax.control.request import SamplingParams, TokenLogprobs
+from shiftjax.core.request import SamplingParams, TokenLogprobs
 from shiftjax.options import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "dynamo_engine.py"

@@ -14,8 +14,8 @@ from serving.server.dialects import messages, responses_api
 from serving.server.errors import ServeError
 from serving.server.fields import UNSUPPORTED
 from serving.server.schema import read_chat, read_completion
-from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
-from shiftjax.control.sampling_params import DIALECTS, HTTP, PARAMS, SamplingParams
+from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.sampling_params import DIALECTS, HTTP, PARAMS, SamplingParams
 from shiftjax.device.sampling_inputs import SCALARS, VocabSplit, build_rows, refresh_params
 from shiftjax.options import settings_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from serving.bench.steps import MAX_SEQS, TOKEN_BUCKETS, cases, fit_every_other, plan_of
 from shiftjax.arch.formats import Formats
-from shiftjax.control.policy import work_of
+from shiftjax.core.policy import work_of
 from shiftjax.costs.buckets import make_buckets
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel

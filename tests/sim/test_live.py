@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import Request, RequestError, SamplingParams
+from shiftjax.core.request import Request, RequestError, SamplingParams
 from shiftjax.options import ConfigError
 from shiftjax.sim.devices import WallClock
 from shiftjax.sim.experiments import target_of

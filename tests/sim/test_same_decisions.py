@@ -11,11 +11,11 @@ import pytest
 from engines import checkpoint, make
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import ThresholdPolicy
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.scheduler import Scheduler
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import ThresholdPolicy
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.sim.deployment import Target, cost_model, deploy
 from shiftjax.sim.devices import Clock, CostRunner, Handle

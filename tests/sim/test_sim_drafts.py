@@ -6,16 +6,15 @@ import pytest
 from test_same_decisions import ARRIVALS, OUTPUTS, PROMPTS, Recorder, step_seconds
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.echo import EchoRunner, echo_token
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.prices import Prices
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.speculation import Speculation
-from shiftjax.control.step_times import StepTimes
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.draft_options import DraftOptions
+from shiftjax.drafts.prices import Prices
+from shiftjax.drafts.speculation import Speculation
+from shiftjax.drafts.step_times import StepTimes
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import (
     Target,
@@ -27,6 +26,7 @@ from shiftjax.sim.deployment import (
     standard_deployments,
 )
 from shiftjax.sim.drafts import WRONG, AcceptanceModel, ModelledDrafting, acceptance_from
+from shiftjax.sim.echo import EchoRunner, echo_token
 from shiftjax.sim.metrics import summary
 from shiftjax.sim.models import find_model
 from shiftjax.sim.replay import Clock, CostRunner, replay, serve

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftjax.control.cost_arrangement import LEAST_HOLD_SECONDS, CostArrangement
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_policy import (
+from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.cost_arrangement import LEAST_HOLD_SECONDS, CostArrangement
+from shiftjax.fleet.costs import MoveCosts
+from shiftjax.fleet.handover import Copy, Crossing
+from shiftjax.fleet.policy import (
     FleetView,
     GroupView,
 )
-from shiftjax.control.fleet_setup import move_costs
-from shiftjax.control.handover import Copy, Crossing
-from shiftjax.costs.memory import kv_token_bytes
-from shiftjax.costs.moves import MoveCosts
+from shiftjax.fleet.setup import move_costs
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Devices
-from shiftjax.control.policy import CostPolicy, ThresholdPolicy, make_policy
-from shiftjax.control.resolve import resolve
+from shiftjax.core.policy import CostPolicy, ThresholdPolicy, make_policy
 from shiftjax.costs.collectives import weight_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import weight_bytes
 from shiftjax.costs.step import CostModel
 from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Devices
+from shiftjax.deploy.resolve import resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout

@@ -9,7 +9,7 @@ import pytest
 
 from serving.cli.main import main
 from shiftjax.arch.formats import formats_of
-from shiftjax.control.policy import CostPolicy, wanted_modes
+from shiftjax.core.policy import CostPolicy, wanted_modes
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.stages import PipelineCosts

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 
 from shiftjax.arch.formats import Formats
-from shiftjax.control.host_chunks import Offload, Restore
-from shiftjax.control.request import StepPlan
-from shiftjax.control.resharding import PHASES
+from shiftjax.core.request import StepPlan
 from shiftjax.costs.machine import Transfer
+from shiftjax.host_tier.chunks import Offload, Restore
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
+from shiftjax.phases.control import PHASES
 from shiftjax.sim.deployment import Phases, deploy_degrees, deploy_phases, reload_of
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.host_link import HostLink, Stored

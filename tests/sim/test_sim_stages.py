@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shiftjax.control.policy import work_of
-from shiftjax.control.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.policy import work_of
+from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees, parse_degrees

@@ -11,7 +11,7 @@ import msgspec
 from serving.server.errors import ServeError, Violation
 from serving.server.fields import sampling_fields
 from serving.server.schema import Wish, read, read_chat
-from shiftjax.control.sampling_params import DIALECTS
+from shiftjax.core.sampling_params import DIALECTS
 
 Json = dict[str, Any]
 

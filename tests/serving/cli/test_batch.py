@@ -21,7 +21,7 @@ from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, CompletionFields
 from serving.server.responses import Writer
 from serving.server.schema import Wish
-from shiftjax.control.request import SamplingParams, TokenLogprobs
+from shiftjax.core.request import SamplingParams, TokenLogprobs
 from shiftjax.options import ConfigError
 from shiftjax.outputs import CompletionOutput, RequestOutput
 

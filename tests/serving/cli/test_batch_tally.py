@@ -15,8 +15,8 @@ from serving.cli.batch_lines import run_lines
 from serving.cli.batch_progress import shown_tally
 from serving.cli.batch_tally import MAX_STARTING, Tally
 from serving.run import progress
-from shiftjax.control.request import SamplingParams
-from shiftjax.control.resharding import ReshardingState
+from shiftjax.core.request import SamplingParams
+from shiftjax.phases.control import ReshardingState
 
 
 @dataclass

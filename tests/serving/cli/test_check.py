@@ -18,8 +18,8 @@ from shiftjax import Embedder
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
-from shiftjax.control.deployment import Devices
-from shiftjax.control.resolve import resolve
+from shiftjax.deploy.deployment import Devices
+from shiftjax.deploy.resolve import resolve
 from shiftjax.model_files import open_files
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import deploy, memory_of

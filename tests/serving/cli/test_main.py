@@ -20,7 +20,7 @@ from serving.cli.help import HELP, commands_of
 from serving.cli.main import guarded, make_parser
 from serving.run.flags import parse_args
 from shiftjax.config import EngineConfig
-from shiftjax.control.request import RequestError
+from shiftjax.core.request import RequestError
 from shiftjax.settings import dump_yaml, resolve
 from shiftjax.text.errors import TokenizerError
 from shiftjax.text.tokenizer import load_tokenizer

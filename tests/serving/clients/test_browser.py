@@ -10,7 +10,7 @@ import pytest
 from kit import make_drafting_engine, make_engine, running_server
 
 from serving.server.phases import Phases
-from shiftjax.control.speculation import DraftStats
+from shiftjax.drafts.speculation import DraftStats
 from shiftjax.parallel.grid import Group
 
 pytestmark = pytest.mark.thorough

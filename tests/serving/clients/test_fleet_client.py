@@ -26,8 +26,8 @@ from serving.cli.check import make_plan
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from shiftjax import LLM, SamplingParams
-from shiftjax.control.fleet import Fleet
-from shiftjax.control.fleet_state import REASONS, FleetState
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.state import REASONS, FleetState
 from shiftjax.model_files import open_files
 
 pytestmark = pytest.mark.thorough

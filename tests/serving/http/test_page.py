@@ -10,7 +10,7 @@ from kit import is_error, make_drafting_engine, make_engine, running_server
 from starlette.routing import Router
 
 from serving.http.page import FILES, root_route
-from shiftjax.control.speculation import DraftStats
+from shiftjax.drafts.speculation import DraftStats
 
 
 def test_the_files_ask_nobody_else():

@@ -17,7 +17,7 @@ from served import PROMPT, SLOW, Served, in_background, serve
 
 from serving.run.faults import EXIT_CODE
 from serving.run.serve import drafts_line
-from shiftjax.control.speculation import DraftStats
+from shiftjax.drafts.speculation import DraftStats
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 PHASES = ["open", "import JAX", "weights", "compile", "warm up", "first step"]

@@ -3,7 +3,7 @@
 import pytest
 from kit import COMPLETION, make_drafting_engine, running_server
 
-from shiftjax.control import engine
+from shiftjax.core import engine
 
 
 def test_a_request_is_validated_once_and_not_by_the_engines_thread(client, monkeypatch):

@@ -6,15 +6,15 @@ import threading
 from kit import VOCAB_SIZE
 
 from serving.server.engine_thread import EngineThread
-from shiftjax.control.admission import RequestLimits
-from shiftjax.control.echo import EchoRunner
-from shiftjax.control.engine import Engine
-from shiftjax.control.lane import Lane
-from shiftjax.control.policy import make_policy
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.scheduler import Scheduler
-from shiftjax.control.scheduler_config import SchedulerConfig
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import make_policy
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
+from shiftjax.sim.echo import EchoRunner
 
 
 class HeldRunner(EchoRunner):

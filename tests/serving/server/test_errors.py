@@ -9,8 +9,8 @@ from serving.run.flags import make_sampling
 from serving.server import async_engine
 from serving.server.errors import ServeError
 from serving.server.schema import read_completion
-from shiftjax.control import sampling_params
-from shiftjax.control.request import RequestError
+from shiftjax.core import sampling_params
+from shiftjax.core.request import RequestError
 from shiftjax.options import ConfigError
 
 # As the words of another field, another code, and of two problems.

@@ -9,12 +9,12 @@ from kit import EOS, VOCAB_SIZE, byte_tokenizer, make_engine
 
 from serving.server.grammar import Grammars, GrammarState
 from serving.server.schema import GrammarSource
-from shiftjax.control.lookahead import Lookahead
-from shiftjax.control.prices import Prices
-from shiftjax.control.request import Request, SamplingParams
-from shiftjax.control.speculation import Speculation
+from shiftjax.core.lookahead import Lookahead
+from shiftjax.core.request import Request, SamplingParams
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.drafts.prices import Prices
+from shiftjax.drafts.speculation import Speculation
 
 SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["name", "sizes"],
     "properties": {"name": {"type": "string", "maxLength": 4},

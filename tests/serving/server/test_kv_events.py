@@ -20,9 +20,9 @@ from serving.server import kv_events
 from serving.server.kv_events import KvEvents, open_kv_events
 from serving.server.options import ServerOptions
 from shiftjax.config import EngineConfig
-from shiftjax.control.cache_events import CacheFeed
-from shiftjax.control.engine import Engine
-from shiftjax.control.request import Request, SamplingParams
+from shiftjax.core.cache_events import CacheFeed
+from shiftjax.core.engine import Engine
+from shiftjax.core.request import Request, SamplingParams
 from shiftjax.options import ConfigError
 
 

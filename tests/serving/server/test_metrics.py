@@ -12,10 +12,10 @@ from kit import (
     running_server,
 )
 
-from shiftjax.control.engine import Engine
-from shiftjax.control.host_chunks import HostBlocks, HostMemory
-from shiftjax.control.resharding import Resharding
-from shiftjax.control.scheduler import Scheduler
+from shiftjax.core.engine import Engine
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.host_tier.chunks import HostBlocks, HostMemory
+from shiftjax.phases.control import Resharding
 
 
 @pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])

@@ -1,1 +1,0 @@
-"""The control plane: requests, scheduling, policies and the loop. No JAX."""

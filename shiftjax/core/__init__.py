@@ -1,0 +1,1 @@
+"""What an engine is made of: requests, scheduler, blocks, policies, the loop. No JAX."""

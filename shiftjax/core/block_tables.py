@@ -1,0 +1,301 @@
+"""The KV blocks of sequences: who gets them, shares them, and loses them. No JAX.
+
+The scheduler decides *when*; this file keeps block tables, the prefix cache and the second tier in
+agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`, or its
+end, by `join`.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import chain, dropwhile, islice
+
+from shiftjax.core.blocks import (
+    BlockAllocator,
+    CachedPrefix,
+    block_tokens,
+    extend_hashes,
+    root_hash,
+)
+from shiftjax.core.request import Sequence, StepPlan
+from shiftjax.core.tier import MOST_AHEAD, Chunk, Place, Tier, TierMoves
+
+
+class BlockTables:
+    """Block tables of one group over its device pool and a second tier.
+
+    What falls out of the device's prefix cache goes to the tier's, and is restored from there when
+    it is asked for again. `model` keeps the hashes of different weights apart, `kv` those of KV in
+    different formats.
+    Prefixes are hashed every `hash_size` tokens, of which a block holds some whole number, so that
+    groups whose blocks differ in size share the hashes of a sequence; default: every block.
+    """
+
+    def __init__(
+        self,
+        device: BlockAllocator,
+        tier: Tier | None = None,  # None: there is no second one
+        model: str = "",
+        prefix_caching: bool = True,
+        hash_size: int = 0,
+        kv: str = "",
+    ):
+        self.device = device
+        self.tier = tier or Tier()
+        self._hash_size = hash_size or device.block_size
+        self.prefix_caching = prefix_caching
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0  # in both tiers
+        self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
+        self._identity = model, kv
+        self._evicted: list[tuple[int, CachedPrefix]] = []  # since the last plan
+        self._forks: dict[Sequence, list[list[int]]] = {}  # blocks that paths in flight have alone
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.device.block_size
+
+    def admit(self, sequence: Sequence, reserve: int) -> bool:
+        """Give a waiting sequence blocks for all its tokens, and leave `reserve` blocks free.
+
+        False if there is no room. A whole prompt gets its blocks at once, so that chunks of it
+        never wait for each other.
+        """
+        if sequence.places and not self.is_swapped_out(sequence):
+            self.forget(sequence)  # given up since
+        num_tokens = len(sequence.token_ids)
+        num_blocks = self.device.blocks_for(num_tokens)
+        shortage = num_blocks + reserve - self.device.num_free_blocks
+        prefix = self._find_prefix(sequence, shortage)
+        if shortage + self.device.num_revived(prefix) > len(prefix):
+            return False
+        self.device.retain(prefix)  # before allocating, which could evict them
+        fresh = [self._allocate() for _ in range(num_blocks - len(prefix))]
+        sequence.block_table = prefix + fresh
+        sequence.num_registered_blocks = len(prefix)
+        num_restored = self._restore(sequence, len(prefix))
+        num_hit_tokens = (len(prefix) + num_restored) * self.block_size
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_hit_tokens)
+        self.num_prefix_query_tokens += num_tokens
+        self.num_prefix_hit_tokens += num_hit_tokens
+        self.num_prefix_hits_elsewhere += not prefix and self._is_known_elsewhere(sequence)
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Append one block; False if none is free."""
+        if not self.device.num_free_blocks:
+            return False
+        sequence.block_table.append(self._allocate())
+        return True
+
+    def fork(self, sequence: Sequence, begin: int, num_blocks: int) -> list[int]:
+        """A second table of `num_blocks`, with fresh blocks from number `begin` on, until `join`.
+
+        As many blocks must be free.
+        """
+        blocks = [self._allocate() for _ in range(begin, num_blocks)]
+        self._forks.setdefault(sequence, []).append(blocks)
+        return sequence.block_table[:begin] + blocks
+
+    def join(self, sequence: Sequence, table: list[int]) -> None:
+        """Keep `table`, the sequence's or one of its forks', and release what the others had."""
+        for blocks in self._forks.pop(sequence, ()):
+            begin = len(table) - len(blocks)
+            if table[begin:] != blocks:
+                self.device.release(blocks)
+            else:
+                self.device.release(sequence.block_table[begin:])
+                sequence.block_table = table
+
+    def rename(self, new: Mapping[int, int], sequences: Iterable[Sequence]) -> None:
+        """Blocks of running sequences have been copied elsewhere: block, new block."""
+        for sequence in sequences:
+            sequence.block_table = [new.get(block, block) for block in sequence.block_table]
+
+    def release(self, sequence: Sequence) -> None:
+        """Take every block from a sequence, on the device and on the host.
+
+        A step in flight may still write to these blocks. They may be given away at once all the
+        same: the device runs steps in order, so the next owner's step writes after it. Blocks in
+        the index are never written again: they are full and computed.
+        """
+        self.join(sequence, sequence.block_table)
+        self.device.release(sequence.block_table)
+        sequence.block_table = []
+        self.tier.cancel(sequence)
+        self.leave_tier(sequence)
+
+    def leave_tier(self, sequence: Sequence) -> None:
+        """A sequence needs nothing in the second tier any more."""
+        self.tier.release(sequence.places)
+        sequence.places = []
+
+    def forget(self, sequence: Sequence) -> None:
+        """Release a sequence that will be recomputed."""
+        self.release(sequence)
+        sequence.num_computed_tokens = sequence.num_verified_tokens = 0
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Move what is computed to the host tier; False if it has no room.
+
+        The runner copies before the step computes, so the device blocks are free at once.
+        """
+        num_blocks = self.device.blocks_for(sequence.num_computed_tokens)
+        if not num_blocks:
+            return False
+        self.tier.cancel(sequence)  # this is what it was for
+        blocks = sequence.block_table[:num_blocks]
+        places = self.tier.swap_out(blocks, [self.device.contents_of(b) for b in blocks])
+        if places is None:
+            return False
+        self.release(sequence)
+        sequence.places = places
+        return True
+
+    def finish_plan(self, *, is_planned: bool, waiting: Iterable[Sequence] = ()) -> TierMoves:
+        """The copies between the tiers that the plan needs; without a plan there are none.
+
+        Those of `waiting` that come next have what they will be given from the host prefetched.
+        """
+        evicted, self._evicted = self._evicted, []
+        if not is_planned:
+            return self.tier.finish(is_planned=False)
+        self.tier.save(evicted)
+        wanted = chain.from_iterable(map(self._chunks_of, islice(waiting, MOST_AHEAD)))
+        return self.tier.finish(is_planned=True, wanted=wanted)
+
+    def _chunks_of(self, sequence: Sequence) -> Iterable[Chunk]:
+        """What an admission would restore now: of a swapped sequence, or of a prefix."""
+        if sequence.places:
+            return dict.fromkeys(place.chunk for place in sequence.places)
+        if not self.tier.has_prefixes or not self._may_have_prefix(sequence):
+            return ()
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        hashes = self._hashes(sequence)[:limit]
+        return self.tier.chunks_of(dropwhile(self.device.is_indexed, hashes))
+
+    def end_plan(self, plan: StepPlan) -> None:
+        """The step of a plan has ended: other groups may read what it copied to the host."""
+        self.tier.prove(plan.offloads)
+
+    def register(self, sequence: Sequence) -> None:
+        """Enter the full blocks that are computed and known to be finite into the prefix cache."""
+        size, tokens, request = self.block_size, sequence.token_ids, sequence.request
+        hashes = self._hashes(sequence)
+        # Who hears of blocks knows them by their tokens alone, and others' tokens are secret.
+        is_private = request.cache_salt is not None or request.adapter is not None
+        num_full = sequence.num_verified_tokens // size
+        for number in range(sequence.num_registered_blocks, num_full):
+            block, block_hash = sequence.block_table[number], hashes[number]
+            parent = hashes[number - 1] if number else None
+            contents = block_tokens(tokens, number, size)
+            self.device.register(block, block_hash, contents, parent, is_private)
+        sequence.num_registered_blocks = num_full
+
+    def reset(self, sequences: Iterable[Sequence], plan: StepPlan | None = None) -> None:
+        """The device's contents are lost, and what it was about to write to the host.
+
+        What `plan`, whose step has failed, has read there is given up, too. Sequences keep what
+        they have swapped out where all of it was written.
+        """
+        self.tier.reset([chunk for chunk, _ in plan.restores] if plan else [])
+        self._forks.clear()
+        self._evicted.clear()
+        for sequence in sequences:
+            sequence.block_table = []
+            if not self.is_swapped_out(sequence):
+                self.forget(sequence)
+        self.device.reset()
+
+    def is_swapped_out(self, sequence: Sequence) -> bool:
+        """Whether all that a sequence has computed is in the second tier."""
+        places = sequence.places
+        return bool(places) and self.tier.holds(places)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Conservation in both tiers, see `BlockAllocator.check`."""
+        sequences = list(sequences)
+        forks = chain.from_iterable(self._forks.values())
+        self.device.check([*(sequence.block_table for sequence in sequences), *forks])
+        self.tier.check()
+
+    def clear_cache(self) -> None:
+        """Nothing is found by hash any more, in both tiers."""
+        self.device.clear_cache()
+        self.tier.clear_cache()
+
+    def _allocate(self) -> int:
+        """A device block; what it evicts from the prefix cache is offloaded by the plan."""
+        if self.tier.keeps_evicted and (block := self.device.next_evicted) is not None:
+            contents = self.device.contents_of(block)
+            assert contents is not None, "a cached block has contents"
+            self._evicted.append((block, contents))
+        return self.device.allocate()
+
+    def _find_prefix(self, sequence: Sequence, shortage: int) -> list[int]:
+        """Blocks that already hold the beginning of this sequence, without a reference yet.
+
+        Never all of it: the last token is computed, because its logits are needed. A sibling's
+        blocks serve without a prefix cache. With a `shortage` too large for any hit to help, the
+        search ends at once, so that a full pool costs a waiting sequence one look-up per step.
+        """
+        if sequence.wants_prompt_logprobs:
+            return []
+        prefix: list[int] = []
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        if self.prefix_caching and shortage <= limit:
+            hashes = self._hashes(sequence)
+            if shortage <= 0 or self.device.is_indexed(hashes[shortage - 1]):
+                prefix = self.device.match(hashes, sequence.token_ids, limit)
+        shared = self._sibling_prefix(sequence)
+        return shared if len(shared) > len(prefix) else prefix
+
+    def _is_known_elsewhere(self, sequence: Sequence) -> bool:
+        """Whether a group of another width on the same units has the beginning of a sequence."""
+        hashes = sequence.block_hashes
+        for other in self.device.relatives:
+            first = other.block_size // self._hash_size - 1
+            if first < len(hashes) and other.is_indexed(hashes[first]):
+                return True
+        return False
+
+    def _sibling_prefix(self, sequence: Sequence) -> list[int]:
+        """The full blocks of the prompt, where a sibling holds them computed."""
+        num_blocks = (sequence.num_prompt_tokens - 1) // self.block_size
+        for sibling in sequence.siblings:
+            is_computed = sibling.num_verified_tokens >= num_blocks * self.block_size
+            if sibling is not sequence and sibling.block_table and is_computed:
+                return sibling.block_table[:num_blocks]
+        return []
+
+    def _restore(self, sequence: Sequence, num_found: int) -> int:
+        """Bring what is on the host after the first `num_found` blocks to the device.
+
+        Returns how many blocks a prefix has there; of a swapped sequence that is none, because it
+        knows what it has computed.
+        """
+        if sequence.places:
+            places = sequence.places[num_found:]
+            self.tier.restore(places, sequence.block_table[num_found:][: len(places)])
+            self.leave_tier(sequence)
+            return 0
+        places = self._find_in_tier(sequence, num_found)
+        self.tier.restore(places, sequence.block_table[num_found:][: len(places)])
+        return len(places)
+
+    def _find_in_tier(self, sequence: Sequence, num_found: int) -> list[Place]:
+        """Where the second tier has blocks that follow those found on the device; never all."""
+        if not self._may_have_prefix(sequence):
+            return []
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        return self.tier.match(self._hashes(sequence), sequence.token_ids, num_found, limit)
+
+    def _may_have_prefix(self, sequence: Sequence) -> bool:
+        return self.prefix_caching and not sequence.wants_prompt_logprobs
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        """The hash of every full block: that of what it ends with, which is chained to the rest."""
+        request, hashes = sequence.request, sequence.block_hashes
+        root = b"" if hashes else root_hash(*self._identity, request.adapter, request.cache_salt)
+        extend_hashes(hashes, root, sequence.token_ids, self._hash_size)
+        several = self.block_size // self._hash_size
+        return hashes if several == 1 else hashes[several - 1 :: several]

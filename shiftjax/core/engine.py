@@ -1,0 +1,425 @@
+"""The serving loop: schedule, choose, run, commit. No JAX, no text, no threads."""
+
+import heapq
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from shiftjax.core.admission import RequestLimits, validate_request
+from shiftjax.core.errors import EngineLostError
+from shiftjax.core.lane import Failure, Flight, Lane, wait_for_one
+from shiftjax.core.policy import Policy
+from shiftjax.core.request import (
+    DuplicateRequestError,
+    Event,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    Status,
+    StepPlan,
+    derive_seed,
+)
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.topology import Topology
+from shiftjax.parallel.grid import Mode
+
+MOST_PASSED = 64  # requests that wait for a wider group, and that others may overtake
+logger = logging.getLogger(__name__)
+_ORDER = itemgetter(0, 1, 2)  # of the queue: requests themselves cannot be compared
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start and gauges of now, summed over groups.
+
+    `num_waiting` counts sequences without blocks, those of requests in the front queue included.
+    `kv_usage` is the share of blocks that block tables hold. `parts` are the counters and states
+    of what is plugged in, by their type: see `find`.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int  # of their prompts
+    kv_usage: float
+    steps: dict[tuple[str, int], int]  # by mode, and by units of the group
+    mode_switches: dict[tuple[str, str], int]  # (from, to)
+    num_failed_steps: int
+    num_preemptions: dict[str, int]  # recompute, swap
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int  # in both tiers
+    num_prefix_hits_elsewhere: int  # sequences, whose prefix only groups of other widths have
+    parts: Mapping[type, Any]
+
+    def find[T](self, kind: type[T]) -> T | None:
+        """Return the state of this type, or None if nothing that has one is plugged in."""
+        return self.parts.get(kind)
+
+    @property
+    def steps_by_mode(self) -> dict[str, int]:
+        """Steps of groups of all widths."""
+        totals: dict[str, int] = {}
+        for (mode, _), count in self.steps.items():
+            totals[mode] = totals.get(mode, 0) + count
+        return totals
+
+
+class EndedStep(NamedTuple):
+    """A step whose results are there."""
+
+    mode: str  # its label
+    seconds: float
+    num_tokens: int
+    begun: dict[str, float]  # requests of which it computed prompts: when they were first scheduled
+
+
+class Engine:
+    """One waiting queue in front of `lanes`, and the loop over them.
+
+    A request goes to the least loaded lane as late as possible. Lanes step on their own: each is
+    committed when *its* step is ready, whatever the others compute. A lane has a step in flight for
+    each stage of its pipeline, mostly one; `overlap` keeps them in flight while the next is
+    scheduled, and without it the loop is the plain control. Where there are several lanes, `wait`
+    is called with those that can do nothing until a step of theirs is ready; it may come back
+    early, say because a request has come for another lane.
+    Tokens are stamped with `clock()`, read after the step's results are there, or with the `now`
+    of the turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
+    """
+
+    def __init__(
+        self,
+        lanes: list[Lane],
+        policy: Policy,
+        limits: RequestLimits,
+        *,
+        overlap: bool = True,
+        seed: int = 0,
+        clock: Callable[[], float] | None = None,
+        wait: Callable[[Sequence[Lane]], None] = wait_for_one,
+        topology: Topology | None = None,  # that opens and closes the lanes; None: all are open
+    ):
+        if not lanes:
+            raise ValueError("An engine needs at least one group of devices.")
+        self.lanes = lanes
+        self.policy = policy
+        self.limits = limits
+        self.overlap = overlap
+        self.wait = wait
+        self.topology = topology or Topology(lanes)
+        self._seed = seed
+        self._clock = clock
+        self._queue: list[tuple[int, float, int, Request]] = []  # a heap
+        self._queued: dict[str, Request] = {}  # the same, by id
+        self._num_requests = 0
+        self._steps = {(mode.label, lane.group.width): 0 for lane in lanes for mode in lane.modes}
+        self._mode_switches: Counter[tuple[str, str]] = Counter()
+        self._num_failed_steps = 0
+        self.ended_steps: list[EndedStep] = []  # of the last turn
+
+    # ------------------------------------------------------------------- the loop
+
+    def step(self, now: float) -> list[Event]:
+        """One turn: schedule, choose and run a step in every lane, then commit what is due."""
+        self.topology.turn(self._first_queued, len(self._queued), self._num_requests, now)
+        self._dispatch()
+        self.ended_steps = []
+        due = [lane for lane in self.lanes if self._is_due(lane, self._launch(lane, now))]
+        busy = sum(bool(lane.in_flight) for lane in self.lanes)
+        if not busy:
+            self.topology.idle(len(self._queue))
+        if sum(lane.steps for lane in self.lanes) > 1 or busy > 1:  # a single one waits in `fetch`
+            if len(due) == busy > 0:
+                self.wait(due)
+            due = [lane for lane in due if lane.is_ready]
+        # A group whose step fails may take what others on its devices have in flight with it.
+        return [event for lane in due if lane.in_flight for event in self._turn(lane, now)]
+
+    def _turn(self, lane: Lane, now: float) -> list[Event]:
+        """Commit; where the next step had to wait for that, launch it before events are told."""
+        events = self._commit(lane, now)
+        if self.overlap and lane.commits_first:
+            self._launch(lane, now)
+        return events
+
+    def _launch(self, lane: Lane, now: float) -> bool:
+        """Schedule, choose, run, if there is room in flight; nothing is waited for."""
+        overlap = self.overlap and not lane.commits_first
+        if not lane.steps or not lane.has_room(overlap):
+            return False
+        plan, plans = None, [each.plan for each in lane.in_flight if each.plan is not None]
+        try:
+            num_queued = len(self._queued)
+            plan = lane.scheduler.schedule(now, num_queued, lane.last_mode, plans, overlap)
+            if plan is None:
+                return False
+            mode = self._choose(lane, plan) if plan.scheduled else lane.last_mode or lane.modes[0]
+            if not plans:
+                lane.progress_at = max(lane.progress_at, now)  # `now` may be before a commit
+            handle = lane.runner.run(plan, mode, lane.last_handle(plan.micro_batch))
+            lane.in_flight.append(Flight(plan, mode, handle, bool(plans)))
+        except Exception as error:
+            lane.in_flight.append(Failure(plan, error))
+        return True
+
+    def _is_due(self, lane: Lane, has_launched: bool) -> bool:
+        """Whether a lane can do nothing but wait for its oldest step."""
+        in_flight = lane.in_flight
+        if not has_launched:
+            return bool(in_flight)
+        return not lane.has_room(self.overlap) or isinstance(in_flight[0], Failure)
+
+    def _commit(self, lane: Lane, now: float) -> list[Event]:
+        """Wait for the oldest step in flight and enter its results."""
+        flight, events = lane.in_flight.popleft(), list[Event]()
+        try:
+            if isinstance(flight, Failure):
+                raise flight.error
+            output = lane.runner.fetch(flight.handle)
+            done_at = self._clock() if self._clock else now
+            seconds = lane.end_step(flight, done_at)
+            if flight.plan.scheduled:
+                self.ended_steps.append(_ended(flight, seconds))
+            for event in lane.scheduler.commit(flight.plan, flight.mode, output, done_at):
+                events.append(event)  # one by one: they count even if a later one fails
+            self.topology.has_stepped(lane)
+        except Exception as error:
+            return events + self._fail(lane, flight.plan, error)
+        if lane.in_flight and isinstance(lane.in_flight[0], Failure):
+            events += self._commit(lane, now)
+        return events
+
+    def _fail(self, lane: Lane, plan: StepPlan | None, error: Exception) -> list[Event]:
+        """End the requests of a failed step and rebuild the pool.
+
+        Steps launched on top of it are forgotten; what they have alone starts from its tokens.
+        Where not even a plan could be made, all requests of the group end. An exception from
+        `Runner.reset` is final: the engine is then of no more use. So is EngineLostError.
+        """
+        if isinstance(error, EngineLostError):
+            raise error
+        self._num_failed_steps += 1
+        if self.topology.absorbs(lane, error):
+            return []
+        logger.error("A step failed; its requests end with an error.", exc_info=error)
+        lane.in_flight.clear()
+        reason = f"The step that computed this request failed ({type(error).__name__})."
+        code = "device_oom" if is_out_of_memory(error) else "step_failed"
+        events = lane.scheduler.fail(plan, reason, code)
+        if code == "device_oom" and plan is not None and plan.scheduled:
+            lane.scheduler.lower_budget(plan.num_tokens)
+        self.topology.lost(lane)
+        lane.runner.reset()
+        return events
+
+    def _choose(self, lane: Lane, plan: StepPlan) -> Mode:
+        num_waiting = len(self._queued) + len(lane.scheduler.waiting)
+        policy = lane.policy or self.policy
+        mode = policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
+        self._steps[mode.label, lane.group.width] += 1
+        lane.scheduler.lookahead.runs(plan, mode)
+        if lane.last_mode not in (None, mode):
+            self._mode_switches[lane.last_mode.label, mode.label] += 1
+        lane.last_mode = mode
+        return mode
+
+    # ------------------------------------------------------------------- requests
+
+    def add_request(self, request: Request) -> None:
+        """Accept a request, which then gets exactly one terminal event, or raise `RequestError`."""
+        validate_request(request, self.limits)
+        self.admit(request)
+
+    def admit(self, request: Request) -> None:
+        """Accept what `validate_request` has let pass. Raises `DuplicateRequestError`."""
+        name = request.request_id
+        if name in self._queued or self._lane_of(name) is not None:
+            raise DuplicateRequestError(f"There is an unfinished request with the id {name!r}.")
+        entry = (request.priority, request.arrival_seconds, self._num_requests, request)
+        heapq.heappush(self._queue, entry)
+        self._queued[name] = request
+        self._num_requests += 1
+
+    def abort(self, request_id: str) -> list[Event]:
+        """End a request now; returns its last events, none if it is unknown or has ended."""
+        request = self._queued.pop(request_id, None)
+        if request is not None:
+            self._queue = [entry for entry in self._queue if entry[-1] is not request]
+            heapq.heapify(self._queue)
+            return _aborted_in_queue(request)
+        lane = self._lane_of(request_id)
+        return lane.scheduler.abort(request_id) if lane else []
+
+    def finish(self, request_id: str, index: int, reason: FinishReason) -> list[Event]:
+        """End one continuation, say at a stop string; returns its last event, or none."""
+        lane = self._lane_of(request_id)
+        return lane.scheduler.finish(request_id, index, reason) if lane else []
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step in flight."""
+        return bool(self._queued) or any(
+            lane.scheduler.requests or lane.in_flight for lane in self.lanes
+        )
+
+    def waits_since(self, now: float) -> float:
+        """When the lane that waits longest for a step last made progress; `now` if none waits."""
+        return min((lane.progress_at for lane in self.lanes if lane.in_flight), default=now)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as of now."""
+        schedulers = [lane.scheduler for lane in self.lanes]
+        used = sum(e.scheduler.num_used_blocks * e.group.width for e in self.lanes)
+        have = [lane for lane in self.lanes if lane.state not in ("idle", "paused")]
+        usable = sum(e.scheduler.tables.device.num_usable_blocks * e.group.width for e in have)
+        preemptions = sum((Counter(s.num_preemptions) for s in schedulers), Counter())
+        queued = [(r.sampling.n, len(r.prompt_token_ids)) for r in self._queued.values()]
+        return EngineStats(
+            num_running=sum(len(scheduler.running) for scheduler in schedulers),
+            num_waiting=sum(n for n, _ in queued)
+            + sum(len(s.waiting) + len(s.parked) for s in schedulers),
+            num_waiting_tokens=sum(n * num_tokens for n, num_tokens in queued)
+            + sum(scheduler.num_waiting_tokens for scheduler in schedulers),
+            kv_usage=used / usable,
+            steps=dict(self._steps),
+            mode_switches=dict(self._mode_switches),
+            num_failed_steps=self._num_failed_steps,
+            num_preemptions={kind: preemptions[kind] for kind in ("recompute", "swap")},
+            num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
+            num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
+            num_prefix_hits_elsewhere=sum(e.tables.num_prefix_hits_elsewhere for e in schedulers),
+            parts=self._parts(),
+        )
+
+    def _parts(self) -> dict[type, Any]:
+        """What is plugged into lanes counts for each; sums over them."""
+        parts: dict[type, Any] = {type(state): state for state in self.topology.states()}
+        for lane in self.lanes:
+            for state in lane.scheduler.states():
+                kind = type(state)
+                parts[kind] = parts[kind] + state if kind in parts else state
+        return parts
+
+    def mend(self, error: Exception) -> list[Event]:
+        """After a command that raised: end the requests of every group that it left broken."""
+        events = []
+        for lane in self.lanes:
+            try:
+                lane.scheduler.check()
+            except RuntimeError:
+                events += self._fail(lane, None, error)
+        return events
+
+    def flush_prefix_cache(self) -> None:
+        """Make every cached block worthless; running sequences keep theirs."""
+        for lane in self.lanes:
+            lane.scheduler.tables.clear_cache()
+
+    def drain(self) -> None:
+        """The end has begun: what there is goes on, and no groups are bound for it."""
+        self.topology.drain()
+
+    def close(self) -> None:
+        """End what works in the background; requests that come later are served without it."""
+        for lane in self.lanes:
+            lane.scheduler.lookahead.close()
+
+    def check(self) -> None:
+        """Conservation in every lane. Raises `RuntimeError` at the first breach."""
+        for lane in self.lanes:
+            lane.scheduler.check()
+        self.topology.check()
+
+    def _lane_of(self, request_id: str) -> Lane | None:
+        for lane in self.lanes:
+            if request_id in lane.scheduler.requests:
+                return lane
+        return None
+
+    def waiting(self) -> list[tuple[str, int]]:
+        """Requests that no step has had yet, in their order, with their numbers of sequences."""
+        entries = [(entry[:3], entry[3]) for entry in self._queue]
+        for lane in self.lanes:
+            for first, *_ in lane.scheduler.requests.values():
+                if first.first_scheduled_seconds is None and first.status is not Status.FINISHED:
+                    entries.append((first.order[:3], first.request))
+        entries.sort(key=itemgetter(0))
+        return [(request.request_id, request.sampling.n) for _, request in entries]
+
+    def _first_queued(self, most: int) -> list[Request]:
+        """The requests that come first in the queue."""
+        return [request for *_, request in heapq.nsmallest(most, self._queue, key=_ORDER)]
+
+    def _dispatch(self) -> None:
+        """Hand requests from the queue to the least loaded group while one has room for more.
+
+        A group takes no more than it can soon admit; the rest stays in front, where any group can
+        still take it. A request that comes before all that waits in a group need not stay. Where
+        one waits for a wider group, those after it go to groups that do not have to give way.
+        """
+        passed: list[tuple[int, float, int, Request]] = []
+        while self._queue and len(passed) < MOST_PASSED:
+            priority, arrival, number, request = self._queue[0]
+            order = (priority, arrival, number, 0)
+            lane = self.topology.lane_for(request)
+            if lane is None:
+                passed.append(heapq.heappop(self._queue))
+                continue
+            scheduler = lane.scheduler
+            waiting = scheduler.waiting
+            if scheduler.is_full and not (waiting and order < waiting[0].order):
+                break
+            heapq.heappop(self._queue)
+            self._start(request, number, scheduler)
+        for entry in passed:
+            heapq.heappush(self._queue, entry)
+
+    def _start(self, request: Request, number: int, scheduler: Scheduler) -> None:
+        sampling = request.sampling
+        seed = derive_seed(self._seed, number) if sampling.seed is None else sampling.seed
+        num_prompt_tokens = len(request.prompt_token_ids)
+        max_length = self.limits.max_length(num_prompt_tokens, sampling.max_tokens)
+        scheduler.add(request, number, seed, max_length)
+        del self._queued[request.request_id]
+
+
+def _ended(flight: Flight, seconds: float) -> EndedStep:
+    plan = flight.plan
+    chunks = [item.sequence for item in plan.scheduled[plan.num_decodes + plan.num_drafts :]]
+    begun = {
+        each.request.request_id: each.first_scheduled_seconds
+        for each in chunks
+        if each.first_scheduled_seconds is not None
+    }
+    return EndedStep(flight.mode.label, seconds, plan.num_tokens, begun)
+
+
+def _aborted_in_queue(request: Request) -> list[Event]:
+    """The last events of a request that no group has seen."""
+    nothing = RequestMetrics(
+        queue_seconds=None,
+        ttft_seconds=None,
+        tpot_seconds=None,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        steps_by_mode={},
+    )
+    last = request.sampling.n - 1
+    return [
+        Event(
+            request.request_id,
+            index,
+            finish_reason="abort",
+            metrics=nothing,
+            is_last=index == last,
+        )
+        for index in range(request.sampling.n)
+    ]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the devices or the host had no room; XLA says so in two ways."""
+    signs = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)

@@ -1,0 +1,121 @@
+"""One group of devices at work, and waiting for the first of several. No JAX."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from shiftjax.core.policy import Policy
+from shiftjax.core.request import Runner, StepPlan
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.parallel.grid import Group, Mode
+
+LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 50e-6, 1e-3  # between looks at several groups
+
+
+FIRST_UNIT = Group(0, 1)
+
+
+class Flight(NamedTuple):
+    """A step that has been given to the devices."""
+
+    plan: StepPlan
+    mode: Mode
+    handle: Any
+    is_ahead: bool = False  # given while the step before was in flight, so the host was hidden
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it is not known how many tokens its sequences will have."""
+        return self.plan.num_drafts > 0
+
+
+class Failure(NamedTuple):
+    """A step that could not be given to the devices; no plan: not even that could be made."""
+
+    plan: StepPlan | None
+    error: Exception
+    has_drafts: bool = False
+
+
+@dataclass(slots=True)
+class Lane:
+    """One group of devices at work: its sequences, its runner, its steps in flight.
+
+    `in_flight` are at most one for each stage and one more, the oldest first; `modes` are those of
+    the group, base first. Where groups come and go (`fleet/control.py`), `state` is
+
+        open      it takes requests and steps
+        leaving   it steps, but takes no request, and will close when it has none left
+        closing   it plans no step, and will give way when none is in flight
+        paused    another group has its devices; its sequences wait with their blocks
+        idle      other groups have its units, and it has no sequences; or it is the other phase
+                  (`phases/control.py`), and some may wait in it
+    """
+
+    scheduler: Scheduler
+    runner: Runner
+    modes: tuple[Mode, ...]
+    in_flight: deque[Flight | Failure] = field(default_factory=deque)
+    group: Group = FIRST_UNIT
+    policy: Policy | None = None  # that chooses its modes; None: the engine's
+    state: Literal["open", "leaving", "closing", "paused", "idle"] = "open"
+    last_mode: Mode | None = None
+    progress_at: float = 0.0  # when its last step ended, or one began with nothing in flight
+
+    @property
+    def steps(self) -> bool:
+        """Whether it may plan a step."""
+        return self.state in ("open", "leaving")
+
+    @property
+    def commits_first(self) -> bool:
+        """Whether the step in flight has to be committed before the next is planned."""
+        drafts = self.scheduler.lookahead
+        return drafts.commits_first or any(flight.has_drafts for flight in self.in_flight)
+
+    def has_room(self, overlap: bool) -> bool:
+        """Whether one more step may be in flight: one for each stage, with `overlap` one more."""
+        if self.in_flight and isinstance(self.in_flight[-1], Failure):
+            return False
+        return len(self.in_flight) < self.scheduler.config.num_stages + overlap
+
+    def last_handle(self, micro_batch: int) -> Any:
+        """The handle of the youngest step in flight of a micro-batch; None: there is none."""
+        for flight in reversed(self.in_flight):
+            if isinstance(flight, Flight) and flight.plan.micro_batch == micro_batch:
+                return flight.handle
+        return None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the oldest step in flight can be committed without waiting."""
+        oldest = self.in_flight[0]
+        return isinstance(oldest, Failure) or self.runner.is_ready(oldest.handle)
+
+    def end_step(self, flight: Flight, now: float) -> float:
+        """The oldest step has ended: returns its seconds, which whoever drafts learns from."""
+        seconds, self.progress_at = now - self.progress_at, now
+        self.scheduler.lookahead.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
+        return seconds
+
+
+def load_of(lane: Lane) -> tuple[bool, int]:
+    """Sorts groups: those with room first, then by the tokens that a unit holds and will hold."""
+    scheduler = lane.scheduler
+    held = scheduler.num_used_blocks * scheduler.config.block_size
+    return scheduler.is_full, (held + scheduler.num_waiting_tokens) // lane.group.width
+
+
+def poll(is_over: Callable[[], bool]) -> None:
+    """Sleep until it is: looks often at first, then whenever a sixteenth more time has passed."""
+    start = time.monotonic()
+    while not is_over():
+        waited = time.monotonic() - start
+        time.sleep(min(max(waited / 16, LEAST_PAUSE_SECONDS), MOST_PAUSE_SECONDS))
+
+
+def wait_for_one(lanes: Sequence[Lane]) -> None:
+    """Wait until the oldest step of one of these lanes is ready."""
+    poll(lambda: any(lane.is_ready for lane in lanes))

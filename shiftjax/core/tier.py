@@ -1,0 +1,142 @@
+"""A second place for KV blocks, beside the pool of the devices: the seam for it. No JAX."""
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shiftjax.core.blocks import CachedPrefix
+
+MOST_AHEAD = 8  # chunks on the devices before their restore
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Blocks that one copy brings to the tier; `contents` is None where no hash leads."""
+
+    number: int
+    writer: "Tier"
+    contents: list[CachedPrefix | None]
+    num_pins: int = 0
+    is_proven: bool = False  # the step that came with the copy has ended
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the budget."""
+        return len(self.contents) * self.writer.block_bytes
+
+
+class Place(NamedTuple):
+    """One block in the tier."""
+
+    chunk: Chunk
+    row: int
+
+
+class Offload(NamedTuple):
+    """Copy these device blocks to the tier, as a chunk."""
+
+    chunk: int
+    blocks: list[int]
+
+
+class Restore(NamedTuple):
+    """Copy row i of a chunk to the i-th device block; the null block: it is not wanted."""
+
+    chunk: int
+    blocks: list[int]
+
+
+class TierMoves(NamedTuple):
+    """What a plan does with the tier: chunks that go first, then copies out, then copies in.
+
+    The runner empties `dropped`; what it has left there comes again with the next plan. Then it has
+    `prefetches`, and no other chunks, on their way to the devices for restores of later plans.
+    """
+
+    dropped: list[int]
+    offloads: list[Offload]
+    restores: list[Restore]
+    prefetches: list[int]
+
+
+class Tier:
+    """What one group has in a second place for KV blocks. This one has no room and holds nothing.
+
+    Copies are collected while a plan is made; `finish` hands them over. `keeps_evicted` says
+    whether it wants what falls out of the devices' prefix cache. A block has `block_size` tokens,
+    and `block_bytes` on all devices of the group.
+    """
+
+    block_size: int = 0
+    block_bytes: int = 0
+    keeps_evicted: bool = False
+
+    @property
+    def is_offloading(self) -> bool:
+        """Return whether there are copies for the plan that is made."""
+        return False
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Return whether anything can be found by its hash."""
+        return False
+
+    def reserve(self, owner: Hashable, num_blocks: int) -> bool:
+        """Keep room for blocks of a sequence until it is swapped out; False if there is none."""
+        return True
+
+    def could_reserve(self, num_blocks: int) -> bool:
+        """Return whether there would be room for so many blocks if the tier were empty."""
+        return True
+
+    def cancel(self, owner: Hashable) -> None:
+        """Keep no room for a sequence."""
+
+    def match(
+        self, hashes: Sequence[bytes], token_ids: list[int], start: int, limit: int
+    ) -> list[Place]:
+        """Return where blocks `start` up to `limit` of a sequence are, until one is missing."""
+        return []
+
+    def chunks_of(self, hashes: Iterable[bytes]) -> list[Chunk]:
+        """Return the chunks of the blocks that come first, until one is missing."""
+        return []
+
+    def swap_out(
+        self, blocks: Sequence[int], contents: Sequence[CachedPrefix | None]
+    ) -> list[Place] | None:
+        """Copy what a sequence has computed, for it alone, until `release`; None: no room."""
+        return None
+
+    def save(self, evicted: Sequence[tuple[int, CachedPrefix]]) -> None:
+        """Copy blocks that the devices' prefix cache gives up."""
+
+    def restore(self, places: Sequence[Place], blocks: Sequence[int]) -> None:
+        """Copy blocks to device blocks."""
+
+    def release(self, places: Iterable[Place]) -> None:
+        """Called when a sequence needs what it has swapped out no more."""
+
+    def finish(self, *, is_planned: bool, wanted: Iterable[Chunk] = ()) -> TierMoves:
+        """Return the copies of the plan; without a plan none are made. `wanted`: to prefetch."""
+        return TierMoves([], [], [], [])
+
+    def prove(self, offloads: Iterable[Offload]) -> None:
+        """Called when the step of a plan with these copies has ended."""
+
+    def holds(self, places: Iterable[Place]) -> bool:
+        """Return whether all of this is still there."""
+        return False
+
+    def reset(self, suspects: Collection[int] = ()) -> None:
+        """Called when the pools of the group are lost; a failed step has read `suspects`."""
+
+    def clear_cache(self) -> None:
+        """Find nothing by its hash any more."""
+
+    def check(self) -> None:
+        """Check conservation. Raises RuntimeError at the first breach."""
+
+    def states(self) -> Iterable[Any]:
+        """Return counters that can be added to those of other groups."""
+        return ()

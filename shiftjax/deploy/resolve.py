@@ -1,0 +1,286 @@
+"""What the settings come to: formats, degrees and sizes of a `Deployment`, or why not. No JAX."""
+
+import logging
+from dataclasses import replace
+from typing import NamedTuple
+
+from shiftjax.arch.config import ModelConfig, stages_of
+from shiftjax.arch.formats import AUTO, Formats, formats_of
+from shiftjax.arch.weights import EXPERT_NAMES
+from shiftjax.config import EngineConfig, ParallelOptions
+from shiftjax.costs.buckets import SMALLEST_TOKENS, doubling
+from shiftjax.costs.memory import (
+    expert_bytes,
+    weight_bytes,
+)
+from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.draft_options import DraftOptions
+from shiftjax.options import ConfigError, shown
+from shiftjax.parallel.fleet import (
+    FIXED,
+    widths_of,
+)
+from shiftjax.parallel.layout import Layout
+
+logger = logging.getLogger(__name__)
+MOST_DRAFT_ROWS = 256  # unless asked for; the LM head of a row costs what a small layer costs
+WEIGHT_SHARE = 0.6  # of a device's memory, at most; the rest is for KV blocks and temporaries
+LAST_SHARE = 0.8  # the same where all devices split the weights already: little KV, or no engine
+
+
+class Suited(NamedTuple):
+    """What suits the processor, where the settings leave it open."""
+
+    dtype: str = AUTO  # what dtype = auto means
+    few_tokens: tuple[int, ...] = (SMALLEST_TOKENS,)  # sizes of small steps; they double from there
+
+
+def formats_in(config: EngineConfig, model: ModelConfig, suited: Suited | None = None) -> Formats:
+    """The number formats that the settings come to; matrices are as the checkpoint has them."""
+    suited, quantization = suited or Suited(), config.model.quantization
+    dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
+    formats = formats_of(dtype, config.cache.kv_cache_dtype)
+    if quantization == "auto":
+        quantization = "none" if model.codes is None else "fp8"
+    return formats if quantization == "none" else replace(formats, weights=quantization)
+
+
+def check_hosts(config: EngineConfig, num: int = 1) -> None:
+    """Raise ConfigError for settings of another number of machines than these."""
+    if config.host.hosts != num:
+        words = "shiftjax plan --hosts says what they come to"
+        given = f"hosts = {config.host.hosts}"
+        raise ConfigError([f"{given} can be had with shiftjax serve alone, on each: {words}"])
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, devices: Devices, suited: Suited | None = None
+) -> Deployment:
+    """What the settings come to. Raises ConfigError where model or machine cannot take them."""
+    suited = suited or Suited()
+    problems = check_model(config, model, devices.num_devices)
+    if problems:
+        raise ConfigError(problems)
+    cache, scheduler = config.cache, config.scheduler
+    formats = formats_in(config, model, suited)
+    budget = scheduler.max_num_batched_tokens
+    sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
+    layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
+    widths: tuple[int, ...] = ()
+    if config.fleet.fleet:
+        tp, units = fleet_degrees(config, model, formats, devices)
+        widths = widths_of(config.fleet, units)
+        layout = Layout(model, widths[0], tp, widths[-1])
+        dp, block_size = units // widths[0], layout.block_tokens(block_size)
+    else:
+        degrees = choose_degrees(config.parallel, model, formats, devices)
+        layout = Layout(model, *degrees, gathers=config.parallel.gathers)
+    deployment = Deployment(
+        name="config",
+        layout=layout,
+        formats=formats,
+        dp=dp,
+        policy=scheduler.policy,
+        threshold=config.threshold_tokens,
+        max_model_len=config.model.max_model_len or model.max_position_embeddings,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        token_buckets=sizes,
+        weights=config.parallel.weights,
+        attention=config.compile.attention,
+        block_size=block_size,
+        num_blocks=cache.num_blocks or 0,
+        memory_fraction=cache.memory_fraction,
+        prefix_caching=cache.prefix_caching,
+        preemption=cache.preemption,
+        host_bytes=cache.host_bytes,
+        drafts=config.drafts,
+        max_draft_rows=draft_rows(config.drafts, scheduler.max_num_seqs),
+        widths=widths,
+        fleet=config.fleet,
+        hash_size=block_size if widths else 0,
+        deterministic=config.model.deterministic,
+        gpu_options=config.compile.gpu_options,
+        pp=config.parallel.pp,
+    )
+    _ = deployment.fixed  # that its groups can be formed
+    least = min(of_width.host_block_bytes for of_width in deployment.by_width.values())
+    if 0 < deployment.host_bytes < least:
+        given = f"host_memory = {cache.host_memory} is less than a KV block of {least} bytes"
+        raise ConfigError([f"{given}: use more, or leave it out"])
+    return deployment
+
+
+def fleet_degrees(
+    config: EngineConfig, model: ModelConfig, formats: Formats, devices: Devices
+) -> tuple[int, int]:
+    """(tp of a unit, units): as configured, or the least tp whose share of the weights fits.
+
+    Raises ConfigError where the devices cannot be cut into such units, or those into the widths.
+    """
+    num_devices = config.parallel.devices or devices.num_devices
+    tp = config.parallel.tp
+    if tp is None:
+        num_bytes = weight_bytes(Layout(model, 1, 1), formats)
+        _, tp = base_rule(num_bytes, devices.total_bytes, num_devices)
+    if num_devices % tp:
+        raise ConfigError([f"{num_devices} devices cannot be cut into units of tp = {tp}"])
+    units = num_devices // tp
+    widths = widths_of(config.fleet, units)
+    if units == 1:
+        words = f"devices = {num_devices} are one unit of tp = {tp}, and a fleet has several"
+        raise ConfigError([f"fleet: {words}: use more devices, or drop fleet"])
+    if len(widths) == 1 and not config.fleet.fleet_policy.startswith(FIXED):
+        words = f"{units} units in groups of {widths[0]} alone have nothing to choose from"
+        raise ConfigError([f"fleet: {words}: use more widths, other devices, or drop fleet"])
+    problems = [
+        f"fleet_widths: {units} units cannot be cut into groups of {width}"
+        for width in widths
+        if units % width
+    ]
+    bind_width = config.fleet.bind_width
+    if bind_width is not None and bind_width not in widths:
+        given = f"bind_width = {bind_width} is none of the widths {shown(widths)}"
+        problems.append(f"{given} of its groups")
+    problems += widths_problems(Layout(model, widths[0], tp, widths[-1]), widths)
+    if problems:
+        raise ConfigError(problems)
+    return tp, units
+
+
+def widths_problems(layout: Layout, widths: tuple[int, ...]) -> list[str]:
+    """Why groups of these widths cannot share what their units hold; none: they can."""
+    problems, unit = [], layout.of_width(1)
+    if widths[-1] * layout.tp > layout.model.num_heads:
+        problems.append(
+            f"fleet_widths: {widths[-1]} units of tp = {layout.tp} are more devices than "
+            f"{layout.model.name}'s {layout.model.num_heads} query heads: some would hold none"
+        )
+    for width in widths:
+        of_width = layout.of_width(width)
+        if of_width.base_kv_heads != unit.base_kv_heads:
+            problems.append(
+                f"fleet_widths: groups of {width} units would split {layout.model.name}'s "
+                f"{layout.model.num_kv_heads} KV heads otherwise than a unit of tp = {layout.tp}"
+            )
+    return problems
+
+
+def draft_rows(drafts: DraftOptions, max_num_seqs: int) -> int:
+    """Logit rows of a step with drafts; 0 where nothing is drafted."""
+    if drafts.speculation == "none":
+        return 0
+    return drafts.max_draft_rows or min(4 * max_num_seqs, MOST_DRAFT_ROWS)
+
+
+def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:
+    """What is wrong with `config` for this model on a machine of `num_devices` devices."""
+    limit, wanted = model.max_position_embeddings, config.model.max_model_len
+    parallel = config.parallel
+    degree = (parallel.sp or 1) * (parallel.tp or 1)
+    if parallel.devices:
+        degree = parallel.devices // (parallel.dp * parallel.pp)
+    used = degree * parallel.dp * parallel.pp
+    problems = stage_problems(parallel.pp, model)
+    if wanted is not None and wanted > limit:
+        problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
+    if model.encoder is not None:
+        problems.append(f"{model.name} is an encoder: it embeds texts, and generates none")
+    if config.model.task == "embed":
+        problems.append("task = embed is of Embedder, of embed and of serve")
+    split = {"query heads": model.num_heads}
+    if model.experts is not None:
+        split["experts"] = model.experts.num
+        if model.architecture not in EXPERT_NAMES:
+            problems.append(f"{model.name}'s kind of experts can be planned for, but not loaded")
+    if used > num_devices:
+        problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
+    problems += (
+        f"sp * tp = {degree} is more than {model.name}'s {count} {what}: "
+        "some devices would hold none"
+        for what, count in split.items()
+        if degree > count
+    )
+    return problems
+
+
+def stage_problems(pp: int, model: ModelConfig) -> list[str]:
+    """Why a model cannot be computed in `pp` stages; none: it can."""
+    if pp == 1:
+        return []
+    problems = []
+    if pp > model.num_layers:
+        problems.append(f"pp = {pp} is more than {model.name}'s {model.num_layers} layers")
+    if model.num_kv_layers is not None:
+        problems.append(
+            f"pp = {pp} cannot be had with {model.name}: the late layers of SwiftKV need what the "
+            "last early one gives, for all tokens"
+        )
+    return problems
+
+
+def base_rule(
+    num_bytes: int,
+    memory_bytes_per_device: int,
+    num_devices: int,
+    expert_bytes: int = 0,
+    per_host: int = 0,
+) -> tuple[int, int]:
+    """(sp, tp) by the rule: the least TP whose share of `num_bytes` fits, the rest SP.
+
+    TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory, that of all devices
+    in LAST_SHARE, and that of all `per_host` of a host, for a larger TP sums between hosts in every
+    layer. All devices split the experts among the weights, `expert_bytes`, whatever TP is.
+    Raises ConfigError when not even TP = num_devices fits.
+    """
+    room = 0
+    for tp in range(1, num_devices + 1):
+        most = LAST_SHARE if tp in (num_devices, per_host) else WEIGHT_SHARE
+        room = int(most * memory_bytes_per_device)
+        share = (num_bytes - expert_bytes) / tp + expert_bytes / num_devices
+        if num_devices % tp == 0 and share <= room:
+            return num_devices // tp, tp
+    raise ConfigError(
+        [
+            f"the weights ({num_bytes / 2**30:.1f} GiB) do not fit: {num_devices} devices offer "
+            f"{room / 2**30:.1f} GiB each for weights; use more devices or a smaller dtype"
+        ]
+    )
+
+
+def choose_degrees(
+    parallel: ParallelOptions,
+    model: ModelConfig,
+    formats: Formats,
+    devices: Devices,
+) -> tuple[int, int]:
+    """(sp, tp) of a group, or of each stage of it: as configured; else by `base_rule`.
+
+    Where weights are gathered, a device stores 1/P of them whatever SP is, so that is P.
+
+    Where the degrees leave it open, a group is the largest number of devices that all have a
+    query head, a divisor of the machine's share if there is one. The options have passed
+    `check_model`.
+    """
+    sp, tp = parallel.sp, parallel.tp
+    if sp and tp:
+        return sp, tp
+    group = (parallel.devices or devices.num_devices) // (parallel.dp * parallel.pp)
+    fixed = sp or tp or 1
+    sizes = range(fixed, min(group, model.num_heads) + 1, fixed)
+    size = max(sizes, key=lambda size: (group % size == 0, size))
+    if sp:
+        return sp, size // sp
+    if tp:
+        return size // tp, tp
+    most, of_experts = max(
+        (weight_bytes(Layout(stage, 1, 1), formats), expert_bytes(stage, formats))
+        for stage in stages_of(model, parallel.pp)
+    )
+    by_rule = base_rule(most, devices.total_bytes, size, of_experts, devices.per_host)
+    if by_rule[0] == 1 < size and not parallel.gathers:
+        logger.info(
+            "the weights leave no room for SP: weights = gather stores as little, and gathers them "
+            "for steps of many tokens; `shiftjax plan` says from how many that pays"
+        )
+    return (size, 1) if parallel.gathers else by_rule  # of which a device has 1/P, whatever SP

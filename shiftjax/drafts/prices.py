@@ -1,0 +1,95 @@
+"""What the steps of a group cost: predicted, and corrected by what steps took. No JAX."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shiftjax.core.plan_builder import PlanBuilder
+from shiftjax.core.policy import Policy, ThresholdPolicy, work_of, work_of_items
+from shiftjax.core.request import StepPlan
+from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.work import Work
+from shiftjax.drafts.step_times import StepKind, StepTimes
+from shiftjax.parallel.grid import Mode
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a choice of draft lengths has to know of steps."""
+
+    buckets: tuple[int, ...]  # the tokens that steps are padded to, ascending
+    policy: Policy | None = None  # that chooses the mode when the plan is made
+    modes: tuple[Mode, ...] = ()
+    costs: GroupCosts | None = None  # None: nobody knows what a step of this machine takes
+    times: StepTimes = field(default_factory=StepTimes)  # of this group alone
+
+    @property
+    def threshold(self) -> int | None:
+        """Of a policy with one: drafts do not carry a step past it."""
+        return self.policy.threshold if isinstance(self.policy, ThresholdPolicy) else None
+
+    def seconds(
+        self, builder: PlanBuilder, num_waiting: int, last_mode: Mode | None, overlap: bool
+    ) -> Callable[[int], float] | None:
+        """Seconds of a step that drafts bring to so many tokens; None: nobody can say.
+
+        They are those of the mode that the policy will choose for the plan, whose hysteresis knows
+        the same `last_mode` and `num_waiting`. Without drafts a group that may `overlap` goes on
+        to hide its host, and soon asks no speculator. A draft token attends to as much as the
+        decodes do on average.
+        """
+        policy, costs, num_decodes = self.policy, self.costs, len(builder.decodes)
+        if policy is None or costs is None:
+            return None
+        work = work_of_items(builder.decodes + builder.chunks, num_decodes)
+        guess_seconds = costs.guess_seconds(num_decodes)
+
+        def predict(num_tokens: int) -> float:
+            num = num_tokens - work.num_tokens
+            step = work._replace(
+                num_tokens=num_tokens,
+                num_rows=work.num_rows + num,
+                context_tokens=work.context_tokens + num * work.context_tokens // num_decodes,
+            )
+            mode = policy.mode_of(step, self.modes, num_waiting, last_mode)
+            is_hidden = overlap and not num
+            seconds = _predicted(costs, mode, last_mode, step, is_hidden)
+            seconds += guess_seconds if num else 0.0
+            return seconds * self.times.factor(_kind(costs, mode, step, is_hidden))
+
+        return predict
+
+    def learn(
+        self, plan: StepPlan, mode: Mode, last_mode: Mode | None, seconds: float, is_hidden: bool
+    ) -> None:
+        """A step took so long, from the end of the one before it or from its plan to its results.
+
+        `is_hidden`: it was planned while the one before ran. What its drafts took to make is not
+        of the step: a choice knows it by itself.
+        """
+        costs = self.costs
+        if costs is None:
+            return
+        work = work_of(plan)
+        predicted = _predicted(costs, mode, last_mode, work, is_hidden)
+        predicted += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
+        kind = _kind(costs, mode, work, is_hidden)
+        self.times.learn(kind, seconds - plan.drafting_seconds, predicted)
+
+
+def prices_of(
+    policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...], costs: GroupCosts | None
+) -> Prices:
+    """What a group's steps cost, as far as is known."""
+    return Prices(tuple(bucket.tokens for bucket in buckets), policy, modes, costs)
+
+
+def _predicted(
+    costs: GroupCosts, mode: Mode, last_mode: Mode | None, work: Work, is_hidden: bool
+) -> float:
+    seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, work)
+    return seconds + (last_mode not in (None, mode)) * costs.engine.switch_seconds
+
+
+def _kind(costs: GroupCosts, mode: Mode, work: Work, is_hidden: bool) -> StepKind:
+    return StepKind(mode, *costs.size_of(work), is_hidden)

@@ -1,0 +1,1 @@
+"""Embedding and scoring of texts."""

@@ -1,0 +1,1 @@
+"""Groups of devices of several widths over the same units, which come and go."""

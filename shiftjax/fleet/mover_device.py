@@ -1,0 +1,357 @@
+"""KV blocks change their layout: running sequences move between groups of different widths.
+
+A device of a wide group has some of the heads that it has in a narrower one, of more tokens. So the
+`ways` devices that hold the same narrow heads between them exchange what each has too much: one
+all-to-all for keys and values of all layers, in place in the pools, which are donated. In the order
+of places of the wide group these devices are neighbours (`parallel/grid.py`).
+
+Bytes that a device sends in a call: `chunk` blocks, less the part that it keeps, 1 / ways.
+Blocks are numbers in an int32 vector, padded with the null block, so any sequences of all groups
+travel together, and nothing is compiled for them.
+
+A chunk is small because it bounds the temporaries, so calls are many where blocks are large. They
+are turns of a loop in one program: to dispatch a program with the pools of all layers on all
+devices takes the host as long as many calls take the devices.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence as List
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from shiftjax.device.memory import GroupMemory
+from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
+from shiftjax.device.pool import (
+    FlatPools,
+    PoolOptions,
+    abstract_pools,
+    read_blocks,
+    write_blocks,
+)
+from shiftjax.device.programs import COMPILE_THREADS
+from shiftjax.device.retarget import load_on
+from shiftjax.fleet.costs import MOST_CALLS, chunk_blocks
+from shiftjax.fleet.handover import Copy, Crossing, Pair, calls
+from shiftjax.parallel.grid import Device, Group
+from shiftjax.parallel.layout import Layout
+
+logger = logging.getLogger(__name__)
+Options = Mapping[str, str]  # of the compiler
+NO_OPTIONS: Options = MappingProxyType({})
+
+
+class Shapes(NamedTuple):
+    """How a block of a device looks in a narrow and in a wide layout of the same bytes."""
+
+    narrow_heads: int
+    wide_heads: int
+    narrow_tokens: int
+    wide_tokens: int
+    head_dim: int
+    ways: int  # devices that exchange, narrow groups in the wide one
+    num_layers: int
+
+    @classmethod
+    def of(cls, narrow: Layout, wide: Layout, narrow_tokens: int) -> "Shapes":
+        """From the layouts and the tokens of a narrow block."""
+        heads = narrow.kv_heads_per_device, wide.kv_heads_per_device
+        tokens = narrow_tokens, narrow_tokens * heads[0] // heads[1]
+        model = narrow.model
+        return cls(*heads, *tokens, model.head_dim, wide.sp // narrow.sp, model.num_layers)
+
+    @property
+    def blocks(self) -> int:
+        """Narrow blocks that hold the tokens of a wide one."""
+        return self.wide_tokens // self.narrow_tokens
+
+    @property
+    def parts(self) -> int:
+        """Into how many sets the narrow heads of a device are split; `copies` devices have each."""
+        return self.narrow_heads // self.wide_heads
+
+    @property
+    def copies(self) -> int:
+        """Devices of the wide group that keep the same heads."""
+        return self.ways // self.parts
+
+
+def widen(
+    shapes: Shapes,
+    pools: FlatPools,
+    sources: Int[Array, "ways chunk blocks"],
+    targets: Int[Array, "ways chunk"],
+) -> FlatPools:
+    """On one device: give away narrow blocks of its group, and keep wide blocks of every group."""
+    ways, parts, me = shapes.ways, shapes.parts, jax.lax.axis_index("exchange")
+    num, chunk = 2 * shapes.num_layers, targets.shape[1]
+    kept = read_blocks(pools, shapes.num_layers, sources[me])
+    own = jnp.concatenate(kept).reshape(
+        *(num, chunk, shapes.blocks, shapes.narrow_heads, shapes.narrow_tokens, shapes.head_dim)
+    )
+    # [arrays, chunk, blocks, heads, tokens, head_dim]: heads first, and blocks next to tokens
+    split = own.transpose(3, 0, 1, 2, 4, 5)
+    size = shapes.wide_tokens, shapes.head_dim
+    split = split.reshape(parts, shapes.wide_heads, num, chunk, *size)
+    split = jnp.repeat(split, shapes.copies, axis=0)
+    got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its chunk
+    got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * chunk, -1)
+    return write_blocks(pools, shapes.num_layers, targets.reshape(-1), _like(kept, got))
+
+
+def narrow(
+    shapes: Shapes,
+    pools: FlatPools,
+    sources: Int[Array, "ways chunk"],
+    targets: Int[Array, "ways chunk blocks"],
+) -> FlatPools:
+    """On one device: undo `widen`; of heads that several devices keep the first one's are taken."""
+    me, num = jax.lax.axis_index("exchange"), 2 * shapes.num_layers
+    kept, chunk = read_blocks(pools, shapes.num_layers, sources), sources.shape[1]
+    shape = shapes.wide_heads, shapes.wide_tokens, shapes.head_dim
+    own = jnp.concatenate(kept).reshape(num, *sources.shape, *shape)
+    # [arrays, ways, chunk, heads, tokens, head_dim]
+    got = jax.lax.all_to_all(own.transpose(1, 3, 0, 2, 4, 5), "exchange", 0, 0)
+    got = got[:: shapes.copies].reshape(
+        shapes.narrow_heads, num, chunk, shapes.blocks, shapes.narrow_tokens, shapes.head_dim
+    )
+    got = got.transpose(1, 2, 3, 0, 4, 5).reshape(num, chunk * shapes.blocks, -1)
+    return write_blocks(pools, shapes.num_layers, targets[me].reshape(-1), _like(kept, got))
+
+
+def _like(arrays: Sequence[Array], together: Array) -> list[Array]:
+    """Return parts of an array, with as many rows as others have."""
+    ends = itertools.accumulate(map(len, arrays[:-1]))
+    return jnp.split(together, list(ends))
+
+
+type Call = Callable[..., FlatPools]  # pools, numbers of blocks -> pools
+
+
+def in_turns(call: Call) -> Call:
+    """Return a function of pools, a count, and the numbers of up to `MOST_CALLS` calls."""
+
+    def calls(pools: FlatPools, count: Int[Array, ""], *numbers: Array) -> FlatPools:
+        def turn(i: Int[Array, ""], pools: FlatPools) -> FlatPools:
+            return call(pools, *(each[i] for each in numbers))
+
+        return jax.lax.fori_loop(0, count, turn, pools)
+
+    return calls
+
+
+class Exchange(NamedTuple):
+    """The two compiled directions of a pair of widths, for one wide group."""
+
+    shapes: Shapes
+    chunk: int  # wide blocks of each narrow group in a call
+    to_wide: jax.stages.Compiled
+    to_narrow: jax.stages.Compiled
+
+
+def compile_exchange(
+    mesh: Mesh,
+    narrow_layout: Layout,
+    wide_layout: Layout,
+    narrow_pool: PoolOptions,
+    options: Options = NO_OPTIONS,
+) -> Exchange:
+    """Compile the exchange between a wide group, by its mesh, and groups of another layout."""
+    shapes = Shapes.of(narrow_layout, wide_layout, narrow_pool.block_size)
+    pools = abstract_pools(
+        mesh, wide_layout, narrow_pool.num_blocks, shapes.wide_tokens, narrow_pool.dtype
+    )
+    chunk = chunk_blocks(narrow_pool.num_blocks, shapes.ways)
+    exchange, spec = exchange_mesh(mesh, shapes.ways), exchange_spec()
+
+    def compiled(function: Any, *sizes: tuple[int, ...]) -> jax.stages.Compiled:
+        mapped = jax.shard_map(
+            in_turns(functools.partial(function, shapes)),
+            mesh=exchange,
+            in_specs=(spec, *[replicated_spec()] * 3),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return _compiled(mapped, pools, mesh, options, *sizes)
+
+    one = MOST_CALLS, shapes.ways, chunk
+    many = *one, shapes.blocks
+    return Exchange(shapes, chunk, compiled(widen, many, one), compiled(narrow, one, many))
+
+
+class Copies(NamedTuple):
+    """The compiled copy of blocks inside the pools of one group."""
+
+    chunk: int  # blocks that a call copies
+    step: jax.stages.Compiled
+
+
+def _compiled(
+    function: Any, pools: Any, mesh: Mesh, options: Options, *sizes: tuple[int, ...]
+) -> jax.stages.Compiled:
+    """Compile a function of pools, donated, a count, and numbers of these shapes."""
+    everywhere = named(mesh, replicated_spec())
+    numbers = [jax.ShapeDtypeStruct(s, jnp.int32, sharding=everywhere) for s in ((), *sizes)]
+    stays = jax.tree.map(lambda pool: pool.sharding, pools)
+    step = jax.jit(function, donate_argnums=0, out_shardings=stays)
+    return step.lower(pools, *numbers).compile(compiler_options=dict(options))
+
+
+def compile_copies(
+    mesh: Mesh, layout: Layout, pool: PoolOptions, options: Options = NO_OPTIONS
+) -> Copies:
+    """Compile the copy of blocks in place, for a group by its mesh.
+
+    All blocks of a call are read before any is written.
+    """
+    sizes = pool.num_blocks, pool.block_size
+    abstract = abstract_pools(mesh, layout, *sizes, pool.dtype)
+    chunk = chunk_blocks(pool.num_blocks, 1)
+
+    def copies(pools: FlatPools, numbers: Int[Array, "chunk 2"]) -> FlatPools:
+        kept = read_blocks(pools, layout.model.num_layers, numbers[:, 0])
+        return write_blocks(pools, layout.model.num_layers, numbers[:, 1], kept)
+
+    return Copies(
+        chunk, _compiled(in_turns(copies), abstract, mesh, options, (MOST_CALLS, chunk, 2))
+    )
+
+
+def load_programs[Made: Exchange | Copies](
+    made: Made, devices: Sequence[Device], others: Sequence[Device]
+) -> Made:
+    """Return the programs of one group for another one. Raises where that cannot be done."""
+    programs = {
+        name: load_on(program, devices, others)
+        for name, program in made._asdict().items()
+        if isinstance(program, jax.stages.Compiled)
+    }
+    return made._replace(**programs)
+
+
+class DeviceMover:
+    """Moves blocks between the groups of a fleet; see `fleet.handover.Mover`."""
+
+    def __init__(
+        self,
+        memories: Mapping[Group, GroupMemory],
+        pools: Mapping[int, PoolOptions],
+        options: Options = NO_OPTIONS,
+    ):
+        self._memories = memories
+        self._exchanges, self._copies = _compile_all(memories, pools, options)
+
+    def move(self, crossing: Crossing) -> None:
+        """Dispatch what a crossing says; nothing is awaited."""
+        memory = self._memories[crossing.wide]
+        exchange = self._exchanges[crossing.wide, crossing.narrow_width]
+        step = exchange.to_wide if crossing.to_wide else exchange.to_narrow
+        made = calls(crossing.pairs, exchange.shapes.ways, exchange.chunk)
+        for some in itertools.batched(made, MOST_CALLS):
+            many, one = _numbers(exchange, some)
+            numbers = (many, one) if crossing.to_wide else (one, many)
+            numbers = jax.device_put((np.int32(len(some)), *numbers), memory.everywhere)
+            memory.pools = step(memory.pools, *numbers)
+
+    def compact(self, copy: Copy) -> None:
+        """Dispatch copies inside the pools of a group."""
+        memory, copies = self._memories[copy.group], self._copies[copy.group]
+        for part in itertools.batched(copy.blocks, MOST_CALLS * copies.chunk):
+            numbers = np.zeros((MOST_CALLS * copies.chunk, 2), np.int32)
+            numbers[: len(part)] = part
+            count = np.int32(-(-len(part) // copies.chunk))
+            numbers = count, numbers.reshape(MOST_CALLS, copies.chunk, 2)
+            memory.pools = copies.step(memory.pools, *jax.device_put(numbers, memory.everywhere))
+
+
+def _numbers(
+    exchange: Exchange, calls: Sequence[List[List[Pair]]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The block numbers of some calls: narrow ones `[calls, ways, chunk, blocks]`, wide ones."""
+    shapes, chunk = exchange.shapes, exchange.chunk
+    one = np.zeros((MOST_CALLS, shapes.ways, chunk), np.int32)
+    many = np.zeros((*one.shape, shapes.blocks), np.int32)
+    for number, call in enumerate(calls):
+        for place, pairs in enumerate(call):
+            for nth, (_, blocks, wide) in enumerate(pairs):
+                many[number, place, nth, : len(blocks)] = blocks
+                one[number, place, nth] = wide
+    return many, one
+
+
+def _compile_all(
+    memories: Mapping[Group, GroupMemory], pools: Mapping[int, PoolOptions], options: Options
+) -> tuple[dict[tuple[Group, int], Exchange], dict[Group, Copies]]:
+    """Every pair of widths and every width: compiled for its first group, loaded on the others."""
+    groups = {width: [group for group in memories if group.width == width] for width in pools}
+    pairs = [(wide, narrow) for wide in pools for narrow in pools if narrow < wide]
+
+    def exchange(group: Group, narrow: int) -> Exchange:
+        layout, memory = memories[groups[narrow][0]].layout, memories[group]
+        return compile_exchange(memory.mesh, layout, memory.layout, pools[narrow], options)
+
+    def copies(group: Group) -> Copies:
+        memory = memories[group]
+        return compile_copies(memory.mesh, memory.layout, pools[group.width], options)
+
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        exchanges = {pair: threads.submit(exchange, groups[pair[0]][0], pair[1]) for pair in pairs}
+        copied = {width: threads.submit(copies, groups[width][0]) for width in pools}
+    found: dict[tuple[Group, int], Exchange] = {}
+    for (wide, narrow), job in exchanges.items():
+        make = functools.partial(exchange, narrow=narrow)
+        made = _on_all(job.result(), groups[wide], memories, pools[wide], make)
+        found |= {(group, narrow): each for group, each in made.items()}
+    found_copies: dict[Group, Copies] = {}
+    for width, job in copied.items():
+        found_copies |= _on_all(job.result(), groups[width], memories, pools[width], copies)
+    return found, found_copies
+
+
+def _on_all[Made: Exchange | Copies](
+    made: Made,
+    groups: Sequence[Group],
+    memories: Mapping[Group, GroupMemory],
+    pool: PoolOptions,
+    make: Callable[[Group], Made],
+) -> dict[Group, Made]:
+    """What was made for the first group for all of them: loaded, or made where that fails."""
+    found = {groups[0]: made}
+    devices = list(memories[groups[0]].mesh.devices.flat)
+    for group in groups[1:]:
+        memory = memories[group]
+        try:
+            loaded = load_programs(made, devices, list(memory.mesh.devices.flat))
+            _try_out(memory, loaded, pool)
+            found[group] = loaded
+        except Exception as error:
+            logger.info("a move is compiled for other devices, not loaded: %s", error)
+            found[group] = make(group)
+    return found
+
+
+def _try_out(memory: GroupMemory, made: Exchange | Copies, pool: PoolOptions) -> None:
+    """Move the null block to itself. Raises what makes it fail; pools are then empty ones."""
+    try:
+        if isinstance(made, Copies):
+            none = np.zeros((MOST_CALLS, made.chunk, 2), np.int32)
+            numbers = jax.device_put((np.int32(1), none), memory.everywhere)
+            memory.pools = made.step(memory.pools, *numbers)
+        else:
+            numbers = np.int32(1), *_numbers(made, [])
+            count, many, one = jax.device_put(numbers, memory.everywhere)
+            memory.pools = made.to_wide(memory.pools, count, many, one)
+            memory.pools = made.to_narrow(memory.pools, count, one, many)
+        jax.block_until_ready(memory.pools)
+    except Exception:
+        memory.allocate(pool)
+        raise

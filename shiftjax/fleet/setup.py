@@ -1,0 +1,111 @@
+"""A fleet as settings want it: its policy, and the groups that it begins with. No JAX."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import Policy
+from shiftjax.core.request import Request
+from shiftjax.costs.machine import Machine
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.fleet import switching
+from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.cost_arrangement import CostArrangement
+from shiftjax.fleet.costs import MoveCosts
+from shiftjax.fleet.handover import Mover
+from shiftjax.fleet.policy import (
+    FixedArrangement,
+    FleetPolicy,
+    LoadPolicy,
+    NeedPolicy,
+)
+from shiftjax.fleet.switching import Steps
+from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
+
+
+def make_fleet(
+    deployment: Deployment,
+    lanes: Sequence[Lane],
+    policies: Mapping[int, Policy],
+    costs: Mapping[int, GroupCosts | None],
+    mover: Mover,
+    clock: Callable[[], float] | None = None,
+) -> Fleet:
+    """The fleet over these lanes, one for each group; `policies` choose modes, by width.
+
+    Raises:
+        ConfigError: the settings name an arrangement that the units cannot form.
+    """
+    options = deployment.fleet
+    modes = {lane.group.width: lane.modes for lane in lanes}
+    timed: dict[str, Any] = {} if clock is None else {"clock": clock}
+    policy = make_fleet_policy(deployment, policies, costs, modes)
+    if isinstance(policy, CostArrangement):
+        steps = Steps(policy.decode_seconds, policy.prefill_rate)
+        by_group = {lane.group: lane for lane in lanes}
+
+        def kind_of_bind(change: Change, wanting: Sequence[Request]) -> str:
+            closing = [by_group[group] for group in change.sources]
+            return switching.kind_of_bind(change, closing, wanting, steps, policy.moves)
+
+        timed["kind_of_bind"] = kind_of_bind
+    return Fleet(
+        lanes,
+        first_arrangement(deployment),
+        policy,
+        mover,
+        deployment.limits,
+        switch=options.switch,
+        max_pause_seconds=options.max_pause_seconds,
+        block_bytes=deployment.block_bytes * deployment.tp,
+        **timed,
+    )
+
+
+def move_costs(deployment: Deployment, machine: Machine) -> MoveCosts:
+    """What moves between the groups of a fleet take on this machine."""
+    sizes = deployment.block_size, deployment.num_blocks
+    return MoveCosts(deployment.layout, deployment.formats, machine, *sizes)
+
+
+def first_arrangement(deployment: Deployment) -> Arrangement:
+    """What a fleet begins with: what is fixed; in a quiet time one group; else single units."""
+    name, units = deployment.fleet.fleet_policy, deployment.grid.units
+    if deployment.fixed is not None:
+        return deployment.fixed
+    width = deployment.widths[-1 if name in ("cost", "load") else 0]
+    return equal_groups(units, width)
+
+
+def make_fleet_policy(
+    deployment: Deployment,
+    policies: Mapping[int, Policy],
+    costs: Mapping[int, GroupCosts | None],
+    modes: Mapping[int, Sequence],
+) -> FleetPolicy:
+    """The policy that the settings name."""
+    options, widths = deployment.fleet, deployment.widths
+    needs = NeedPolicy(
+        widths,
+        frozenset(options.bind_priorities or ()),
+        options.bind_width or widths[-1],
+    )
+    name = options.fleet_policy
+    if deployment.fixed is not None:
+        return FixedArrangement(deployment.fixed)
+    if name == "load":
+        return LoadPolicy(widths, options.bind_at, options.release_at, needs)
+    if name != "cost":
+        return needs
+    known = {width: model for width, model in costs.items() if model is not None}
+    widest = known[widths[-1]]
+    return CostArrangement(
+        widths,
+        known,
+        modes,
+        policies,
+        move_costs(deployment, widest.machine),
+        deployment.max_num_batched_tokens,
+        needs,
+    )

@@ -1,0 +1,153 @@
+"""What a fleet is doing, as values: for metrics, the page, `LLM.fleet()` and whoever reads them.
+
+Taken between turns, by the thread of the engine; nothing of it changes afterwards. No JAX.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shiftjax.core.lane import Lane
+from shiftjax.fleet.stats import FleetStats, Turn
+from shiftjax.parallel.fleet import Arrangement
+from shiftjax.parallel.grid import Group
+
+if TYPE_CHECKING:
+    from shiftjax.fleet.control import Fleet
+
+NUM_CHANGES = 64  # the latest, that a state holds
+
+REASONS = MappingProxyType(
+    {
+        "need": "a request needs a group this wide: its context, its class, or its min_width",
+        "done": "the group that others had paused for has nothing to do any more",
+        "unneeded": "no request needs a group this wide any more",
+        "quiet": "few requests: together the units answer each of them sooner",
+        "load": "many requests: units on their own serve more of them",
+        "quicker": "a wider group is predicted to be quicker for all that is there",
+        "throughput": "narrower groups are predicted to be quicker for all that is there",
+    }
+)
+"""For people: why groups changed, by the reason that a policy gives."""
+
+
+class GroupState(NamedTuple):
+    """A group that has requests, or is of the arrangement."""
+
+    group: Group
+    state: str  # of its lane
+    mode: str  # label of the mode of its last step; empty: it has made none
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # share of its blocks that block tables hold
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """Groups, their load, counters, and the latest changes, the oldest first."""
+
+    widths: tuple[int, ...]
+    arrangement: Arrangement
+    groups: tuple[GroupState, ...]
+    changes: tuple[Turn, ...]
+    stats: FleetStats
+
+    @property
+    def num_paused_sequences(self) -> int:
+        """Running sequences that keep their blocks while another group has their devices."""
+        return sum(each.num_running for each in self.groups if each.state == "paused")
+
+    def changes_since(self, num_changes: int) -> tuple[Turn, ...]:
+        """What came after the first so many changes, as far as it is kept."""
+        new = self.stats.num_changes - num_changes
+        return self.changes[-new:] if new > 0 else ()
+
+
+def state_of(fleet: "Fleet") -> FleetState:
+    """The state of now."""
+    lanes = sorted(fleet.lanes.values(), key=lambda lane: lane.group)
+    latest = tuple(islice(reversed(fleet.history), NUM_CHANGES))[::-1]
+    return FleetState(
+        tuple(sorted({lane.group.width for lane in lanes})),
+        fleet.arrangement,
+        tuple(_group_state(lane) for lane in lanes if lane.state != "idle"),
+        latest,
+        fleet.stats.copy(),
+    )
+
+
+def _group_state(lane: Lane) -> GroupState:
+    scheduler, mode = lane.scheduler, lane.last_mode
+    return GroupState(
+        lane.group,
+        lane.state,
+        "" if mode is None else mode.label,
+        len(scheduler.running),
+        len(scheduler.waiting),
+        scheduler.num_used_blocks / scheduler.tables.device.num_usable_blocks,
+    )
+
+
+def plain_state(state: FleetState, now: float) -> dict[str, Any]:
+    """As plain data; `now` is by the clock of the engine, times are seconds before it."""
+    return {
+        "arrangement": shown_arrangement(state.arrangement),
+        "widths": list(state.widths),
+        "groups": [plain_group(each) for each in state.groups],
+        "changes": [
+            {"seconds_ago": now - turn.seconds} | plain_change(turn) for turn in state.changes
+        ],
+        **plain_counters(state),
+    }
+
+
+def plain_counters(state: FleetState) -> dict[str, Any]:
+    """Counters since the start, as plain data."""
+    stats = state.stats
+    return {
+        "binds": [
+            {"width": width, "kind": kind, "reason": reason, "count": count}
+            for (width, kind, reason), count in sorted(stats.binds.items())
+        ],
+        "releases": dict(stats.releases),
+        "failed_changes": dict(stats.failed_changes),
+        "num_moved_sequences": stats.num_moved_sequences,
+        "num_recomputed_sequences": stats.num_recomputed_sequences,
+        "num_paused_sequences": state.num_paused_sequences,
+        "kv_moved_bytes": dict(stats.moved_bytes),
+        "num_compacted_blocks": stats.num_compacted_blocks,
+        "move_seconds": stats.move_seconds,
+        "paused_seconds": stats.paused_seconds,
+    }
+
+
+def plain_group(each: GroupState) -> dict[str, Any]:
+    """A group as plain data."""
+    values = each._asdict()
+    group = values.pop("group")
+    return {"first": group.first, "width": group.width, **values}
+
+
+def plain_change(turn: Turn) -> dict[str, Any]:
+    """A change as plain data, but for when it was."""
+    wide = turn.change.wide
+    return {
+        "what": "bind" if turn.change.is_bind else "release",
+        "first": wide.first,
+        "width": wide.width,
+        "from": shown_arrangement(turn.change.sources),
+        "to": shown_arrangement(turn.change.targets),
+        "arrangement": shown_arrangement(turn.arrangement),
+        "kind": turn.kind,
+        "reason": turn.reason,
+        "why": REASONS.get(turn.reason, turn.reason),
+        "num_sequences": turn.num_sequences,
+        "num_recomputed": turn.num_recomputed,
+        "host_seconds": turn.host_seconds,
+    }
+
+
+def shown_arrangement(groups: Arrangement) -> str:
+    """Widths as the setting `fleet_policy` has them: 4+2+1+1."""
+    return "+".join(str(group.width) for group in groups)

@@ -1,0 +1,1 @@
+"""A second tier for KV blocks, in host memory."""

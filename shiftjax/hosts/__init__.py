@@ -1,0 +1,1 @@
+"""One engine on the devices of several hosts."""

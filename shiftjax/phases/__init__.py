@@ -1,0 +1,1 @@
+"""Prompts and decodes in a configuration each, and pipelines of stages."""
