@@ -110,7 +110,7 @@ def prepare(built: Built, case: Case) -> None:
     engine = built.engine
     if engine.topology.find(Resharding) is None:
         budgets = built.deployment.budgets
-        seqs = {"max_num_seqs": case.max_num_seqs, "num_stages": case.num_parts}
+        seqs = {"max_num_seqs": case.max_num_seqs, "num_micro_batches": case.num_parts}
         engine.lanes[0].scheduler = Scheduler(replace(budgets, **seqs))
         return
     host = engine.lanes[0].scheduler.tables.tier

@@ -16,8 +16,8 @@ MAX_WIDTH = 1024  # units, as many as there can be devices
 class RequestLimits:
     """What a model and its deployment can take.
 
-    `num_kv_tokens` is the number of tokens that the KV pool of one group holds, of a fleet that of
-    the widest. `widest` are the units of that group; 1: there is no fleet, or of units alone.
+    `num_kv_tokens` is the number of tokens that the KV pool of one group holds, of groups of
+    several widths that of the widest, which has `widest` units.
     """
 
     vocab_size: int

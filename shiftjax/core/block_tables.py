@@ -112,7 +112,7 @@ class BlockTables:
             sequence.block_table = [new.get(block, block) for block in sequence.block_table]
 
     def release(self, sequence: Sequence) -> None:
-        """Take every block from a sequence, on the device and on the host.
+        """Take every block from a sequence, in both tiers.
 
         A step in flight may still write to these blocks. They may be given away at once all the
         same: the device runs steps in order, so the next owner's step writes after it. Blocks in
@@ -135,7 +135,7 @@ class BlockTables:
         sequence.num_computed_tokens = sequence.num_verified_tokens = 0
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Move what is computed to the host tier; False if it has no room.
+        """Move what is computed to the second tier; False if it has no room.
 
         The runner copies before the step computes, so the device blocks are free at once.
         """
@@ -154,7 +154,7 @@ class BlockTables:
     def finish_plan(self, *, is_planned: bool, waiting: Iterable[Sequence] = ()) -> TierMoves:
         """The copies between the tiers that the plan needs; without a plan there are none.
 
-        Those of `waiting` that come next have what they will be given from the host prefetched.
+        Those of `waiting` that come next have prefetched what the second tier will give them.
         """
         evicted, self._evicted = self._evicted, []
         if not is_planned:
@@ -174,7 +174,7 @@ class BlockTables:
         return self.tier.chunks_of(dropwhile(self.device.is_indexed, hashes))
 
     def end_plan(self, plan: StepPlan) -> None:
-        """The step of a plan has ended: other groups may read what it copied to the host."""
+        """The step of a plan has ended: other groups may read what it copied to the second tier."""
         self.tier.prove(plan.offloads)
 
     def register(self, sequence: Sequence) -> None:
@@ -192,7 +192,7 @@ class BlockTables:
         sequence.num_registered_blocks = num_full
 
     def reset(self, sequences: Iterable[Sequence], plan: StepPlan | None = None) -> None:
-        """The device's contents are lost, and what it was about to write to the host.
+        """The device's contents are lost, and what it was about to write to the second tier.
 
         What `plan`, whose step has failed, has read there is given up, too. Sequences keep what
         they have swapped out where all of it was written.
@@ -268,7 +268,7 @@ class BlockTables:
         return []
 
     def _restore(self, sequence: Sequence, num_found: int) -> int:
-        """Bring what is on the host after the first `num_found` blocks to the device.
+        """Bring what the second tier has after the first `num_found` blocks to the device.
 
         Returns how many blocks a prefix has there; of a swapped sequence that is none, because it
         knows what it has computed.

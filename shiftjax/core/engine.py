@@ -80,7 +80,7 @@ class Engine:
 
     A request goes to the least loaded lane as late as possible. Lanes step on their own: each is
     committed when *its* step is ready, whatever the others compute. A lane has a step in flight for
-    each stage of its pipeline, mostly one; `overlap` keeps them in flight while the next is
+    each micro-batch, mostly one; `overlap` keeps them in flight while the next is
     scheduled, and without it the loop is the plain control. Where there are several lanes, `wait`
     is called with those that can do nothing until a step of theirs is ready; it may come back
     early, say because a request has come for another lane.
@@ -385,7 +385,7 @@ class Engine:
 
 def _ended(flight: Flight, seconds: float) -> EndedStep:
     plan = flight.plan
-    chunks = [item.sequence for item in plan.scheduled[plan.num_decodes + plan.num_drafts :]]
+    chunks = [item.sequence for item in plan.chunks]
     begun = {
         each.request.request_id: each.first_scheduled_seconds
         for each in chunks
@@ -420,6 +420,6 @@ def _aborted_in_queue(request: Request) -> list[Event]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the devices or the host had no room; XLA says so in two ways."""
+    """Whether the devices or the machine had no room; XLA says so in two ways."""
     signs = ("RESOURCE_EXHAUSTED", "Out of memory")
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)

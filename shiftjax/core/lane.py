@@ -23,7 +23,7 @@ class Flight(NamedTuple):
     plan: StepPlan
     mode: Mode
     handle: Any
-    is_ahead: bool = False  # given while the step before was in flight, so the host was hidden
+    is_ahead: bool = False  # given while the step before was in flight, so planning was hidden
 
     @property
     def has_drafts(self) -> bool:
@@ -43,15 +43,14 @@ class Failure(NamedTuple):
 class Lane:
     """One group of devices at work: its sequences, its runner, its steps in flight.
 
-    `in_flight` are at most one for each stage and one more, the oldest first; `modes` are those of
-    the group, base first. Where groups come and go (`fleet/control.py`), `state` is
+    `in_flight` are at most one for each micro-batch and one more, the oldest first; `modes` are
+    those of the group, base first. Where a `Topology` opens and closes lanes, `state` is
 
         open      it takes requests and steps
         leaving   it steps, but takes no request, and will close when it has none left
         closing   it plans no step, and will give way when none is in flight
         paused    another group has its devices; its sequences wait with their blocks
-        idle      other groups have its units, and it has no sequences; or it is the other phase
-                  (`phases/control.py`), and some may wait in it
+        idle      other groups have its units; it steps not, though sequences may wait in it
     """
 
     scheduler: Scheduler
@@ -72,14 +71,14 @@ class Lane:
     @property
     def commits_first(self) -> bool:
         """Whether the step in flight has to be committed before the next is planned."""
-        drafts = self.scheduler.lookahead
-        return drafts.commits_first or any(flight.has_drafts for flight in self.in_flight)
+        lookahead = self.scheduler.lookahead
+        return lookahead.commits_first or any(flight.has_drafts for flight in self.in_flight)
 
     def has_room(self, overlap: bool) -> bool:
-        """Whether one more step may be in flight: one for each stage, with `overlap` one more."""
+        """Whether one more may be in flight: one for each micro-batch, with `overlap` one more."""
         if self.in_flight and isinstance(self.in_flight[-1], Failure):
             return False
-        return len(self.in_flight) < self.scheduler.config.num_stages + overlap
+        return len(self.in_flight) < self.scheduler.config.num_micro_batches + overlap
 
     def last_handle(self, micro_batch: int) -> Any:
         """The handle of the youngest step in flight of a micro-batch; None: there is none."""
@@ -95,7 +94,7 @@ class Lane:
         return isinstance(oldest, Failure) or self.runner.is_ready(oldest.handle)
 
     def end_step(self, flight: Flight, now: float) -> float:
-        """The oldest step has ended: returns its seconds, which whoever drafts learns from."""
+        """The oldest step has ended: returns its seconds, which whoever guesses learns from."""
         seconds, self.progress_at = now - self.progress_at, now
         self.scheduler.lookahead.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
         return seconds

@@ -61,7 +61,7 @@ class Lookahead:
         """Called with how many tokens of a draft a step has accepted."""
 
     def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
-        """Called with the seconds of a step; `is_hidden`: the host planned it during another."""
+        """Called with the seconds of a step; `is_hidden`: it was planned during another."""
 
     def runs(self, plan: StepPlan, mode: Mode) -> None:
         """Called with the mode that a step runs in."""

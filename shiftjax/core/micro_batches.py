@@ -1,9 +1,9 @@
 """Micro-batches of a pipeline: which sequences step together, and when. No JAX.
 
-A group of S stages computes up to S steps at a time, one in each stage. A step decodes the
-sequences of one *micro-batch*, 1/S of those that run (Seesaw, arXiv 2503.06433), so that the next
-stage works on them while this one takes the next micro-batch. A sequence keeps its micro-batch
-while it runs. With one stage there is one, with all sequences.
+A group that is a pipeline of S parts computes up to S steps at a time, one in each part. A step
+decodes the sequences of one *micro-batch*, 1/S of those that run (Seesaw, arXiv 2503.06433), so
+that the next part works on them while this one takes the next micro-batch. A sequence keeps its
+micro-batch while it runs. A group that is no pipeline has one, with all sequences.
 """
 
 from collections.abc import Iterable, Sequence

@@ -37,11 +37,11 @@ FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 class Status(enum.Enum):
-    """Where a sequence is. One swapped to the host waits, with places there, or is parked."""
+    """Where a sequence is. One swapped out waits, with places there, or is parked."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    PARKED = "parked"  # until the other phase (`phases/control.py`)
+    PARKED = "parked"  # until a group that decodes takes it
     FINISHED = "finished"
 
 
@@ -71,8 +71,8 @@ class Request:
     """One prompt and what to do with it.
 
     A lower `priority` runs earlier (as in vLLM), then the earlier arrival. Requests that differ in
-    `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one each. In a fleet
-    a group of at least `min_width` units serves it, or of as many as there are.
+    `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one each. A group
+    of at least `min_width` units serves it, or of as many as there are.
     """
 
     request_id: str
@@ -150,7 +150,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prefix hit at the first admission
     num_verified_tokens: int = 0
     micro_batch: int = 0  # the steps that it takes part in; set by an admission
-    num_pending_tokens: int = 0  # sampled in flight, not yet on the host; 2 while two steps fly
+    num_pending_tokens: int = 0  # sampled in flight, not yet known here; 2 while two steps fly
     pending_row: int = -1  # the row of the in-flight step that samples the last of them
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, each once
     num_registered_blocks: int = 0
@@ -241,10 +241,10 @@ class ScheduledSequence:
 class StepPlan:
     """What one step computes: `num_decodes` sequences of one token and one row, drafts, chunks.
 
-    All are of one micro-batch; a group without pipeline stages has no other. A plan that schedules
+    All are of one micro-batch; a group that is no pipeline has no other. A plan that schedules
     nothing has offloads: no program is run, and its step ends when they are made.
 
-    The runner first forgets the chunks `dropped` on the host and empties that list, copies
+    The runner first forgets the chunks `dropped` in the second tier and empties that list, copies
     `offloads` there and then `restores` to the device, then every `(block, new block)` of `copies`
     on the device, then computes. Beside that the chunks `prefetches`, and no others, travel to the
     devices, for restores of plans to come.
@@ -260,14 +260,19 @@ class StepPlan:
     num_drafts: int = 0  # items with drafts; they come after the decodes
     num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
     copies: list[tuple[int, int]] = field(default_factory=list)
-    drafting_seconds: float = 0.0  # of the host, in making this plan
+    drafting_seconds: float = 0.0  # in making this plan
     micro_batch: int = 0
     dropped: list[int] = field(default_factory=list)
     prefetches: list[int] = field(default_factory=list)
 
+    @property
+    def chunks(self) -> list[ScheduledSequence]:
+        """Parts of prompts: what comes after the sequences that sample every step."""
+        return self.scheduled[self.num_decodes + self.num_drafts :]
+
 
 class StepOutput(NamedTuple):
-    """One entry per logit row in the order of the plan; NumPy on the host.
+    """One entry per logit row in the order of the plan; NumPy arrays.
 
     A row inside a prompt (requests with `prompt_logprobs`) reports the prompt's next token as
     `token_ids` and that token's log-probability; every other row the sampled token. `logprobs`

@@ -2,9 +2,9 @@
 
     waiting --admit--> running --commit--> finished        all lists are kept in `order`
        ^------preempt-----'|                                (priority, arrival, number, index)
-                           '--park--> parked               in a phase of prompts alone
+                           '--park--> parked               where prompts alone are computed
 
-A step is planned in three phases: decodes, oldest first, the youngest preempted where blocks run
+A step is planned in three parts: decodes, oldest first, the youngest preempted where blocks run
 out; then chunks of admitted prompts; then admissions, in order. Nothing starves: nobody is
 admitted past a sequence that waits for room, and the oldest running one is never preempted.
 
@@ -12,13 +12,13 @@ admitted past a sequence that waits for room, and the oldest running one is neve
 is then scheduled with the row of the token instead of the token. Ends that can be foreseen by
 counting are; after any other end the device has computed one token too many, which `commit` drops.
 
-A group of several stages has as many micro-batches (`core/micro_batches.py`), which take turns;
+A group that is a pipeline has several micro-batches (`core/micro_batches.py`), which take turns;
 chunks of a prompt follow each other without waiting for a commit.
 
 A scheduler that `parks` decodes nothing. A sequence whose first token is committed is swapped out,
-by the next plan, and waits as parked for a group of the other phase; so do the continuations that
-share its prompt, which have computed nothing. A prompt is admitted if the host keeps room for it;
-one that not even an empty host could hold is parked uncomputed.
+by the next plan, and waits as parked for a group that decodes; so do the continuations that
+share its prompt, which have computed nothing. A prompt is admitted if the tier keeps room for it;
+one that not even an empty tier could hold is parked uncomputed.
 """
 
 import bisect
@@ -151,25 +151,25 @@ class Scheduler:
         """Plan the next step, or None if nothing can be computed now.
 
         Every plan that is not committed must have been given to the devices and be `in_flight`,
-        the oldest first; with one stage that may be left out. A micro-batch that samples in one of
-        them, or with `overlap` in two, has to wait: the host must know of all but the last token.
-        What a policy will know, drafts know too: `num_queued` requests wait in front of all groups.
+        the oldest first; with one micro-batch that may be left out. A micro-batch that samples in
+        one of them, or with `overlap` in two, has to wait: all but its last token must be known.
+        What a policy will know, guesses know too: `num_queued` requests wait before all groups.
         """
-        num_stages, first = self.config.num_stages, self._micro_batch
+        num_micro_batches, first = self.config.num_micro_batches, self._micro_batch
         if self.config.parks:
             self._park_computed()
         swapped: list[Sequence] = []
-        for turn in range(num_stages):
-            micro_batch = (first + turn) % num_stages
+        for turn in range(num_micro_batches):
+            micro_batch = (first + turn) % num_micro_batches
             if num_sampling(in_flight, micro_batch) > overlap:
                 continue
             tokens, rows = self._tokens_per_step(), self._rows_per_step
             builder = PlanBuilder(tokens, rows, self.config.block_size, micro_batch=micro_batch)
             self._fill(builder, now, in_flight)
-            self._draft(builder, num_queued, last_mode)
+            self._guess(builder, num_queued, last_mode)
             plan = builder.finish(self._num_steps)
             if plan is not None:
-                self._micro_batch = (micro_batch + 1) % num_stages
+                self._micro_batch = (micro_batch + 1) % num_micro_batches
                 return self._planned(plan)
             swapped += builder.swapped
         if self.config.parks and self.tables.tier.is_offloading:
@@ -199,7 +199,7 @@ class Scheduler:
             self._admit_waiting(builder, now, in_flight)
 
     def _forget_swapped(self, sequences: Iterable[Sequence]) -> None:
-        """No step will copy what these have computed to the host: they start from their tokens."""
+        """No step will copy what these have computed to the tier: they start from their tokens."""
         for sequence in sequences:
             self.tables.forget(sequence)
             self.num_preemptions["swap"] -= 1
@@ -260,10 +260,10 @@ class Scheduler:
         builder.tokens_left -= len(decodes)
         builder.rows_left -= len(decodes)
 
-    def _draft(self, builder: PlanBuilder, num_queued: int, last_mode: Mode | None) -> None:
+    def _guess(self, builder: PlanBuilder, num_queued: int, last_mode: Mode | None) -> None:
         """Let decodes guess ahead with what the step has left; nobody is kept waiting for a guess.
 
-        A draft takes no block that an admission would have to leave free.
+        A guess takes no block that an admission would have to leave free.
         """
         builder.blocks_left = max(0, self.tables.device.num_free_blocks - self._watermark)
         builder.seqs_left = self._rows_per_step - len(builder.decodes) - len(builder.chunks)
@@ -283,7 +283,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Back to waiting, by swap where the host tier has room and else by recompute."""
+        """Back to waiting, by swap where the second tier has room and else by recompute."""
         swaps = self.config.preemption == "swap" and self.tables.swap_out(sequence)
         if swaps:
             builder.swapped.append(sequence)
@@ -295,7 +295,7 @@ class Scheduler:
         self._wait(sequence)
 
     def _park_computed(self) -> None:
-        """Swap out whose first token is known. What the host has no room for is computed again."""
+        """Swap out whose first token is known. What the tier has no room for is computed again."""
         for sequence in [each for each in self.running if _has_begun(each)]:
             if not self.tables.swap_out(sequence):
                 self.tables.forget(sequence)
@@ -351,7 +351,7 @@ class Scheduler:
             builder.add(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give it blocks, and keep room for them on the host where it will be parked."""
+        """Give it blocks, and keep room for them in the tier where it will be parked."""
         parks = self.config.parks
         if parks and not self.tables.tier.reserve(sequence, self._parking_blocks(sequence)):
             return False
@@ -368,10 +368,10 @@ class Scheduler:
 
     def _num_admitted(self, micro_batch: int) -> int:
         """How many sequences may at most be admitted to a micro-batch now."""
-        num_stages = self.config.num_stages
-        if num_stages == 1 or not self.waiting or self.config.parks:
+        num_micro_batches = self.config.num_micro_batches
+        if num_micro_batches == 1 or not self.waiting or self.config.parks:
             return len(self.waiting)  # prompts alone: full steps are all alike
-        sizes = [0] * num_stages
+        sizes = [0] * num_micro_batches
         for sequence in self.running:
             sizes[sequence.micro_batch] += 1
         device = self.tables.device
@@ -402,7 +402,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, mode: Mode, output: StepOutput, now: float) -> Iterator[Event]:
         """Enter the results of a step: new tokens, full blocks, ends. In the order of the steps.
 
-        A sequence that has ended since the step was scheduled is passed over. Rows of a draft
+        A sequence that has ended since the step was scheduled is passed over. Rows of a guess
         after the first token that the step does not sample itself count for nothing, nor do those
         of a path that agrees less than another. Events are yielded as they happen, so that what
         has ended before an exception is told: `fail` knows no more of it.
@@ -497,7 +497,7 @@ class Scheduler:
     def detach(self, request_id: str) -> list[Sequence]:
         """Give up all continuations of a request, at a moment when no step is in flight.
 
-        Their blocks stay what they are; see `fleet/handover.py`.
+        Their blocks stay what they are; whoever moves the request sees to that.
         """
         siblings = self.requests.pop(request_id)
         for sequence in siblings:
@@ -531,7 +531,7 @@ class Scheduler:
         self.num_waiting_tokens = 0
 
     def forget(self, sequence: Sequence) -> None:
-        """A detached sequence loses its blocks, here and on the host: it will be recomputed."""
+        """A detached sequence loses its blocks, in both tiers: it will be recomputed."""
         self.tables.forget(sequence)
         self.num_preemptions["recompute"] += sequence.status is Status.RUNNING
         sequence.num_preemptions += sequence.status is Status.RUNNING

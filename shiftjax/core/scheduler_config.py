@@ -13,9 +13,9 @@ class SchedulerConfig:
 
     `num_blocks` counts the null block. `watermark` is the share of blocks that an admission leaves
     free for running sequences to grow into. A sequence preempted `max_preemptions` times is next
-    admitted when it can run to its end undisturbed. With several `num_stages` of a pipeline there
+    admitted when it can run to its end undisturbed. With several `num_micro_batches` there
     are as many micro-batches, and a step takes one of them. One that `parks` computes no more than
-    prompts: with its first token a sequence goes to the host, where room has been kept for it.
+    prompts: with its first token a sequence goes to the second tier, which has kept room for it.
     """
 
     num_blocks: int
@@ -31,13 +31,13 @@ class SchedulerConfig:
     max_preemptions: int = 4
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
     max_draft_rows: int = 0  # logit rows of a step of no more tokens, where they are drafts
-    num_stages: int = 1
+    num_micro_batches: int = 1
     parks: bool = False
 
     @cached_property
     def max_step_seqs(self) -> int:
         """Sequences of a step, and its logit rows but for those of drafts."""
-        return -(-self.max_num_seqs // self.num_stages)
+        return -(-self.max_num_seqs // self.num_micro_batches)
 
     @property
     def max_rows(self) -> int:
@@ -50,8 +50,8 @@ class SchedulerConfig:
         ]
         if self.max_num_seqs < 1:
             problems.append(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
-        if self.num_stages < 1:
-            problems.append(f"num_stages must be at least 1, not {self.num_stages}")
+        if self.num_micro_batches < 1:
+            problems.append(f"num_micro_batches must be at least 1, not {self.num_micro_batches}")
         if self.preemption not in ("recompute", "swap"):
             problems.append(f"preemption must be recompute or swap, not {self.preemption!r}")
         if not 0 <= self.watermark < 1 or self.max_preemptions < 0:

@@ -211,7 +211,7 @@ class Deployment:
             preemption=self.preemption,
             max_draft_rows=self.max_draft_rows,
             hash_size=self.hash_size,
-            num_stages=self.pp,
+            num_micro_batches=self.pp,
             parks=self.parks,
         )
 

@@ -90,7 +90,7 @@ def make_phases(
             block_size,
             max_num_seqs,
             max_num_batched_tokens,
-            num_stages=stages,
+            num_micro_batches=stages,
             preemption="swap",
             parks=phase == "prefill",
             **options,  # pyright: ignore[reportArgumentType]

@@ -62,7 +62,7 @@ def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
         watermark=draw(st.sampled_from([0.0, 0.1])),
         max_preemptions=draw(st.integers(0, 3)),
         max_draft_rows=draw(st.sampled_from([0, 12])),  # of engines that draft
-        num_stages=draw(st.sampled_from(stages)),
+        num_micro_batches=draw(st.sampled_from(stages)),
     )
 
 
@@ -115,7 +115,7 @@ def play(engine: Engine, clients: list[Client], extra_steps: int = 0):
     work = sum(_work(engine, client) for client in clients)
     # Every step with work does some: nothing starves. One of a pipeline that is not full launches
     # and commits nothing yet, so a lone sequence takes two for a token.
-    turns = 2 if engine.lanes[0].scheduler.config.num_stages > 1 else 1
+    turns = 2 if engine.lanes[0].scheduler.config.num_micro_batches > 1 else 1
     last_step = 21 + 26 + turns * work + extra_steps
     for step in range(last_step + 1):
         for client in clients:

@@ -42,22 +42,22 @@ def decoding(engine, *numbers: int, max_tokens: int = 12, prompt=(1, 2)) -> None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("num_stages", [1, *PIPELINES])
-def test_every_stage_has_a_step_in_flight_and_overlap_one_more(num_stages, overlap):
-    engine = make_engine(num_stages=num_stages, overlap=overlap, num_blocks=128)
-    decoding(engine, *range(num_stages))
+@pytest.mark.parametrize("num_micro_batches", [1, *PIPELINES])
+def test_every_stage_has_a_step_in_flight_and_overlap_one_more(num_micro_batches, overlap):
+    engine = make_engine(num_micro_batches=num_micro_batches, overlap=overlap, num_blocks=128)
+    decoding(engine, *range(num_micro_batches))
     most = 0
     while engine.has_work():
         engine._launch(engine.lanes[0], 0.0)
         most = max(most, len(engine.lanes[0].in_flight))
         engine.step(0.0)
-    assert most == num_stages + overlap
-    assert micro_batches(engine)[: 2 * num_stages] == [*range(num_stages)] * 2
+    assert most == num_micro_batches + overlap
+    assert micro_batches(engine)[: 2 * num_micro_batches] == [*range(num_micro_batches)] * 2
 
 
 @pytest.mark.parametrize(("overlap", "most"), [(True, 2), (False, 1)])
 def test_one_sequence_samples_in_no_more_steps_at_once_than_without_stages(overlap, most):
-    engine, listener = make_engine(num_stages=4, overlap=overlap), Listener()
+    engine, listener = make_engine(num_micro_batches=4, overlap=overlap), Listener()
     decoding(engine, 0)
     while engine.has_work():
         listener.hear(engine.step(0.0))
@@ -66,7 +66,7 @@ def test_one_sequence_samples_in_no_more_steps_at_once_than_without_stages(overl
 
 
 def test_chunks_of_a_prompt_follow_each_other_without_a_commit():
-    engine = make_engine(num_stages=4, max_num_batched_tokens=8)
+    engine = make_engine(num_micro_batches=4, max_num_batched_tokens=8)
     engine.add_request(make_request("long", [1] * 40, max_tokens=2))
     run_steps(engine, 4)
     plans, flights = runner_of(engine).plans, engine.lanes[0].in_flight
@@ -75,7 +75,7 @@ def test_chunks_of_a_prompt_follow_each_other_without_a_commit():
 
 
 def test_chunks_take_turns_with_the_decodes_of_all_micro_batches():
-    engine = make_engine(num_stages=2, max_num_batched_tokens=8, num_blocks=128)
+    engine = make_engine(num_micro_batches=2, max_num_batched_tokens=8, num_blocks=128)
     decoding(engine, 0, 1, 2, max_tokens=30)
     run_steps(engine, 8)
     engine.add_request(make_request("long", [1] * 40, 9.0, max_tokens=2))
@@ -96,11 +96,13 @@ def test_chunks_take_turns_with_the_decodes_of_all_micro_batches():
 
 def sizes(engine) -> list[int]:
     config, running = engine.lanes[0].scheduler.config, engine.lanes[0].scheduler.running
-    return [sum(s.micro_batch == each for s in running) for each in range(config.num_stages)]
+    return [sum(s.micro_batch == each for s in running) for each in range(config.num_micro_batches)]
 
 
 def test_a_burst_is_dealt_evenly_to_the_micro_batches():
-    engine = make_engine(num_stages=4, max_num_seqs=10, max_num_batched_tokens=40, num_blocks=128)
+    engine = make_engine(
+        num_micro_batches=4, max_num_seqs=10, max_num_batched_tokens=40, num_blocks=128
+    )
     decoding(engine, *range(10))
     run_steps(engine, 4)
     assert sorted(sizes(engine)) == [2, 2, 3, 3]
@@ -109,14 +111,16 @@ def test_a_burst_is_dealt_evenly_to_the_micro_batches():
 
 
 def test_few_blocks_are_dealt_like_many():
-    engine = make_engine(num_stages=4, num_blocks=5, block_size=4, watermark=0.0)  # four fit
+    engine = make_engine(num_micro_batches=4, num_blocks=5, block_size=4, watermark=0.0)  # four fit
     decoding(engine, *range(8), max_tokens=3)
     run_steps(engine, 4)
     assert sizes(engine) == [1, 1, 1, 1]
 
 
 def test_where_sequences_end_unevenly_admission_evens_it_out():
-    engine = make_engine(num_stages=2, max_num_seqs=4, max_num_batched_tokens=40, num_blocks=128)
+    engine = make_engine(
+        num_micro_batches=2, max_num_seqs=4, max_num_batched_tokens=40, num_blocks=128
+    )
     decoding(engine, *range(4), max_tokens=40)
     run_steps(engine, 4)
     gone = [s for s in engine.lanes[0].scheduler.running if s.micro_batch == 1]
@@ -138,7 +142,7 @@ def test_the_emptiest_is_dealt_to_first_and_room_and_blocks_end_it():
 
 
 def test_a_preempted_sequence_comes_back_when_the_host_knows_what_it_had():
-    engine = make_engine(num_stages=2, num_blocks=7, block_size=4, max_num_seqs=2)
+    engine = make_engine(num_micro_batches=2, num_blocks=7, block_size=4, max_num_seqs=2)
     requests = [make_request(str(n), [1 + n] * 8, float(n), max_tokens=12) for n in range(2)]
     outcomes = generate(engine, *requests)
     assert engine.stats().num_preemptions["recompute"] > 0
@@ -148,7 +152,7 @@ def test_a_preempted_sequence_comes_back_when_the_host_knows_what_it_had():
 
 
 def test_a_preempted_sequence_waits_for_its_own_steps_even_where_there_is_room_at_once():
-    engine, listener = make_engine(num_stages=4, num_blocks=7, block_size=4), Listener()
+    engine, listener = make_engine(num_micro_batches=4, num_blocks=7, block_size=4), Listener()
     first, second = (make_request(str(n), [1 + n] * 8, float(n), max_tokens=12) for n in range(2))
     for request in (first, second):
         engine.add_request(request)
@@ -167,7 +171,7 @@ def test_a_preempted_sequence_waits_for_its_own_steps_even_where_there_is_room_a
 
 @pytest.mark.parametrize("where", ["run", "fetch"])
 def test_a_failure_with_all_stages_at_work_ends_what_that_step_computed(where):
-    engine, listener = make_engine(num_stages=4, num_blocks=128), Listener()
+    engine, listener = make_engine(num_micro_batches=4, num_blocks=128), Listener()
     decoding(engine, *range(4))
     runner_of(engine).faults = {9: where}  # of the second micro-batch
     run_to_end(engine, listener)
@@ -178,7 +182,7 @@ def test_a_failure_with_all_stages_at_work_ends_what_that_step_computed(where):
 
 
 def test_an_abort_with_all_stages_at_work_leaves_the_others_as_they_are():
-    engine, listener = make_engine(num_stages=4, num_blocks=128), Listener()
+    engine, listener = make_engine(num_micro_batches=4, num_blocks=128), Listener()
     decoding(engine, *range(5))
     for step in range(9):
         listener.hear(engine.step(float(step)))

@@ -104,14 +104,16 @@ def test_decodes_swap_in_what_is_parked_as_slots_come_free(options, num_slots):
     assert {plan.num_decodes for plan in waiting} == {num_slots}
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_micro_batches_of_decodes_are_equally_full_while_sequences_are_parked(num_stages):
+@pytest.mark.parametrize("num_micro_batches", [2, 4])
+def test_micro_batches_of_decodes_are_equally_full_while_sequences_are_parked(num_micro_batches):
     """Pipelined decodes: each step takes 1/PP of the sequences that are resident."""
-    engine = make_phases(pp=(1, num_stages), num_host_blocks=1000, max_num_seqs=8, overlap=False)
+    engine = make_phases(
+        pp=(1, num_micro_batches), num_host_blocks=1000, max_num_seqs=8, overlap=False
+    )
     generate(engine, *requests_of(40, 6))
     plans = runner_of(engine, 1).plans
-    assert {plan.num_decodes for plan in plans} == {8 // num_stages}
-    assert len(plans) == 40 * 5 // (8 // num_stages)
+    assert {plan.num_decodes for plan in plans} == {8 // num_micro_batches}
+    assert len(plans) == 40 * 5 // (8 // num_micro_batches)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -27,7 +27,7 @@ def ends_in_the_engine(stages: Sequence[float], host: float, overlap: bool, requ
         host_seconds=lambda work: host,
         engine=SimpleNamespace(switch_seconds=0.0),
     )
-    engine = make_engine(num_stages=len(stages), overlap=overlap, clock=clock, **options)
+    engine = make_engine(num_micro_batches=len(stages), overlap=overlap, clock=clock, **options)
     (lane,) = engine.lanes
     runner = lane.runner = CostRunner(costs, clock)
     serve(engine, clock, requests)

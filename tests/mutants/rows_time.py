@@ -337,8 +337,9 @@ ROWS: tuple[Mutant, ...] = (
         "pipeline one step less in flight",
         "pipelines",
         "shiftjax/core/lane.py",
-        "return len(self.in_flight) < self.scheduler.config.num_stages + overlap",
-        "return len(self.in_flight) < max(1, self.scheduler.config.num_stages - 1 + overlap)",
+        "return len(self.in_flight) < self.scheduler.config.num_micro_batches + overlap",
+        "return len(self.in_flight) < max(1, self.scheduler.config.num_micro_batches - 1 "
+        "+ overlap)",
         ("tests/control/test_pipeline_time.py",),
         "one stage is always empty",
     ),

@@ -37,7 +37,7 @@ def test_a_name_says_the_stages_and_the_rest_are_replicas():
         (2, 2, 1, 2),
     ]
     assert four.mesh == "dp=2 pp=2 sp=1 tp=2"
-    assert four.budgets.num_stages == 2
+    assert four.budgets.num_micro_batches == 2
     (shifting,) = choose_deployments(target(), ["sp4tp2"])
     assert (shifting.mesh, shifting.policy) == ("dp=1 sp=4 tp=2", "threshold")
 
