@@ -24,6 +24,7 @@ FLOORS = (
     ("pallas_kernels", JAX),
     ("shiftjax.options", NO_JAX),
     ("shiftjax.gguf_header", NO_JAX),
+    ("shiftjax.metric", NO_JAX),
     ("shiftjax.draft_options", NO_JAX),
     ("shiftjax.arch", NO_JAX),
     ("shiftjax.parallel", NO_JAX),

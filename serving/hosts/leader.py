@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +24,7 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.server.headers import digests, has_key
 from shiftjax.hosts.control import LostHostError
+from shiftjax.metric import Metric, gauge
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -143,10 +144,12 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._has_lost.wait(EXPLAIN_SECONDS)
         return self._lose(f"a step of all hosts failed on host 0: {error}")
 
-    def ages(self) -> Mapping[int, float]:
-        """By host, the seconds since it was last heard to have done a step."""
+    def metrics(self) -> Iterator[Metric]:
+        """How long ago each of the other hosts was last heard to have done a step."""
         now = time.monotonic()
-        return {rank: now - peer.moved_at for rank, peer in self._peers.items()}
+        ages = {(str(rank),): now - peer.moved_at for rank, peer in self._peers.items()}
+        if ages:
+            yield gauge("follower_last_step_age_seconds", "Since a host did a step.", ages, "host")
 
     def close(self) -> None:
         """Have the followers end well, and wait for that."""

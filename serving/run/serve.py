@@ -193,7 +193,7 @@ class Process:
     def _open_leader(self, config: EngineConfig, options: ServerOptions, phases: Phases) -> "LLM":
         """The same together with the other hosts, on a thread."""
         llm, self._hosts = open_leader(config, options, phases, self._lost_host)
-        self._service.metrics.hosts = self._hosts.ages
+        self._service.metrics.collectors.append(self._hosts.metrics)
         return llm
 
     def _lost_host(self, error: LostHostError) -> None:
@@ -222,7 +222,7 @@ class Process:
 
     async def _open_embedder(self, embedder: "Embedder") -> None:
         """Embed a first text, then take requests."""
-        options, observers = self._options, self._service.observers
+        options, observers = self._options, self._service.embed_observers
         try:
             await asyncio.to_thread(embedder.embed, [[0]])
         except RequestError as error:
@@ -279,7 +279,7 @@ def drafts_line(before: DraftStats, now: DraftStats, seconds: float) -> str | No
         return None
     accepted = now.num_accepted - before.num_accepted
     share = accepted / (now.tokens.total() - before.tokens.total())
-    host = (now.seconds - before.seconds) / seconds
+    host = (now.seconds.total - before.seconds.total) / seconds
     return (
         f"drafts: {1 + accepted / num_drafts:.2f} tokens per drafted step of a sequence, "
         f"{share:.0%} of guesses accepted, {host:.1%} of the time spent guessing"

@@ -57,7 +57,10 @@ class Violation(NamedTuple):
 
 
 class ServeError(Exception):
-    """A request that fails, in words for its sender: no path, no address, no traceback."""
+    """A request that fails, in words for its sender: no path, no address, no traceback.
+
+    `code` is for clients; `cause` is the engine's code of the same, for counting, and stays inside.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class ServeError(Exception):
         param: str | None = None,
         code: str | None = None,
         violations: Sequence[Violation] = (),
+        cause: str | None = None,
     ):
         self.message = _shown(message)
         super().__init__(self.message)
@@ -75,6 +79,7 @@ class ServeError(Exception):
         self.violations = tuple(Violation(*map(_shown, each)) for each in violations)
         self.param = param or (self.violations[0].field if self.violations else None)
         self.code = code or self.kind.code
+        self.cause = cause
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The error object of OpenAI's interface."""

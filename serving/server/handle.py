@@ -194,5 +194,7 @@ class RequestHandle:
 def _engine_error(event: Event) -> ServeError:
     kind = ERROR_KINDS.get(event.error_code or "")
     if kind is None:
-        return internal_error() if event.error is None else ServeError("internal", event.error)
+        if event.error is None:
+            return internal_error()
+        return ServeError("internal", event.error, cause=event.error_code)
     return ServeError(kind, event.error or "", code=event.error_code)

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import msgspec
 from serving.server.options import ServerOptions, names_of
 from shiftjax.config import EngineConfig
 from shiftjax.core.cache_events import Batch, CacheEvent, CacheFeed, Everything, Removed, Stored
+from shiftjax.metric import Metric, counter
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -249,3 +250,13 @@ def open_kv_events(options: ServerOptions, config: EngineConfig) -> KvEvents | N
     model = names_of(options.served_model_name or config.model.model)[0]
     topic = options.kv_events_topic or f"kv@{socket.gethostname()}@{model}"
     return KvEvents(options.kv_events_endpoint or DEFAULT_ENDPOINT, topic, options.kv_events_replay)
+
+
+def metrics(events: KvEvents | None) -> Iterator[Metric]:
+    """What was sent, dropped and asked for again; nothing where no events are sent."""
+    if events is None:
+        return
+    sent = {(outcome,): events.counts[outcome] for outcome in ("sent", "dropped")}
+    yield counter("kv_event_batches", "Messages about changes of cached blocks.", sent, "outcome")
+    text = "Replays of KV events that subscribers have asked for."
+    yield counter("kv_event_replays", text, events.counts["replays"])

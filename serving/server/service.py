@@ -6,12 +6,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.dialogue import Dialogue
+from serving.server.embedding_metrics import EmbeddingMetrics
 from serving.server.errors import ServeError, invalid
+from serving.server.feature_metrics import feature_metrics
 from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle
@@ -91,6 +94,7 @@ class Service:
         self.options = options
         self.phases = Phases()  # of the start
         self.metrics = Metrics(options.metrics_prefix, self.phases)
+        self._embedding_metrics = EmbeddingMetrics(self.metrics)
         self.timeline = Timeline()
         self.model: ServedModel | None = None
         self.engine: AsyncEngine | AsyncEmbedder | None = None
@@ -110,6 +114,10 @@ class Service:
             vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
             self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
         counts = model.num_programs, model.num_compiles
+        self.metrics.collectors += [
+            partial(feature_metrics, engine),
+            self._embedding_metrics.metrics,
+        ]
         self.metrics.open(model.name, engine, model.info, *counts, model.attention)
         self.notify()
 
@@ -141,6 +149,11 @@ class Service:
     def observers(self) -> tuple[Metrics, Timeline]:
         """What an engine of this service reports to."""
         return self.metrics, self.timeline
+
+    @property
+    def embed_observers(self) -> tuple[EmbeddingMetrics, Timeline]:
+        """What an embedder of this service reports to."""
+        return self._embedding_metrics, self.timeline
 
     # ------------------------------------------------------------------ health
 

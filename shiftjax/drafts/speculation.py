@@ -10,7 +10,7 @@ after ever more turns.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -30,6 +30,7 @@ from shiftjax.drafts.choice import Room, choose
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.paths import Name, choose_rows, further_paths, place_drafts, settle
 from shiftjax.drafts.prices import Prices
+from shiftjax.metric import STEP_BUCKETS, Histogram, Metric, counter, gauge, histogram
 from shiftjax.parallel.grid import Mode
 
 TURNS_WITHOUT_DRAFT = 8  # until a group plans ahead again
@@ -48,7 +49,8 @@ class DraftStats:
     accepted_at: Counter[int] = field(default_factory=Counter)  # by place in the draft
     tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # by drafter, outcome
     steps: Counter[str] = field(default_factory=Counter)  # with drafts, by mode
-    seconds: float = 0.0  # of the host, to guess and to choose
+    # of the host, to guess and to choose in a turn
+    seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
     num_corpus_tokens: int = 0
 
     def __add__(self, other: "DraftStats") -> "DraftStats":
@@ -74,6 +76,26 @@ class DraftStats:
     def num_accepted(self) -> int:
         """Tokens of drafts that the steps sampled themselves."""
         return self.accepted_at.total()
+
+
+def metrics(drafts: DraftStats | None) -> Iterator[Metric]:
+    """vLLM's counters of speculation, then ours; where nobody drafts an empty histogram."""
+    text = "Host time to guess ahead in a turn."
+    yield histogram("draft_seconds", text, (drafts or DraftStats()).seconds)
+    if drafts is None:
+        return
+    yield counter("spec_decode_num_drafts", "Drafts.", drafts.num_drafts)
+    yield counter("spec_decode_num_draft_tokens", "Guessed tokens.", drafts.tokens.total())
+    name = "spec_decode_num_accepted_tokens"
+    yield counter(name, "Guessed tokens that were right.", drafts.num_accepted)
+    places = {(str(place),): count for place, count in sorted(drafts.accepted_at.items())}
+    yield counter(f"{name}_per_pos", "Right ones by place.", places, "position")
+    labels = "drafter", "outcome"
+    yield counter("draft_tokens", "Guessed tokens by source.", drafts.tokens, *labels)
+    steps = {(mode,): count for mode, count in drafts.steps.items()}
+    yield counter("draft_steps", "Steps with drafts.", steps, "mode")
+    size = drafts.num_corpus_tokens
+    yield gauge("draft_corpus_tokens", "Tokens of finished outputs kept.", size)
 
 
 class Speculation(Lookahead):
@@ -210,7 +232,7 @@ class Speculation(Lookahead):
         self._num_declined = self._num_live if offers and not chosen else 0
         self._take_turn(bool(chosen), bool(builder.decodes))
         builder.drafting_seconds = spent = self._clock() - begin
-        self.stats.seconds += spent
+        self.stats.seconds.observe(spent)
         if chosen:
             self._host_seconds += (spent - self._host_seconds) / SECONDS_MEMORY
         return chosen

@@ -318,7 +318,7 @@ class Fleet(Topology):
         stats.num_moved_sequences += handover.num_sequences
         stats.num_recomputed_sequences += handover.num_recomputed
         stats.num_compacted_blocks += sum(len(copy.blocks) for copy in handover.copies)
-        stats.move_seconds += seconds
+        stats.move_seconds.observe(seconds)
 
     # ------------------------------------------------------------------ pauses
 

@@ -3,6 +3,7 @@
 Taken between turns, by the thread of the engine; nothing of it changes afterwards. No JAX.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shiftjax.core.lane import Lane
 from shiftjax.fleet.stats import FleetStats, Turn
+from shiftjax.metric import Metric, counter, gauge, histogram
 from shiftjax.parallel.fleet import Arrangement
 from shiftjax.parallel.grid import Group
 
@@ -58,11 +60,6 @@ class FleetState:
         """Running sequences that keep their blocks while another group has their devices."""
         return sum(each.num_running for each in self.groups if each.state == "paused")
 
-    def changes_since(self, num_changes: int) -> tuple[Turn, ...]:
-        """What came after the first so many changes, as far as it is kept."""
-        new = self.stats.num_changes - num_changes
-        return self.changes[-new:] if new > 0 else ()
-
 
 def state_of(fleet: "Fleet") -> FleetState:
     """The state of now."""
@@ -87,6 +84,33 @@ def _group_state(lane: Lane) -> GroupState:
         len(scheduler.waiting),
         scheduler.num_used_blocks / scheduler.tables.device.num_usable_blocks,
     )
+
+
+def metrics(fleet: FleetState | None, num_prefix_hits_elsewhere: int) -> Iterator[Metric]:
+    """What groups there are, and what their changes have taken; else an empty histogram."""
+    stats = FleetStats() if fleet is None else fleet.stats
+    yield histogram("move_seconds", "Host time of a change of groups.", stats.move_seconds)
+    if fleet is None:
+        return
+    open_widths = [group.width for group in fleet.arrangement]
+    groups = {(str(width),): open_widths.count(width) for width in fleet.widths}
+    yield gauge("fleet_groups", "Groups by units.", groups, "width")
+    binds = {(str(width), *why): count for (width, *why), count in stats.binds.items()}
+    yield counter("fleet_binds", "Groups bound.", binds, "width", "kind", "reason")
+    releases = {(str(width),): stats.releases[width] for width in fleet.widths[1:]}
+    yield counter("fleet_releases", "Groups released.", releases, "width")
+    failed = {(reason,): count for reason, count in stats.failed_changes.items()}
+    yield counter("binds_failed", "Changes of groups that failed.", failed, "reason")
+    moved = {(way,): stats.moved_bytes[way] for way in ("bind", "release")}
+    yield counter("kv_moved_bytes", "Keys and values moved.", moved, "direction")
+    text = "KV blocks copied to make room."
+    yield counter("kv_compacted_blocks", text, stats.num_compacted_blocks)
+    text = "Seconds that groups paused, of pauses that have ended."
+    yield counter("paused_seconds", text, stats.paused_seconds)
+    text = "Sequences of groups that pause."
+    yield gauge("sequences_paused", text, fleet.num_paused_sequences)
+    text = "Sequences whose prefix only groups of other widths have."
+    yield counter("prefix_hits_elsewhere", text, num_prefix_hits_elsewhere)
 
 
 def plain_state(state: FleetState, now: float) -> dict[str, Any]:
@@ -117,7 +141,7 @@ def plain_counters(state: FleetState) -> dict[str, Any]:
         "num_paused_sequences": state.num_paused_sequences,
         "kv_moved_bytes": dict(stats.moved_bytes),
         "num_compacted_blocks": stats.num_compacted_blocks,
-        "move_seconds": stats.move_seconds,
+        "move_seconds": stats.move_seconds.total,
         "paused_seconds": stats.paused_seconds,
     }
 

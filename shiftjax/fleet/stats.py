@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
+from shiftjax.metric import STEP_BUCKETS, Histogram
 from shiftjax.parallel.fleet import Arrangement, Change
 
 
@@ -31,7 +32,8 @@ class FleetStats:
     moved_blocks: Counter[str] = field(default_factory=Counter)  # bind, release; narrow blocks
     moved_bytes: Counter[str] = field(default_factory=Counter)  # the same, on all devices
     num_compacted_blocks: int = 0
-    move_seconds: float = 0.0  # of the host
+    # of the host, in a change
+    move_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
     paused_seconds: float = 0.0  # of groups, added up
     failed_changes: Counter[str] = field(default_factory=Counter)  # by reason
 
@@ -43,4 +45,5 @@ class FleetStats:
     def copy(self) -> "FleetStats":
         """As of now: what is counted later does not show."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{n: Counter(v) for n, v in values.items() if type(v) is Counter})
+        kinds = Counter, Histogram
+        return replace(self, **{n: v.copy() for n, v in values.items() if isinstance(v, kinds)})

@@ -1,6 +1,9 @@
 """What the host tier has done and holds, over all groups. No JAX."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from shiftjax.metric import Metric, counter, gauge
 
 
 @dataclass(frozen=True)
@@ -28,3 +31,20 @@ class HostStats:
             self.num_prefetches + other.num_prefetches,
             self.num_prefetch_hits + other.num_prefetch_hits,
         )
+
+
+def metrics(host: HostStats | None) -> Iterator[Metric]:
+    """Tokens looked up and found in the tier, bytes moved and held; nothing without a tier."""
+    if host is None:
+        return
+    text = "Prompt tokens looked up on the host, because the devices did not have them."
+    yield counter("host_cache_queries", text, host.num_query_tokens)
+    yield counter("host_cache_hits", "Of them, those found.", host.num_hit_tokens)
+    moved = {("out",): host.num_offloaded_bytes, ("in",): host.num_restored_bytes}
+    yield counter("host_cache_moved_bytes", "KV copied to the host and back.", moved, "direction")
+    text = "Chunks of KV brought to devices ahead of the admission that needs them."
+    yield counter("host_cache_prefetches", text, host.num_prefetches)
+    text = "Of them, those that an admission then used."
+    yield counter("host_cache_prefetch_hits", text, host.num_prefetch_hits)
+    yield gauge("host_cache_used_bytes", "KV on the host.", host.num_used_bytes)
+    yield gauge("host_cache_size_bytes", "The budget of it.", host.num_bytes)

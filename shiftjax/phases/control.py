@@ -14,7 +14,7 @@ Sequences keep their tokens and their state of sampling, so a token does not dep
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal, Protocol, get_args
@@ -24,6 +24,7 @@ from shiftjax.core.lane import Lane, load_of
 from shiftjax.core.request import Request, Status
 from shiftjax.core.topology import Topology
 from shiftjax.host_tier.chunks import HostMemory
+from shiftjax.metric import Metric, counter, gauge
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -51,6 +52,21 @@ class ReshardingState:
     num_parked: int  # sequences that wait for the decode phase, or in it for blocks
     num_held_bytes: int  # of host memory, which sequences need or have reserved
     num_bytes: int  # the budget
+
+
+def metrics(state: ReshardingState | None) -> Iterator[Metric]:
+    """The phase, what changing it has taken, and what waits; nothing where there are no phases."""
+    if state is None:
+        return
+    on = {(phase,): float(phase == state.phase) for phase in PHASES}
+    yield gauge("phase", "1 for the phase that is on.", on, "phase")
+    yield counter("phase_switches", "Changes of phase.", state.num_switches)
+    text = "Seconds of the host that they took."
+    yield counter("phase_switch_seconds", text, state.switch_seconds)
+    text = "Sequences whose prompts are computed, and that wait to be decoded."
+    yield gauge("sequences_parked", text, state.num_parked)
+    text = "Bytes of the host that sequences need or have reserved."
+    yield gauge("host_cache_held_bytes", text, state.num_held_bytes)
 
 
 class Resharding(Topology):

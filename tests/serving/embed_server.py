@@ -37,7 +37,7 @@ def embed_server(runner: EmbedRunner, reader: InputReader, **options) -> Iterato
     """It must stop cleanly at the end."""
 
     def open_engine(service: Service) -> AsyncEmbedder:
-        observers, vocab_size = service.observers, reader.vocab_size
+        observers, vocab_size = service.embed_observers, reader.vocab_size
         engine = AsyncEmbedder(runner, vocab_size, observers, service.options)
         model = ServedModel(("encoder",), reader.tokenizer, None, reader=reader)
         service.open(model, engine)

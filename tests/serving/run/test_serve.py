@@ -252,10 +252,12 @@ def test_a_server_that_drafts_says_the_same(model, cache_dir, expected):
 
 
 def test_the_line_about_drafts_is_of_the_time_between_two_looks():
-    before = DraftStats(10, Counter({0: 10}), Counter({("suffix", "accepted"): 10}), seconds=1.0)
+    before = DraftStats(10, Counter({0: 10}), Counter({("suffix", "accepted"): 10}))
+    before.seconds.observe(1.0)
     assert drafts_line(before, before, 10.0) is None
     tokens = Counter({("suffix", "accepted"): 40, ("suffix", "rejected"): 30})
-    now = DraftStats(20, Counter({0: 20, 1: 20}), tokens, seconds=1.5)
+    now = DraftStats(20, Counter({0: 20, 1: 20}), tokens, seconds=before.seconds.copy())
+    now.seconds.observe(0.5)
     assert drafts_line(before, now, 10.0) == (
         "drafts: 4.00 tokens per drafted step of a sequence, 50% of guesses accepted, "
         "5.0% of the time spent guessing"

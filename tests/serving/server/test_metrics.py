@@ -159,6 +159,20 @@ def test_phases_are_counted():
         assert not [name for name in totals(client) if "phase" in name or "parked" in name]
 
 
+def test_rows_that_are_not_finite_are_counted_by_their_cause_not_by_its_words():
+    with running_server() as server, server.client() as client:
+        server.runner.poisoned.add(7)
+        answer = client.post("/v1/completions", json={"prompt": [7, 8], "max_tokens": 4})
+        assert answer.json()["error"]["code"] == "internal_error"
+        server.runner.faults.append(RuntimeError("numbers that are not finite"))
+        answer = client.post("/v1/completions", json={"prompt": [8, 8], "max_tokens": 4})
+        assert answer.status_code == 500
+        values = metric_values(client)
+    assert metric_total(values, "shiftjax:nan_rows_total") == 1
+    aborted = "shiftjax:requests_aborted_total"
+    assert metric_total(values, aborted, reason="internal_error") == 2
+
+
 def totals(client) -> dict[str, float]:
     """Every metric over all of its labels."""
     values = metric_values(client)
