@@ -1,15 +1,16 @@
 """The HTTP application: which path does what."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version as installed
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.http.described import Described
 from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
 from serving.http.generate import Generate
@@ -34,29 +35,30 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
     endpoints = Endpoints(service)
     routes = [
-        *(Route(p, Generate(service, each), methods=["POST"]) for p, each in DIALECTS.items()),
-        Route("/v1/messages/count_tokens", Raw(endpoints.count_message), methods=["POST"]),
-        Route("/v1/responses/input_tokens", Raw(endpoints.count_response), methods=["POST"]),
+        *(
+            Described(path, Generate(service, each), each.summary, each.fields)
+            for path, each in DIALECTS.items()
+        ),
+        *endpoints.routes(),
         *embedding_routes(service),
-        Route("/tokenize", Raw(endpoints.tokenize), methods=["POST"]),
-        Route("/detokenize", Raw(endpoints.detokenize), methods=["POST"]),
         *model_routes(service),
-        Route("/health", endpoints.ready),
-        Route("/health/live", endpoints.live),
-        Route("/health/ready", endpoints.ready),
-        Route("/health/progress", endpoints.progress),
-        Route("/metrics", endpoints.metrics),
-        Route("/version", endpoints.version),
-        Route("/openapi.json", endpoints.openapi),
         *info_routes(service, endpoints.ready),
         root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),
     ]
+    routes.append(Route("/openapi.json", _documented(routes)))
     # A redirect to a path with a slash would repeat what the Host header says.
     app = Router(routes, redirect_slashes=False)
     is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
     guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
     return reachable(guard, service.options)
+
+
+def _documented(routes: Iterable[BaseRoute]) -> Any:
+    async def openapi(request: Request) -> Response:
+        return _json(document(routes))
+
+    return openapi
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -80,6 +82,38 @@ class Endpoints:
 
     def __init__(self, service: Service):
         self._service = service
+
+    def routes(self) -> list[BaseRoute]:
+        """The routes; `/health` is `/health/ready` by its shorter name."""
+        return [
+            Described(
+                "/v1/messages/count_tokens",
+                Raw(self.count_message),
+                "Count the tokens of a message",
+                messages.MessagesCountFields,
+            ),
+            Described(
+                "/v1/responses/input_tokens",
+                Raw(self.count_response),
+                "Count the tokens of an input",
+                responses_api.ResponsesCountFields,
+            ),
+            Described(
+                "/tokenize",
+                Raw(self.tokenize),
+                "Token ids of a text or a conversation",
+                TokenizeFields,
+            ),
+            Described(
+                "/detokenize", Raw(self.detokenize), "The text of token ids", DetokenizeFields
+            ),
+            Route("/health", self.ready),
+            Described("/health/live", self.live, "The process runs"),
+            Described("/health/ready", self.ready, "Requests are taken"),
+            Described("/health/progress", self.progress, "Steps finish, if there is work"),
+            Described("/version", self.version, "The version of the server"),
+            Described("/metrics", self.metrics, "Prometheus metrics", media_type="text/plain"),
+        ]
 
     async def _body(self, scope: Scope, receive: Receive) -> Any:
         return parse_json(await read_body(scope, receive, self._service.options.max_request_bytes))
@@ -161,10 +195,6 @@ class Endpoints:
         """GET /metrics."""
         body = self._service.metrics.text()
         return Response(body, headers={"content-type": METRICS_TYPE})
-
-    async def openapi(self, request: Request) -> Response:
-        """GET /openapi.json."""
-        return _json(document())
 
     async def version(self, request: Request) -> Response:
         """GET /version."""

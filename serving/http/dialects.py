@@ -12,6 +12,7 @@ from serving.server.dialects.messages_writer import MessagesWriter
 from serving.server.dialects.messages_writer import error_body as messages_error
 from serving.server.dialects.responses_api_writer import ResponsesWriter
 from serving.server.errors import ServeError
+from serving.server.fields import ChatFields, CompletionFields
 from serving.server.handle import Delta
 from serving.server.responses import Writer
 from serving.server.schema import Wish, read_chat, read_completion
@@ -46,6 +47,8 @@ class DialectWriter(Protocol):
 class Dialect:
     """How one API is spoken."""
 
+    summary: str
+    fields: type[msgspec.Struct]  # of a body
     read: Callable[[Any], Wish]
     writer: Callable[[Generation, Tokenizer | None], DialectWriter] = Writer
     has_event_names: bool = False  # events are named by the `type` of their object
@@ -61,9 +64,11 @@ class Dialect:
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
-        "/v1/completions": Dialect(read_completion),
-        "/v1/chat/completions": Dialect(read_chat),
+        "/v1/completions": Dialect("Continue prompts", CompletionFields, read_completion),
+        "/v1/chat/completions": Dialect("Answer a conversation", ChatFields, read_chat),
         "/v1/messages": Dialect(
+            "Answer a conversation (Anthropic's Messages)",
+            messages.MessagesFields,
             messages.read_messages,
             MessagesWriter,
             has_event_names=True,
@@ -72,6 +77,8 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             names=messages.NAMES,
         ),
         "/v1/responses": Dialect(
+            "Answer a conversation (OpenAI's Responses)",
+            responses_api.ResponsesFields,
             responses_api.read_response,
             ResponsesWriter,
             has_event_names=True,

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from serving.http.described import Described
 from serving.http.generate import timeout_of, watching
 from serving.http.guard import read_body, send_body, warning_headers
 from serving.server.embedding import (
+    EmbeddingFields,
     Embeddings,
+    RerankFields,
     embed,
     embedding_body,
     rerank,
@@ -25,11 +27,13 @@ Ask = Callable[..., Awaitable[tuple[Any, Embeddings]]]
 Write = Callable[[Any, Embeddings], bytes]
 
 
-def embedding_routes(service: Service) -> list[Route]:
+def embedding_routes(service: Service) -> list[Described]:
     """The routes; on a server of a decoder they say that it is one."""
+    embeds, ranks = Embed(service, embed, embedding_body), Embed(service, rerank, rerank_body)
+    ranking = "Order documents by their likeness to a query"
     return [
-        Route("/v1/embeddings", Embed(service, embed, embedding_body), methods=["POST"]),
-        Route("/v1/rerank", Embed(service, rerank, rerank_body), methods=["POST"]),
+        Described("/v1/embeddings", embeds, "Embed texts", EmbeddingFields),
+        Described("/v1/rerank", ranks, ranking, RerankFields),
     ]
 
 

@@ -12,31 +12,20 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
+from serving.http.described import Described
 from serving.server.errors import ServeError
 from serving.server.service import Service
 
 SECRETS = frozenset(("api_key",))  # settings that nobody is told
-INFO = {
-    "/tokenizer_info": "The tokenizer and the chat template",
-    "/server_info": "Version, model, settings",
-    "/get_server_info": "The same",
-    "/model_info": "What the model is",
-    "/get_model_info": "The same",
-    "/load": "Requests that run and wait",
-}
 
 
 def info_routes(
     service: Service, ready: Callable[[Request], Awaitable[Response]]
-) -> list[BaseRoute]:
+) -> list[Described]:
     """The routes. `/ping` says what `/health` says, to GET and, as SageMaker asks, to POST."""
-    makers = dict.fromkeys(("/server_info", "/get_server_info"), server_info)
-    makers |= dict.fromkeys(("/model_info", "/get_model_info"), model_info)
-    makers |= {"/tokenizer_info": tokenizer_info, "/load": load}
-    routes = [Route(path, _answers(service, make)) for path, make in makers.items()]
-    return [*routes, Route("/ping", ready, methods=["GET", "POST"])]
+    routes = [Described(p, _answers(service, make), text) for p, (make, text) in INFO.items()]
+    return [*routes, Described("/ping", ready, "Requests are taken", methods=("GET", "POST"))]
 
 
 def _answers(service: Service, make: Callable[[Service], dict[str, Any]]) -> Any:
@@ -107,3 +96,13 @@ def load(service: Service) -> dict[str, Any]:
         "num_waiting": stats.num_waiting,
         "kv_usage": stats.kv_usage,
     }
+
+
+INFO = {
+    "/tokenizer_info": (tokenizer_info, "The tokenizer and the chat template"),
+    "/server_info": (server_info, "Version, model, settings"),
+    "/get_server_info": (server_info, "The same"),
+    "/model_info": (model_info, "What the model is"),
+    "/get_model_info": (model_info, "The same"),
+    "/load": (load, "Requests that run and wait"),
+}

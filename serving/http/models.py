@@ -11,8 +11,8 @@ import msgspec
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
+from serving.http.described import Described
 from serving.server.errors import ServeError, invalid
 from serving.server.service import Service
 
@@ -22,7 +22,7 @@ LIMIT, MAX_LIMIT = 20, 1000  # models in one answer to Anthropic's clients
 Json = dict[str, Any]
 
 
-def model_routes(service: Service) -> list[BaseRoute]:
+def model_routes(service: Service) -> list[Described]:
     """`/v1/models` and `/v1/models/{id}`."""
 
     async def models(request: Request) -> Response:
@@ -39,7 +39,10 @@ def model_routes(service: Service) -> list[BaseRoute]:
         write = _of_anthropic if VERSION_HEADER in request.headers else _of_openai
         return _json(write(service, name))
 
-    return [Route("/v1/models", models), Route("/v1/models/{id:path}", model)]
+    return [
+        Described("/v1/models", models, "The models that are served"),
+        Described("/v1/models/{id:path}", model, "One model"),
+    ]
 
 
 def _of_openai(service: Service, name: str) -> Json:

@@ -1,38 +1,15 @@
-"""The OpenAPI document of the HTTP interface, made from the types that requests are read with."""
+"""The OpenAPI document of the HTTP interface, made from the routes and what they read."""
 
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version as installed
 from typing import Any
 
 import msgspec
+from starlette.routing import BaseRoute
 
-from serving.http.info import INFO
-from serving.server.dialects.messages import MessagesCountFields, MessagesFields
-from serving.server.dialects.responses_api import ResponsesCountFields, ResponsesFields
-from serving.server.embedding import EmbeddingFields, RerankFields
-from serving.server.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from serving.http.described import Described
 
-BODIES = {
-    "/v1/completions": (CompletionFields, "Continue prompts"),
-    "/v1/chat/completions": (ChatFields, "Answer a conversation"),
-    "/v1/messages": (MessagesFields, "Answer a conversation (Anthropic's Messages)"),
-    "/v1/messages/count_tokens": (MessagesCountFields, "Count the tokens of a message"),
-    "/v1/responses": (ResponsesFields, "Answer a conversation (OpenAI's Responses)"),
-    "/v1/responses/input_tokens": (ResponsesCountFields, "Count the tokens of an input"),
-    "/v1/embeddings": (EmbeddingFields, "Embed texts"),
-    "/v1/rerank": (RerankFields, "Order documents by their likeness to a query"),
-    "/tokenize": (TokenizeFields, "Token ids of a text or a conversation"),
-    "/detokenize": (DetokenizeFields, "The text of token ids"),
-}
-READS = {
-    "/v1/models": "The models that are served",
-    "/v1/models/{id}": "One model",
-    "/health/live": "The process runs",
-    "/health/ready": "Requests are taken",
-    "/health/progress": "Steps finish, if there is work",
-    "/version": "The version of the server",
-    **INFO,
-    "/ping": "Requests are taken",
-}
+ANSWERS = {"application/json": {"type": "object"}, "text/plain": {"type": "string"}}
 ERRORS = (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 ERROR_SCHEMA = {
     "type": "object",
@@ -65,17 +42,18 @@ MESSAGES_ERROR_SCHEMA = {
 }
 
 
-def document() -> dict[str, Any]:
-    """The document as plain values."""
-    kinds = [kind for kind, _ in BODIES.values()]
+def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    """The document of all described routes, as plain values."""
+    described = [route for route in routes if isinstance(route, Described)]
+    kinds = list({route.body: None for route in described if route.body is not None})
     references, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    schemas = zip(BODIES.items(), references, strict=True)
-    paths = {path: {"post": _post(path, text, schema)} for (path, (_, text)), schema in schemas}
-    paths |= {path: {"get": _get(path, text)} for path, text in READS.items()}
-    paths["/ping"]["post"] = paths["/ping"]["get"]
-    paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": _text_responses()}}
+    schemas = dict(zip(kinds, references, strict=True))
+    paths = {
+        route.path_format: {verb.lower(): _operation(route, schemas) for verb in route.verbs}
+        for route in described
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "ShiftJAX", "version": installed("shiftjax")},
@@ -87,28 +65,21 @@ def document() -> dict[str, Any]:
     }
 
 
-def _post(path: str, summary: str, schema: dict[str, Any]) -> dict[str, Any]:
-    content = {"application/json": {"schema": schema}}
-    body = {"required": True, "content": content}
-    answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
-    error = "MessagesError" if path.startswith("/v1/messages") else "Error"
-    return {"summary": summary, "requestBody": body, "responses": _responses(answers, error)}
-
-
-def _get(path: str, summary: str) -> dict[str, Any]:
-    answers = {"application/json": {"schema": {"type": "object"}}}
-    operation = {"summary": summary, "responses": _responses(answers)}
+def _operation(route: Described, schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    path, answers = route.path_format, {route.media_type: {"schema": ANSWERS[route.media_type]}}
+    operation: dict[str, Any] = {"summary": route.summary}
+    if route.body is not None:
+        content = {"application/json": {"schema": schemas[route.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+        answers["text/event-stream"] = {}
     if "{id}" in path:
         place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]
-    return operation
+    error = "MessagesError" if path.startswith("/v1/messages") else "Error"
+    return operation | {"responses": _responses(answers, error)}
 
 
-def _responses(answers: dict[str, Any], name: str = "Error") -> dict[str, Any]:
+def _responses(answers: dict[str, Any], name: str) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     failures = {str(status): {"description": "Error", "content": error} for status in ERRORS}
     return {"200": {"description": "OK", "content": answers}, **failures}
-
-
-def _text_responses() -> dict[str, Any]:
-    return _responses({"text/plain": {"schema": {"type": "string"}}})
