@@ -33,6 +33,15 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
+    # A redirect to a path with a slash would repeat what the Host header says.
+    app = Router(all_routes(service), redirect_slashes=False)
+    is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
+    guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
+    return reachable(guard, service.options)
+
+
+def all_routes(service: Service) -> list[BaseRoute]:
+    """Every path; those that are `Described` are in `/openapi.json`."""
     endpoints = Endpoints(service)
     routes = [
         *(
@@ -46,12 +55,7 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
         root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),
     ]
-    routes.append(Route("/openapi.json", _documented(routes)))
-    # A redirect to a path with a slash would repeat what the Host header says.
-    app = Router(routes, redirect_slashes=False)
-    is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
-    guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
-    return reachable(guard, service.options)
+    return [*routes, Route("/openapi.json", _documented(routes))]
 
 
 def _documented(routes: Iterable[BaseRoute]) -> Any:

@@ -1,8 +1,8 @@
-"""What all models of an architecture have in common, and no file says. No JAX."""
+"""The decoders: their names, and what all models of each have and no file says. No JAX."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation clamped_swiglu (gpt-oss)
 _GEMMA = {
@@ -11,27 +11,41 @@ _GEMMA = {
     "activation": "gelu_tanh",
     "scaled_embedding": True,
 }
+_OLMO = {"qk_norm": True, "wide_qk_norm": True}
+_GPT_OSS = {"norm_in_float32": True, "attention_sinks": True, "activation": "clamped_swiglu"}
 
-TRAITS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+
+class Decoder(NamedTuple):
+    """An architecture that the forward pass `models/llama.py` computes."""
+
+    model_class: str  # as transformers calls it
+    traits: Mapping[str, Any] = MappingProxyType({})  # fields of `ModelConfig`
+
+
+DECODERS: Mapping[str, Decoder] = MappingProxyType(
     {
-        "qwen3": {"qk_norm": True},
-        "qwen3_moe": {"qk_norm": True},
-        "gemma2": _GEMMA,
-        "gemma3_text": _GEMMA | {"qk_norm": True},
-        "olmo2": {"qk_norm": True, "wide_qk_norm": True, "norm_in_float32": True},
-        "olmoe": {"qk_norm": True, "wide_qk_norm": True},
-        "glm": {"rope_interleaved": True},
-        "glm4": {"rope_interleaved": True},
-        "gpt_oss": {
-            "norm_in_float32": True,
-            "attention_sinks": True,
-            "activation": "clamped_swiglu",
-        },
+        "llama": Decoder("LlamaForCausalLM"),
+        "llama_swiftkv": Decoder("LlamaSwiftKVForCausalLM"),
+        "mistral": Decoder("MistralForCausalLM"),
+        "qwen2": Decoder("Qwen2ForCausalLM"),
+        "qwen3": Decoder("Qwen3ForCausalLM", {"qk_norm": True}),
+        "qwen2_moe": Decoder("Qwen2MoeForCausalLM"),
+        "qwen3_moe": Decoder("Qwen3MoeForCausalLM", {"qk_norm": True}),
+        "mixtral": Decoder("MixtralForCausalLM"),
+        "gemma2": Decoder("Gemma2ForCausalLM", _GEMMA),
+        "gemma3_text": Decoder("Gemma3ForCausalLM", _GEMMA | {"qk_norm": True}),
+        "olmo2": Decoder("Olmo2ForCausalLM", _OLMO | {"norm_in_float32": True}),
+        "olmoe": Decoder("OlmoeForCausalLM", _OLMO),
+        "phi3": Decoder("Phi3ForCausalLM"),
+        "glm": Decoder("GlmForCausalLM", {"rope_interleaved": True}),
+        "glm4": Decoder("Glm4ForCausalLM", {"rope_interleaved": True}),
+        "glm4_moe": Decoder("Glm4MoeForCausalLM"),
+        "gpt_oss": Decoder("GptOssForCausalLM", _GPT_OSS),
     }
 )
-"""Fields of `ModelConfig` by architecture; what is not here has the defaults."""
+"""By the `model_type` of a `config.json`, which is `ModelConfig.architecture`, too."""
 
 
 def traits_of(architecture: str) -> Mapping[str, Any]:
     """Return them; none for an architecture that is the plain one, or unknown."""
-    return TRAITS.get(architecture, {})
+    return DECODERS[architecture].traits if architecture in DECODERS else {}

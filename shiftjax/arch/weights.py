@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import Experts, ModelConfig, Speculator
+from shiftjax.arch.traits import DECODERS
 from shiftjax.options import ConfigError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -382,13 +383,8 @@ def _numbered_norm(name: str, index: int, width: int, source: str) -> Iterator[W
 
 
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
-_DECODERS = (
-    *("llama", "llama_swiftkv", "mistral", "qwen2", "qwen3"),
-    *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe"),
-    *("gemma2", "gemma3_text", "olmo2", "phi3", "glm", "glm4", "gpt_oss"),
-)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    dict.fromkeys(_DECODERS, _LLAMA) | dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT)
+    dict.fromkeys(DECODERS, _LLAMA) | dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT)
 )
 """The family of every `ModelConfig.architecture`."""
 

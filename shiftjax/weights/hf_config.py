@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE, traits_of
+from shiftjax.arch.traits import DECODERS, SWIGLU_LIMIT, SWIGLU_SLOPE, traits_of
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
 from shiftjax.weights.fields import Fields, read_json
@@ -13,26 +13,7 @@ from shiftjax.weights.hf_layers import layers_json, read_layers
 from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
 from shiftjax.weights.source import CheckpointError
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "llama_swiftkv": "LlamaSwiftKVForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    **ENCODERS,
-}
+ARCHITECTURES = {name: row.model_class for name, row in DECODERS.items()} | ENCODERS
 # The text model of these is a part of the file, of an architecture of its own.
 _WITH_IMAGES = {"gemma3": "gemma3_text"}
 _LLAMA = ("llama", "llama_swiftkv")
