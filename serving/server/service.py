@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.dialogue import Dialogue
@@ -324,9 +326,15 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *arguments)
 
+    def read_plain[T: msgspec.Struct](self, kind: type[T], values: Any) -> T:
+        """The fields of a body that asks for no generation. Raises `ServeError` for a wrong one."""
+        fields, unknown = read(kind, values)
+        _check_known(unknown, self.options)
+        return fields
+
     async def tokenize(self, values: Any) -> tuple[ServedModel, TokenizeFields, list[int]]:
         """The token ids of a text or a conversation."""
-        fields = self._read_plain(TokenizeFields, values)
+        fields = self.read_plain(TokenizeFields, values)
         model = self.model_named(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("prompt", "or messages must be given, and only one of them")
@@ -354,7 +362,7 @@ class Service:
 
     async def detokenize(self, values: Any) -> str:
         """The text of token ids, special tokens included."""
-        fields = self._read_plain(DetokenizeFields, values)
+        fields = self.read_plain(DetokenizeFields, values)
         self.model_named(fields.model)
         tokenizer = self.texts.tokenizer_for("tokens")
         _, engine = self.running()
@@ -365,12 +373,6 @@ class Service:
             if not 0 <= token < limits.vocab_size:
                 raise invalid("tokens", f"must be in the vocabulary of {limits.vocab_size}")
         return tokenizer.decode(fields.tokens, skip_special_tokens=False)
-
-    def _read_plain[T: (TokenizeFields, DetokenizeFields)](self, kind: type[T], values: Any) -> T:
-        """The fields of a request that generates nothing."""
-        fields, unknown = read(kind, values)
-        _check_known(unknown, self.options)
-        return fields
 
 
 def _seeded(sampling: SamplingParams, seed: int | None, index: int) -> SamplingParams:

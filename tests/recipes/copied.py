@@ -1,0 +1,34 @@
+"""A copy of the sources, in which a recipe of `docs/CORE.md` is carried out."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("pallas_kernels", "serving", "shiftjax")
+KITS = (ROOT / "tests", ROOT / "tests" / "serving")
+
+
+def copy_tree(tmp_path: Path) -> Path:
+    """Copy the packages, with what Python compiled of them; return the folder that has them."""
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def change(copy: Path, file: str, old: str, new: str) -> None:
+    """Replace a text that the file has once."""
+    text = (copy / file).read_text()
+    assert text.count(old) == 1, f"the recipe does not fit {file}, which has {old!r} not once"
+    (copy / file).write_text(text.replace(old, new))
+
+
+def run_in(copy: Path, code: str) -> None:
+    """Run a program with the packages of the copy, and with the kits of the tests."""
+    before = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(map(str, (copy, *KITS, before))).rstrip(os.pathsep)
+    code = f"import shiftjax\nassert shiftjax.__file__.startswith({str(copy)!r})\n{code}"
+    environment = os.environ | {"PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], cwd=copy, env=environment, check=True)
