@@ -11,11 +11,10 @@ from starlette.routing import BaseRoute, Route
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.errors import invalid
+from serving.server.features import page_parts
 from serving.server.handle import RequestHandle
 from serving.server.service import Service
 from serving.server.timeline import SLOT_SECONDS
-from shiftjax.drafts.speculation import DraftStats
-from shiftjax.fleet.state import FleetState, plain_change, plain_group, shown_arrangement
 
 NUM_OPEN = 16  # requests that have not ended, on the page
 
@@ -89,7 +88,7 @@ def _now(service: Service) -> dict[str, Any]:
         phases = service.phases
         ended = list(phases.seconds.items())
         start = {"words": phases.words(), "now": phases.state(), "ended": ended}
-        return {"state": "starting", "phases": start, "model": None, "load": None, "fleet": None}
+        return {"state": "starting", "phases": start, "model": None, "load": None}
     stats = engine.stats
     unfinished = [handle for handle in engine.handles.values() if not handle.is_ended]
     rows = [each for each in unfinished[:NUM_OPEN] if isinstance(each, RequestHandle)]
@@ -104,7 +103,6 @@ def _now(service: Service) -> dict[str, Any]:
         "waiting": stats.num_waiting,
         "kv": stats.kv_usage,
         "switches": sum(stats.mode_switches.values()),
-        "drafts": None if (drafts := stats.find(DraftStats)) is None else drafts.by_drafter,
         "most_waiting": service.options.max_num_queued_reqs,
     }
     if isinstance(engine, AsyncEngine):
@@ -116,7 +114,7 @@ def _now(service: Service) -> dict[str, Any]:
         "load": load,
         "open": [service.timeline.row_of(each, None) for each in rows],
         "num_open": len(unfinished),
-        "fleet": None if (fleet := stats.find(FleetState)) is None else _fleet(fleet),
+        **page_parts(stats),
     }
 
 
@@ -127,17 +125,6 @@ def _state(engine: AsyncEngine | AsyncEmbedder) -> str:
     if not engine.makes_progress:
         return "stalled"
     return "ready" if engine.is_ready else "draining"
-
-
-def _fleet(state: FleetState) -> dict[str, Any]:
-    """The groups of now, and the latest changes with their reasons."""
-    return {
-        "arrangement": shown_arrangement(state.arrangement),
-        "units": sum(group.width for group in state.arrangement),
-        "widths": state.widths,
-        "groups": [plain_group(each) for each in state.groups],
-        "changes": [{"at": turn.seconds} | plain_change(turn) for turn in state.changes],
-    }
 
 
 def _static(body: bytes, kind: str) -> Any:

@@ -16,7 +16,7 @@ from serving.server.async_engine import AsyncEngine
 from serving.server.dialogue import Dialogue
 from serving.server.embedding_metrics import EmbeddingMetrics
 from serving.server.errors import ServeError, invalid
-from serving.server.feature_metrics import feature_metrics
+from serving.server.features import feature_metrics
 from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle

@@ -153,14 +153,14 @@ function marks({ context, x }, column, name) {
 }
 
 function accepted(data) {
-  $("drafts").hidden = !data.load?.drafts;
-  if (!data.load?.drafts) return;
+  $("drafts").hidden = !data.drafts;
+  if (!data.drafts) return;
   const { columns } = data;
   const count = (index) => KINDS.reduce((sum, kind) => sum + columns[`${kind}_steps`][index], 0);
   const perStep = columns.accepted.map((each, index) => each / Math.max(1, count(index)));
   stack("accepted", { ...data, columns: { ...columns, accepted: perStep } }, ["accepted"], 1);
   const words = ([name, { accepted: right, rejected }]) => `${name} ${right} of ${right + rejected}`;
-  $("drafters").textContent = Object.entries(data.load.drafts).map(words).join(", ");
+  $("drafters").textContent = Object.entries(data.drafts).map(words).join(", ");
 }
 
 // Only what can occur is in the legends.

@@ -126,6 +126,17 @@ def plain_state(state: FleetState, now: float) -> dict[str, Any]:
     }
 
 
+def page_part(state: FleetState) -> dict[str, Any]:
+    """The groups of now, and the latest changes with their reasons, as plain data."""
+    return {
+        "arrangement": shown_arrangement(state.arrangement),
+        "units": sum(group.width for group in state.arrangement),
+        "widths": state.widths,
+        "groups": [plain_group(each) for each in state.groups],
+        "changes": [{"at": turn.seconds} | plain_change(turn) for turn in state.changes],
+    }
+
+
 def plain_counters(state: FleetState) -> dict[str, Any]:
     """Counters since the start, as plain data."""
     stats = state.stats

@@ -26,9 +26,13 @@ def change(copy: Path, file: str, old: str, new: str) -> None:
 
 
 def run_in(copy: Path, code: str) -> None:
-    """Run a program with the packages of the copy, and with the kits of the tests."""
+    """Run a program with the packages of the copy and the kits of the tests.
+
+    It lies in a file, so that tracebacks show its lines.
+    """
     before = os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join(map(str, (copy, *KITS, before))).rstrip(os.pathsep)
     code = f"import shiftjax\nassert shiftjax.__file__.startswith({str(copy)!r})\n{code}"
+    (copy / "check.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", code], cwd=copy, env=environment, check=True)
+    subprocess.run([sys.executable, "check.py"], cwd=copy, env=environment, check=True)

@@ -39,7 +39,7 @@ assert set(engine.stats().steps_by_mode) == {"base", "shift"}
 """
 
 
-@pytest.mark.costs(12)
+@pytest.mark.costs(16)
 def test_a_decoder_that_differs_by_one_trait_takes_one_file(tmp_path):
     """It is read, split over two devices, and has the tokens of an implementation not ours."""
     copy = copy_tree(tmp_path)

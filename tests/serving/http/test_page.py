@@ -150,6 +150,6 @@ def test_the_data_shows_accepted_drafts():
         data = client.get("/ui/data").json()
         accepted = engine.stats().find(DraftStats).num_accepted
         assert sum(data["columns"]["accepted"]) == accepted > 20
-        assert data["load"]["drafts"]["suffix"]["accepted"] == accepted
+        assert data["drafts"]["suffix"]["accepted"] == accepted
     with running_server() as server, server.client() as client:
-        assert client.get("/ui/data").json()["load"]["drafts"] is None
+        assert client.get("/ui/data").json()["drafts"] is None

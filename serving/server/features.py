@@ -1,10 +1,12 @@
-"""The metrics of an engine's features: each feature yields its own, here they meet. No JAX."""
+"""What the features of an engine tell: each has its own, here they are put together. No JAX."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from serving.server import kv_events
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
+from shiftjax.core.engine import EngineStats
 from shiftjax.drafts import speculation
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet import state as fleet_state
@@ -17,7 +19,7 @@ from shiftjax.phases.control import ReshardingState
 
 
 def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
-    """As of now. What is off yields its histograms without values, or nothing."""
+    """Metrics of now. What is off yields its histograms without values, or nothing."""
     stats = engine.stats
     yield from host_stats.metrics(stats.find(HostStats))
     yield from speculation.metrics(stats.find(DraftStats))
@@ -25,3 +27,12 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from resharding.metrics(stats.find(ReshardingState))
     if isinstance(engine, AsyncEngine):
         yield from kv_events.metrics(engine.kv_events)
+
+
+def page_parts(stats: EngineStats) -> dict[str, Any]:
+    """What the page shows of each, as plain values by its name; None: it is off."""
+    drafts, fleet = stats.find(DraftStats), stats.find(FleetState)
+    return {
+        "drafts": None if drafts is None else drafts.by_drafter,
+        "fleet": None if fleet is None else fleet_state.page_part(fleet),
+    }
