@@ -5,6 +5,7 @@ Here is what all requests and engines have; what is of a feature comes from its 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import permutations
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -17,8 +18,6 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from serving.server.async_embedder import AsyncEmbedder
-from serving.server.async_engine import AsyncEngine
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
@@ -75,6 +74,20 @@ OLD_NAMES: Mapping[str, str] = {
 }
 
 
+class Running(Protocol):
+    """An engine that serves."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Its counters and gauges, as of its last turn."""
+        ...
+
+    @property
+    def last_step_age(self) -> float:
+        """Seconds since it last did anything."""
+        ...
+
+
 class Metrics(Collector):
     """Counters and histograms of requests; gauges of the engine, read when they are asked for.
 
@@ -86,7 +99,7 @@ class Metrics(Collector):
         self._start = start or Phases()
         self.registry = CollectorRegistry(auto_describe=False)
         self.collectors: list[Callable[[], Iterable[Metric]]] = []
-        self._engine: AsyncEngine | AsyncEmbedder | None = None
+        self._engine: Running | None = None
         self._labels = {"model_name": "", "engine": "0"}
         self._info: Mapping[str, str] = {}
         self._attention: Mapping[str, str] = {}
@@ -97,7 +110,7 @@ class Metrics(Collector):
     def open(
         self,
         model_name: str,
-        engine: AsyncEngine | AsyncEmbedder,
+        engine: Running,
         info: Mapping[str, str],
         num_programs: int,
         num_compiles: Callable[[], int],
@@ -192,7 +205,7 @@ class Metrics(Collector):
                 yield _renamed(family, OLD_NAMES[family.name])
         yield from self._info_families()
 
-    def _all(self, engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
+    def _all(self, engine: Running) -> Iterator[Metric]:
         yield from self._records.metrics()
         yield gauge("last_step_age_seconds", "Since the last step.", engine.last_step_age)
         yield from engine_metrics(engine.stats)

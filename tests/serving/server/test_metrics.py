@@ -1,6 +1,7 @@
 """Metrics under vLLM's names; gauges are back at zero; the counters add up."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from kit import (
     running_server,
 )
 
+from serving.server import metrics
 from shiftjax.core.engine import Engine
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.host_tier.chunks import HostBlocks, HostMemory
@@ -171,6 +173,12 @@ def test_rows_that_are_not_finite_are_counted_by_their_cause_not_by_its_words():
     assert metric_total(values, "shiftjax:nan_rows_total") == 1
     aborted = "shiftjax:requests_aborted_total"
     assert metric_total(values, aborted, reason="internal_error") == 2
+
+
+def test_what_all_requests_have_names_no_feature():
+    text = Path(metrics.__file__).read_text().lower()
+    words = "fleet", "draft", "host", "embed", "resharding", "kv_event", "expert"
+    assert [word for word in words if word in text] == []
 
 
 def totals(client) -> dict[str, float]:
