@@ -167,8 +167,8 @@ def torch(run: Run) -> Iterator[Row]:
 def kernel_times(kind: str, run: Run) -> Iterator[Row]:
     """The shapes that are deployed, against the ceilings."""
     import jax
+    from gpu_cases import DRY_SHAPES, SHAPES
     from gpu_checks import SMALL_CONFIG
-    from gpu_predictions import DRY_SHAPES, SHAPES
 
     from pallas_kernels.measure import kernel_seconds, row_of
     from pallas_kernels.tuned import config_for
@@ -190,8 +190,8 @@ def kernel_times(kind: str, run: Run) -> Iterator[Row]:
 
 def experts(run: Run) -> Iterator[Row]:
     """Experts of one device: right against float64 in tiles of every size, then how fast."""
+    from gpu_cases import DRY_EXPERTS, EXPERTS
     from gpu_checks import SMALL_TILES, expert_rows
-    from gpu_predictions import DRY_EXPERTS, EXPERTS
 
     from pallas_kernels.measure import row_of
     from pallas_kernels.measure_experts import experts_seconds
@@ -215,8 +215,8 @@ def correctness(nth: int, run: Run) -> Iterator[Row]:
 
 def traces(_: Run) -> Iterator[Row]:
     """Trace all that a run and its tuning would run: what a GPU's time must not be spent on."""
+    from gpu_cases import EXPERTS, SHAPES
     from gpu_checks import kernels, refusal
-    from gpu_predictions import EXPERTS, SHAPES
 
     from pallas_kernels.measure import trace
     from pallas_kernels.measure_experts import trace_experts

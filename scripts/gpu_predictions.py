@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench_cases import BF16_BYTES, decode_bytes, prefill_flops
+from gpu_cases import EXPERTS, FP8, SHAPES
+from gpu_parts import ENGINES, LARGE, LARGEST, MEMORY_SHARE
 from gpu_writes import WRITES
 
-from pallas_kernels.measure import DecodeShape, ExpertsShape, PrefillShape, Shape
+from pallas_kernels.measure import ExpertsShape, PrefillShape
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
@@ -43,47 +45,6 @@ BLOCKED_US = (150.0, 400.0, 900.0)  # host and launch, where the sampler makes t
 LOOP_TRAFFIC = (2.0, 3.0, 6.0)  # keys and values are read, written side by side, and read again
 # Small messages on 8 GPUs: 12 us, and 50 us for 4 MiB on H100 (vLLM pull request 42324).
 NCCL = Transfer(12e-6, 193e9)
-
-_FP8 = "float8_e4m3fn"
-ONE_HEAD: dict[str, Any] = {"heads": 8, "kv_heads": 1}  # of Llama-70B on each of 8 GPUs
-_TURNS, _NO_TURNS = {"ping_pong": True}, {"ping_pong": False}
-_ONE, _AFTER = PrefillShape(8192, **ONE_HEAD), PrefillShape(512, 32_768, **ONE_HEAD)
-Shapes = dict[str, dict[str, tuple[Shape, dict[str, Any]]]]
-SHAPES: Shapes = {
-    "decode": {
-        "64 x 2,048, 8 KV heads": (DecodeShape(64, 2048), {}),
-        "64 x 2,048, 1 KV head": (DecodeShape(64, 2048, **ONE_HEAD), {}),
-        "1 x 4,096, 1 KV head": (DecodeShape(1, 4096, **ONE_HEAD), {}),
-        "1 x 32,768, 1 KV head": (DecodeShape(1, 32_768, **ONE_HEAD), {}),
-        "64 x 2,048, 8 KV heads, fp8": (DecodeShape(64, 2048, dtype=_FP8), {}),
-        "64 x 2,048, 1 KV head, fp8": (DecodeShape(64, 2048, **ONE_HEAD, dtype=_FP8), {}),
-        "1 x 32,768, 1 KV head, fp8": (DecodeShape(1, 32_768, **ONE_HEAD, dtype=_FP8), {}),
-    },
-    "prefill": {
-        "8,192, 8 KV heads": (PrefillShape(8192), _TURNS),
-        "8,192, 1 KV head": (_ONE, _TURNS),
-        "8,192, 1 KV head, sinks": (_ONE._replace(has_sinks=True), _TURNS),
-        "512 after 32,768, 1 KV head": (_AFTER, _TURNS),
-        "8,192, 1 KV head, fp8": (_ONE._replace(dtype=_FP8), _TURNS),
-        "8,192, 8 KV heads, no ping-pong": (PrefillShape(8192), _NO_TURNS),
-        "512 after 32,768, 1 KV head, no ping-pong": (_AFTER, _NO_TURNS),
-    },
-}
-_DECODES, _CHUNK = ExpertsShape(64, unit="GB/s"), ExpertsShape(4096)
-EXPERTS = {  # of one of 8 devices, each with an eighth of them
-    "Qwen3-30B-A3B, 64 tokens": _DECODES,
-    "Qwen3-30B-A3B, 64 tokens, fp8": _DECODES._replace(dtype=_FP8),
-    "GPT-OSS-120B, 64 tokens, fp8": _DECODES._replace(dtype=_FP8, hidden=2880, width=2880, k=4),
-    "Qwen3-30B-A3B, 4,096 tokens": _CHUNK,
-    "Qwen3-30B-A3B, 4,096 tokens, fp8": _CHUNK._replace(dtype=_FP8),
-    "Mixtral 8x7B, 4,096 tokens": ExpertsShape(4096, 4096, 14_336, experts=8, own=1, k=2),
-}
-DRY_EXPERTS = {"dry": ExpertsShape(6, 64, 64, 4, 2, 2, _FP8, "GB/s")}
-_SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64}
-DRY_SHAPES: Shapes = {
-    "decode": {"dry, fp8": (DecodeShape(2, 64, **_SMALL, dtype=_FP8), {})},
-    "prefill": {"dry, fp8": (PrefillShape(32, 16, **_SMALL, dtype=_FP8), {"ping_pong": False})},
-}
 
 
 def predictions(chip: str) -> list[dict[str, Any]]:
@@ -134,7 +95,7 @@ def _kernels(machine: Machine) -> list[dict[str, Any]]:
         low, fixed, high = DECODE_FIXED_US
         slow, slowest = 1.0, 1.15
         decides = "higher by a constant: launches (combine, empty prefill); by a factor: tune"
-        if shape.dtype == _FP8:
+        if shape.dtype == FP8:
             slow, slowest = FP8_DECODE
             decides = "by more than half of bfloat16's: codes are widened too slowly"
         bounds = read + low / 2, slow * read + fixed, slowest * read + high
@@ -188,7 +149,7 @@ def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[f
     chosen = shape.chosen()
     sizes = [int((chosen == expert).sum()) for expert in range(shape.own)]
     tiles = sum(-(-size // 128) for size in sizes)
-    is_fp8 = shape.dtype == _FP8
+    is_fp8 = shape.dtype == FP8
     peak = GEMM * machine.matmul_flops["bfloat16"] * (1.6 if is_fp8 else 1.0)
     products = shape.amount * tiles * 128 / sum(sizes) / peak
     row_bytes = BF16_BYTES * sum(sizes) * (shape.hidden + shape.width) / copy
@@ -221,8 +182,6 @@ def _apart_seconds(options: Mapping[str, str], model: ModelConfig, machine: Mach
 
 
 def _engine(machine: Machine) -> list[dict[str, Any]]:
-    from gpu_parts import ENGINES
-
     costs, rows = _costs("llama-8b", machine), []
     model, rate = costs.model, machine.memory_bytes_per_second
     for name, options in ENGINES.items():
@@ -271,7 +230,6 @@ def _users(machine: Machine, costs: CostModel) -> list[dict[str, Any]]:
 def _large_engines(machine: Machine) -> list[dict[str, Any]]:
     """The models that a device has room for, by the model of costs."""
     from gpu_engine import formats_with, largest_model
-    from gpu_parts import LARGEST, MEMORY_SHARE
 
     rows = []
     for kind, (names, _, options, batches, context, prompts) in LARGEST.items():
@@ -328,8 +286,6 @@ def _all_reduce_seconds(lines: Sequence[Transfer], size: int) -> float:
 
 def _large(machine: Machine) -> list[dict[str, Any]]:
     """A step of 64 sequences of Llama-70B at (1, 8)."""
-    from gpu_parts import LARGE
-
     costs, rows = _costs("llama-70b", machine, 8), []
     for name, options in LARGE.items():
         value = _seconds(costs, Work.decode(64, 1024))

@@ -117,10 +117,10 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
         yield from executed(child)
 
 
-def imports_of(tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
+def imports_of(name: str, modules: dict[str, ast.Module]) -> set[str]:
     """Dotted names that a module imports, in functions too; `from a import b`: a.b if a module."""
     found = set()
-    for node in executed(tree):
+    for node in executed(modules[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -128,8 +128,18 @@ def imports_of(tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
             assert node.level == 0, "relative imports are not used here"
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                found.add(full if full in modules else base)
-    return found
+                is_module = script_named(full, name, modules) in modules
+                found.add(full if is_module else base)
+    return {script_named(target, name, modules) for target in found}
+
+
+def script_named(target: str, importer: str, modules: dict[str, ast.Module]) -> str:
+    """The dotted name of what a script imports by its bare name, from its folder or `scripts`."""
+    if importer.startswith("scripts."):
+        for folder in (importer.rpartition(".")[0], "scripts"):
+            if f"{folder}.{target}" in modules:
+                return f"{folder}.{target}"
+    return target
 
 
 def floor_of(module: str) -> int:
@@ -151,8 +161,8 @@ def wrong_arrows(modules: dict[str, ast.Module]) -> list[str]:
     """Imports that point up."""
     return [
         f"{name} imports {target}"
-        for name, tree in modules.items()
-        for target in sorted(imports_of(tree, modules))
+        for name in modules
+        for target in sorted(imports_of(name, modules))
         if target.split(".")[0] in OURS and target != "shiftjax"
         if floor_of(target) > floor_of(name)
     ]
@@ -162,15 +172,15 @@ def jax_where_it_may_not_be(modules: dict[str, ast.Module]) -> list[str]:
     """Modules of JAX-free folders that import JAX, or what cannot be had without it."""
     return [
         f"{name} imports JAX"
-        for name, tree in modules.items()
+        for name in modules
         if FLOORS[floor_of(name)][1] is NO_JAX
-        and {target.split(".")[0] for target in imports_of(tree, modules)} & JAX_PACKAGES
+        and {target.split(".")[0] for target in imports_of(name, modules)} & JAX_PACKAGES
     ]
 
 
 def import_cycle(modules: dict[str, ast.Module]) -> list[str]:
     """The names of a cycle of imports, or nothing."""
-    graph = {name: imports_of(tree, modules) & set(modules) for name, tree in modules.items()}
+    graph = {name: imports_of(name, modules) & set(modules) for name in modules}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -182,7 +192,7 @@ def forbidden_things(modules: dict[str, ast.Module]) -> list[str]:
     """Imports of forbidden packages, and calls that run text as code."""
     wrong = []
     for name, tree in modules.items():
-        tops = {target.split(".")[0] for target in imports_of(tree, modules)}
+        tops = {target.split(".")[0] for target in imports_of(name, modules)}
         wrong += [f"{name} imports {top}" for top in sorted(tops & FORBIDDEN_IMPORTS)]
         called = (node.func for node in executed(tree) if isinstance(node, ast.Call))
         for function in called:
@@ -217,9 +227,9 @@ def packages_of(requirements: list[str]) -> set[str]:
 def third_party_imports(modules: dict[str, ast.Module], tops: set[str]) -> set[str]:
     """Packages, by the name they are installed by, that modules of these tops import."""
     found = set()
-    for name, tree in modules.items():
+    for name in modules:
         if name.split(".")[0] in tops:
-            found |= {target.split(".")[0] for target in imports_of(tree, modules)}
+            found |= {target.split(".")[0] for target in imports_of(name, modules)}
     return {INSTALLED_AS.get(top, top) for top in found - sys.stdlib_module_names - set(OURS)}
 
 
@@ -231,7 +241,7 @@ def modules() -> dict[str, ast.Module]:
 def test_the_walk_sees_the_code(modules):
     some = {"shiftjax", "shiftjax.config", "shiftjax.device.mesh", "serving.cli.main"}
     assert some <= set(modules)
-    assert "shiftjax.options" in imports_of(modules["shiftjax.config"], modules)
+    assert "shiftjax.options" in imports_of("shiftjax.config", modules)
 
 
 def test_no_arrow_points_up(modules):
@@ -244,14 +254,14 @@ def test_no_imports_go_round(modules):
 
 def test_kernels_import_nothing_of_ours(modules):
     for name in (name for name in modules if name.split(".")[0] == "pallas_kernels"):
-        tops = {m.split(".")[0] for m in imports_of(modules[name], modules)}
+        tops = {m.split(".")[0] for m in imports_of(name, modules)}
         assert not tops & set(OURS) - {"pallas_kernels"}, name
 
 
 def test_models_do_not_know_the_control_plane(modules):
     """Although it stands below them: they compute arrays, whoever asks."""
     for name in (name for name in modules if name.startswith("shiftjax.models")):
-        known = {m for m in imports_of(modules[name], modules) if m in modules}
+        known = {m for m in imports_of(name, modules) if m in modules}
         assert not {m for m in known if m.startswith(("shiftjax.core", "shiftjax.config"))}, name
 
 
@@ -320,8 +330,8 @@ def test_every_import_is_a_declared_dependency(shipped):
 def test_every_shape_annotation_is_checked_in_tests(modules, pytestconfig):
     *checked, typechecker = pytestconfig.getoption("--jaxtyping-packages").split(",")
     assert typechecker == "beartype.beartype"
-    for name, tree in modules.items():
-        if "jaxtyping" in imports_of(tree, modules):
+    for name in modules:
+        if "jaxtyping" in imports_of(name, modules):
             assert any(f"{name}.".startswith(f"{package}.") for package in checked), name
 
 
@@ -370,6 +380,15 @@ def test_jax_in_a_wrong_folder_is_found(text):
 def test_a_cycle_is_found():
     cycle = synthetic(shiftjax__a="import shiftjax.b", shiftjax__b="from shiftjax import a")
     assert set(import_cycle(cycle)) == {"shiftjax.a", "shiftjax.b"}
+
+
+def test_a_cycle_of_scripts_that_import_each_other_in_functions_is_found():
+    cycle = synthetic(
+        scripts__a="def f():\n    from labs import b",
+        scripts__labs__b="import c",
+        scripts__labs__c="def f():\n    import a",
+    )
+    assert set(import_cycle(cycle)) == {"scripts.a", "scripts.labs.b", "scripts.labs.c"}
 
 
 @pytest.mark.parametrize(

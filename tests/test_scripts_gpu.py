@@ -23,6 +23,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import gpu_cases  # noqa: E402
 import gpu_checks  # noqa: E402
 import gpu_engine  # noqa: E402
 import gpu_goldens  # noqa: E402
@@ -143,8 +144,8 @@ def test_a_dry_run_leaves_three_files(dry_run):
 def test_a_dry_run_traces_all_that_a_run_would_compile(dry_rows):
     """The candidates of the tuning, too; the kernels refuse none of them."""
     traced = [row for row in dry_rows if row["part"] == gpu_stages.DRY.name]
-    shapes = [name for some in gpu_predictions.SHAPES.values() for name in some]
-    shapes += gpu_predictions.EXPERTS
+    shapes = [name for some in gpu_cases.SHAPES.values() for name in some]
+    shapes += gpu_cases.EXPERTS
     assert [row["row"] for row in traced if "row" in row] == shapes
     configurations = [row for row in traced if "kernel" in row]
     assert len(configurations) == len(gpu_checks.kernels())
@@ -258,10 +259,10 @@ def test_every_row_of_a_run_has_a_prediction_and_the_file_is_the_commands():
     assert text + "\n" == gpu_run.PREDICTIONS.read_text()
     for rows in json.loads(text).values():
         assert all(row["low"] <= row["predicted"] <= row["high"] for row in rows)
-        for kind, shapes in gpu_predictions.SHAPES.items():
+        for kind, shapes in gpu_cases.SHAPES.items():
             assert [row["row"] for row in rows if row["part"] == kind] == list(shapes)
         experts = [row["row"] for row in rows if row["part"] == "experts"]
-        assert experts == list(gpu_predictions.EXPERTS)
+        assert experts == list(gpu_cases.EXPERTS)
         parts = {row["part"] for row in rows}
         assert parts <= gpu_stages.PARTS.keys()
         assert {f"engine: {name}" for name in (*gpu_parts.ENGINES, *gpu_parts.LARGEST)} <= parts
@@ -478,7 +479,7 @@ def measured_rows(device: str = "NVIDIA H200", *, dry: bool = False) -> dict[str
     copy = {"part": "ceilings", "row": "copy", "rate": 4000.0}
     ceilings = Ceilings(4e12, 8e14)
     rows = [begin, copy, launch]
-    for kind, shapes in gpu_predictions.SHAPES.items():
+    for kind, shapes in gpu_cases.SHAPES.items():
         for name, (shape, _) in shapes.items():
             row = row_of(shape, 1.0, ceilings) | {"launches": gpu_parts.LAUNCHES[kind]}
             rows.append({"part": kind, "row": name} | row)
