@@ -18,7 +18,7 @@ RIGHT, WRONG = 0, 1
 REPLAYED = ("tokens_per_step", "accepted_of_drafted")
 FORMS = (
     "acceptance must be a probability, a list of them by place in the draft, or what "
-    "scripts/replay_drafts.py prints: tokens_per_step and accepted_of_drafted"
+    "scripts/labs/replay_drafts.py prints: tokens_per_step and accepted_of_drafted"
 )
 
 

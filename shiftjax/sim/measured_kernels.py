@@ -20,7 +20,7 @@ and of any kernel that has use for it
     window          that attention sees; 0 or not said: all
     chosen          of a device's experts those that any token has; 0 or not said: as by chance
 
-A column may stay empty. `scripts/kernel_tables.py` writes such a file from tables that others
+A column may stay empty. `scripts/labs/kernel_tables.py` writes such a file from tables that others
 publish.
 """
 

@@ -1,6 +1,6 @@
 """What a scale for each channel adds to matrices that were quantised in blocks.
 
-    python scripts/requantised_error.py [MODEL] [--block 128]
+    python scripts/labs/requantised_error.py [MODEL] [--block 128]
 
 Every matrix of the layers is quantised to e4m3 with a scale for each square block, as checkpoints
 of Qwen3-FP8 and DeepSeek are, and what these codes say once more with a scale for each output

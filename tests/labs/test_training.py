@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "labs"))
 
 import train_speculator  # noqa: E402
 from draft_lstm import (  # noqa: E402
@@ -32,6 +32,7 @@ from shiftjax.weights.random import RandomSource  # noqa: E402
 from shiftjax.weights.resolve import resolve_model  # noqa: E402
 from shiftjax.weights.speculator import with_speculator  # noqa: E402
 
+pytestmark = pytest.mark.thorough
 PARITY = ROOT / "tests" / "data" / "parity"
 TOLERANCE = 500 * np.finfo(np.float32).eps  # as in tests/models/test_parity.py
 VOCAB = 16  # of texts that count
@@ -147,7 +148,6 @@ def trained(model, tmp_path_factory) -> tuple[list[str], dict, Path]:
         return command, train_speculator.main(command), work
 
 
-@pytest.mark.thorough
 def test_every_phase_leaves_what_the_next_one_needs(trained):
     command, report, work = trained
     texts = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
@@ -160,7 +160,6 @@ def test_every_phase_leaves_what_the_next_one_needs(trained):
     assert again["acceptance"] == report["acceptance"]
 
 
-@pytest.mark.thorough
 def test_features_are_what_the_target_computed_along_its_texts(trained, model):
     """Greedy texts are the target's choices, but where bfloat16 rounds in another order."""
     work = trained[2]
@@ -178,7 +177,6 @@ def test_features_are_what_the_target_computed_along_its_texts(trained, model):
     assert features.left[0] == len(text["output"])
 
 
-@pytest.mark.thorough
 def test_what_is_written_is_a_speculator_of_the_target(trained, model):
     source = with_speculator(HuggingFaceSource(model), trained[2] / "out")
     speculator = source.config.speculator

@@ -1,6 +1,6 @@
 """What fp8 changes in a model's answers: perplexity and likeliest tokens on a text, against plain.
 
-    python scripts/quantised_quality.py [MODEL] [--text FILE] [--windows 16] [--kv-cache-dtype fp8]
+    python scripts/labs/quantised_quality.py [MODEL] [--text FILE] [--kv-cache-dtype fp8]
 
 With `--kv-cache-dtype` the formats are tried with such a KV cache, too. Every window of the text is
 a prompt of its own, whose log-probabilities are asked for; each line that is printed is JSON. The
@@ -44,7 +44,7 @@ def main() -> None:
     """Print a line for each format."""
     parser = argparse.ArgumentParser(description="What fp8 changes in a model's answers.")
     parser.add_argument("model", nargs="?", default="smollm2-135m")
-    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs/design.md")
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[2] / "docs/design.md")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--kv-cache-dtype", help="of the KV cache, beside that of the model")
     arguments = parser.parse_args()

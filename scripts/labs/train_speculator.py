@@ -1,6 +1,6 @@
 """Train a small LSTM speculator for a model, from texts of its own, on a CPU.
 
-    python scripts/train_speculator.py --work WORK --output OUT --test spec_bench.jsonl \
+    python scripts/labs/train_speculator.py --work WORK --output OUT --test spec_bench.jsonl \
         --prompts gsm8k_train_first500.jsonl vicuna_bench.jsonl
 
 The phases leave files in WORK, and what is there already is not made again:

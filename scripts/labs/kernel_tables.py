@@ -1,6 +1,6 @@
 """Published tables of measured kernels, as `plan --kernels` reads them: CSV on stdout.
 
-    python scripts/kernel_tables.py PATH... > kernels.csv
+    python scripts/labs/kernel_tables.py PATH... > kernels.csv
 
 PATH is a file, or a folder with files, of a system's data in ai-dynamo/aiconfigurator (Apache-2.0;
 `systems/data/h200_sxm` and others): `gemm_perf`, `context_attention_perf`,

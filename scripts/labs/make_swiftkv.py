@@ -1,6 +1,6 @@
 """Make SwiftKV models of an ordinary Llama, without training, and say what each depth costs.
 
-    python scripts/make_swiftkv.py --train train.txt --test test.txt --depths 15 20 25 --output DIR
+    python scripts/labs/make_swiftkv.py --train train.txt --test test.txt --output DIR
 
 With SwiftKV (arXiv 2410.03960) the keys and values of layers from a depth on are made of the hidden
 state at that depth. Published models learn these projections by distillation. Here they are the

@@ -1,6 +1,6 @@
 """What drafts would be worth: replays texts as if a model wrote them, and counts the steps.
 
-    python scripts/replay_drafts.py TOKENIZER TEXTS.jsonl --method suffix --max-draft-tokens 8
+    python scripts/labs/replay_drafts.py TOKENIZER TEXTS.jsonl --method suffix --max-draft-tokens 8
 
 A line is an object with the text in `--field`, and if wanted a prompt in `--prompt-field`. Every
 text is drafted and verified against itself, one after the other, so that the corpus grows as in

@@ -1,6 +1,6 @@
 """Published figures beside what the simulator gives, with one set of constants; Markdown.
 
-    python scripts/published_figures.py [PART ...] [--mooncake FILE]
+    python scripts/labs/published_figures.py [PART ...] [--mooncake FILE]
 
 Shift Parallelism (arXiv 2509.16495): Llama-70B, FP8 weights and KV, 8 x H200, 4,096 tokens in and
 250 out, the `vllm` engine. Its bursty trace is not published; `BURSTS` is ours. Seesaw (arXiv

@@ -1,6 +1,6 @@
 """Where stages, TP and phases each win: by tokens out for tokens in, and by the speed of links.
 
-    python scripts/stage_curves.py --out results [--model codellama-34b] [--machine a10x8]
+    python scripts/labs/stage_curves.py --out results [--model codellama-34b] [--machine a10x8]
 
 The two sweeps of Seesaw (arXiv 2503.06433), in closed form (`shiftjax/sim/stages.py`): requests
 per second of the best static deployment with stages, of the best without, and of the best pair of

@@ -1,9 +1,12 @@
-"""What `scripts/requantised_error.py` measures is what the formats are."""
+"""What `scripts/labs/requantised_error.py` measures is what the formats are."""
 
 import numpy as np
+import pytest
 from oracle import quantised_files
 
-from scripts import requantised_error
+from scripts.labs import requantised_error
+
+pytestmark = pytest.mark.thorough
 
 
 def test_codes_are_those_of_the_formats():
