@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from bench_cases import prefill_flops
+from cases.throughput_work import prefill_flops
 from gpu_profile import profile
 from gpu_weights import hashed_weights, prompt
 

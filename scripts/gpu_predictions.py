@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench_cases import BF16_BYTES, decode_bytes, prefill_flops
+from cases.throughput_work import BF16_BYTES, decode_bytes, prefill_flops
 from gpu_cases import EXPERTS, FP8, SHAPES
 from gpu_parts import ENGINES, LARGE, LARGEST, MEMORY_SHARE
 from gpu_writes import WRITES

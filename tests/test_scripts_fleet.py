@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench_fleet as bench  # noqa: E402
 import demo_fleet as demo  # noqa: E402
-from fleet_runs import (  # noqa: E402
+from cases import fleet as bench  # noqa: E402
+from cases.fleet_runs import (  # noqa: E402
     Served,
     Wandering,
     quiet_burst_quiet,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-import bench_host_tier as bench
+from cases import host_tier as bench
 
 
 def row(tier: str, prompt: int, seconds: float, token: int = 5) -> dict:
     return {
-        "tier": tier,
+        "engine": tier,
         "prompt": prompt,
         "seconds": seconds,
         "cpu_seconds": 2 * seconds,

@@ -11,10 +11,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench_speculation as bench  # noqa: E402
-from bench_workers import WORKERS, Worker  # noqa: E402
-from speculation_rows import Answer, Round, joined, rows_of, summary  # noqa: E402
-from speculation_workloads import QUESTIONS, TOPICS, make_workloads, tasks  # noqa: E402
+from cases import speculation as bench  # noqa: E402
+from cases.speculation_rows import Answer, Round, joined, rows_of, summary  # noqa: E402
+from cases.speculation_workloads import QUESTIONS, TOPICS, make_workloads, tasks  # noqa: E402
+from cases.workers import WORKERS, Worker  # noqa: E402
+
+from shiftjax.options import ConfigError  # noqa: E402
 
 
 def line(turn: str, **more: str) -> str:
@@ -103,9 +105,10 @@ def test_overall_is_every_round_of_every_task():
     assert summary(both["suffix"], both["plain"])["ratio_to_plain"] == 4.0
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
-    monkeypatch.setattr(sys, "argv", ["bench_speculation.py", *words])
-    return bench.arguments()
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.options(parser)
+    return parser.parse_args(words)
 
 
 @pytest.mark.parametrize(
@@ -119,27 +122,28 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
         ("--rounds 100 --streams 8", "prompts too few for 100 rounds of 8 streams"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, words, problem):
-    with pytest.raises(SystemExit):
-        parsed(monkeypatch, *words.split())
-    assert problem in capsys.readouterr().err
+def test_what_cannot_be_measured_is_refused(words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        bench.settle(parsed(*words.split()))
 
 
-def test_every_cell_has_prompts_of_its_own(monkeypatch, tmp_path):
+def test_every_cell_has_prompts_of_its_own(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("\n".join(line(f"q{n}", category="qa") for n in range(8)))
     words = f"--prompts {path} --per-task 4 --streams 1 2 --rounds 3".split()
-    assert bench.planned(parsed(monkeypatch, *words, "--workloads", "chat")) == {
+    assert bench.settle(parsed(*words, "--workloads", "chat")) == {
         1: {"qa": [["q0"], ["q1"], ["q2"], ["q3"]]},
         2: {"qa": [["q4", "q5"], ["q6", "q7"]]},
     }
-    both = bench.planned(parsed(monkeypatch, *words, "--workloads", "edit", "chat"))
+    both = bench.settle(parsed(*words, "--workloads", "edit", "chat"))
     assert [len(rounds) for rounds in both[1].values()] == [3, 4]
 
 
-def test_every_engine_has_the_settings_of_its_name(monkeypatch):
+def test_every_engine_has_the_settings_of_its_name():
     words = ["--engines", *bench.ENGINES, "--draft-model", "a speculator"]
-    configs = bench.configs(parsed(monkeypatch, *words), bench.MODEL)
+    asked = parsed(*words)
+    bench.settle(asked)
+    configs = bench.configs(asked, bench.MODEL)
     assert list(configs) == list(bench.ENGINES)
     assert configs["hybrid"].drafts.draft_model == "a speculator"
     assert configs["suffix"].drafts.draft_choice == "auto"

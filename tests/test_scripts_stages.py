@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-import bench_stages as bench
+from cases import stages as bench
 
 
 def row(what: str, name: str, count: int, **values) -> dict:

@@ -135,13 +135,24 @@ def build_for_all_modes(model: str, token_buckets: Sequence[int], **options: Any
 def generate(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
     """Continue prompts greedily, all at once, through the whole engine: `num_tokens` of each."""
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    tokens: dict[str, list[int]] = {str(n): [] for n in range(len(prompts))}
-    for number, prompt in enumerate(prompts):
-        engine.add_request(Request(str(number), prompt, sampling))
+    requests = [Request(str(n), prompt, sampling) for n, prompt in enumerate(prompts)]
+    return list(answers(engine, requests).values())
+
+
+def answers(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    """Serve requests of one continuation, all at once: the tokens of each, by its id.
+
+    Raises RuntimeError if one ends with an error.
+    """
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add_request(request)
     while engine.has_work():
         for event in engine.step(time.monotonic()):
+            if event.error is not None:
+                raise RuntimeError(event.error)
             tokens[event.request_id] += event.token_ids
-    return list(tokens.values())
+    return tokens
 
 
 def device_kind(runner: "DeviceRunner") -> str:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cases.load_kit import Answer, Clients, clients, mixed_body
 from kit import Running
-from load_kit import Answer, Clients, clients, mixed_body
 
 from serving.bench.client import parse_url
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cases.load_kit import free_port
 from kit import metric_total, metric_values
-from load_kit import free_port
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7]

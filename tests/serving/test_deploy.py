@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from cases.load_kit import free_port
 from kit import running_server
-from load_kit import free_port
 
 from serving.cli.main import make_parser
 from shiftjax.config import SETTINGS

@@ -77,11 +77,11 @@ def test_what_cannot_be_measured(capsys, argv, words):
 
 
 def test_what_serving_costs(tmp_path):
-    command = [sys.executable, "scripts/bench_overhead.py", "--streams=3", "--tokens=20"]
+    command = [sys.executable, "scripts/bench.py", "overhead", "--streams=3", "--tokens=20"]
     command += ["--rounds=1", "--step-milliseconds", "1"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    rows = json.loads(run.stdout.splitlines()[-1])["step_1_ms"]
+    rows = {row["over"]: row for row in json.loads(run.stdout.splitlines()[-1])["rows"]}
     assert set(rows) == {"engine", "http", "grpc"}
     assert all(row["tokens_per_second"] > 0 for row in rows.values())
     assert all(rows[name]["events_per_second"] > 0 for name in ("http", "grpc"))

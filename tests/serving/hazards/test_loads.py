@@ -5,10 +5,10 @@ import random
 
 import pytest
 from background import with_clients
+from cases.load_kit import REFUSED, mixed_body
+from cases.loads import LOADS, Known, Loads
 from engines import checkpoint, make
 from kit import EOS, MODEL_QUEUE, VOCAB_SIZE, make_engine, running_server, serving
-from load_kit import REFUSED, mixed_body
-from loads import LOADS, Known, Loads
 
 from serving.bench.client import Sample, complete, parse_url
 from serving.bench.load import Outcome, closed_loop, numbers_for, open_loop, run_load

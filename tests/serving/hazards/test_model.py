@@ -9,9 +9,9 @@ from itertools import cycle, islice
 import grpc
 import pytest
 from background import with_clients
+from cases.load_kit import Clients, mixed_body
 from engines import RandomPolicy, checkpoint, make
 from kit import EOS, VOCAB_SIZE, events, metric_total, metric_values, serving
-from load_kit import Clients, mixed_body
 from oracle import numpy_llama
 
 from serving.bench.client import Sample, complete, parse_url

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cases.load_kit import free_port
+from cases.router import PROMPTS, Answer, load
 from engines import checkpoint
 from kit import EOS, VOCAB_SIZE, byte_tokenizer, metric_values
-from load_kit import free_port
-from router_load import PROMPTS, Answer, load
 from served import Served
 
 PYTHON = Path(__file__).parents[3] / ".venv/routers/bin/python"

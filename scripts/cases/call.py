@@ -1,6 +1,6 @@
 """What calling a step costs the host, by the number of arrays that it is called with.
 
-    python scripts/bench_call.py --model llama-70b --devices 8 --json FILE
+    python scripts/bench.py call --model llama-70b --devices 8
 
 The program is empty: it takes all arguments of a step and returns the pools and the tokens. The
 arguments are the engine's own in number, kind and sharding: weights that are one array each or
@@ -10,28 +10,24 @@ the median of the calls of all rounds, from the call to the end of the program.
 """
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
+
+from shiftjax.config import EngineConfig
+from shiftjax.settings import make_virtual_devices
 
 TOKENS, ROWS, CALLS, KV_SHARE = 64, 64, 40, 0.35  # of a GPU's memory, to size the pools
 
 
-def parsed() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--model", default="llama-70b")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--machine", default="h200x8", help="whose memory sizes the pools")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
 
 
 def shapes_of(model: str, devices: int, machine: str) -> dict[str, tuple[Any, Any]]:
@@ -89,32 +85,20 @@ def made(weights: Any, pools: Any) -> Any:
     return compiled, [*arrays, tokens, flat]
 
 
-def main() -> None:
-    """Measure, print and write rows."""
-    asked = parsed()
-    flag = f"--xla_force_host_platform_device_count={asked.devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+def measure(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind of arguments."""
+    make_virtual_devices(EngineConfig.from_options(devices=asked.devices))
     import jax
 
     shapes = shapes_of(asked.model, asked.devices, asked.machine)
     programs = {name: made(*each) for name, each in shapes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(asked.rounds):
-        for name, (step, arguments) in programs.items():
-            for _ in range(CALLS):
-                begin = time.perf_counter()
-                arguments[1], arguments[2] = step(*arguments)
-                jax.block_until_ready(arguments[2])
-                seconds[name].append(time.perf_counter() - begin)
-    rows = []
+    for _, (name, (step, arguments)) in product(range(asked.rounds), programs.items()):
+        for _ in range(CALLS):
+            begin = time.perf_counter()
+            arguments[1], arguments[2] = step(*arguments)
+            jax.block_until_ready(arguments[2])
+            seconds[name].append(time.perf_counter() - begin)
     for name, each in seconds.items():
         count = len(jax.tree.leaves(programs[name][1]))
-        rows.append({"arguments": name, "arrays": count, "ms": 1e3 * statistics.median(each)})
-        print(f"{name:26} {count:5} arrays {rows[-1]['ms']:8.3f} ms a call")
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield {"arguments": name, "arrays": count, "ms": 1e3 * statistics.median(each)}

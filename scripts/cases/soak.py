@@ -1,25 +1,24 @@
 """Soak: a real server under half of what it can do, with clients that come and go, for long.
 
-    python scripts/soak.py --minutes 30 -- --model smollm2-135m --sp 4 --tp 2 --num-blocks 512
+    python scripts/bench.py soak --minutes 30 -- --model smollm2-135m --sp 4 --tp 2
 
 Starts `shiftjax serve` with the flags after `--`, measures what a closed loop gets out of it, then
 sends half of that: Poisson arrivals, mixed lengths, a shared prefix, n = 2, schemas, top
 log-probabilities, HTTP and gRPC; one request in five is cancelled at some moment. Watched from
 outside: memory, file descriptors and threads of the process; programs compiled after the warm-up;
-and at the end, idle, that nothing is held. The last line is JSON. Loopback only.
+and at the end, idle, that nothing is held. Loopback only.
 """
 
 import argparse
 import asyncio
-import json
 import random
-import sys
 import time
 from collections import Counter
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
-from load_kit import (
+from cases.load_kit import (
     HELD,
     LONGEST_PROMPT,
     MOST_TOKENS,
@@ -31,7 +30,6 @@ from load_kit import (
 )
 
 from serving.bench.load import open_loop
-from serving.run.progress import print_table
 from shiftjax.sim.trace import arrival_times
 
 CAPACITY_SECONDS = 20.0
@@ -116,21 +114,19 @@ async def soak(run: Soak, minutes: float) -> dict[str, Any]:
     return row | {"failures": [words for words, is_so in checks.items() if is_so]}
 
 
-def main() -> int:
-    """Run; 1 if anything was not as it should be."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("flags", nargs="*", help="of shiftjax serve, after --")
-    arguments = parser.parse_args()
-    server = ServerProcess(arguments.flags)
+
+
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield what was seen of the server after the warm-up; return what it comes to."""
+    server = ServerProcess(args.flags)
+    load = Soak(server)
     try:
-        row = asyncio.run(soak(Soak(server), arguments.minutes))
+        row = asyncio.run(soak(load, args.minutes))
     finally:
         server.kill()
-    print_table("soak", row, stderr=False)
-    print(json.dumps(row))
-    return 1 if row["failures"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    yield from load.after_warm_up
+    return row

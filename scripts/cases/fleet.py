@@ -1,7 +1,7 @@
 """Groups that come and go under running requests: are the tokens the same, and what does it cost?
 
-    python scripts/bench_fleet.py --quick --seed 1
-    python scripts/bench_fleet.py [--cases switch burst priority context startup] [--output FILE]
+    python scripts/bench.py fleet --quick --seed 1
+    python scripts/bench.py fleet [--cases switch burst priority context startup]
 
 `--quick` serves the same requests three times, on one fleet of 8 virtual devices and a tiny random
 model in float32: never switching, then with groups that change at random (any arrangement, any
@@ -21,25 +21,19 @@ same, how a move compares with computing again (both are work of the same cores)
 whom, which requests are served at all, and start-up. It cannot show what wide groups are for: eight
 devices compute no faster here than one, so a quiet time gains nothing by binding, and links cost
 nothing but copies. Those relations are the simulator's (`shiftjax mesh simulate`).
-
-Prints a table for each case, then one line of JSON.
 """
 
 import argparse
-import json
-import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench_machine import describe_machine
-from fleet_runs import (
+from cases.fleet_runs import (
     KINDS,
     SIDES,
     UNITS,
@@ -71,15 +65,10 @@ from shiftjax.fleet.policy import FixedArrangement, NeedPolicy
 from shiftjax.fleet.stats import Turn
 from shiftjax.parallel.fleet import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
-from shiftjax.sim.experiments import as_text
 from shiftjax.sim.trace import TraceRequest, load_trace, poisson
 
 Row = dict[str, Any]
 BLOCK_SIZE = 16
-CAN_SHOW = (
-    "Virtual devices share this machine's cores: equality, waiting, and moving against computing "
-    "again show here; what wide groups gain, and links, do not."
-)
 URGENT = -1  # a priority
 SWITCH_TOKENS = 200  # of output, more than there are steps before a switch has been timed
 LONG_TOKENS = 3  # times what a unit's pool holds: the prompt of a long request
@@ -141,19 +130,16 @@ def bind_seconds(turns: Sequence[Turn]) -> list[float]:
 # ---------------------------------------------------------------------- switch
 
 
-def switch(built: Built, args: argparse.Namespace) -> list[Row]:
+def switch(built: Built, args: argparse.Namespace) -> Iterator[Row]:
     """Bind and release with running requests, and the same contexts computed again."""
     fleet = fleet_of(built.engine)
     fleet.mover = WaitingMover(fleet.mover, built)
-    rows = []
     for context in args.contexts:
         for num in args.counts:
             rounds = [switch_once(built.engine, num, context) for _ in range(args.rounds + 1)]
             medians = {n: statistics.median(r[n] for r in rounds[1:]) for n in rounds[0]}
             ratio = medians["recompute_seconds"] / medians["bind_seconds"]
-            rows.append({"sequences": num, "context": context, **medians, "ratio": ratio})
-            print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+            yield {"sequences": num, "context": context, **medians, "ratio": ratio}
 
 
 def switch_once(engine: Engine, num: int, context: int) -> Row:
@@ -211,9 +197,9 @@ def step_until(engine: Engine, is_over: Callable[[], bool]) -> None:
 
 def by_turns(
     built: Built, requests: Sequence[Request], args: argparse.Namespace, policy: Any, names: Any
-) -> list[Row]:
+) -> Iterator[Row]:
     """The same requests by every deployment, rounds interleaved: `names` are of rows and ids."""
-    fleet, rows = fleet_of(built.engine), []
+    fleet = fleet_of(built.engine)
     compile_all(built)
     for number in range(args.rounds):
         for name, side in SIDES.items():
@@ -225,13 +211,11 @@ def by_turns(
                 "moved": fleet.stats.num_moved_sequences - before[1],
             }
             for label, ids in names.items():
-                rows.append({"round": number, "deployment": name, "of": label})
-                rows[-1] |= served.row(ids) | counts
-            print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+                row = {"round": number, "deployment": name, "of": label}
+                yield row | served.row(ids) | counts
 
 
-def burst(built: Built, args: argparse.Namespace) -> list[Row]:
+def burst(built: Built, args: argparse.Namespace) -> Iterator[Row]:
     """A quiet time, a burst, a quiet time; or what a file has."""
     trace = quiet_burst_quiet(
         args.seconds, args.quiet, args.burst, args.prompt_tokens, args.output_tokens, args.seed
@@ -242,7 +226,7 @@ def burst(built: Built, args: argparse.Namespace) -> list[Row]:
     return by_turns(built, requests, args, fleet_of(built.engine).policy, {"all": None})
 
 
-def priority(built: Built, args: argparse.Namespace) -> list[Row]:
+def priority(built: Built, args: argparse.Namespace) -> Iterator[Row]:
     """One of five requests is urgent; the fleet binds all units for it."""
     rate = (args.quiet + args.burst) / 2
     trace = poisson(rate, args.seconds / 2, args.prompt_tokens, args.output_tokens, args.seed)
@@ -253,7 +237,7 @@ def priority(built: Built, args: argparse.Namespace) -> list[Row]:
     return by_turns(built, requests, args, policy, {"urgent": urgent, "others": others})
 
 
-def context(built: Built, args: argparse.Namespace) -> list[Row]:
+def context(built: Built, args: argparse.Namespace) -> Iterator[Row]:
     """One of six prompts is longer than what a unit's pool holds."""
     lane = fleet_of(built.engine).lanes[Group(0, 1)]
     blocks = lane.scheduler.tables.device
@@ -271,7 +255,7 @@ def context(built: Built, args: argparse.Namespace) -> list[Row]:
 # ---------------------------------------------------------------------- start-up
 
 
-def startups(args: argparse.Namespace) -> list[Row]:
+def startups(args: argparse.Namespace) -> Iterator[Row]:
     """Seconds until ready: cold, then with what a start has left in the cache."""
     fleet = {"devices": UNITS, "tp": 1, "fleet": True, "fleet_policy": "load"}
     settings = {
@@ -286,11 +270,11 @@ def startups(args: argparse.Namespace) -> list[Row]:
         found = startup(config, 1)
         row = {"deployment": name, "cold_seconds": found["cold"]["total_seconds"]}
         rows.append(row | {"warm_seconds": found["warm_best"]["total_seconds"]})
-        print(rows[-1], file=sys.stderr, flush=True)
-    for row in rows:
-        row["cold_of_sp"] = row["cold_seconds"] / rows[0]["cold_seconds"]
-        row["warm_of_sp"] = row["warm_seconds"] / rows[0]["warm_seconds"]
-    return rows
+        ratios = {
+            f"{kind}_of_sp": rows[-1][f"{kind}_seconds"] / rows[0][f"{kind}_seconds"]
+            for kind in ("cold", "warm")
+        }
+        yield rows[-1] | ratios
 
 
 # ---------------------------------------------------------------------- all
@@ -309,7 +293,7 @@ def sizes(args: argparse.Namespace, num_blocks: int) -> Row:
     }
 
 
-CASES: dict[str, tuple[Callable[[Built, argparse.Namespace], list[Row]], bool]] = {
+CASES: dict[str, tuple[Callable[[Built, argparse.Namespace], Iterator[Row]], bool]] = {
     "switch": (switch, True),  # and whether a unit's pool is large
     "burst": (burst, True),
     "priority": (priority, True),
@@ -317,7 +301,7 @@ CASES: dict[str, tuple[Callable[[Built, argparse.Namespace], list[Row]], bool]] 
 }
 
 
-def run_case(name: str, args: argparse.Namespace) -> list[Row]:
+def run_case(name: str, args: argparse.Namespace) -> Iterator[Row]:
     """The rows of a case, on an engine of its own."""
     if name == "startup":
         return startups(args)
@@ -329,11 +313,8 @@ def run_case(name: str, args: argparse.Namespace) -> list[Row]:
     return run(start(args.model, **sizes(args, num_blocks)), args)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=24, help="of --quick")
@@ -350,37 +331,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--burst", type=float, default=3.0, help="requests per second")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=24)
-    parser.add_argument("--output", type=Path, help="JSON lines to append the rows to")
-    return parser.parse_args(argv)
 
 
-def main() -> int:
-    """Measure and print."""
-    args = parse()
+def measure(args: argparse.Namespace) -> Generator[Row, None, Row | None]:
+    """Yield the rows of the cases; `--quick` fails where tokens differ."""
     if args.quick:
         row = quick(args.seed, args.requests)
-        print(json.dumps(row))
-        return 0 if row["tokens_equal"] == 1.0 else 1
-    found: Row = {}
-    print(CAN_SHOW)
+        yield row
+        return row | {"failures": ["tokens differ"] if row["tokens_equal"] < 1.0 else []}
     for name in args.cases:
-        rows = found[name] = run_case(name, args)
-        print(f"\n{name}\n{as_text(rows)}", flush=True)
-        if args.output:
-            keep(args.output, name, rows, args)
-    print(json.dumps(found))
-    return 0
-
-
-def keep(path: Path, case: str, rows: Sequence[Row], args: argparse.Namespace) -> None:
-    """Append the rows of a case, and where they come from."""
-    machine = describe_machine() | {"load": round(os.getloadavg()[0], 2)}
-    flags = {name: value for name, value in vars(args).items() if name not in ("output", "trace")}
-    with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({"case": case} | row) + "\n")
-        file.write(json.dumps({"case": case, "machine": machine, "flags": flags}) + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        for row in run_case(name, args):
+            yield {"case": name} | row
+    return None

@@ -1,19 +1,18 @@
 """Forced tool calls over a running server: how many parse and keep to their schema.
 
     shiftjax serve smollm2-135m --devices 4 --sp 2 --tp 2
-    python scripts/forced_calls.py http://localhost:8000 --calls 500
+    python scripts/bench.py forced_calls http://localhost:8000 --calls 500
 
 A grammar lets nothing else come, whatever the model would say; only `max_tokens` may cut a call,
 so strings and lists of the schemas are bounded. Half of the calls are streamed, half are of a named
-function, and sampling goes from greedy to temperature 2. Prints a table and, last, one JSON line;
-the exit code is 1 if a call does not parse.
+function, and sampling goes from greedy to temperature 2. A row is an outcome.
 """
 
 import argparse
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
@@ -94,24 +93,22 @@ def outcome_of(client: openai.OpenAI, model: str, number: int) -> str:
     return "parses" if is_valid else "breaks its schema"
 
 
-def main() -> int:
-    """Ask, count, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("url", help="of the server, without /v1")
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--at-once", type=int, default=32)
-    given = parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield outcomes and how many calls had them; return those that are failures."""
     with (
-        openai.OpenAI(base_url=f"{given.url}/v1", api_key="none", timeout=3600) as client,
-        ThreadPoolExecutor(given.at_once) as pool,
+        openai.OpenAI(base_url=f"{args.url}/v1", api_key="none", timeout=3600) as client,
+        ThreadPoolExecutor(args.at_once) as pool,
     ):
         model = client.models.list().data[0].id
-        counts = Counter(pool.map(lambda n: outcome_of(client, model, n), range(given.calls)))
+        counts = Counter(pool.map(lambda n: outcome_of(client, model, n), range(args.calls)))
     for outcome, count in counts.most_common():
-        print(f"{count:6}  {outcome}")
-    print(json.dumps({"model": model, "calls": given.calls, **counts}))
-    return int(counts["parses"] != given.calls)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        yield {"outcome": outcome, "calls": count}
+    failures = [outcome for outcome in counts if outcome != "parses"]
+    return {"model": model, "parses": counts["parses"], "failures": failures}

@@ -1,10 +1,10 @@
 """Drafting beside plain decoding: the same requests, by engines that differ in that alone.
 
-    python scripts/bench_speculation.py --quick
-    python scripts/bench_speculation.py --peers llama_cpp llama_cpp_ngram --peer-python PYTHON
-    python scripts/bench_speculation.py --workloads chat --prompts SPEC_BENCH.jsonl --per-task 16 \\
+    python scripts/bench.py speculation --quick
+    python scripts/bench.py speculation --peers llama_cpp llama_cpp_ngram --peer-python PYTHON
+    python scripts/bench.py speculation --workloads chat --prompts SPEC_BENCH.jsonl --per-task 16 \\
         --max-model-len 2048 --streams 1 8
-    python scripts/bench_speculation.py --engines suffix cost fixed4 fixed8 fixed16
+    python scripts/bench.py speculation --engines suffix cost fixed4 fixed8 fixed16
 
 Workloads, all greedy chats, as many of each as `--streams` says at once:
 
@@ -31,26 +31,31 @@ llama_cpp_ngram is the prompt lookup of llama-cpp-python, which has one stream o
 together by every engine, and counts those that differ. `--streams` without a number leaves the
 workloads out.
 
-Prints a row per workload, streams and engine, then one line of JSON. `--output FILE` appends the
-rows with every round.
+A row is of a workload, streams and an engine.
 """
 
 import argparse
-import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
-from bench_machine import describe_machine
-from bench_workers import WORKERS, Worker
+from cases.speculation_rows import FIXED, PLAIN, Answer, Round, joined, rows_of
+from cases.speculation_workloads import (
+    Prompt,
+    batches,
+    conversation,
+    make_workloads,
+    questions,
+)
+from cases.workers import WORKERS, Worker
 from peers.prepare import default_work_dir, prepare
-from speculation_rows import FIXED, PLAIN, Answer, Round, joined, rows_of
-from speculation_workloads import Prompt, batches, conversation, make_workloads, questions
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.config import EngineConfig
+from shiftjax.options import ConfigError
 
 ENGINES: dict[str, dict] = {
     PLAIN: {},
@@ -142,9 +147,8 @@ def changed(engines: Mapping[str, LLM], num: int, num_tokens: int) -> dict[str, 
 # ---------------------------------------------------------------------- the command
 
 
-def arguments() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--quick", action="store_true", help="one stream, 3 rounds, few tokens")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--dtype", help="default: bfloat16, with --quick and no peers float32")
@@ -167,18 +171,19 @@ def arguments() -> argparse.Namespace:
         "--seeds", type=int, default=0, help="also: so many seeded requests, alone and together"
     )
     parser.add_argument("--seed-tokens", type=int, default=6, help="tokens of each of them")
-    parser.add_argument("--output", type=Path, help="a file to which rows are appended")
-    args = parser.parse_args()
+
+
+def settle(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]]:
+    """Complete the options and return the prompts of every round. Raises ConfigError."""
     if args.quick:
         args.rounds, args.tokens, args.streams = 3, 48, [1]
     args.dtype = args.dtype or ("float32" if args.quick and not args.peers else "bfloat16")
     if problem := problem_with(args):
-        parser.error(problem)
+        raise ConfigError([problem])
     try:
-        planned(args)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    return args
+        return planned(args)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def problem_with(args: argparse.Namespace) -> str | None:
@@ -224,19 +229,6 @@ def start_peers(args: argparse.Namespace, gguf: Path) -> dict[str, Worker]:
     }
 
 
-def show(rows: Iterable[dict], output: Path | None) -> dict[str, dict]:
-    """Print rows and append them to a file; what of them the last line says, by cell."""
-    shown = {}
-    for row in rows:
-        print(*(f"{key} {value}" for key, value in row.items()), sep="  ", flush=True)
-        if output:
-            with output.open("a") as file:
-                file.write(json.dumps(row | {"machine": describe_machine()}) + "\n")
-        name = f"{row['workload']} x{row['streams']} {row['engine']}"
-        shown[name] = {key: row[key] for key in SHOWN if key in row}
-    return shown
-
-
 def planned(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]]:
     """The prompts of every round, by streams and workload; raises ValueError if too few."""
     workloads, found = make_workloads(args.workloads, args.prompts), {}
@@ -250,42 +242,36 @@ def planned(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]
 
 
 def measure_all(
-    args: argparse.Namespace, engines: Mapping[str, LLM], workers: Mapping[str, Worker]
-) -> dict[str, dict]:
-    """Every workload at every number of streams."""
-    found = {}
-    for streams, workloads in planned(args).items():
+    args: argparse.Namespace,
+    plan: Mapping[int, Mapping[str, list[list[Prompt]]]],
+    engines: Mapping[str, LLM],
+    workers: Mapping[str, Worker],
+) -> Iterator[dict[str, Any]]:
+    """Every workload at every number of streams; peers of one stream are left out of others."""
+    for streams, workloads in plan.items():
         peers = {n: w for n, w in workers.items() if streams == 1 or n not in ONE_STREAM_ONLY}
-        for name in workers.keys() - peers:
-            print(f"streams {streams}  engine {name}  not run: it has one stream only", flush=True)
         cells = {}
         for workload, rounds in workloads.items():
             cells[workload] = run_rounds(engines, peers, rounds, args.tokens)
-            found |= show(rows_of(workload, streams, cells[workload]), args.output)
+            yield from rows_of(workload, streams, cells[workload])
         tasks = [cell for workload, cell in cells.items() if workload not in OWN_WORKLOADS]
         if len(tasks) > 1:
-            found |= show(rows_of("overall", streams, joined(tasks)), args.output)
-    return found
+            yield from rows_of("overall", streams, joined(tasks))
 
 
-def main() -> None:
-    """Measure and print."""
-    args, found = arguments(), {}
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield the rows of all cells; return what of them is to be seen at once."""
+    plan = settle(args)
     gguf, directory = prepare(default_work_dir()) if args.peers else (Path(), args.model)
     engines = {name: LLM.from_config(c) for name, c in configs(args, str(directory)).items()}
     workers = start_peers(args, gguf)
+    result: dict[str, Any] = {}
     if args.seeds:
-        found["seeded"] = changed(engines, args.seeds, args.seed_tokens)
-        print(
-            f"of {args.seeds} seeded requests of {args.seed_tokens} tokens not what they are "
-            f"alone: {found['seeded']}",
-            flush=True,
-        )
-    found |= measure_all(args, engines, workers)
+        result["seeded"] = changed(engines, args.seeds, args.seed_tokens)
+    for row in measure_all(args, plan, engines, workers):
+        name = f"{row['workload']} x{row['streams']} {row['engine']}"
+        result[name] = {key: row[key] for key in SHOWN if key in row}
+        yield row
     for worker in workers.values():
         worker.close()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return result

@@ -1,6 +1,6 @@
 """Throughput beside llama.cpp and transformers: same machine, weights, prompts and clock.
 
-    python scripts/bench_throughput.py --peer-python PEERS/bin/python [--rounds 5] [--cases ...]
+    python scripts/bench.py throughput --peer-python PEERS/bin/python [--rounds 5] [--cases ...]
 
 PEERS is a Python 3.11 environment with torch (CPU), transformers and llama-cpp-python. Each engine
 is a worker process of its own that loads once (scripts/peers); only one is ever active, and rounds
@@ -20,20 +20,18 @@ The physics. A decode step reads every weight once, whatever the batch (SmolLM2-
 by one row per sequence, 2 flops each. So few sequences are bound by memory, many by the GEMMs.
 Prefill has hundreds of rows per weight and is bound by the GEMMs: 2 flops per weight and token (the
 LM head only for the last), plus attention. `of ceiling` divides by the larger of the two times at
-the rates measured in the same run.
-
-Prints a table, then one line of JSON. `--output FILE` keeps every round.
+the rates measured in the same run. A row is a round of an engine and a case.
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bench_cases import (
+from cases.machine import measure_ceilings, wait_until_idle
+from cases.throughput_work import (
     CASES,
     Case,
     Workload,
@@ -41,12 +39,11 @@ from bench_cases import (
     make_workload,
     timed_tokens,
 )
-from bench_machine import describe_machine, measure_ceilings, wait_until_idle
-from bench_workers import OURS, Worker, commands
+from cases.workers import OURS, Worker, commands
 from peers.prepare import default_work_dir, prepare
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.sim.experiments import as_text
+from shiftjax.options import ConfigError
 from shiftjax.weights.hf_config import read_config
 
 if TYPE_CHECKING:
@@ -67,7 +64,7 @@ class Budget:
         self.left, self.waited = self.left - spent, self.waited + spent
 
 
-def measure(worker: Worker, case: Case, work: Workload) -> dict:
+def time_one(worker: Worker, case: Case, work: Workload) -> dict:
     """One round of one engine on one workload: up to the first tokens, and all of it."""
     record: dict = {"engine": worker.name, "num_requests": case.num_requests}
     reply: dict = {}
@@ -94,34 +91,18 @@ def merged_cases(names: list[str]) -> list[Case]:
 
 def run_rounds(
     workers: list[Worker], names: list[str], num_rounds: int, budget: Budget
-) -> list[dict]:
+) -> Iterator[dict]:
     """Interleave the engines in every round, each round starting with another one."""
     cases = [(case, make_workload(case)) for case in merged_cases(names)]
     for worker in workers:
         for case, work in cases:  # compile, allocate, fault pages in
             worker.generate(work.prompts, [2] * case.num_requests)
-    records = []
     for number in range(num_rounds):
         budget.wait()
         for case, work in cases:
             turn = number % len(workers)
             for worker in workers[turn:] + workers[:turn]:
-                records.append({"round": number} | measure(worker, case, work))
-                print(progress(records[-1]), file=sys.stderr, flush=True)
-    return records
-
-
-def progress(record: dict) -> str:
-    """One line about one measurement."""
-    seconds = ", ".join(
-        f"{name} {record[f'{name}_seconds']:.2f} s"
-        for name in ("first", "full")
-        if f"{name}_seconds" in record
-    )
-    return (
-        f"round {record['round']} batch {record['num_requests']:2d} {record['engine']:12s} "
-        f"{seconds}  load {record['load']}, others {record['other_cores']} cores"
-    )
+                yield {"round": number} | time_one(worker, case, work)
 
 
 def of_workload(records: list[dict], case: Case, engine: str) -> list[dict]:
@@ -201,71 +182,24 @@ def summarise(
     return summary
 
 
-BUSY_CORES = 0.3  # used by others, beyond which the numbers are only rough
-HEADINGS = {
-    "tokens_per_second": "tokens/s",
-    "of_ceiling": "of ceiling",
-    "ratio": "ratio",
-    "agreement": "same tokens",
-    "load": "load",
-    "other_cores": "other cores",
-}
-
-
-def print_summary(summary: dict, engines: list[str], ceilings: "Ceilings") -> None:
-    """The summary for people."""
-    print(
-        f"ceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
-        f"{ceilings.flops_per_second / 1e9:.0f} GFLOP/s (bfloat16 GEMM); "
-        f"ratio: {engines[0]} over the engine, median of ratios per round"
-    )
-    rows = [
-        {"case": name, "engine": engine} | {head: numbers[key] for key, head in HEADINGS.items()}
-        for name, by_engine in summary.items()
-        for engine, numbers in by_engine.items()
-    ]
-    print(as_text(rows))
-    busiest = max(row["other cores"] for row in rows)
-    if busiest > BUSY_CORES:
-        print(
-            f"not a fair comparison: other processes used up to {busiest} cores meanwhile, and "
-            "engines whose threads spin (OpenMP) lose far more to that than their share"
-        )
-
-
-def arguments() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
+    names = OURS, "llama.cpp", "transformers"
     parser.add_argument("--peer-python", type=Path, help="Python of the peers' environment")
-    parser.add_argument("--engines", default=f"{OURS},llama.cpp,transformers")
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--engines", nargs="+", choices=names, default=names)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work-dir", type=Path, default=default_work_dir(), help="for the weights")
     parser.add_argument("--wait-idle", type=float, default=120, help="seconds in all; 0: don't")
-    parser.add_argument("--output", type=Path, help="JSON file for every round")
     parser.add_argument("--shiftjax", default="{}", help="more arguments of LLM, as JSON")
     parser.add_argument("--llama-cpp", default="", help="more options of its worker")
-    args = parser.parse_args()
-    args.engines, args.cases = args.engines.split(","), args.cases.split(",")
-    for name in args.cases:
-        if name not in CASES:
-            parser.error(f"unknown case {name!r}: one of {', '.join(CASES)}")
-    for name in args.engines:
-        if name not in (OURS, "llama.cpp", "transformers"):
-            parser.error(f"unknown engine {name!r}: {OURS}, llama.cpp or transformers")
-    if args.peer_python is None and args.engines != [OURS]:
-        parser.error("--peer-python names the Python that has llama-cpp-python and transformers")
-    if args.rounds < 1:
-        parser.error(f"--rounds is {args.rounds}, but at least one round is needed")
-    return args
 
 
-def main() -> None:
-    """Prepare, measure, report."""
-    args = arguments()
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield rounds without their tokens; return the summary."""
+    if args.peer_python is None and [*args.engines] != [OURS]:
+        raise ConfigError(["--peer-python names the Python with llama-cpp-python, transformers"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where the peers run
     gguf, directory = prepare(args.work_dir)
     ceilings = measure_ceilings()
@@ -273,30 +207,18 @@ def main() -> None:
     workers = [
         Worker(name, all_commands[name], args.work_dir / f"{name}.log") for name in args.engines
     ]
-    budget = Budget(args.wait_idle)
-    records = run_rounds(workers, args.cases, args.rounds, budget)
+    budget, records = Budget(args.wait_idle), []
+    for record in run_rounds(workers, args.cases, args.rounds, budget):
+        records.append(record)
+        yield {name: value for name, value in record.items() if name != "token_ids"}
     for worker in workers:
         worker.close()
     again = measure_ceilings()  # at both ends: what else runs then only lowers a ceiling
     ceilings = ceilings._make(map(max, zip(ceilings, again, strict=True)))
-    model = read_config(directory)
-    summary = summarise(records, args.cases, args.engines, model, ceilings)
-    print_summary(summary, args.engines, ceilings)
-    result = {
-        "benchmark": "throughput",
+    return {
         "model": directory.name,
-        "machine": describe_machine(),
         "engines": {worker.name: worker.description for worker in workers},
         "ceilings": ceilings._asdict(),
         "waited_seconds": round(budget.waited, 1),
-        "cases": summary,
+        "cases": summarise(records, args.cases, args.engines, read_config(directory), ceilings),
     }
-    if args.output:
-        raw = [{k: v for k, v in record.items() if k != "token_ids"} for record in records]
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result | {"rounds": raw}, indent=1) + "\n")
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,13 @@
 """One engine over two processes of this machine, compared with one process of as many devices.
 
-    python scripts/two_hosts.py [--devices 4] [--quick]
+    python scripts/bench.py two_hosts [--devices 4] [--quick]
 
 Two processes of so many virtual CPU devices each make one mesh (gloo): the first schedules, the
 second repeats its calls, as `shiftjax serve --hosts 2` does. All run the same requests in random
 modes: seeded and greedy ones with shared beginnings, drafts and tables, in too few KV blocks for
 all, and one that is given up. Then four sequences decode, for the time of a step; processes share
 the cores, so the ratio says what talking costs here, and nothing of GPUs. Last, what a message
-takes for 1, 64 and 256 sequences of 512 blocks. Prints a line of JSON.
+takes for 1, 64 and 256 sequences of 512 blocks.
 """
 
 import argparse
@@ -19,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from load_kit import free_port
+from cases.load_kit import free_port
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
@@ -212,8 +213,9 @@ def start(role: str, args: argparse.Namespace, port: int, secret: str, log: Path
     command = [sys.executable, __file__, "--role", role, "--port", str(port), "--secret", secret]
     command += ["--devices", str(args.devices), "--tokens", str(args.tokens)]
     command += ["--quick"] if args.quick else []
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with open(log / f"{role}.json", "w") as out, open(log / f"{role}.log", "w") as err:
-        return subprocess.Popen(command, stdout=out, stderr=err)
+        return subprocess.Popen(command, stdout=out, stderr=err, env=environ)
 
 
 def result_of(role: str, process: Any, log: Path) -> dict[str, Any]:
@@ -247,26 +249,34 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         **{name: leader[name] for name in same},
         "compiles": [leader["compiles"], results["follower"]["compiles"]],
         "step_ms": {"one process": alone["step_ms"], "two": leader["step_ms"]},
-        "message": {num_seqs: message_cost(num_seqs) for num_seqs in SIZES},
     }
 
 
-def main() -> None:
-    """Compare, or be one of the processes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--devices", type=int, default=4, help="of each process")
     parser.add_argument("--tokens", type=int, default=100, help="of the sequences that are timed")
     parser.add_argument("--quick", action="store_true", help="compiled quickly, few tokens")
-    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--secret", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.quick:
-        args.tokens = min(args.tokens, 20)
-    print(json.dumps(run_role(args) if args.role else compare(args)), flush=True)
-    if args.role:
-        os._exit(0)  # JAX would wait for the other process
+
+
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield what messages cost; return how the pair compares with the one."""
+    args.tokens = min(args.tokens, 20) if args.quick else args.tokens
+    for num_seqs in SIZES:
+        yield {"message_of_sequences": num_seqs} | message_cost(num_seqs)
+    return compare(args)
+
+
+def be_a_role() -> None:
+    """Be one of the processes."""
+    parser = argparse.ArgumentParser()
+    options(parser)
+    parser.add_argument("--role", choices=ROLES)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--secret")
+    print(json.dumps(run_role(parser.parse_args())), flush=True)
+    os._exit(0)  # JAX would wait for the other process
 
 
 if __name__ == "__main__":
-    main()
+    be_a_role()

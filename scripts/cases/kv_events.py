@@ -1,74 +1,67 @@
 """What KV events cost the engine's thread, step by step, and what telling a whole index costs it.
 
-    python scripts/bench_kv_events.py [--sequences 64] [--prompt 512] [--output 64] [--rounds 6]
+    python scripts/bench.py kv_events [--sequences 64] [--prompt 512] [--output 64] [--rounds 6]
 
 Two engines that make up tokens do the same work in turns, one of them with events, to which another
 process listens. Counted are CPU seconds of the engine's thread (a busy machine's clock would say
 more of others); each step is compared with the same step of the other engine. Prompts are new in
-every round and the pool holds two rounds, so blocks come and go. Prints medians, with the CPU time
-of all other threads (encoding, sockets) a step, then one line of JSON.
+every round and the pool holds two rounds, so blocks come and go. Rows are of kinds of steps, in
+microseconds, and of sizes of an index, in milliseconds of the engine's thread and of the other; the
+result has the CPU time of all other threads (encoding, sockets) a step.
 """
 
 import argparse
-import json
 import multiprocessing
 import random
 import statistics
 import time
+from collections.abc import Generator
 from functools import partial
+from typing import Any
 
-from bench_machine import describe_machine
+from cases.kit import BLOCK_SIZE, VOCAB_SIZE, echo_engine
 
 from serving.server.kv_events import KvEvents
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.cache_events import CacheFeed
 from shiftjax.core.engine import Engine
-from shiftjax.core.lane import Lane
-from shiftjax.core.policy import ThresholdPolicy
 from shiftjax.core.request import Request, SamplingParams
-from shiftjax.core.scheduler import Scheduler
-from shiftjax.core.scheduler_config import SchedulerConfig
-from shiftjax.parallel.grid import Group
 from shiftjax.sim.echo import EchoRunner
-from shiftjax.sim.experiments import as_text
 
-VOCAB_SIZE, BLOCK_SIZE, STEP_TOKENS = 49152, 16, 1024
+STEP_TOKENS = 1024
 COLUMNS = ("off", "on", "difference")
 INDEX_SIZES = (1000, 10_000, 100_000)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="What KV events cost.")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     for name, default in (("sequences", 64), ("prompt", 512), ("output", 64), ("rounds", 6)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield rows of steps and of indexes; return what is of neither."""
     events = KvEvents("tcp://127.0.0.1:*", "kv@here@echo")
     listener = multiprocessing.get_context("spawn").Process(
         target=listen, args=(events.address,), daemon=True
     )
     listener.start()
     try:
-        found = {"machine": describe_machine(), **vars(options), **measure(options, events)}
+        found = steps_of(args, events)
         while not events.counts["sent"]:
             time.sleep(0.01)
     finally:
         listener.terminate()
         events.close()
-    rows = [
-        {"microseconds a step": kind, **{name: round(found[kind][name], 1) for name in COLUMNS}}
-        for kind in ("prompts", "decodes")
-    ]
-    print(as_text(rows))
-    print(f"other threads: {found['other_us']:.1f} us a step")
+    for kind in ("prompts", "decodes"):
+        yield {"microseconds a step": kind} | found[kind]
     for size in INDEX_SIZES:
         mine, other = tell_all_ms(size)
-        print(f"telling {size} blocks: {mine:.1f} ms, and {other:.1f} of the other thread")
-    print(json.dumps(found))
+        yield {"milliseconds for blocks": size, "engine": mine, "other": other}
+    return found
 
 
-def measure(options: argparse.Namespace, events: KvEvents) -> dict:
+def steps_of(options: argparse.Namespace, events: KvEvents) -> dict:
     """Microseconds of the engine's thread, by kind of step: (off, on, difference)."""
     engines = [make_engine(options) for _ in range(2)]
     feed = CacheFeed([engines[1].lanes[0].scheduler.tables.device])
@@ -109,10 +102,8 @@ def make_engine(options: argparse.Namespace) -> Engine:
     """An engine whose pool holds two rounds."""
     length = options.prompt + options.output
     num_blocks = 1 + 2 * options.sequences * -(-length // BLOCK_SIZE)
-    config = SchedulerConfig(num_blocks, BLOCK_SIZE, options.sequences, STEP_TOKENS)
-    limits = RequestLimits(VOCAB_SIZE, length, (num_blocks - 1) * BLOCK_SIZE)
-    lane = Lane(Scheduler(config), EchoRunner(VOCAB_SIZE), Group(0, 2).modes)
-    return Engine([lane], ThresholdPolicy(256), limits)
+    runners = [EchoRunner(VOCAB_SIZE)]
+    return echo_engine(runners, options.sequences, STEP_TOKENS, length, num_blocks)
 
 
 def tell_all_ms(num_blocks: int) -> tuple[float, float]:
@@ -145,7 +136,3 @@ def listen(address: str) -> None:
     socket.connect(address)
     while True:
         socket.recv_multipart()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Loads on a real server: most of what it can do, twice that, and bursts; what became of each.
 
-    python scripts/loads.py --seconds 60 -- --model smollm2-135m --devices 8 --sp 4 --tp 2
+    python scripts/bench.py loads --seconds 60 -- --model smollm2-135m --sp 4 --tp 2
 
 Starts `shiftjax serve` with the flags after `--`, sends every request of the mixture alone (its
 text then is the reference), finds the capacity with a closed loop, and then runs
@@ -11,20 +11,18 @@ text then is the reference), finds the capacity with a closed loop, and then run
 
 A row for each: how the requests ended, how many of those that finished differ from their
 reference (numbers round differently in other batches, so that one may where its two best tokens
-are that close), latency, the longest queue seen. The last line is JSON. Loopback only.
+are that close), latency, the longest queue seen. Loopback only.
 """
 
 import argparse
 import asyncio
-import json
 import random
-import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from load_kit import (
+from cases.load_kit import (
     HELD,
     LONGEST_PROMPT,
     MOST_TOKENS,
@@ -39,7 +37,6 @@ from load_kit import (
 )
 
 from serving.bench.load import open_loop
-from serving.run.progress import print_table
 from shiftjax.sim.columns import latencies, percentiles
 from shiftjax.sim.trace import arrival_times
 
@@ -165,7 +162,6 @@ async def run(server: ServerProcess, names: Sequence[str], seconds: float) -> di
         for name in names:
             rows[name] = await LOADS[name](loads, known, seconds)
             rows[name]["held"] = await loads.held()
-            print_table(name, rows[name], stderr=False)
     metrics = await metrics_of(server.target)
     rows["recompiles_after_warmup"] = metrics["recompiles_after_warmup_total"]
     rows["mode_switches"] = metrics["mode_switches_total"]
@@ -185,24 +181,20 @@ def failures(rows: dict[str, Any], names: Sequence[str]) -> list[str]:
     return found + (["the end was not clean"] if rows["exit_code"] else [])
 
 
-def main() -> int:
-    """Run; 1 if anything was not as it should be."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, help="of steady and overload; default 60")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of steady and overload")
     parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("flags", nargs="*", help="of shiftjax serve, after --")
-    arguments = parser.parse_args()
-    if arguments.seconds is not None and set(arguments.loads) <= {"bursts"}:
-        parser.error("--seconds has no meaning for bursts")
-    seconds = SECONDS if arguments.seconds is None else arguments.seconds
-    server = ServerProcess(arguments.flags)
+
+
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield a row for each load; return the rest."""
+    server = ServerProcess(args.flags)
     try:
-        rows = asyncio.run(run(server, arguments.loads, seconds))
+        found = asyncio.run(run(server, args.loads, args.seconds))
     finally:
         server.kill()
-    print(json.dumps(rows))
-    return 1 if rows["failures"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for name in args.loads:
+        yield {"load": name} | found.pop(name)
+    return found

@@ -1,6 +1,6 @@
 """What serving costs over the bare engine: an engine without a model behind HTTP and gRPC.
 
-    python scripts/bench_overhead.py --streams 64 --tokens 512 --step-milliseconds 0 0.5 1 2 8
+    python scripts/bench.py overhead --streams 64 --tokens 512 --step-milliseconds 0 0.5 1 2 8
 
 The runner makes up tokens at once, so all that is measured is Python: scheduling, text, JSON or
 protobuf, sockets. With a step time of 0 the engine outruns the front ends, and tokens that come
@@ -12,49 +12,42 @@ step waits until all streams are accepted, and tokens count from the first one t
 may take a third of a second, of which streaming must be all. How long the streams take to start is
 a number of its own. Both clients run on uvloop, parse what they read and do nothing else: the one
 for HTTP is a lean one, that for gRPC is grpc.aio with one channel, which costs three times as much
-per event and leaves the server that much less of the machine. The last line is JSON.
+per event and leaves the server that much less of the machine.
 """
 
 import argparse
 import asyncio
 import gc
-import json
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
+from cases.kit import BLOCK_SIZE, VOCAB_SIZE, echo_engine
 
 from serving.bench.client import Sample, parse_url
 from serving.bench.load import run_load
 from serving.bench.steps import generate
 from serving.run.listeners import Server
-from serving.run.progress import print_table
 from serving.run.serve import GIL_SECONDS
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from serving.server.service import ServedModel, Service
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
-from shiftjax.core.lane import Lane
-from shiftjax.core.policy import make_policy
 from shiftjax.core.request import StepOutput
-from shiftjax.core.scheduler import Scheduler
-from shiftjax.core.scheduler_config import SchedulerConfig
-from shiftjax.parallel.grid import Group
 from shiftjax.sim.echo import EchoRunner
 from shiftjax.sim.trace import TraceRequest
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.resolve import resolve_model
 
 SIDES = ("server", "client")
-VOCAB_SIZE, PROMPT_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN = 49152, 32, 16, 2048
+PROMPT_TOKENS, MAX_MODEL_LEN = 32, 2048
 
 
 class TimedRunner(EchoRunner):
@@ -77,10 +70,7 @@ class TimedRunner(EchoRunner):
 def make_engine(runner: TimedRunner, streams: int) -> Engine:
     """An engine that runs all streams at once."""
     num_blocks = 1 + streams * MAX_MODEL_LEN // BLOCK_SIZE
-    config = SchedulerConfig(num_blocks, BLOCK_SIZE, streams, max(1024, streams))
-    limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN, (num_blocks - 1) * BLOCK_SIZE)
-    lane = Lane(Scheduler(config), runner, Group(0, 1).modes)
-    return Engine([lane], make_policy("threshold", 256), limits, clock=time.monotonic)
+    return echo_engine([runner], streams, max(1024, streams), MAX_MODEL_LEN, num_blocks)
 
 
 def bare(streams: int, tokens: int, step_seconds: float) -> dict[str, float]:
@@ -168,7 +158,7 @@ def _cpu_seconds(process: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(streams: int, tokens: int, step_seconds: float, rounds: int) -> dict[str, Any]:
+def medians_of(streams: int, tokens: int, step_seconds: float, rounds: int) -> dict[str, Any]:
     """Medians over rounds, after one that warms up, of the engine alone, HTTP and gRPC."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -192,22 +182,17 @@ def measure(streams: int, tokens: int, step_seconds: float, rounds: int) -> dict
     }
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--step-milliseconds", type=float, nargs="*", default=[0, 0.5, 1, 2, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    load = {"streams": arguments.streams, "tokens": arguments.tokens}
-    results: dict[str, Any] = dict(load)
-    for milliseconds in arguments.step_milliseconds:
-        row = measure(**load, step_seconds=milliseconds / 1000, rounds=arguments.rounds)
-        print_table(f"steps of {milliseconds:g} ms, medians", row, stderr=False)
-        results[f"step_{milliseconds:g}_ms"] = row
-    print(json.dumps(results))
 
 
-if __name__ == "__main__":
-    main()
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield medians for each time of a step and each way to the engine."""
+    for milliseconds in args.step_milliseconds:
+        found = medians_of(args.streams, args.tokens, milliseconds / 1000, args.rounds)
+        for name, row in found.items():
+            yield {"step_ms": milliseconds, "over": name} | row

@@ -1,22 +1,22 @@
 """What late layers save: prefill of a model with SwiftKV beside the same model without.
 
-    python scripts/bench_swiftkv.py --layers 8 --early 4 --tokens 1024 --rounds 9
+    python scripts/bench.py swiftkv --layers 8 --early 4 --tokens 1024 --rounds 9
 
 Both have random weights, so only their speed means something. Engines take turns, prompt by prompt,
-in one process on one device; no prompt comes twice. Prints seconds and CPU seconds of a prefill,
-medians, and of both the median ratio of a round, as one line of JSON.
+in one process on one device; no prompt comes twice. A row is a prefill; the result has the medians
+of seconds and CPU seconds, and of both the median ratio of a round.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from bench_machine import describe_machine
+from cases.kit import compared, spent
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
@@ -50,41 +50,27 @@ def engine(config: ModelConfig, tokens: int, dtype: str) -> LLM:
     return LLM(f"random:{directory}", prefix_caching=False, **sizes)
 
 
-def prefill(llm: LLM, prompt: list[int]) -> tuple[float, float]:
-    """Seconds and CPU seconds until the first token."""
-    begin, cpu = time.perf_counter(), time.process_time()
-    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
-    return time.perf_counter() - begin, time.process_time() - cpu
-
-
-def main() -> None:
-    """Take turns and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--early", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="bfloat16")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield a row for each prefill, engines in turns; return what they come to."""
     depths = {"plain": None, "swiftkv": args.early}
     engines = {
         name: engine(model(args.layers, early, args.tokens), args.tokens, args.dtype)
         for name, early in depths.items()
     }
-    random = np.random.default_rng(0)
-    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for _ in range(args.rounds + 1):
-        prompt = random.integers(1, 4096, args.tokens).tolist()
+    draw, rows, first = np.random.default_rng(0), [], SamplingParams(temperature=0, max_tokens=1)
+    for number in range(-1, args.rounds):
+        prompt = draw.integers(1, 4096, args.tokens).tolist()
         for name, llm in engines.items():
-            rounds[name].append(prefill(llm, prompt))
-    found: dict[str, object] = {"tokens": args.tokens, "dtype": args.dtype}
-    for place, what in enumerate(("seconds", "cpu_seconds")):
-        plain, swiftkv = ([one[place] for one in rounds[name][1:]] for name in engines)
-        found[what] = [round(statistics.median(each), 4) for each in (plain, swiftkv)]
-        ratios = [a / b for a, b in zip(plain, swiftkv, strict=True)]
-        found[f"ratio_{what}"] = round(statistics.median(ratios), 3)
-    print(json.dumps(found | {"machine": describe_machine()}))
-
-
-if __name__ == "__main__":
-    main()
+            _, taken = spent(lambda llm=llm, prompt=prompt: llm.generate([prompt], first))
+            rows.append({"round": number, "engine": name} | taken)
+            yield rows[-1]
+    return compared(rows[len(engines) :], "plain", "swiftkv")

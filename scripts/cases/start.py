@@ -1,7 +1,7 @@
 """What a start spends, in seconds of the CPU: those of a busy machine are the same.
 
-    python scripts/bench_start.py here smollm2-135m --num-starts 2
-    PYTHONPATH=.:.venv/gpu JAX_PLATFORMS=cpu python scripts/bench_start.py gpus
+    python scripts/bench.py start here smollm2-135m --num-starts 2
+    PYTHONPATH=.:.venv/gpu JAX_PLATFORMS=cpu python scripts/bench.py start gpus
 
 `here` starts an engine with a server's budgets over an empty compilation cache, again and again,
 each time in a process of its own: seconds by phase, and what the cache had.
@@ -13,10 +13,8 @@ be tried without a GPU; its bytes are there.
 """
 
 import argparse
-import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -46,32 +44,31 @@ NUM_BLOCKS = 4096  # the size of the pool is a number in the program, no work
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
-def main() -> None:
-    """Print lines of JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     commands = parser.add_subparsers(dest="command", required=True)
     here = commands.add_parser("here", help="starts on this machine")
     here.add_argument("model")
     here.add_argument("--num-starts", type=int, default=2)
-    here.add_argument("--cache-dir", help="one start, over this compilation cache")
+    here.add_argument("--cache-dir", help="start over this compilation cache")
     gpu = commands.add_parser("gpus", help="a deep model's programs, compiled for GPUs")
     gpu.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4])
     gpu.add_argument("--meshes", nargs="+", default=["4x2", "1x8"], help="SPxTP")
     gpu.add_argument("--chip", default="h200", help="a file of serving/targets")
-    flags = parser.parse_args()
-    if flags.command == "here" and flags.cache_dir:
-        print(json.dumps(start(flags.model, Path(flags.cache_dir))), flush=True)
-        return
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each start, or for each program."""
     with tempfile.TemporaryDirectory() as folder:
-        if flags.command == "here":
-            again = [sys.executable, __file__, "here", flags.model, "--cache-dir", folder]
-            for _ in range(flags.num_starts):
-                subprocess.run(again, check=True)
+        if args.command == "here":
+            with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+                for _ in range(args.num_starts):
+                    yield pool.apply(start, (args.model, Path(args.cache_dir or folder)))
             return
         use_compile_cache(Path(folder))
-        for mesh in flags.meshes:
-            for row in rows_of(deployed(mesh), flags.layers, flags.chip, Path(folder)):
-                print(json.dumps({"mesh": mesh} | row), flush=True)
+        for mesh in args.meshes:
+            for row in rows_of(deployed(mesh), args.layers, args.chip, Path(folder)):
+                yield {"mesh": mesh} | row
 
 
 # ---------------------------------------------------------------- here
@@ -162,7 +159,3 @@ def cpu_seconds() -> float:
     """Of all threads of this process, and of the assemblers that it has started."""
     used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What a mesh and a weight strategy cost: start-up, memory per device, step time, tokens/s.
 
-    python scripts/bench_mesh.py --sp 8 --tp 1 [--weights alias|slice|replicate] [--model ...]
+    python scripts/bench.py mesh --sp 8 --tp 1 [--weights alias|slice|replicate] [--model ...]
 
 On virtual CPU devices all devices share the machine's cores, so step times say what the host can
 do in total, not what a device would; memory and the ratios between strategies are what to read.
@@ -9,29 +9,22 @@ The physics of memory per device: the base shard, w / TP; `replicate` adds w / (
 nothing; `slice` adds nothing to the weights but its slices to the temporaries of a step. A cold
 start compiles every (bucket, mode); a warm one reads them from the cache: run it twice with
 `--cache-dir` of an empty directory.
-
-Prints a table for people, then one JSON line.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from serving.bench.offline import answer_seconds
-from serving.run.progress import print_table
 from shiftjax import LLM
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 48
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the flags; they are the engine's settings of the same names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case: the engine's settings of the same names."""
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -39,7 +32,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", default="threshold", choices=("threshold", "base", "shift"))
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--cache-dir", default="none")
-    return parser.parse_args(argv)
 
 
 def device_bytes(llm: LLM) -> tuple[int, int]:
@@ -62,8 +54,8 @@ def device_bytes(llm: LLM) -> tuple[int, int]:
     return total, max(program.temporary_bytes for program in runner.programs)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start an engine, run one batch, and report."""
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Start an engine, run one batch, and yield a row."""
     batch = arguments.sequences
     start = time.perf_counter()
     llm = LLM(
@@ -84,7 +76,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     prefill = [answer_seconds(llm, 0, batch, PROMPT_TOKENS, 1) for _ in range(3)]
     decode = statistics.median(whole) - statistics.median(prefill)
     weights, temporaries = device_bytes(llm)
-    return {
+    yield {
         "mesh": f"sp={arguments.sp} tp={arguments.tp}",
         "weights": arguments.weights,
         "startup_seconds": round(startup, 1),
@@ -95,15 +87,3 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "prefill_tokens_per_second": round(batch * PROMPT_TOKENS / statistics.median(prefill), 1),
         "steps": llm.stats()["steps_by_mode"],
     }
-
-
-def main() -> int:
-    """Measure and print."""
-    row = measure(parse())
-    print_table("mesh", row, stderr=False)
-    print(json.dumps(row))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,32 +1,33 @@
 """Time to first token of a long prompt that comes again, with and without the host tier.
 
-    python scripts/bench_host_tier.py [--tokens 3000] [--rounds 5] [--out rows.jsonl]
-    python scripts/bench_host_tier.py --assembly
+    python scripts/bench.py host_tier [--tokens 3000] [--rounds 5]
+    python scripts/bench.py host_tier --assembly
 
 SmolLM2-135M on one device whose KV pool holds one such prompt, and two prompts that come in turns:
 each has been evicted by the other when it is asked again. Without a host tier it is computed again;
 with one its blocks come back, and the other's go there in the same step. Engines take turns, prompt
 by prompt. What the restore has to move is 2 * layers * KV heads * head_dim * tokens numbers, what
 computing has to compute about 2 operations for each parameter of a layer and token, and attention.
-Prints a row an answer (and keeps it in --out); the last line is JSON: medians, the median ratio of
-a round, whether the first tokens are the same.
+A row is an answer; the result has medians, the median ratio of a round, and whether the first
+tokens are the same.
 
 With --assembly alone: how fast the host puts together what 8 devices of TP 8 need of a chunk that 8
 stages have written (8 layers each, 8 heads, 512 tokens, head_dim 128, 134 MB), by one thread.
 """
 
 import argparse
-import json
 import statistics
-import time
-from pathlib import Path
+from collections.abc import Generator, Sequence
+from itertools import product
+from typing import Any
 
 import numpy as np
-from bench_machine import describe_machine
+from cases.kit import SPENT, compared, spent
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.host_tier.store_device import Shard, piece
 
+Row = dict[str, Any]
 BLOCK_SIZE = 16
 ENGINES = {"without": "0", "with": "1GiB"}  # host memory
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -47,28 +48,21 @@ def start(host_memory: str, num_tokens: int) -> LLM:
     )
 
 
-def ask(llm: LLM, prompt: list[int]) -> dict[str, float]:
+def ask(llm: LLM, prompt: list[int]) -> Row:
     """Serve a prompt alone: seconds until its first token, what was cached, and the token."""
-    begin, cpu = time.perf_counter(), time.process_time()
-    (out,) = llm.generate([prompt], FIRST)
-    took = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
+    (out,), took = spent(lambda: llm.generate([prompt], FIRST))
     cached = out.metrics.num_cached_tokens if out.metrics else 0
     return took | {"cached_tokens": cached, "token": out.outputs[0].token_ids[0]}
 
 
-def summary(rows: list[dict]) -> dict[str, object]:
+def summary(rows: Sequence[Row]) -> Row:
     """Medians by engine, the median ratio of a round, and whether tokens were the same."""
-    found: dict[str, object] = {}
-    for what in ("seconds", "cpu_seconds"):
-        values = {name: [row[what] for row in rows if row["tier"] == name] for name in ENGINES}
-        ratios = [a / b for a, b in zip(values["without"], values["with"], strict=True)]
-        found[what] = {name: round(statistics.median(each), 4) for name, each in values.items()}
-        found[f"ratio_{what}"] = round(statistics.median(ratios), 2)
     tokens = [{row["token"] for row in rows if row["prompt"] == prompt} for prompt in (0, 1)]
-    return found | {"same_tokens": all(len(each) == 1 for each in tokens)}
+    same = all(len(each) == 1 for each in tokens)
+    return compared(rows, "without", "with") | {"same_tokens": same}
 
 
-def assembly(rounds: int) -> dict[str, float]:
+def assembly(rounds: int) -> Row:
     """Bytes a second, and a CPU second, of what has to be copied together for another layout."""
     each, heads = 8, tuple(range(8))
     size = 2 * each, len(heads), 512, 128
@@ -76,49 +70,37 @@ def assembly(rounds: int) -> dict[str, float]:
         Shard(np.full(size, stage, np.int16), range(each * stage, each * (stage + 1)), heads)
         for stage in range(8)
     ]
-    seconds, cpu_seconds = [], []
-    for _ in range(rounds):
-        begin, cpu = time.perf_counter(), time.process_time()
+
+    def join() -> None:
         for head in heads:
             piece(shards, range(8 * each), (head,), len(heads))
-        seconds.append(time.perf_counter() - begin)
-        cpu_seconds.append(time.process_time() - cpu)
+
+    taken = [spent(join)[1] for _ in range(rounds)]
     num_bytes = sum(shard.values.nbytes for shard in shards)
-    return {
-        "bytes": num_bytes,
-        "bytes_per_second": num_bytes / statistics.median(seconds),
-        "bytes_per_cpu_second": num_bytes / statistics.median(cpu_seconds),
+    rates = {
+        f"bytes_per_{w[:-1]}": num_bytes / statistics.median(t[w] for t in taken) for w in SPENT
     }
+    return {"bytes": num_bytes} | rates
 
 
-def main() -> None:
-    """Take turns and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--assembly", action="store_true")
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> Generator[Row, None, Row | None]:
+    """Yield a row for each answer, engines in turns; return the summary."""
     if args.assembly:
-        print(json.dumps(assembly(args.rounds) | {"machine": describe_machine()}))
-        return
+        yield assembly(args.rounds)
+        return None
     engines = {name: start(memory, args.tokens) for name, memory in ENGINES.items()}
     prompts = np.random.default_rng(0).integers(3, 40_000, (2, args.tokens)).tolist()
-    rows = []
-    for number in range(-1, args.rounds):  # the round before fills caches and is not counted
-        for which, prompt in enumerate(prompts):
-            for name, llm in engines.items():
-                row = {"tier": name, "round": number, "prompt": which, "tokens": args.tokens}
-                row |= ask(llm, prompt)
-                if number >= 0:
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-    moved = engines["with"].stats()["host_tier"]
-    told = summary(rows) | {"machine": describe_machine(), "host_tier": moved}
-    if args.out:
-        args.out.write_text("".join(json.dumps(row) + "\n" for row in [*rows, told]))
-    print(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main()
+    rows: list[Row] = []
+    for number, which, name in product(range(-1, args.rounds), (0, 1), engines):
+        row = {"engine": name, "round": number, "prompt": which, "tokens": args.tokens}
+        row |= ask(engines[name], prompts[which])
+        rows += [row] if number >= 0 else []
+        yield row
+    return summary(rows) | {"host_tier": engines["with"].stats()["host_tier"]}

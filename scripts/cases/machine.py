@@ -92,4 +92,5 @@ def describe_machine() -> dict:
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
     }

@@ -1,6 +1,6 @@
 """Embed the same texts here and with other engines: CPU seconds per token, and likeness.
 
-    python scripts/bench_embeddings.py [--reference PYTHON] [--onnx PYTHON] [--rounds 3] [--out F]
+    python scripts/bench.py embeddings [--reference PYTHON] [--onnx PYTHON] [--rounds 3]
 
 --reference is an interpreter with sentence-transformers, --onnx one with ONNX Runtime (see
 peers/onnx_encoder.py). Contenders take turns, each in a process of its own on one core, and only
@@ -10,7 +10,7 @@ operations a token for MiniLM-L6), so tokens that are computed for nothing, padd
 `computed` counts them; packed rows have some 10%, batches of 32 as they come some 75%.
 
 Texts are made of words of the license, with lengths as in a collection of passages:
-log-normal, median 30 words. One JSON line per contender ends it.
+log-normal, median 30 words. A row is a contender.
 """
 
 import argparse
@@ -22,11 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NUM_TEXTS, MEDIAN_WORDS, SIGMA, MOST_WORDS = 500, 30, 0.8, 180
 BATCH = 32
 
@@ -92,49 +94,43 @@ CONTENDERS = {
 }
 
 
-def measure(name: str, python: str, folder: Path) -> tuple[np.ndarray, dict]:
-    """Run one contender in a process of its own."""
-    found, environ = folder / "found.npy", {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [python, __file__, "--only", name, "--out", str(found)]
+def run_alone(name: str, python: str, folder: Path) -> tuple[np.ndarray, dict]:
+    """Run one contender in a process of its own, whose Python may not have what we import."""
+    found, path = folder / "found.npy", f"{ROOT / 'scripts'}:{ROOT}"
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    command = [python, __file__, name, str(found)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return np.load(found), json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    """Take turns, print a table, end with JSON lines."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--reference", help="a Python with sentence-transformers")
     parser.add_argument("--onnx", help="a Python with ONNX Runtime")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.only:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        found, numbers = CONTENDERS[arguments.only](make_texts())
-        np.save(arguments.out, found)
-        print(json.dumps(numbers))
-        return
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each contender, after rounds in which they took turns."""
     from shiftjax.weights.resolve import resolve_model
 
     os.environ["MINILM"] = str(resolve_model("minilm-l6").path)
-    engines = {"packed": sys.executable, "onnxruntime": arguments.onnx}
-    engines["sentence-transformers"] = arguments.reference
+    engines = {"packed": sys.executable, "onnxruntime": args.onnx}
+    engines["sentence-transformers"] = args.reference
     pythons = {name: engines[name.split(",")[0].split(" ")[0]] for name in CONTENDERS}
     pythons = {name: python for name, python in pythons.items() if python}
     runs: dict[str, list[dict]] = {name: [] for name in pythons}
     embeddings: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(arguments.rounds):
+        for _ in range(args.rounds):
             for name, python in pythons.items():
-                embeddings[name], numbers = measure(name, python, Path(folder))
+                embeddings[name], numbers = run_alone(name, python, Path(folder))
                 runs[name].append(numbers)
     baseline = list(embeddings.values())[-1]
-    lines = []
     for name, numbers in runs.items():
         seconds = statistics.median(each["cpu_seconds"] for each in numbers)
         one = numbers[0]
-        row = {
+        yield {
             "contender": name,
             "texts": NUM_TEXTS,
             "tokens": one["tokens"],
@@ -143,13 +139,10 @@ def main() -> None:
             "rounds": [round(one["tokens"] / each["cpu_seconds"]) for each in numbers],
             "least_cosine": float((embeddings[name] * baseline).sum(1).min()),
         }
-        lines.append(json.dumps(row))
-        fill, rate, least = row["fill"], row["tokens_per_cpu_second"], row["least_cosine"]
-        print(f"{name:36} fill {fill:.2f}  {rate:6d} tokens per CPU second  cosine {least:.7f}")
-    print(*lines, sep="\n")
-    if arguments.out:
-        arguments.out.write_text("\n".join(lines) + "\n")
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a contender and where its embeddings go
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    embedded, counted = CONTENDERS[sys.argv[1]](make_texts())
+    np.save(sys.argv[2], embedded)
+    print(json.dumps(counted))

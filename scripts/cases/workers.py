@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench_machine import busy_core_seconds
+from cases.machine import busy_core_seconds
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORKERS = ROOT / "scripts" / "peers"
 OURS = "shiftjax"
 

@@ -1,23 +1,22 @@
 """Inter-token latency on one data-parallel group while another computes a prompt.
 
-    python scripts/bench_groups.py [--prompt-tokens 1024] [--rounds 5]
+    python scripts/bench.py groups [--prompt-tokens 1024] [--rounds 5]
 
 Two groups of one virtual device each, SmolLM2-135M with random weights. A request decodes on one
 group; then a prompt comes, goes to the other (it has less to do) and is computed in chunks. The
 gaps between the first one's tokens are taken `alone`, before the prompt comes, and `beside`, until
 its first token. Groups of one engine that wait for each other show gaps as long as a chunk takes;
-here the two still share the cores, which groups of GPUs do not. Prints a row a round, then the
-medians of the rounds' percentiles as one line of JSON.
+here the two still share the cores, which groups of GPUs do not. A row is a round, the result has
+the medians of the rounds' percentiles.
 """
 
 import argparse
-import json
-import os
 import statistics
 import time
+from collections.abc import Generator
+from typing import Any
 
 import numpy as np
-from bench_machine import describe_machine
 
 from serving.bench.steps import build_for_all_modes
 from shiftjax.config import EngineConfig
@@ -25,6 +24,7 @@ from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.settings import make_virtual_devices
 
+Row = dict[str, Any]
 CHUNK_TOKENS = 256
 STEADY_TOKENS = 40  # gaps that count as alone
 
@@ -71,30 +71,21 @@ def one_round(engine: Engine, number: int, prompt_tokens: int) -> tuple[list[flo
     return gaps[5 : arrival - 1].tolist(), gaps[arrival - 1 :].tolist()
 
 
-def main() -> None:
-    """Measure and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    engine = start_engine(args.prompt_tokens)
-    one_round(engine, -1, args.prompt_tokens)  # warms up
-    rows = []
-    for number in range(args.rounds):
+
+
+def measure(args: argparse.Namespace) -> Generator[Row, None, Row]:
+    """Yield percentiles of a round's gaps; return their medians."""
+    engine, rows = start_engine(args.prompt_tokens), []
+    for number in range(-1, args.rounds):
         alone, beside = one_round(engine, number, args.prompt_tokens)
-        row = {}
+        row: Row = {}
         for name, gaps in (("alone", alone), ("beside", beside)):
             p50, p99 = np.percentile(gaps, (50, 99)) * 1e3
             row |= {f"{name}_p50_ms": round(p50, 2), f"{name}_p99_ms": round(p99, 2)}
         rows.append(row | {"gaps_beside": len(beside)})
-        print(rows[-1])
-    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    machine = describe_machine() | {"load": round(os.getloadavg()[0], 2)}
-    what = {"benchmark": "inter-token latency", "prompt_tokens": args.prompt_tokens}
-    print(json.dumps(what | medians | {"rounds": args.rounds, "machine": machine}))
-
-
-if __name__ == "__main__":
-    main()
+        yield {"round": number} | rows[-1]
+    return {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}

@@ -1,8 +1,8 @@
 """Host time of a decode step, verb by verb: what the device waits for if nothing overlaps.
 
-    python scripts/bench_host.py [--steps 300] [--sequences 1,64,256]
-    python scripts/bench_host.py --device 8        # with the real runner on 8 virtual devices
-    python scripts/bench_host.py --groups 5,50     # groups of 5 and 50 ms steps beside each other
+    python scripts/bench.py host [--steps 300] [--sequences 1 64 256]
+    python scripts/bench.py host --device 8        # with the real runner on 8 virtual devices
+    python scripts/bench.py host --groups 5 50     # groups of 5 and 50 ms steps beside each other
 
 A step's host work is Python and NumPy over the running sequences, so it grows with their number
 and not with the model; EchoRunner makes up the tokens, in no time that is counted:
@@ -13,8 +13,8 @@ and not with the model; EchoRunner makes up the tokens, in no time that is count
     commit     new tokens into their sequences, events out
 
 A step of SmolLM2-135M takes two CPU cores 10 ms or more, and a GPU a few: the sum has to stay well
-below where nothing overlaps, and below one step where the loop does. Prints a table of medians
-(and the 95th percentile of the sum), then one line of JSON.
+below where nothing overlaps, and below one step where the loop does. Rows are medians in
+microseconds, with the 95th percentile of the sum.
 
 With `--device`, `pack` is followed by `dispatch`: the vector goes to the devices and a compiled
 step of 30 layers is called, in shift mode: as many arrays as SmolLM2-135M has, but narrow ones, so
@@ -22,27 +22,22 @@ that computing takes little. What it computes is waited for, and not counted; th
 host's cores, so this is an upper bound for a host of GPUs.
 
 With `--groups`, the steps of echo runners take the given milliseconds on a clock of their own,
-and the last line has the steps per second of the first group `alone` and `beside` the others. A
-group that steps on its own does as many beside them as alone.
+and the row has the steps per second of the first group `alone` and `beside` the others. A group
+that steps on its own does as many beside them as alone.
 """
 
 import argparse
-import json
-import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from bench_machine import describe_machine
+from cases.kit import BLOCK_SIZE, THRESHOLD, VOCAB_SIZE, echo_engine
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
-from shiftjax.core.admission import RequestLimits
-from shiftjax.core.engine import Engine
-from shiftjax.core.lane import Lane
 from shiftjax.core.policy import ThresholdPolicy
 from shiftjax.core.request import Request, SamplingParams, Sequence, StepOutput, StepPlan
 from shiftjax.core.scheduler import Scheduler
@@ -57,12 +52,9 @@ from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.echo import EchoRunner
-from shiftjax.sim.experiments import as_text
 from shiftjax.weights.random import RandomSource
 
-VOCAB_SIZE = 49_152
 VOCAB = VocabSplit(VOCAB_SIZE, VOCAB_SIZE)
-BLOCK_SIZE = 16
 HEAD_DIM = 64
 PROMPT_TOKENS = 128
 VERBS = ("schedule", "choose", "pack", "commit")
@@ -139,10 +131,14 @@ def one_step(
     return seconds
 
 
-def measure(num_sequences: int, num_steps: int) -> dict[str, float]:
+def measure_host(num_sequences: int, num_steps: int) -> dict[str, float]:
     """Median microseconds of each verb over decode steps of so many running sequences."""
     scheduler = make_scheduler(num_sequences, num_steps)
-    runner, policy, packer = EchoRunner(VOCAB_SIZE), ThresholdPolicy(256), Packer(scheduler.config)
+    runner, policy, packer = (
+        EchoRunner(VOCAB_SIZE),
+        ThresholdPolicy(THRESHOLD),
+        Packer(scheduler.config),
+    )
     one_step(scheduler, runner, policy, None)  # all prompts at once
     if len(scheduler.running) != num_sequences:
         raise RuntimeError(f"{len(scheduler.running)} of {num_sequences} sequences run")
@@ -182,7 +178,7 @@ def measure_device(runner: DeviceRunner, num_sequences: int, num_steps: int) -> 
     packer, mode = Packer(scheduler.config), runner.step.layout.shift
     packer.pool, packer.attention = runner.pool, runner.step.attention
     echo = EchoRunner(VOCAB_SIZE)
-    one_step(scheduler, echo, ThresholdPolicy(256), None)
+    one_step(scheduler, echo, ThresholdPolicy(THRESHOLD), None)
     rows = []
     for number in range(WARM_UP_STEPS + num_steps):
         seconds: dict[str, float] = {}
@@ -227,12 +223,9 @@ def steps_per_second(milliseconds: list[float], seconds: float) -> float:
     """Of the first of these groups, each with one long request."""
     runners = [SleepingRunner(each / 1000) for each in milliseconds]
     num_tokens = int(2 * seconds / min(runner.seconds for runner in runners))
-    config = SchedulerConfig(num_tokens, BLOCK_SIZE, 8, PROMPT_TOKENS)
-    lanes = [Lane(Scheduler(config), runner, MODES) for runner in runners]
-    limits = RequestLimits(VOCAB_SIZE, num_tokens + 1, num_tokens * (BLOCK_SIZE - 1))
-    engine = Engine(lanes, ThresholdPolicy(256), limits, clock=time.monotonic)
+    engine = echo_engine(runners, 8, PROMPT_TOKENS, num_tokens + 1, num_tokens)
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    for number in range(len(lanes)):
+    for number in range(len(runners)):
         engine.add_request(Request(str(number), [1], sampling))
     start = time.monotonic()
     while time.monotonic() < start + seconds:
@@ -250,36 +243,23 @@ def measure_groups(milliseconds: list[float], seconds: float = 1.5) -> dict[str,
     return {"alone": round(alone, 1), "beside": round(beside, 1)}
 
 
-def main() -> None:
-    """Measure what is asked for and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
     parser.add_argument("--steps", type=int, default=300, help="decode steps to time")
-    parser.add_argument("--sequences", default="1,64,256", help="running sequences, by commas")
-    parser.add_argument("--device", type=int, help="virtual devices to dispatch a real step to")
-    parser.add_argument("--groups", help="milliseconds of a step of each group, by commas")
-    args = parser.parse_args()
-    if args.groups and args.device:
-        parser.error("--groups has echo runners: leave out --device")
-    machine = describe_machine() | {"load": round(os.getloadavg()[0], 2)}
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256], help="running")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--device", type=int, help="virtual devices to dispatch a real step to")
+    what.add_argument(
+        "--groups", type=float, nargs="+", help="milliseconds of a step of each group"
+    )
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield medians for each number of sequences, or steps per second."""
     if args.groups:
-        milliseconds = [float(each) for each in args.groups.split(",")]
-        row = {"benchmark": "groups", "milliseconds": milliseconds, "machine": machine}
-        print(json.dumps(row | measure_groups(milliseconds)))
+        yield measure_groups(args.groups)
         return
-    sizes = [int(size) for size in args.sequences.split(",")]
-    if args.device:
-        runner = start_runner(args.device, max(sizes))
-        results = {size: measure_device(runner, size, args.steps) for size in sizes}
-    else:
-        results = {size: measure(size, args.steps) for size in sizes}
-    print("microseconds per step")
-    print(as_text([{"sequences": size} | medians for size, medians in results.items()]))
-    row = {"benchmark": "host", "unit": "microseconds per step", "steps": args.steps}
-    row |= {"devices": args.device or 0, "machine": machine, "sequences": results}
-    print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()
+    runner = start_runner(args.device, max(args.sequences)) if args.device else None
+    for size in args.sequences:
+        found = measure_device(runner, size, args.steps) if runner else None
+        yield {"sequences": size} | (found or measure_host(size, args.steps))

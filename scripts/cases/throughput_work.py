@@ -14,7 +14,7 @@ from shiftjax.arch.weights import layer_parameters
 if TYPE_CHECKING:
     from pallas_kernels.measure import Ceilings
 
-TEXT = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_greedy.json"
+TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "smollm2_greedy.json"
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 SEED = 20260801
 

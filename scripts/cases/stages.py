@@ -1,6 +1,6 @@
 """Pipeline stages on virtual devices: steps in flight, static PP and TP, and phases of both.
 
-    python scripts/bench_stages.py [--quick] [--rounds 3] [--out rows.jsonl]
+    python scripts/bench.py stages [--quick] [--rounds 3]
 
 Random weights of SmolLM2-135M's shapes with 8 layers. Three things are measured:
 
@@ -12,24 +12,23 @@ Random weights of SmolLM2-135M's shapes with 8 layers. Three things are measured
 
 All engines are there at once, and their rounds are interleaved. Virtual devices share the host's
 cores: with 4 devices on 2 cores, at most 2 stages compute at once, so what is seen is that they do,
-that nobody waits for the host, and what a switch takes here, not what 4 cards would do. A row a
-run is printed (and kept in --out); `cpu_seconds` are of all threads, and say least of what else
-the machine does. The last line is JSON: `bytes_equal`, whether every run of the same requests gave
-the same tokens, and the milliseconds of a step by micro-batches.
+that nobody waits for the host, and what a switch takes here, not what 4 cards would do. A row is a
+run; its `cpu_seconds` are of all threads, and say least of what else the machine does. The result
+has `bytes_equal`, whether every run of the same requests gave the same tokens, and the milliseconds
+of a step by micro-batches.
 """
 
 import argparse
-import json
 import random
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 from typing import Any, NamedTuple
 
-from bench_machine import describe_machine
+from cases.kit import spent
 
+from serving.bench.steps import answers
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
@@ -122,15 +121,9 @@ def prepare(built: Built, case: Case) -> None:
 
 def serve(engine: Engine, requests: list[Request]) -> tuple[Tokens, dict[str, Any]]:
     """Tokens of each request; seconds of the clock and of all threads, steps, changes of phase."""
-    for request in requests:
-        engine.add_request(request)
-    tokens: Tokens = {request.request_id: [] for request in requests}
-    before, begin, began = engine.stats(), time.perf_counter(), time.process_time()
-    while engine.has_work():
-        for event in engine.step(time.monotonic()):
-            assert event.error is None, event.error
-            tokens[event.request_id] += event.token_ids
-    row = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - began}
+    before = engine.stats()
+    tokens, taken = spent(lambda: answers(engine, requests))
+    row: dict[str, Any] = taken
     after = engine.stats()
     row["steps"] = sum(after.steps.values()) - sum(before.steps.values())
     old, new = before.find(ReshardingState), after.find(ReshardingState)
@@ -154,21 +147,31 @@ def cases_of(workloads: list[Workload]) -> list[Case]:
     ]
 
 
-def measure(workloads: list[Workload], rounds: int) -> Iterator[tuple[dict, Tokens]]:
-    """A row and the tokens of each run; one round before them is not counted."""
-    engines = {name: start(name) for name in (*DEGREES, PAIR)}
-    for number in range(-1, rounds):
-        for case in cases_of(workloads):
-            built = engines[case.name]
-            prepare(built, case)
-            tokens, row = serve(built.engine, case.workload.requests())
-            if number < 0:
-                continue
-            what = {"what": case.what, "name": case.name, "count": case.num_parts, "round": number}
-            what |= {"host_share": case.host_share} if case.host_share else {}
-            rate = sum(map(len, tokens.values())) / row["seconds"]
-            row |= {"step_ms": 1e3 * row["seconds"] / row["steps"], "tokens_per_second": rate}
-            yield what | case.workload._asdict() | row, tokens
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this case."""
+    parser.add_argument("--quick", action="store_true", help="few tokens, one round")
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield a row for each run; return the summary."""
+    make_virtual_devices(EngineConfig.from_options(devices=NUM_DEVICES))
+    sizes = [(16, 64, 8)] if args.quick else [(32, 256, 8), (32, 64, 64), (16, 16, 128)]
+    rows, tokens, engines = [], [], {name: start(name) for name in (*DEGREES, PAIR)}
+    rounds = range(-1, 1 if args.quick else args.rounds)
+    for number, case in product(rounds, cases_of([Workload(*size) for size in sizes])):
+        built = engines[case.name]
+        prepare(built, case)
+        got, row = serve(built.engine, case.workload.requests())
+        what = {"what": case.what, "name": case.name, "count": case.num_parts, "round": number}
+        what |= {"host_share": case.host_share} if case.host_share else {}
+        rate = sum(map(len, got.values())) / row["seconds"]
+        row |= {"step_ms": 1e3 * row["seconds"] / row["steps"], "tokens_per_second": rate}
+        if number >= 0:
+            rows.append(what | case.workload._asdict() | row)
+            tokens.append(got)
+            yield rows[-1]
+    return summary(rows, tokens)
 
 
 def summary(rows: list[dict], all_tokens: list[Tokens]) -> dict[str, Any]:
@@ -190,7 +193,6 @@ def summary(rows: list[dict], all_tokens: list[Tokens]) -> dict[str, Any]:
         "cpu_seconds": _by_case(rows, "cpu_seconds"),
         "switches": _by_case(rows, "switches"),
         "switch_seconds": _by_case(rows, "switch_seconds"),
-        "machine": describe_machine(),
     }
 
 
@@ -211,27 +213,3 @@ def _of(rows: list[dict], **what: Any) -> list[dict]:
 
 def _median(rows: list[dict], field: str) -> float:
     return round(statistics.median(row[field] for row in rows), 3)
-
-
-def main() -> None:
-    """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few tokens, one round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="file for the rows, one line of JSON each")
-    arguments = parser.parse_args()
-    make_virtual_devices(EngineConfig.from_options(devices=NUM_DEVICES))
-    sizes = [(16, 64, 8)] if arguments.quick else [(32, 256, 8), (32, 64, 64), (16, 16, 128)]
-    rows, tokens = [], []
-    rounds = 1 if arguments.quick else arguments.rounds
-    for row, got in measure([Workload(*size) for size in sizes], rounds):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-        tokens.append(got)
-    if arguments.out is not None:
-        arguments.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    print(json.dumps(summary(rows, tokens)))
-
-
-if __name__ == "__main__":
-    main()

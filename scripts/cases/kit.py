@@ -1,0 +1,55 @@
+"""What cases share: time that was spent, what rounds come to, an engine that makes up tokens."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shiftjax.core.admission import RequestLimits
+from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Lane
+from shiftjax.core.policy import make_policy
+from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.scheduler_config import SchedulerConfig
+from shiftjax.parallel.grid import Group
+from shiftjax.sim.echo import EchoRunner
+
+Row = dict[str, Any]
+SPENT = ("seconds", "cpu_seconds")
+VOCAB_SIZE, BLOCK_SIZE, THRESHOLD = 49_152, 16, 256
+
+
+def spent[T](call: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """Return what a call gives, and the seconds of the clock and of all threads that it took."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    taken = time.perf_counter() - begin, time.process_time() - cpu
+    return result, dict(zip(SPENT, taken, strict=True))
+
+
+def compared(rows: Sequence[Row], over: str, under: str) -> Row:
+    """Return the medians of `SPENT` by engine, and the median over rounds of over / under.
+
+    Rows have an `engine`, one of the two, and come in the same order for both.
+    """
+    result: Row = {}
+    for what in SPENT:
+        values = {name: [r[what] for r in rows if r["engine"] == name] for name in (over, under)}
+        ratios = [a / b for a, b in zip(values[over], values[under], strict=True)]
+        result[what] = {name: round(statistics.median(each), 4) for name, each in values.items()}
+        result[f"ratio_{what}"] = round(statistics.median(ratios), 3)
+    return result
+
+
+def echo_engine(
+    runners: Sequence[EchoRunner], num_seqs: int, step_tokens: int, length: int, num_blocks: int
+) -> Engine:
+    """Return an engine without a model, a group of two devices for each runner.
+
+    A group has `num_blocks` blocks for up to `num_seqs` sequences of up to `length` tokens, and
+    steps of `step_tokens`.
+    """
+    config = SchedulerConfig(num_blocks, BLOCK_SIZE, num_seqs, step_tokens)
+    limits = RequestLimits(VOCAB_SIZE, length, (num_blocks - 1) * BLOCK_SIZE)
+    lanes = [Lane(Scheduler(config), runner, Group(0, 2).modes) for runner in runners]
+    return Engine(lanes, make_policy("threshold", THRESHOLD), limits, clock=time.monotonic)
