@@ -1,10 +1,22 @@
-"""The shapes whose times `gpu_run.py` measures and `gpu_predictions.py` predicts."""
+"""The one table of cases of `gpu_run.py`.
 
-from typing import Any
+Shapes whose times are measured, and predicted by `gpu_predictions.py`; then configurations of the
+kernels, and the steps in which `gpu_checks.py` holds each of them against float64.
+"""
 
+import itertools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from tune_kernels import candidates_for
+
+from pallas_kernels.decode_work import DecodeConfig
+from pallas_kernels.grouped import GroupedConfig
 from pallas_kernels.measure import DecodeShape, ExpertsShape, PrefillShape, Shape
+from pallas_kernels.prefill_work import PrefillConfig
+from pallas_kernels.step_work import KernelConfig
 
-FP8 = "float8_e4m3fn"
+FP8, FP8_DTYPE = "float8_e4m3fn", jnp.float8_e4m3fn
 ONE_HEAD: dict[str, Any] = {"heads": 8, "kv_heads": 1}  # of Llama-70B on each of 8 GPUs
 _TURNS, _NO_TURNS = {"ping_pong": True}, {"ping_pong": False}
 _ONE, _AFTER = PrefillShape(8192, **ONE_HEAD), PrefillShape(512, 32_768, **ONE_HEAD)
@@ -44,3 +56,60 @@ DRY_SHAPES: Shapes = {
     "decode": {"dry, fp8": (DecodeShape(2, 64, **_SMALL, dtype=FP8), {})},
     "prefill": {"dry, fp8": (PrefillShape(32, 16, **_SMALL, dtype=FP8), {"ping_pong": False})},
 }
+
+# ---------------------------------------------------------------------- checked
+
+Step = tuple[tuple[int, int], ...]  # (new tokens, context); the first have one new token each
+Steps = tuple[tuple[str, Step], ...]
+WRAPPING = 0  # a context that fills every place of all rings again, `wrapping_tokens`
+STEPS: dict[str, Step] = {
+    "mixed": ((1, 337), (1, 64), (17, 17), (5, 640), (130, 196)),
+    "long": ((1, 1), (1, 17), (1, 64), (1, WRAPPING)),  # rings, queries' places, jobs of a row
+    "chunk": ((100, 700), (150, 8200)),  # the second is put together from parts
+    "edges": ((1, 15), (1, 16), (1, 17), (1, 1), (16, 32), (17, 33), (64, 64)),
+    "decodes": tuple((1, n) for n in (1, 15, 16, 17, 63, 64, 65, 128, 129, 2000)),
+}
+SMALL: dict[str, Step] = {"mixed": ((1, 70), (1, 17), (18, 45))}
+SMALL_EXPERTS, SMALL_TILES = ExpertsShape(6, 64, 64, 4, 2, 2), GroupedConfig(16, 2)
+
+
+class Kernel(NamedTuple):
+    """One configuration of the kernels; without `config` the safe one."""
+
+    heads: tuple[int, int] = (8, 2)  # of queries, of keys and values
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: Any = jnp.bfloat16
+    kv_dtype: Any = jnp.bfloat16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+    has_sinks: bool = False
+    config: KernelConfig | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Return what differs from the defaults, for people."""
+        values = self._asdict().items()
+        changed = {n: v for n, v in values if v != self._field_defaults[n]}
+        return {n: v.__name__ if isinstance(v, type) else str(v) for n, v in changed.items()}
+
+
+def kernels() -> list[Kernel]:
+    """Return every shape and option, and every candidate of the tuning for one shape."""
+    some = [Kernel((h, kv)) for h, kv in ((8, 1), (32, 8), (8, 8), (12, 4), (7, 1), (32, 1))]
+    some += [Kernel(block_size=block_size) for block_size in (16, 32, 64, 128)]
+    for head_dim, block_size in itertools.product((64, 256), (16, 128)):
+        some.append(Kernel(head_dim=head_dim, block_size=block_size))
+    fp8 = Kernel(kv_dtype=FP8_DTYPE, scales=(0.5, 2.0))
+    some += [Kernel((8, 8), head_dim=96), Kernel(dtype=jnp.float16, kv_dtype=jnp.float16), fp8]
+    some += [Kernel(sliding_window=100), Kernel(soft_cap=30.0), Kernel(has_sinks=True)]
+    some += [fp8._replace(sliding_window=100, soft_cap=30.0, block_size=64)]
+    prefill = (PrefillConfig(**one) for one in candidates_for("prefill", 128, 16))
+    decode = (DecodeConfig(**one) for one in candidates_for("decode", 128, 16))
+    some += [Kernel(config=KernelConfig(prefill=one)) for one in prefill]
+    return some + [Kernel(config=KernelConfig(decode=one)) for one in decode]
+
+
+# What an interpreter can run: few thread blocks, which it runs one by one.
+SMALL_CONFIG = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
+SMALL_KERNEL = Kernel((4, 2), head_dim=64, has_sinks=True, config=SMALL_CONFIG)

@@ -12,17 +12,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tune_kernels import candidates_for
+from gpu_cases import (
+    FP8_DTYPE,
+    SMALL_EXPERTS,
+    SMALL_TILES,
+    STEPS,
+    WRAPPING,
+    Kernel,
+    Step,
+    Steps,
+)
 
 from pallas_kernels import kv_write, reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
-from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
+from pallas_kernels.decode_work import DecodeWork, divide_decode
 from pallas_kernels.grouped import TILE_ROWS, GroupedConfig
 from pallas_kernels.measure import Effort, ExpertsShape
 from pallas_kernels.measure_experts import experts_error
 from pallas_kernels.paged_attention import ragged_paged_attention
-from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.rows import Rows
 from pallas_kernels.step_work import KernelConfig, StepWork, divide_step
 from pallas_kernels.tuned import safe_config
@@ -30,68 +38,13 @@ from shiftjax.device import write_cases
 from shiftjax.device.attention_steps import Shape, look, look_up, on_edges, wrapping_tokens
 from shiftjax.device.views import dlpack_view
 
-Step = tuple[tuple[int, int], ...]  # (new tokens, context); the first have one new token each
-Steps = tuple[tuple[str, Step], ...]
-WRAPPING = 0  # a context that fills every place of all rings again, `wrapping_tokens`
-STEPS: dict[str, Step] = {
-    "mixed": ((1, 337), (1, 64), (17, 17), (5, 640), (130, 196)),
-    "long": ((1, 1), (1, 17), (1, 64), (1, WRAPPING)),  # rings, queries' places, jobs of a row
-    "chunk": ((100, 700), (150, 8200)),  # the second is put together from parts
-    "edges": ((1, 15), (1, 16), (1, 17), (1, 1), (16, 32), (17, 33), (64, 64)),
-    "decodes": tuple((1, n) for n in (1, 15, 16, 17, 63, 64, 65, 128, 129, 2000)),
-}
 SMALL_WRITE = 32  # tokens
-SMALL: dict[str, Step] = {"mixed": ((1, 70), (1, 17), (18, 45))}
 PADDING = 7  # tokens, and sequences, beyond the real ones
 # Relative error of a token's head, in the norm: rounding of the probabilities and of the output.
 LIMITS = {jnp.bfloat16: 1e-2, jnp.float16: 2e-3}
-FP8 = jnp.float8_e4m3fn
 # The same, of what experts add; codes that fall to the other side of a tie are off by 6%.
 EXPERT_LIMITS = {"bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
-SMALL_EXPERTS, SMALL_TILES = ExpertsShape(6, 64, 64, 4, 2, 2), GroupedConfig(16, 2)
 RUNS = 3  # of every step: a race shows as bits that differ
-
-
-class Kernel(NamedTuple):
-    """One configuration of the kernels; without `config` the safe one."""
-
-    heads: tuple[int, int] = (8, 2)  # of queries, of keys and values
-    head_dim: int = 128
-    block_size: int = 16
-    dtype: Any = jnp.bfloat16
-    kv_dtype: Any = jnp.bfloat16
-    sliding_window: int | None = None
-    soft_cap: float | None = None
-    scales: tuple[float, float] = (1.0, 1.0)
-    has_sinks: bool = False
-    config: KernelConfig | None = None
-
-    def described(self) -> dict[str, Any]:
-        """Return what differs from the defaults, for people."""
-        values = self._asdict().items()
-        changed = {n: v for n, v in values if v != self._field_defaults[n]}
-        return {n: v.__name__ if isinstance(v, type) else str(v) for n, v in changed.items()}
-
-
-def kernels() -> list[Kernel]:
-    """Return every shape and option, and every candidate of the tuning for one shape."""
-    some = [Kernel((h, kv)) for h, kv in ((8, 1), (32, 8), (8, 8), (12, 4), (7, 1), (32, 1))]
-    some += [Kernel(block_size=block_size) for block_size in (16, 32, 64, 128)]
-    for head_dim, block_size in itertools.product((64, 256), (16, 128)):
-        some.append(Kernel(head_dim=head_dim, block_size=block_size))
-    fp8 = Kernel(kv_dtype=FP8, scales=(0.5, 2.0))
-    some += [Kernel((8, 8), head_dim=96), Kernel(dtype=jnp.float16, kv_dtype=jnp.float16), fp8]
-    some += [Kernel(sliding_window=100), Kernel(soft_cap=30.0), Kernel(has_sinks=True)]
-    some += [fp8._replace(sliding_window=100, soft_cap=30.0, block_size=64)]
-    prefill = (PrefillConfig(**one) for one in candidates_for("prefill", 128, 16))
-    decode = (DecodeConfig(**one) for one in candidates_for("decode", 128, 16))
-    some += [Kernel(config=KernelConfig(prefill=one)) for one in prefill]
-    return some + [Kernel(config=KernelConfig(decode=one)) for one in decode]
-
-
-# What an interpreter can run: few thread blocks, which it runs one by one.
-SMALL_CONFIG = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
-SMALL_KERNEL = Kernel((4, 2), head_dim=64, has_sinks=True, config=SMALL_CONFIG)
 
 
 def attention_rows(
@@ -115,7 +68,7 @@ def attention_rows(
             for name in steps:
                 yield row | {"step": name} | judged(attend, kernel, of_kernel, name)
             yield row | {"step": "rows alone"} | judged_rows(attend_rows, kernel, of_kernel)
-            if kernel.kv_dtype == FP8:
+            if kernel.kv_dtype == FP8_DTYPE:
                 yield row | {"step": "write"} | judged_write(kernel, interpret)
         except Exception as error:  # the compiler's, or the chip's
             yield row | {"failed": str(error).strip()[:400]}
@@ -279,9 +232,9 @@ def judged_write(kernel: Kernel, interpret: Any) -> dict[str, Any]:
     expected = np.stack(arrays.pool)
     block, offset = np.divmod(arrays.slots, kernel.block_size)
     for pool, new, scale in zip(expected, (arrays.k, arrays.v), arrays.scales, strict=True):
-        largest = float(jnp.finfo(FP8).max)
+        largest = float(jnp.finfo(FP8_DTYPE).max)
         codes = np.clip(new.astype(np.float32) / scale[:, None], -largest, largest)
-        pool[block, :, offset] = codes.astype(FP8)
+        pool[block, :, offset] = codes.astype(FP8_DTYPE)
     placed, run = jax.device_put(arrays), jax.jit(write)
     runs = [np.asarray(run(placed)) for _ in range(RUNS)]
     wrong = write_cases.wrong_with_codes(runs, expected.view(np.uint8))

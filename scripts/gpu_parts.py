@@ -116,7 +116,8 @@ def views(_: Run) -> Iterator[Row]:
 
 def smoke(heads: tuple[int, int], run: Run) -> Iterator[Row]:
     """Three steps of one configuration, three times each: right, and always the same bits."""
-    from gpu_checks import SMALL, SMALL_KERNEL, STEPS, Kernel, attention_rows
+    from gpu_cases import SMALL, SMALL_KERNEL, STEPS, Kernel
+    from gpu_checks import attention_rows
 
     if run.dry and heads != SMOKE["1 KV head"]:
         yield {"skipped": "an interpreter is slow"}
@@ -167,8 +168,7 @@ def torch(run: Run) -> Iterator[Row]:
 def kernel_times(kind: str, run: Run) -> Iterator[Row]:
     """The shapes that are deployed, against the ceilings."""
     import jax
-    from gpu_cases import DRY_SHAPES, SHAPES
-    from gpu_checks import SMALL_CONFIG
+    from gpu_cases import DRY_SHAPES, SHAPES, SMALL_CONFIG
 
     from pallas_kernels.measure import kernel_seconds, row_of
     from pallas_kernels.tuned import config_for
@@ -190,8 +190,8 @@ def kernel_times(kind: str, run: Run) -> Iterator[Row]:
 
 def experts(run: Run) -> Iterator[Row]:
     """Experts of one device: right against float64 in tiles of every size, then how fast."""
-    from gpu_cases import DRY_EXPERTS, EXPERTS
-    from gpu_checks import SMALL_TILES, expert_rows
+    from gpu_cases import DRY_EXPERTS, EXPERTS, SMALL_TILES
+    from gpu_checks import expert_rows
 
     from pallas_kernels.measure import row_of
     from pallas_kernels.measure_experts import experts_seconds
@@ -207,7 +207,8 @@ def experts(run: Run) -> Iterator[Row]:
 
 def correctness(nth: int, run: Run) -> Iterator[Row]:
     """Every configuration of the kernels against float64."""
-    from gpu_checks import attention_rows, kernels
+    from gpu_cases import kernels
+    from gpu_checks import attention_rows
 
     if not run.dry:
         yield from attention_rows(kernels()[nth::SLICES])
@@ -215,8 +216,8 @@ def correctness(nth: int, run: Run) -> Iterator[Row]:
 
 def traces(_: Run) -> Iterator[Row]:
     """Trace all that a run and its tuning would run: what a GPU's time must not be spent on."""
-    from gpu_cases import EXPERTS, SHAPES
-    from gpu_checks import kernels, refusal
+    from gpu_cases import EXPERTS, SHAPES, kernels
+    from gpu_checks import refusal
 
     from pallas_kernels.measure import trace
     from pallas_kernels.measure_experts import trace_experts

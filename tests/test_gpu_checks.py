@@ -10,7 +10,8 @@ from regime import reached
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import gpu_checks
-from gpu_checks import FP8, STEPS, Kernel, attention_rows, fitted, kernels
+from gpu_cases import FP8_DTYPE, SMALL, SMALL_KERNEL, STEPS, Kernel, kernels
+from gpu_checks import attention_rows, fitted
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import kv_write
@@ -19,7 +20,7 @@ from pallas_kernels.decode_work import JOBS_AT_ONCE, most_jobs
 from shiftjax.device import write_cases
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=False)
-CODES = gpu_checks.SMALL_KERNEL._replace(kv_dtype=FP8, scales=(0.5, 2.0))
+CODES = SMALL_KERNEL._replace(kv_dtype=FP8_DTYPE, scales=(0.5, 2.0))
 
 
 def names_reached(kernel: Kernel, name: str) -> set[str]:
@@ -53,7 +54,7 @@ def test_pools_are_no_larger_than_the_largest_step():
 
 @pytest.mark.costs(20)
 def test_rows_alone_and_codes_are_tried_too():
-    rows = list(attention_rows([CODES], gpu_checks.SMALL, INTERPRETER))
+    rows = list(attention_rows([CODES], SMALL, INTERPRETER))
     assert [row["step"] for row in rows] == ["mixed", "rows alone", "write"]
     assert all(row["right"] for row in rows)
 

@@ -24,7 +24,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import gpu_cases  # noqa: E402
-import gpu_checks  # noqa: E402
 import gpu_engine  # noqa: E402
 import gpu_goldens  # noqa: E402
 import gpu_measured  # noqa: E402
@@ -148,7 +147,7 @@ def test_a_dry_run_traces_all_that_a_run_would_compile(dry_rows):
     shapes += gpu_cases.EXPERTS
     assert [row["row"] for row in traced if "row" in row] == shapes
     configurations = [row for row in traced if "kernel" in row]
-    assert len(configurations) == len(gpu_checks.kernels())
+    assert len(configurations) == len(gpu_cases.kernels())
     candidates = sum(
         len(tune_kernels.candidates_for(kernel, 128, 16)) for kernel in ("decode", "prefill")
     )
