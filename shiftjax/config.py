@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from shiftjax.core.policy import POLICIES
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import (
     ConfigError,
@@ -250,8 +251,10 @@ class SchedulerOptions:
 
     max_num_seqs: int = option(64, "sequences in a step, at most", low=1, high=4096)
     max_num_batched_tokens: int = option(1024, "tokens in a step, at most", low=1, high=1 << 20)
-    policy: Literal["threshold", "cost", "base", "shift"] = option(
-        "threshold", "how a step's mode is chosen"
+    policy: str = option(
+        "threshold",
+        "how a step's mode is chosen",
+        choices=tuple(name for name, policy in POLICIES.items() if not policy.is_simulated),
     )
     machine: str | None = option(
         None,
@@ -428,7 +431,7 @@ def _hosts_share_the_devices(
 
 
 def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
-    if policy == "threshold" or shift_threshold is None:
+    if POLICIES[policy].has_threshold or shift_threshold is None:
         return None
     return f"shift_threshold = {shift_threshold} has no meaning with policy = {policy}: drop one"
 
@@ -444,11 +447,12 @@ def _machine_is_used(
     weights: str,
     shift_threshold: int | None,
 ) -> str | None:
-    gathers_by_cost = weights == "gather" and policy == "threshold" and shift_threshold is None
+    has_number = shift_threshold is not None or weights != "gather"
+    steps_by_cost = POLICIES[policy].needs_costs(0 if has_number else None)
     drafts_by_cost = speculation != "none" and draft_choice in ("auto", "cost")
     fleet_by_cost = fleet and fleet_policy == "cost"
-    chosen_by_cost = policy == "cost" or drafts_by_cost or fleet_by_cost or stages == AUTO_STAGES
-    if machine is None or chosen_by_cost or gathers_by_cost:
+    chosen_by_cost = drafts_by_cost or fleet_by_cost or stages == AUTO_STAGES
+    if machine is None or chosen_by_cost or steps_by_cost:
         return None
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 

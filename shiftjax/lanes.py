@@ -158,8 +158,7 @@ def known_costs(deployment: Deployment, machine: str | None, device: Device) -> 
     Raises ConfigError for an unknown machine that something needs; drafts can do without.
     """
     choice, drafts = deployment.drafts.draft_choice, deployment.drafts.speculation != "none"
-    is_needed = deployment.policy == "cost" or (drafts and choice == "cost")
-    is_needed |= deployment.policy == "threshold" and deployment.threshold is None
+    is_needed = deployment.needs_costs or (drafts and choice == "cost")
     is_needed |= bool(deployment.widths) and deployment.fleet.fleet_policy == "cost"
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
     if not (is_needed or (drafts and choice == "auto" and is_known)):

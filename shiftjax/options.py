@@ -23,12 +23,17 @@ def option(
     help: str,
     *,
     flags: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
     low: float | None = None,
     high: float | None = None,
     check: Callable[[Any], str | None] | None = None,
 ) -> Any:
-    """A dataclass field that is a setting; `check` returns what is wrong with a value, or None."""
+    """A dataclass field that is a setting; `check` returns what is wrong with a value, or None.
+
+    `choices` are for a `str` whose values another table names; others have them in a `Literal`.
+    """
     metadata = {"help": help, "flags": flags, "low": low, "high": high, "check": check}
+    metadata["choices"] = choices
     return field(default=default, metadata=metadata)
 
 
@@ -57,7 +62,9 @@ def settings_of(options: type) -> dict[str, Setting]:
 
 def _setting(f: Any, hint: Any) -> Setting:
     kind, item, optional, choices = _kind_of(hint)
-    metadata = {name: f.metadata[name] for name in f.metadata.keys() & Setting.__annotations__}
+    known = f.metadata.keys() & Setting.__annotations__.keys()
+    metadata = {name: f.metadata[name] for name in known}
+    choices = metadata.pop("choices", ()) or choices
     metadata["flags"] = metadata.get("flags") or ("--" + f.name.replace("_", "-"),)
     return Setting(f.name, kind, item, optional, choices, f.default, **metadata)
 

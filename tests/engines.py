@@ -18,7 +18,9 @@ from safetensors.numpy import save_file
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
-from shiftjax.core.request import Event, Request, SamplingParams, StepPlan
+from shiftjax.core.policy import Policy
+from shiftjax.core.request import Event, Request, SamplingParams
+from shiftjax.costs.work import Work
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.parallel.grid import Mode
 from shiftjax.weights.resolve import open_source, resolve_model
@@ -102,13 +104,13 @@ def crowd(seed: int, count: int = 9) -> list[list[int]]:
     ]
 
 
-class RandomPolicy:
+class RandomPolicy(Policy):
     """A mode of the group, or one of base and shift, drawn at random for every step."""
 
     def __init__(self, seed: int, *, ends: bool = False):
         self.random, self.ends = random.Random(seed), ends
 
-    def choose(self, plan: StepPlan, modes, num_waiting: int, last_mode: Mode | None) -> Mode:
+    def mode_of(self, work: Work, modes, num_waiting: int, last_mode: Mode | None) -> Mode:
         return self.random.choice((modes[0], modes[-1]) if self.ends else modes)
 
 

@@ -29,6 +29,7 @@ from cases.load_kit import free_port
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
+from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.hosts.control import NOBODY, Recent, Step
@@ -64,13 +65,13 @@ ROLES = ("alone", "leader", "follower")
 SIZES = (1, 64, 256)
 
 
-class RandomModes:
+class RandomModes(Policy):
     """Base or shift, drawn for every step."""
 
     def __init__(self):
         self._random = random.Random(5)
 
-    def choose(self, plan: Any, modes: Any, num_waiting: int, last_mode: Any) -> Any:
+    def mode_of(self, work: Any, modes: Any, num_waiting: int, last_mode: Any) -> Any:
         """The mode of a step."""
         return self._random.choice((modes[0], modes[-1]))
 
@@ -98,7 +99,7 @@ def serve(engine: Engine, prompts: list[list[int]], asked: list[SamplingParams])
 
 def workload(engine: Engine) -> dict[str, Any]:
     """What the requests come to; the aborted one has no say."""
-    engine.policy = RandomModes()  # pyright: ignore[reportAttributeAccessIssue]
+    engine.policy = RandomModes()
     rng = random.Random(3)
     stem = [rng.randrange(3, 199) for _ in range(20)]
     prompts = [

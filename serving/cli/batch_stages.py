@@ -16,6 +16,7 @@ from serving.server.prompts import Prompts
 from serving.server.service import TEXT_THREADS
 from serving.server.texts import Texts
 from shiftjax.config import EngineConfig
+from shiftjax.core.policy import POLICIES
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
 from shiftjax.deploy.resolve import formats_in
 from shiftjax.device.sizing import host_memory
@@ -113,10 +114,11 @@ def _with_degrees(config: EngineConfig, chosen: Candidate | None) -> EngineConfi
     is_pair = chosen is not None and chosen.phases is not None
     degrees = {} if chosen is None or is_pair else chosen.prefill._asdict()
     stages = chosen.name if chosen is not None and is_pair else None
+    needs_costs = POLICIES[scheduler.policy].needs_costs(config.threshold_tokens)
     is_read = is_pair or cache.prefix_caching or cache.preemption == "swap"
     return replace(
         config,
         parallel=replace(parallel, stages=stages, **degrees),
         cache=cache if is_read else replace(cache, host_memory="0"),
-        scheduler=scheduler if scheduler.policy == "cost" else replace(scheduler, machine=None),
+        scheduler=scheduler if needs_costs else replace(scheduler, machine=None),
     )

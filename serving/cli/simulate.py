@@ -283,10 +283,8 @@ def in_words(replay: Replay) -> str:
     degrees = Degrees(deployment.dp, deployment.pp, deployment.sp, deployment.tp).name
     if deployment.sp == 1:
         return degrees
-    how = {"threshold": f"shift to {deployment.threshold}", "base": "always base"}
-    how |= {"shift": "always shift", "cost": "mode by cost", "greedy": "mode by true cost"}
     gathers = ", gathers" if deployment.layout.gathers else ""
-    return f"{degrees}{gathers}, {how[deployment.policy]}"
+    return f"{degrees}{gathers}, {deployment.policy_class.in_words(deployment.threshold)}"
 
 
 def _host_bytes(text: str | None) -> int:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shiftjax.core.engine import Engine
-from shiftjax.core.lane import Lane
-from shiftjax.core.policy import CostPolicy, FixedPolicy, Policy, ThresholdPolicy
+from shiftjax.core.policy import CostPolicy, Policy
 from shiftjax.fleet.control import Fleet
 from shiftjax.parallel.grid import Mode
 
@@ -21,9 +20,9 @@ def choice_of(engine: Engine) -> dict[str, Any]:
     lane = max(engine.lanes, key=lambda lane: lane.group.width)
     policy = lane.policy or engine.policy
     return {
-        "policy": _name(policy, lane.modes),
-        "threshold": policy.threshold if isinstance(policy, ThresholdPolicy) else None,
-        "modes": [mode._asdict() | {"label": mode.label} for mode in _choosable(policy, lane)],
+        "policy": policy.name,
+        "threshold": policy.most_shifted,
+        "modes": [mode._asdict() | {"label": mode.label} for mode in policy.modes_used(lane.modes)],
         "predicted": _predicted(policy, lane.modes),
         "groups": None if engine.topology.find(Fleet) is not None else len(engine.lanes),
     }
@@ -38,20 +37,6 @@ def capacity_of(engine: Engine) -> dict[str, int | None]:
         "running": sum(each.config.max_num_seqs for each in schedulers),
         "blocks": sum(each.tables.device.num_usable_blocks for each in schedulers),
     }
-
-
-def _name(policy: Policy, modes: Sequence[Mode]) -> str:
-    if isinstance(policy, FixedPolicy):
-        return modes[policy.place].label
-    return "cost" if isinstance(policy, CostPolicy) else "threshold"
-
-
-def _choosable(policy: Policy, lane: Lane) -> list[Mode]:
-    """Base first; a policy by threshold never takes those between."""
-    modes = lane.modes
-    if isinstance(policy, ThresholdPolicy | FixedPolicy):
-        modes = (modes[0], modes[-1])
-    return list(dict.fromkeys(modes))
 
 
 def _predicted(policy: Policy, modes: Sequence[Mode]) -> list[tuple[int, dict[str, float]]]:

@@ -1,24 +1,30 @@
-"""Which parallel mode a step uses. A policy sees the plan and the queue, never JAX."""
+"""Which parallel mode a step uses. A policy sees the plan and the queue, never JAX.
 
-from collections.abc import Callable, Sequence
+The settings read `POLICIES`, so what they need not know is imported for its types alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from shiftjax.core.request import ScheduledSequence, StepPlan
-from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
+
+if TYPE_CHECKING:
+    from shiftjax.core.request import ScheduledSequence, StepPlan
+    from shiftjax.costs.buckets import Bucket
+    from shiftjax.costs.stages import GroupCosts
 
 COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch is worth trusting
 
 
-def work_of(plan: StepPlan) -> Work:
+def work_of(plan: "StepPlan") -> Work:
     """What a plan computes, as the cost model counts it."""
     return work_of_items(plan.scheduled, len(plan.scheduled) - len(plan.chunks))
 
 
-def work_of_items(items: Sequence[ScheduledSequence], num_rowwise: int) -> Work:
+def work_of_items(items: Sequence["ScheduledSequence"], num_rowwise: int) -> Work:
     """The same of a plan's items; tokens of the first `num_rowwise` attend one by one."""
     sizes = [(item.start, item.num_tokens) for item in items]
     pairs = [count * start + count * (count + 1) // 2 for start, count in sizes]
@@ -33,51 +39,111 @@ def work_of_items(items: Sequence[ScheduledSequence], num_rowwise: int) -> Work:
     )
 
 
-class Policy(Protocol):
-    """Chooses the mode of every step among those of its group, `modes`: base first, shift last."""
+class Policy(ABC):
+    """Chooses the mode of every step among those of its group, `modes`: base first, shift last.
 
-    def choose(
-        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
-    ) -> Mode:
-        """The mode of this step; `num_waiting` sequences are not in it for want of room.
+    A class says of itself what is asked before there is a cost model to make an instance with.
+    """
 
-        `last_mode` is that of the group's step before; None: there was none.
-        """
-        ...
+    name: ClassVar[str] = "its own"  # of the setting `policy`, where it is in `POLICIES`
+    has_threshold: ClassVar[bool] = False  # the setting `shift_threshold` has a meaning
+    is_simulated: ClassVar[bool] = False  # it needs what a simulator alone knows: true costs
 
+    @classmethod
+    def made(cls, threshold: int | None, costs: "GroupCosts | None") -> Self:
+        """The policy of these settings; `costs` are there if it `needs_costs`."""
+        return cls()
+
+    @classmethod
+    def needs_costs(cls, threshold: int | None) -> bool:
+        """Whether it takes a cost model of the machine."""
+        return False
+
+    @classmethod
+    def modes_used(cls, modes: Sequence[Mode]) -> Sequence[Mode]:
+        """Those of a group's modes that it may choose, in their order; all, unless it says so."""
+        return modes
+
+    @classmethod
+    def in_words(cls, threshold: int | None) -> str:
+        """How it chooses, for tables of deployments."""
+        return f"mode by {cls.name}"
+
+    @property
+    def most_shifted(self) -> int | None:
+        """Tokens of the largest step in SHIFT, which drafts do not pass; None: no number says."""
+        return None
+
+    @abstractmethod
     def mode_of(
         self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
     ) -> Mode:
-        """What `choose` will say of a plan with this work."""
-        ...
+        """The mode of a step of this work; `num_waiting` sequences are not in it, lacking room.
 
-    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
+        `last_mode` is that of the group's step before; None: there was none. It is asked for plans,
+        and for what a plan would be with more drafts: the same work must get the same mode.
+        """
+
+    def choose(
+        self, plan: "StepPlan", modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """The mode of this step: that of its work."""
+        return self.mode_of(work_of(plan), modes, num_waiting, last_mode)
+
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """The modes it may choose for steps of `least` tokens or more in a bucket.
 
         These are compiled ahead of traffic.
         """
-        ...
+        return list(self.modes_used(modes))
 
 
 @dataclass(frozen=True)
-class ThresholdPolicy:
+class ThresholdPolicy(Policy):
     """BASE for more than `threshold` scheduled tokens, else SHIFT (Shift Parallelism, 3.3)."""
 
     threshold: int
+    name: ClassVar[str] = "threshold"
+    has_threshold: ClassVar[bool] = True
 
-    def choose(
-        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
-    ) -> Mode:
-        """Count prefill and decode tokens of the step alike."""
-        return self._mode(modes, plan.num_tokens)
+    @classmethod
+    def made(cls, threshold: int | None, costs: "GroupCosts | None") -> Self:
+        """Without a number the one that the costs say pays."""
+        return cls(shift_threshold(_known(costs)) if threshold is None else threshold)
+
+    @classmethod
+    def needs_costs(cls, threshold: int | None) -> bool:
+        """Without a number."""
+        return threshold is None
+
+    @classmethod
+    def modes_used(cls, modes: Sequence[Mode]) -> Sequence[Mode]:
+        """The first and the last, which may be one."""
+        return tuple(dict.fromkeys((modes[0], modes[-1])))
+
+    @classmethod
+    def in_words(cls, threshold: int | None) -> str:
+        """With the number, where it is known."""
+        return "shift where it pays" if threshold is None else f"shift to {threshold}"
+
+    @property
+    def most_shifted(self) -> int:
+        """The threshold."""
+        return self.threshold
 
     def mode_of(
         self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
     ) -> Mode:
-        """The same of what a plan would compute."""
+        """Count prefill and decode tokens of the step alike."""
         return self._mode(modes, work.num_tokens)
 
-    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
+    def choose(
+        self, plan: "StepPlan", modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """The same without summing up the work, which takes the host longer."""
+        return self._mode(modes, plan.num_tokens)
+
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """One, but for the bucket that holds the threshold."""
         return list(dict.fromkeys(self._mode(modes, n) for n in (bucket.tokens, least)))
 
@@ -86,16 +152,15 @@ class ThresholdPolicy:
 
 
 @dataclass(frozen=True)
-class FixedPolicy:
+class FixedPolicy(Policy):
     """The same mode for every step: the controls that shifting is measured against."""
 
     place: int  # among the modes: 0 is base, -1 shift
 
-    def choose(
-        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
-    ) -> Mode:
-        """Whatever the traffic."""
-        return modes[self.place]
+    @classmethod
+    def in_words(cls, threshold: int | None) -> str:
+        """By the name of the mode."""
+        return f"always {cls.name}"
 
     def mode_of(
         self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
@@ -103,13 +168,45 @@ class FixedPolicy:
         """Whatever the work."""
         return modes[self.place]
 
-    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
+    def choose(
+        self, plan: "StepPlan", modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
+    ) -> Mode:
+        """The same without summing up the work."""
+        return modes[self.place]
+
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """The one."""
         return [modes[self.place]]
 
 
 @dataclass(frozen=True)
-class CostPolicy:
+class BasePolicy(FixedPolicy):
+    """Every step in BASE: no weights of SHIFT are needed."""
+
+    place: int = 0
+    name: ClassVar[str] = "base"
+
+    @classmethod
+    def modes_used(cls, modes: Sequence[Mode]) -> Sequence[Mode]:
+        """The first."""
+        return modes[:1]
+
+
+@dataclass(frozen=True)
+class ShiftPolicy(FixedPolicy):
+    """Every step in SHIFT."""
+
+    place: int = -1
+    name: ClassVar[str] = "shift"
+
+    @classmethod
+    def modes_used(cls, modes: Sequence[Mode]) -> Sequence[Mode]:
+        """The last."""
+        return modes[-1:]
+
+
+@dataclass(frozen=True)
+class CostPolicy(Policy):
     """The mode that the cost model predicts to be quickest, with hysteresis.
 
     The plan is the same in every mode, so the quickest is best for latency and throughput alike.
@@ -120,22 +217,27 @@ class CostPolicy:
     splits tokens needs no margin and one to SHIFT, which would soon be undone, pays both ways.
     """
 
-    costs: GroupCosts
+    costs: "GroupCosts"
     margin: float = COST_MARGIN
+    name: ClassVar[str] = "cost"
 
-    def choose(
-        self, plan: StepPlan, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
-    ) -> Mode:
-        """Compare the predictions for a step of this size."""
-        return self.mode_of(work_of(plan), modes, num_waiting, last_mode)
+    @classmethod
+    def made(cls, threshold: int | None, costs: "GroupCosts | None") -> Self:
+        """By these costs, whatever the threshold."""
+        return cls(_known(costs))
+
+    @classmethod
+    def needs_costs(cls, threshold: int | None) -> bool:
+        """Always."""
+        return True
 
     def mode_of(
         self, work: Work, modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
     ) -> Mode:
-        """What `choose` will say of a plan with this work."""
+        """Compare the predictions for a step of this size."""
         return self._choose(self.costs.size_of(work), modes, num_waiting > 0, last_mode)
 
-    def wanted(self, modes: Sequence[Mode], least: int, bucket: Bucket) -> list[Mode]:
+    def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """Those that some queue and some step before would lead to."""
         lasts = (None, *modes)
         cases = [(queue, last) for queue in (False, True) for last in lasts]
@@ -155,7 +257,21 @@ class CostPolicy:
         return best if seconds[last] - seconds[best] > doubt else last
 
 
-def shift_threshold(costs: GroupCosts, most: int = 1 << 16) -> int:
+@dataclass(frozen=True)
+class GreedyPolicy(CostPolicy):
+    """The quickest mode at once, by the true costs: what a perfect cost model would come to."""
+
+    margin: float = 0.0
+    name: ClassVar[str] = "greedy"
+    is_simulated: ClassVar[bool] = True
+
+    @classmethod
+    def in_words(cls, threshold: int | None) -> str:
+        """By what it knows."""
+        return "mode by true cost"
+
+
+def shift_threshold(costs: "GroupCosts", most: int = 1 << 16) -> int:
     """The largest step, in tokens, that is quicker in SHIFT, if all larger ones are in BASE.
 
     For prompt tokens; a step of decodes moves the crossing little, because attention costs the
@@ -175,21 +291,19 @@ def shift_threshold(costs: GroupCosts, most: int = 1 << 16) -> int:
     return low
 
 
-def _by_threshold(threshold: int | None, costs: GroupCosts | None) -> Policy:
-    return ThresholdPolicy(shift_threshold(_known(costs)) if threshold is None else threshold)
+_CLASSES: tuple[type[Policy], ...] = (
+    ThresholdPolicy,
+    CostPolicy,
+    BasePolicy,
+    ShiftPolicy,
+    GreedyPolicy,
+)
+POLICIES: Mapping[str, type[Policy]] = {each.name: each for each in _CLASSES}
+"""Every policy by its name; the settings and `--compare` offer what is here."""
 
 
-POLICIES: dict[str, Callable[[int | None, GroupCosts | None], Policy]] = {
-    "threshold": _by_threshold,
-    "cost": lambda threshold, costs: CostPolicy(_known(costs)),
-    "greedy": lambda threshold, costs: CostPolicy(_known(costs), margin=0.0),  # of simulations
-    "base": lambda threshold, costs: FixedPolicy(0),
-    "shift": lambda threshold, costs: FixedPolicy(-1),
-}
-
-
-def make_policy(name: str, threshold: int | None, costs: GroupCosts | None = None) -> Policy:
-    """The policy of this name; `cost` needs `costs`, and so does a threshold that follows from it.
+def make_policy(name: str, threshold: int | None, costs: "GroupCosts | None" = None) -> Policy:
+    """The policy of this name; `costs` may be None where it needs none.
 
     Raises `ValueError` with what is wrong.
     """
@@ -197,12 +311,12 @@ def make_policy(name: str, threshold: int | None, costs: GroupCosts | None = Non
         raise ValueError(f"There is no policy {name!r}; choose one of {', '.join(POLICIES)}.")
     if threshold is not None and threshold < 0:
         raise ValueError(f"The shift threshold must be at least 0 tokens, not {threshold}.")
-    return POLICIES[name](threshold, costs)
+    return POLICIES[name].made(threshold, costs)
 
 
 def wanted_modes(
-    policy: Policy, buckets: Sequence[Bucket], modes: Sequence[Mode]
-) -> dict[Bucket, list[Mode]]:
+    policy: Policy, buckets: Sequence["Bucket"], modes: Sequence[Mode]
+) -> "dict[Bucket, list[Mode]]":
     """The modes that a policy may choose in each bucket; the smallest bucket comes first."""
     wanted: dict[Bucket, list[Mode]] = {}
     for bucket in buckets:
@@ -211,7 +325,7 @@ def wanted_modes(
     return wanted
 
 
-def _known(costs: GroupCosts | None) -> GroupCosts:
+def _known(costs: "GroupCosts | None") -> "GroupCosts":
     if costs is None:
         raise ValueError("The policy needs a cost model of the machine.")
     return costs

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
 from shiftjax.core.admission import RequestLimits
+from shiftjax.core.policy import POLICIES, Policy
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
@@ -123,6 +124,21 @@ class Deployment:
     def tp(self) -> int:
         """How many ways a unit splits the weights."""
         return self.layout.tp
+
+    @property
+    def policy_class(self) -> type[Policy]:
+        """What chooses the modes of its steps."""
+        return POLICIES[self.policy]
+
+    @property
+    def shifts(self) -> bool:
+        """Whether its policy may choose SHIFT."""
+        return self.layout.shift in self.policy_class.modes_used(self.layout.modes)
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether its policy takes a cost model of the machine."""
+        return self.policy_class.needs_costs(self.threshold)
 
     @property
     def grid(self) -> Grid:
@@ -245,10 +261,10 @@ class Deployment:
         threshold lets through.
         """
         most = shifted = self.max_num_batched_tokens
-        if self.sp == 1 or self.policy == "base":
+        if self.sp == 1 or not self.shifts:
             shifted = 0
-        elif self.policy == "threshold" and not self.token_buckets and self.threshold is not None:
-            shifted = min(most, self.threshold)
+        elif self.policy_class.has_threshold and not self.token_buckets:
+            shifted = most if self.threshold is None else min(most, self.threshold)
         rows = self.budgets.max_rows
         return temporary_bytes(self.layout, self.formats, most, shifted, rows)
 
@@ -275,7 +291,7 @@ class Deployment:
             return min(of_stages, key=lambda memory: memory.num_kv_tokens)
         layout, formats = self.layout, self.formats
         weights, copy = weight_bytes(layout, formats), 0
-        if self.policy != "base":
+        if self.shifts:
             copy = shift_copy_bytes(layout, formats, self.weights)
         workspace = self.temporary_bytes if workspace_bytes is None else workspace_bytes
         if self.host_bytes:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from shiftjax.core.plan_builder import PlanBuilder
-from shiftjax.core.policy import Policy, ThresholdPolicy, work_of, work_of_items
+from shiftjax.core.policy import Policy, work_of, work_of_items
 from shiftjax.core.request import StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.stages import GroupCosts
@@ -26,7 +26,7 @@ class Prices:
     @property
     def threshold(self) -> int | None:
         """Of a policy with one: drafts do not carry a step past it."""
-        return self.policy.threshold if isinstance(self.policy, ThresholdPolicy) else None
+        return None if self.policy is None else self.policy.most_shifted
 
     def seconds(
         self, builder: PlanBuilder, num_waiting: int, last_mode: Mode | None, overlap: bool

@@ -189,7 +189,8 @@ def _fleet(target: Target, made: Lanes, clock: Clock) -> Fleet:
     """The groups that come and go; greedy ones do so for nothing, whenever it is best."""
     deployment = made.deployment
     machine, host_seconds = target.machine, target.engine.host(0, 2)
-    if deployment.policy == "greedy":
+    is_free = deployment.policy_class.is_simulated
+    if is_free:
         free, host_seconds = (Transfer(0.0, float("inf")),), 0.0
         machine = replace(
             machine, all_to_all=free, memory_bytes_per_second=float("inf"), kernel_seconds=0.0
@@ -199,6 +200,6 @@ def _fleet(target: Target, made: Lanes, clock: Clock) -> Fleet:
     known = made.policies, made.beliefs
     fleet = make_fleet(deployment, made.lanes, *known, mover, lambda: clock.now)
     fleet.history = deque()  # all of it
-    if isinstance(fleet.policy, CostArrangement) and deployment.policy == "greedy":
+    if isinstance(fleet.policy, CostArrangement) and is_free:
         fleet.policy = replace(fleet.policy, moves=costs, margin=0.0, hold_switches=0.0)
     return fleet

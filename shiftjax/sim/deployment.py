@@ -334,17 +334,17 @@ def least_tp(target: Target) -> int:
 def modes_of(costs: GroupCosts, deployment: Deployment) -> tuple[Mode, ...]:
     """The modes that a deployment may use, base first and shift last.
 
-    A threshold knows these two only; an engine that copies weights has copies for SHIFT alone.
+    Those of its policy; an engine that copies weights has copies for SHIFT alone.
     """
     modes = costs.layout.modes
-    ends = tuple(dict.fromkeys((modes[0], modes[-1])))
-    fixed = {"base": modes[:1], "shift": modes[-1:], "threshold": ends}
-    return fixed.get(deployment.policy, ends if costs.engine.copies_shift_weights else modes)
+    if costs.engine.copies_shift_weights:
+        modes = tuple(dict.fromkeys((modes[0], modes[-1])))
+    return tuple(deployment.policy_class.modes_used(modes))
 
 
 def policy_of(deployment: Deployment, costs: GroupCosts, belief: GroupCosts) -> Policy:
-    """The policy of a deployment. It decides by `belief`; a greedy one knows the true `costs`."""
-    believed = costs if deployment.policy == "greedy" else belief
+    """The policy of a deployment. It decides by `belief`; a simulated one knows true `costs`."""
+    believed = costs if deployment.policy_class.is_simulated else belief
     return make_policy(deployment.policy, deployment.threshold, believed)
 
 
@@ -367,7 +367,7 @@ def drafting_of(
         raise ConfigError(["drafts are simulated with an acceptance: how often they are right"])
     if options.draft_paths > 1:
         raise ConfigError(["drafts of several paths (draft_paths) are not simulated"])
-    if not deployment.token_buckets and deployment.policy not in ("cost", "greedy"):
+    if not deployment.token_buckets and not deployment.needs_costs:
         if options.draft_choice == "fill":
             raise ConfigError(
                 [f"{target.engine.name} pads no steps: draft_choice = fill does nothing"]

@@ -15,7 +15,7 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.core.policy import POLICIES, FixedPolicy, make_policy, wanted_modes
+from shiftjax.core.policy import POLICIES, BasePolicy, ShiftPolicy, make_policy, wanted_modes
 from shiftjax.core.request import DuplicateRequestError, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.hosts.control import LostHostError
@@ -58,8 +58,8 @@ def test_policies_know_which_modes_they_may_choose():
 
 
 def test_policies_by_name():
-    assert make_policy("base", 0) == FixedPolicy(0)
-    assert make_policy("shift", 0) == FixedPolicy(-1)
+    assert make_policy("base", 0) == BasePolicy()
+    assert make_policy("shift", 0) == ShiftPolicy()
     with pytest.raises(ValueError, match=", ".join(POLICIES)):
         make_policy("cost-of-living", 0)
     with pytest.raises(ValueError, match="at least 0"):

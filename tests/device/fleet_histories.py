@@ -10,6 +10,7 @@ import numpy as np
 from echo_pools import Told
 
 from shiftjax.build import Built
+from shiftjax.core.policy import Policy
 from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import Wish
@@ -92,11 +93,14 @@ def random_arrangement(rng: random.Random, units: int, widths: tuple[int, ...]) 
     return found
 
 
-class AnyCompiled:
+class AnyCompiled(Policy):
     """A mode drawn at random from those in which a plan's step is compiled."""
 
     def __init__(self, runner, rng: random.Random):
         self.runner, self.random = runner, rng
+
+    def mode_of(self, work, modes, num_waiting, last_mode):
+        raise AssertionError("only a plan says which programs there are")
 
     def choose(self, plan, modes, num_waiting, last_mode):
         return self.random.choice(list(self.runner.program_for(plan).steps))
