@@ -16,7 +16,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.deploy.resolve import Suited, check_hosts, formats_in, resolve
+from shiftjax.deploy.resolve import Suited, check_experts, check_hosts, formats_in, resolve
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
@@ -254,7 +254,8 @@ def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
 def _machine(
     config: EngineConfig, model: ModelConfig, cache_dir: Path | None
 ) -> tuple[list[Device], Suited]:
-    """The devices, and what suits them."""
+    """The devices, and what suits them. Raises ConfigError for a model that cannot be loaded."""
+    check_experts(model)
     devices = jax.devices()[: config.parallel.devices]
     if config.host.is_one_of_several:  # measured on each they would differ
         return devices, Suited()

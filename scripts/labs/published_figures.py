@@ -25,20 +25,14 @@ from pathlib import Path
 
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.draft_options import DraftOptions
+from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.fleet.setup import move_costs
-from shiftjax.sim.deployment import (
-    Target,
-    cost_model,
-    deploy,
-    deploy_fleet,
-    memory_of,
-    standard_deployments,
-)
+from shiftjax.sim.deployment import Target, cost_model, deploy, memory_of
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import choose_deployments, saturation_rate, target_from
 from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.metrics import makespan, peak_throughput, summary
+from shiftjax.sim.named import STANDARD, standard_deployments
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
 
@@ -130,11 +124,9 @@ def flying() -> Iterator[Figure]:
     cost policy. The first figure is the devices' part of a bind of 64 sequences.
     """
     llama = target("llama-70b", "h200x8")
-    deployments = {
-        **standard_deployments(llama),
-        "as published": deploy_fleet(llama, "fleet:load:sequential:shift"),
-        "ours": deploy_fleet(llama, "fleet"),
-    }
+    deployments = standard_deployments(llama, (*STANDARD, "fleet:load:sequential:shift", "fleet"))
+    deployments["as published"] = deployments.pop("fleet:load:sequential:shift")
+    deployments["ours"] = deployments.pop("fleet")
     ours = deployments["ours"]
     memory = memory_of(llama, ours)
     sized = ours.with_blocks(memory.num_kv_tokens // ours.block_size, memory)
@@ -166,7 +158,7 @@ def suffix() -> Iterator[Figure]:
     llama = target("llama-70b", "h100x8", dtype="bfloat16")
     drafts = DraftOptions(speculation="suffix", draft_choice="fixed")
     plain, drafting = (
-        standard_deployments(llama, **settings)["tp"] for settings in ({}, {"drafts": drafts})
+        standard_deployments(llama, ("tp",), drafts=each)["tp"] for each in (NO_DRAFTS, drafts)
     )
     request = [TraceRequest(0.0, 512, 2000)]
 

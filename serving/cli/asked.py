@@ -17,7 +17,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
-from shiftjax.sim.deployment import FLEET, Target, deploy_config
+from shiftjax.sim.deployment import Target, deploy_config
 from shiftjax.sim.experiments import target_from, target_of
 
 BUDGETS = {
@@ -67,16 +67,18 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
 
 
 def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:
-    """Those of the settings, but for flags. Raises ConfigError, also where flags are for nobody."""
-    values = ((name, getattr(arguments, name, None)) for name in FLEET_SETTINGS)
-    given = {name: from_text(FLEET_SETTINGS[name], value) for name, value in values if value}
-    compared = (getattr(arguments, "compare", None) or "").split(",")
-    if given and not any(name.split(":")[0] == FLEET for name in compared):
-        raise ConfigError([f"{n} is for fleets, which --compare does not name" for n in given])
+    """Those of the settings, but for flags. Raises ConfigError."""
+    given = {n: from_text(FLEET_SETTINGS[n], text) for n, text in fleet_flags(arguments).items()}
     problems = ((name, problem_with(FLEET_SETTINGS[name], value)) for name, value in given.items())
     if wrong := [f"{name} {problem}" for name, problem in problems if problem]:
         raise ConfigError(wrong)
     return replace(config.fleet, fleet=True, **given)
+
+
+def fleet_flags(arguments: argparse.Namespace) -> dict[str, str]:
+    """The flags of fleets that were given."""
+    values = ((name, getattr(arguments, name, None)) for name in FLEET_SETTINGS)
+    return {name: value for name, value in values if value}
 
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:

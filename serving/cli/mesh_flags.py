@@ -58,8 +58,8 @@ def _add_simulate(commands: Any, add: Add) -> None:
     _add_target(parser)
     parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
     parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
-    text = f"deployments, comma-separated; default {COMPARED}, with --config also config; see docs"
-    parser.add_argument("--compare", help=text)
+    text = f"names, as {COMPARED} (default), or settings, as shift,tp=8; with --config also config"
+    parser.add_argument("--compare", nargs="+", metavar="NAMES", help=text)
     parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
     parser.add_argument(
         "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"

@@ -8,7 +8,7 @@ from typing import Any
 
 from serving.bench.flags import meshes_of
 from serving.cli.advise import is_asked, least_gpus
-from serving.cli.asked import asked_of
+from serving.cli.asked import asked_of, fleet_flags
 from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
 from shiftjax.config import EngineConfig
 from shiftjax.core.request import SamplingParams
@@ -20,10 +20,8 @@ from shiftjax.parallel.fleet import FleetOptions, spelled
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import (
-    FLEET,
     Target,
     cost_model,
-    standard_deployments,
 )
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import (
@@ -36,7 +34,9 @@ from shiftjax.sim.experiments import (
     write_rows,
 )
 from shiftjax.sim.fleet_planning import fleet_estimates
+from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.hosts import hosts_in_words
+from shiftjax.sim.named import Phases, standard_deployments
 from shiftjax.sim.planning import (
     Estimate,
     Workload,
@@ -234,17 +234,12 @@ def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
 def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Replay one trace through several deployments, at one or more rates."""
     target, settings, own, options = asked_of(arguments)
-    names = (arguments.compare or COMPARED).split(",")
-    if arguments.shift_threshold is not None:
-        if arguments.shift_threshold < 0:
-            raise ConfigError(["--shift-threshold must be at least 0"])
-        if "shift" not in names and not own:
-            raise ConfigError(["--shift-threshold is for shift, which --compare does not name"])
-    host_bytes = _host_bytes(arguments.host_memory)
-    has_memory = arguments.host_memory is not None
-    if has_memory and not any(":" in name and name.split(":")[0] != FLEET for name in names):
-        raise ConfigError(["--host-memory is for phases, which --compare does not name"])
-    deployments = [*own, *choose_deployments(target, names, options, host_bytes, **settings)]
+    if (arguments.shift_threshold or 0) < 0:
+        raise ConfigError(["--shift-threshold must be at least 0"])
+    names = compared_names(arguments.compare or [COMPARED])
+    shared = settings | {"fleet": options, "host_bytes": _host_bytes(arguments.host_memory)}
+    deployments = [*own, *choose_deployments(target, names, **shared)]
+    _check_use(arguments, deployments)
     requests = _trace(arguments)
     factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
     if not all(0 < factor < math.inf for factor in factors):
@@ -265,6 +260,35 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         report.phases([point for point in points if point.replay.phases])
         report.save(arguments.out / "report.html")
     return 0
+
+
+def compared_names(texts: Sequence[str]) -> list[str]:
+    """The names of `--compare`: a text with settings is one, any other has commas between names."""
+    return [name for text in texts for name in ([text] if "=" in text else text.split(","))]
+
+
+def _check_use(
+    arguments: argparse.Namespace, deployments: Sequence[Deployment | Phases | Oracle]
+) -> None:
+    """Raise ConfigError for flags that no deployment has a use for."""
+    plain = [each for each in deployments if isinstance(each, Deployment)]
+    uses = {
+        "--shift-threshold is for shift": (
+            arguments.shift_threshold is None
+            or any(each.policy_class.has_threshold for each in plain)
+        ),
+        "--host-memory is for phases": (
+            arguments.host_memory is None or any(isinstance(each, Phases) for each in deployments)
+        ),
+        **{
+            f"{name} is for fleets": any(each.widths for each in plain)
+            for name in fleet_flags(arguments)
+        },
+    }
+    if unused := [
+        f"{flag}, which --compare does not name" for flag, used in uses.items() if not used
+    ]:
+        raise ConfigError(unused)
 
 
 def in_words(replay: Replay) -> str:

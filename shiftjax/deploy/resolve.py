@@ -45,6 +45,12 @@ def formats_in(config: EngineConfig, model: ModelConfig, suited: Suited | None =
     return formats if quantization == "none" else replace(formats, weights=quantization)
 
 
+def check_experts(model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose experts no checkpoint that can be read has."""
+    if model.experts is not None and model.architecture not in EXPERT_NAMES:
+        raise ConfigError([f"{model.name}'s kind of experts can be planned for, but not loaded"])
+
+
 def check_hosts(config: EngineConfig, num: int = 1) -> None:
     """Raise ConfigError for settings of another number of machines than these."""
     if config.host.hosts != num:
@@ -191,8 +197,6 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     split = {"query heads": model.num_heads}
     if model.experts is not None:
         split["experts"] = model.experts.num
-        if model.architecture not in EXPERT_NAMES:
-            problems.append(f"{model.name}'s kind of experts can be planned for, but not loaded")
     if used > num_devices:
         problems.append(f"{used} devices are asked for, but this machine has {num_devices}")
     problems += (

@@ -8,7 +8,7 @@ is a set of groups in which every unit is once.
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from shiftjax.options import option, settings_of, shown
@@ -106,6 +106,14 @@ def fleet_problems(options: Mapping[str, Any]) -> list[str]:
         words = f"bind_at = {options['bind_at']} is not below release_at = {options['release_at']}"
         problems.append(f"{words}: groups would come and go at every request")
     return problems
+
+
+def without_unread(options: FleetOptions) -> FleetOptions:
+    """The same, where what nothing reads is as by default: settings of several fleets at once."""
+    for name, (reader, values) in _READ_WITH.items():
+        if getattr(options, reader) not in values:
+            options = replace(options, **{name: getattr(NO_FLEET, name)})
+    return options if options.bind_priorities else replace(options, bind_width=None)
 
 
 class Change(NamedTuple):

@@ -1,9 +1,8 @@
 """Deployments on a modelled machine: which are compared, what they hold, how steps are chosen."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
@@ -15,22 +14,13 @@ from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment, Devices
-from shiftjax.deploy.resolve import base_rule, draft_rows, resolve, stage_problems, widths_problems
+from shiftjax.deploy.resolve import base_rule, draft_rows, resolve, stage_problems
 from shiftjax.draft_options import NO_DRAFTS
-from shiftjax.options import ConfigError, unknown_name
+from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.parallel.fleet import (
-    FIXED,
-    FLEET_POLICIES,
-    NO_FLEET,
-    FleetOptions,
-    possible_widths,
-)
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.phases.control import PHASES, Phase
 from shiftjax.phases.costs import Reload, check_host_links
-from shiftjax.phases.setup import HOST_SHARE
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
 SIMULATED = MappingProxyType(
@@ -121,60 +111,13 @@ def not_simulated(config: EngineConfig) -> list[str]:
     ]
 
 
-FLEET = "fleet"  # how the names of deployments begin whose groups come and go
-SWITCHES = get_args(get_type_hints(FleetOptions)["switch"])
-ONE_HOST = "requests that move between groups stay on one host: drop it, or --hosts"
-FLEET_MODES = ("greedy", "threshold", "shift")
-
-
-def deploy_fleet(
-    target: Target, name: str, options: FleetOptions = NO_FLEET, **settings: Any
-) -> Deployment:
-    """A fleet as its name says: `fleet`, and words of these after colons.
-
-    A policy (cost, load, priority, context) or an arrangement that stays (4+2+1+1); a kind of
-    switching; `greedy`: the cost policy without margins, whose changes take no time; `threshold` or
-    `shift`, by which groups choose their modes (else by cost); `tp2`, the devices of a unit (else
-    as many as hold the model). What the name does not say is as in `options`.
-
-    Raises:
-        ConfigError: it has other words, or the devices cannot be cut so.
-    """
-    chosen: dict[str, Any] = {"fleet": True}
-    modes, tp = "cost", 0
-    for word in name.split(":")[1:]:
-        if word in SWITCHES:
-            chosen["switch"] = word
-        elif word in FLEET_POLICIES or word[:1].isdigit():
-            chosen["fleet_policy"] = FIXED + word if word[:1].isdigit() else word
-        elif word in FLEET_MODES:
-            modes = word
-        elif word.startswith("tp") and word[2:].isdigit():
-            tp = int(word[2:])
-        else:
-            known = (*FLEET_POLICIES, *SWITCHES, *FLEET_MODES)
-            raise ConfigError([f"{name}: {unknown_name(word, known, 'word')}"])
-    if target.machine.num_hosts > 1:
-        raise ConfigError([f"{name}: {ONE_HOST}"])
-    options, tp = replace(options, **chosen), tp or least_tp(target)
-    units, rest = divmod(target.machine.num_devices, tp)
-    widths = options.fleet_widths or possible_widths(units)
-    if rest or any(units % width for width in widths):
-        raise ConfigError([f"{name}: {units} units of {tp} cannot be cut into groups of {widths}"])
-    layout = Layout(target.model, widths[0], tp, widths[-1])
-    if problems := widths_problems(layout, widths):
-        raise ConfigError(problems)
-    block_size = settings.pop("block_size", 16)
-    mesh = units // widths[0], widths[0], tp
-    return replace(
-        deploy(target, name, mesh, modes, **settings),
-        layout=layout,
-        weights="alias",
-        widths=widths,
-        fleet=options,
-        block_size=layout.block_tokens(block_size),
-        hash_size=block_size,
-    )
+def as_built_by(engine: EngineOverhead, deployment: Deployment) -> Deployment:
+    """The same of another engine: one may pad no steps, or copy SHIFT's weights."""
+    if not engine.pads_to_buckets:
+        deployment = replace(deployment, token_buckets=())
+    if engine.copies_shift_weights and deployment.weights == "alias" and not deployment.widths:
+        deployment = replace(deployment, weights="replicate")
+    return deployment
 
 
 def deploy_degrees(target: Target, degrees: Degrees, **settings: Any) -> Deployment:
@@ -197,39 +140,6 @@ def deploy_degrees(target: Target, degrees: Degrees, **settings: Any) -> Deploym
     dp = groups if dp == 1 else dp
     policy = "threshold" if sp > 1 else "base"
     return deploy(target, degrees.name, (dp, sp, tp), policy, pp=pp, **settings)
-
-
-@dataclass(frozen=True)
-class Phases:
-    """A configuration for prompts and one for decodes, in turns on the same devices."""
-
-    name: str
-    by_phase: Mapping[Phase, Deployment]
-
-
-def deploy_phases(
-    target: Target, prefill: Degrees, decode: Degrees, host_bytes: int = 0, **settings: Any
-) -> Phases:
-    """Two configurations of the same devices; see `phases/control.py`.
-
-    Parked KV has `host_bytes` of host memory, if not 0, else half of the machine's.
-    Raises ConfigError where the devices or the model cannot be cut so, or nobody knows the
-    machine's links to its host, or its memory.
-    """
-    check_host_links(target.machine)
-    if target.machine.num_hosts > 1:
-        raise ConfigError([f"{prefill.name}:{decode.name}: {ONE_HOST}"])
-    if settings.get("drafts", NO_DRAFTS).speculation != "none":
-        raise ConfigError([f"{prefill.name}:{decode.name}: phases do not draft: drop the drafts"])
-    host_bytes = host_bytes or int(HOST_SHARE * target.machine.host_memory_bytes)
-    if not host_bytes:
-        raise ConfigError([f"{target.machine.name}: say how much host_memory there is, as 64GiB"])
-    found: dict[Phase, Deployment] = {}
-    for phase, degrees in zip(PHASES, (prefill, decode), strict=True):
-        own = deploy_degrees(target, degrees, **settings)
-        kept = {"preemption": "swap", "host_bytes": host_bytes, "parks": phase == "prefill"}
-        found[phase] = replace(own, **kept)
-    return Phases(f"{prefill.name}:{decode.name}", found)
 
 
 def cost_model(target: Target, deployment: Deployment) -> GroupCosts:
@@ -288,26 +198,6 @@ def reload_of(target: Target, deployment: Deployment) -> Reload:
     if not target.model.has_codes:
         formats = replace(formats, weights=formats.activations)
     return Reload(layouts, formats, target.machine, pool)
-
-
-def standard_deployments(target: Target, **budgets: Any) -> dict[str, Deployment]:
-    """The configurations that are compared, by name.
-
-    dp: as many replicas as fit, each the least TP that holds the model; tp: all devices; sp and
-    the shifting ones: the least TP that fits, the rest SP (the base rule).
-    """
-    devices = target.machine.num_devices
-    tp = least_tp(target)
-    sp = devices // tp
-    base = deploy(target, "sp", (1, sp, tp), "base", **budgets)
-    return {
-        "dp": deploy(target, "dp", (sp, 1, tp), "base", **budgets),
-        "tp": deploy(target, "tp", (1, 1, devices), "base", **budgets),
-        "sp": base,
-        "shift": replace(base, name="shift", policy="threshold"),
-        "cost": replace(base, name="cost", policy="cost"),
-        "greedy": replace(base, name="greedy", policy="greedy"),
-    }
 
 
 def deploy_gathered(target: Target, name: str, policy: str = "cost", **settings: Any) -> Deployment:

@@ -4,7 +4,6 @@ import csv
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,12 @@ from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import formats_in
 from shiftjax.options import ConfigError, shown, unknown_name
-from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
-from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
-from shiftjax.phases.setup import are_modes
-from shiftjax.sim.deployment import (
-    FLEET,
-    Phases,
-    Target,
-    cost_model,
-    deploy_degrees,
-    deploy_fleet,
-    deploy_gathered,
-    deploy_phases,
-    standard_deployments,
-)
+from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.hindsight import ORACLE, Oracle, best_in_hindsight, oracle_of
 from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
+from shiftjax.sim.named import Phases, deploy_named
 from shiftjax.sim.replay import Replay, replay
 from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, on_off, poisson, scale_rate
 from shiftjax.sim.trace import window as cut_window
@@ -87,59 +74,25 @@ def target_of(
 
 
 def choose_deployments(
-    target: Target,
-    names: Sequence[str],
-    options: FleetOptions = NO_FLEET,
-    host_bytes: int = 0,
-    **budgets: Any,
+    target: Target, names: Sequence[str], **budgets: Any
 ) -> list[Deployment | Phases | Oracle]:
-    """Standard deployments by name, degrees, phases, fleets (`options` are of these), an oracle.
+    """Deployments by name (`sim/named.py`) with these budgets, and an oracle of all.
 
-    What is parked between phases has `host_bytes`, if not 0, else half of the machine's.
-
-    Raises ConfigError.
+    Raises ConfigError with what is wrong with all names.
     """
-    known: dict[str, Deployment | Phases | Oracle] = {**standard_deployments(target, **budgets)}
+    found: list[Deployment | Phases | Oracle] = []
+    problems: list[str] = []
     for name in names:
-        if name == ORACLE:
-            known[name] = oracle_of(target, **budgets)
-        elif name.split(":")[0] == FLEET:
-            known[name] = deploy_fleet(target, name, options, **budgets)
-        elif name == "gather":
-            known[name] = deploy_gathered(target, name, **budgets)
-        elif name not in known and (spelled := _spelled(name)):
-            known[name] = _deploy(target, spelled, host_bytes, budgets)
-    wrong = [unknown_name(name, known, "deployment") for name in names if name not in known]
-    if wrong:
-        there = ", ".join([*known, ORACLE, "gather", FLEET, "degrees as pp4tp2, phases as pp8:tp8"])
-        raise ConfigError([f"{problem}; there are {there}" for problem in wrong])
-    return [known[name] for name in names]
-
-
-def _spelled(name: str) -> Degrees | tuple[Degrees, Degrees] | None:
-    """What a name spells: degrees, or those of two phases; None: neither."""
-    if ":" not in name:
-        with suppress(ValueError):
-            return parse_degrees(name)
-        return None
-    try:
-        return parse_stages(name)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from None
-
-
-def _deploy(
-    target: Target,
-    spelled: Degrees | tuple[Degrees, Degrees],
-    host_bytes: int,
-    budgets: Mapping[str, Any],
-) -> Deployment | Phases:
-    """Phases that are modes of one deployment are that."""
-    if isinstance(spelled, Degrees):
-        return deploy_degrees(target, spelled, **budgets)
-    if are_modes(*spelled):
-        return deploy_degrees(target, spelled[0], **budgets)
-    return deploy_phases(target, *spelled, host_bytes, **budgets)
+        try:
+            by_name = name != ORACLE
+            found.append(
+                deploy_named(target, name, **budgets) if by_name else oracle_of(target, **budgets)
+            )
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 @dataclass(frozen=True)

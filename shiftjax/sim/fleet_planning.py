@@ -13,8 +13,9 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.parallel.layout import Layout
-from shiftjax.sim.deployment import FLEET, Target, cost_model, deploy_fleet, memory_of, modes_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of
 from shiftjax.sim.deployment import policy_of as mode_policy_of
+from shiftjax.sim.named import FLEET, deploy_named
 from shiftjax.sim.planning import Estimate, Workload, estimate
 
 MOST_SEQUENCES = 4096  # that regimes are predicted for
@@ -74,9 +75,10 @@ def fleet_estimates(
     found = []
     for tp in (1 << i for i in range(target.machine.num_devices.bit_length() - 1)):
         try:
-            deployment = deploy_fleet(target, f"{FLEET}:tp{tp}", options, **budgets)
+            deployment = deploy_named(target, f"{FLEET}:tp{tp}", fleet=options, **budgets)
         except ConfigError:
             continue
+        assert isinstance(deployment, Deployment)  # a fleet has no phases
         found.append(fleet_estimate(target, deployment, workload))
     return found
 

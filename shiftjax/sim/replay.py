@@ -23,10 +23,11 @@ from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.fleet import Arrangement
 from shiftjax.phases.control import Resharding
 from shiftjax.sim.build import make_engine, make_phases
-from shiftjax.sim.deployment import Phases, Target
+from shiftjax.sim.deployment import Target
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.exchange import CostExchange, Switch
+from shiftjax.sim.named import Phases
 from shiftjax.sim.trace import TraceRequest
 
 IDLE_SECONDS = 0.05  # that pass in a turn in which nothing can be done, say for a pause to end

@@ -9,7 +9,14 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.deploy.deployment import Devices
-from shiftjax.deploy.resolve import base_rule, check_model, choose_degrees, formats_in, resolve
+from shiftjax.deploy.resolve import (
+    base_rule,
+    check_experts,
+    check_model,
+    choose_degrees,
+    formats_in,
+    resolve,
+)
 from shiftjax.options import ConfigError
 
 MODEL = ModelConfig("tiny", "llama", 1000, 576, 1536, 30, 9, 3, 64, 8192)
@@ -67,8 +74,10 @@ def test_experts_are_refused_where_devices_would_hold_none_or_no_checkpoint_has_
         "sp * tp = 4 is more than tiny-mixtral's 3 experts: some devices would hold none"
     ]
     other = replace(MODEL, experts=Experts(4, 1, 64))
+    assert check_model(config, other, 8) == []  # as `plan` asks
     problem = f"{other.name}'s kind of experts can be planned for, but not loaded"
-    assert check_model(config, other, 8) == [problem]
+    with pytest.raises(ConfigError, match=problem):
+        check_experts(other)
 
 
 GIB = 2**30

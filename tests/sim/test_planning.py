@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.costs.machine_files import machine_names
-from shiftjax.sim.deployment import cost_model, memory_of, standard_deployments
+from shiftjax.sim.deployment import cost_model, memory_of
 from shiftjax.sim.experiments import saturation_rate, target_from
+from shiftjax.sim.named import standard_deployments
 from shiftjax.sim.planning import (
     Workload,
     all_deployments,

@@ -16,19 +16,12 @@ from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
 from shiftjax.drafts.step_times import StepTimes
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import (
-    Target,
-    cost_model,
-    memory_of,
-    modes_of,
-    policy_of,
-    sizes_of,
-    standard_deployments,
-)
+from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, policy_of, sizes_of
 from shiftjax.sim.drafts import WRONG, AcceptanceModel, ModelledDrafting, acceptance_from
 from shiftjax.sim.echo import EchoRunner, echo_token
 from shiftjax.sim.metrics import summary
 from shiftjax.sim.models import find_model
+from shiftjax.sim.named import standard_deployments
 from shiftjax.sim.replay import Clock, CostRunner, replay, serve
 from shiftjax.sim.trace import TraceRequest, poisson
 
@@ -45,9 +38,10 @@ SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 def deployment(name: str, choice: str | None, target: Target = H200, most: int = 16):
     drafts = {}
     if choice is not None:
-        options = {"draft_choice": choice, "max_draft_tokens": most, "draft_max_seqs": 0}
+        options = {"draft_choice": choice, "max_draft_tokens": most}
+        options |= {"draft_max_seqs": 0} if choice == "fixed" else {}
         drafts = {"drafts": DraftOptions(speculation="suffix", **options)}
-    return standard_deployments(target, **SMALL, **drafts)[name]
+    return standard_deployments(target, (name,), **SMALL, **drafts)[name]
 
 
 def row(trace, name, choice=None, acceptance=None, target=H200, most=16):

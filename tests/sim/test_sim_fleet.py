@@ -22,11 +22,12 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.build import make_engine
-from shiftjax.sim.deployment import deploy_fleet, memory_of, standard_deployments
+from shiftjax.sim.deployment import memory_of
 from shiftjax.sim.devices import Clock, CostMover, Units
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.fleet_planning import fleet_estimate, fleet_estimates
 from shiftjax.sim.metrics import arrangements, makespan, queue_by_priority, shares, summary
+from shiftjax.sim.named import deploy_named, standard_deployments
 from shiftjax.sim.planning import Workload
 from shiftjax.sim.replay import FleetRun, Replay, replay
 from shiftjax.sim.trace import TraceRequest, on_off, poisson
@@ -42,7 +43,7 @@ DECODES = on_off(2.0, 60.0, 6.0, 1.5, 9.0, 128, 200)
 
 
 def fleet(name="fleet", target=TARGET, **settings):
-    return deploy_fleet(target, name, OPTIONS, **SMALL | settings)
+    return deploy_named(target, name, fleet=OPTIONS, **SMALL | settings)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def changes(run: Replay) -> FleetRun:
 def test_groups_that_stay_are_a_static_deployment(arrangement, static):
     trace = poisson(6.0, 4.0, 600, 20)
     budgets: dict[str, Any] = SMALL | {"prefix_caching": False}
-    fixed = replay(trace, TARGET, deploy_fleet(TARGET, f"fleet:{arrangement}", **budgets))
+    fixed = replay(trace, TARGET, deploy_named(TARGET, f"fleet:{arrangement}", **budgets))
     known = replay(trace, TARGET, standard_deployments(TARGET, **budgets)[static])
     assert fixed.requests == known.requests
     assert [step[:4] for step in fixed.steps] == [step[:4] for step in known.steps]
@@ -98,12 +99,18 @@ def test_the_same_trace_gives_the_same_changes(bursts):
     assert again.requests == bursts.requests and changes(again).turns == changes(bursts).turns
 
 
-@pytest.mark.parametrize("kind", ["sequential", "soft", "hard", "auto"])
+@pytest.mark.parametrize("kind", ["sequential", "soft", "hard"])
 def test_all_kinds_of_switching_end_all_requests(kind):
     run = replay(BURSTS, TARGET, fleet(f"fleet:load:{kind}"))
     assert len(run.requests) == len(BURSTS) and len(changes(run).turns) > 1
-    kinds = {turn.kind for turn in changes(run).turns}
-    assert kinds & {kind} or kind == "auto"
+    assert kind in {turn.kind for turn in changes(run).turns}
+
+
+def test_the_kind_of_switching_is_chosen_by_cost():
+    run = replay(DECODES, TARGET, fleet("fleet:auto"))
+    assert len(run.requests) == len(DECODES) and changes(run).turns
+    with pytest.raises(ConfigError, match="needs fleet_policy = cost"):
+        fleet("fleet:load:auto")
 
 
 def test_changes_of_a_greedy_fleet_take_no_time():
@@ -119,7 +126,7 @@ def test_a_request_that_fits_no_unit_waits_for_a_wide_group():
     options = replace(fleet().fleet, fleet_policy="context")
     late = TraceRequest(9.0, 600, 20)
     trace = sorted([*short, long, late], key=lambda request: request.arrival_seconds)
-    small = deploy_fleet(TARGET, "fleet", options, num_blocks=1000, **SMALL)
+    small = deploy_named(TARGET, "fleet", fleet=options, num_blocks=1000, **SMALL)
     run = replay(trace, TARGET, small)
     assert len(run.requests) == 22 and run.num_refused == 0
     assert [max(g.width for g in turn.arrangement) for turn in changes(run).turns] == [2, 1]

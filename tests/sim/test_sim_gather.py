@@ -146,4 +146,4 @@ def test_it_is_offered_where_the_weights_leave_sp_no_room():
     small = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
     assert gather_in_words(small) == "" and not gathered_deployments(small)
     (named,) = choose_deployments(LARGE, ["gather"])
-    assert named == deploy_gathered(LARGE, "gather")
+    assert named == replace(deploy_gathered(LARGE, "gather"), threshold=None)  # by cost

@@ -12,10 +12,11 @@ from shiftjax.host_tier.chunks import Offload, Restore
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.control import PHASES
-from shiftjax.sim.deployment import Phases, deploy_degrees, deploy_phases, reload_of
+from shiftjax.sim.deployment import deploy_degrees, reload_of
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.host_link import HostLink, Stored
 from shiftjax.sim.metrics import makespan, phase_shares, phase_spans, summary
+from shiftjax.sim.named import Phases, deploy_named
 from shiftjax.sim.replay import replay
 from shiftjax.sim.stages import Batch, phased, rates_of
 from shiftjax.sim.trace import TraceRequest
@@ -58,11 +59,11 @@ def test_pairs_that_are_none(name, words):
 
 def test_half_of_the_hosts_memory_is_the_default():
     one = target()
-    phases = deploy_phases(one, Degrees(pp=8), Degrees(tp=8))
+    phases = deploy_named(one, "pp8:tp8")
     assert {each.host_bytes for each in phases.by_phase.values()} == {384 * 2**30}
     unknown = replace(one, machine=replace(one.machine, host_memory_bytes=0.0))
     with pytest.raises(ConfigError, match="say how much host_memory"):
-        deploy_phases(unknown, Degrees(pp=8), Degrees(tp=8))
+        deploy_named(unknown, "pp8:tp8")
 
 
 def test_codes_are_made_of_plain_numbers_at_every_load():

@@ -1,0 +1,199 @@
+"""Deployments by name, as `--compare` reads them: a name is a fragment of the engine's settings.
+
+    tp                      a name of the table below, or of a policy
+    pp4tp2                  degrees; as many such groups as the machine holds
+    pp8:tp8                 degrees of prompts and of decodes, in turns
+    fleet:load:tp2          a fleet, and words of `FLEET_WORDS` or degrees after colons
+    shift,max_num_seqs=64   names and settings, joined; settings win over names
+
+All go through the same `resolve` as the settings of an engine.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+from shiftjax.config import SERVER_BUDGETS, SETTINGS, EngineConfig
+from shiftjax.core.policy import POLICIES
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.resolve import resolve, stage_problems
+from shiftjax.drafts.draft import NO_DRAFTS
+from shiftjax.options import ConfigError, from_text, unknown_name
+from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
+from shiftjax.parallel.fleet import FIXED, FLEET_POLICIES, NO_FLEET, FleetOptions, without_unread
+from shiftjax.phases.control import Phase
+from shiftjax.phases.costs import check_host_links
+from shiftjax.phases.setup import merge_phases, resolve_phases
+from shiftjax.sim.deployment import Target, as_built_by, least_tp
+
+Fragment = dict[str, Any]  # settings by their names
+FLEET = "fleet"
+FLEET_WORDS: Mapping[str, Fragment] = {
+    **{name: {"policy": name} for name in ("greedy", "threshold", "shift")},
+    **{name: {"fleet_policy": name} for name in FLEET_POLICIES},
+    **{name: {"switch": name} for name in get_args(get_type_hints(FleetOptions)["switch"])},
+}
+_BETWEEN = re.compile(r",(?!\d)")  # what follows a number is of a list: token_buckets=16,64
+ONE_HOST = "requests that move between groups stay on one host: drop it, or --hosts"
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A configuration for prompts and one for decodes, in turns on the same devices."""
+
+    name: str
+    by_phase: Mapping[Phase, Deployment]
+
+
+def _replicas(target: Target) -> Fragment:
+    """As many as fit, each the least TP that holds the model."""
+    tp = least_tp(target)
+    return {"dp": target.machine.num_devices // tp, "sp": 1, "tp": tp, "policy": "base"}
+
+
+NAMED: Mapping[str, Callable[[Target], Fragment]] = {
+    **{name: lambda _, name=name: {"policy": name} for name in POLICIES},
+    "dp": _replicas,
+    "tp": lambda target: {"sp": 1, "tp": target.machine.num_devices, "policy": "base"},
+    "sp": lambda _: {"policy": "base"},  # degrees are as the engine chooses them
+    "shift": lambda _: {"policy": "threshold"},  # what Shift Parallelism is, not a mode alone
+    "gather": lambda target: {
+        **{"weights": "gather", "sp": target.machine.num_devices, "tp": 1, "policy": "cost"}
+    },
+    FLEET: lambda _: {"fleet": True, "policy": "cost"},
+}
+STANDARD = ("dp", "tp", "sp", "shift", "cost", "greedy")
+
+
+def deploy_named(target: Target, text: str, **budgets: Any) -> Deployment | Phases:
+    """What a name says, as an engine of the target's kind makes it.
+
+    `budgets` are of all that is compared: settings, or `threshold`, `drafts`, `fleet` and
+    `host_bytes` as a `Deployment` has them; what a name has no use for is left out. Those of a
+    server, not the engine's own, are taken where they are not given.
+
+    Raises ConfigError for words that are none, and for what model or machine cannot take.
+    """
+    fragment = fragment_of(target, text)
+    try:
+        return _deploy(target, text, fragment, budgets)
+    except ConfigError as error:
+        raise ConfigError([f"{text}: {problem}" for problem in error.problems]) from None
+
+
+def standard_deployments(
+    target: Target, names: Sequence[str] = STANDARD, **budgets: Any
+) -> dict[str, Deployment]:
+    """The configurations that are compared, by name, but for those of phases."""
+    found = {name: deploy_named(target, name, **budgets) for name in names}
+    return {name: each for name, each in found.items() if isinstance(each, Deployment)}
+
+
+def fragment_of(target: Target, text: str) -> Fragment:
+    """The settings that a name says. Raises ConfigError."""
+    words = [word.strip().partition("=") for word in _BETWEEN.split(text)]
+    found: Fragment = {}
+    for name, is_setting, _ in words:
+        found |= {} if is_setting else _named(target, name)
+    given = {name: value for name, is_setting, value in words if is_setting}
+    if wrong := [unknown_name(name, SETTINGS) for name in given if name not in SETTINGS]:
+        raise ConfigError(wrong)
+    return found | {name: from_text(SETTINGS[name], value) for name, value in given.items()}
+
+
+def _named(target: Target, name: str) -> Fragment:
+    head, colon, rest = name.partition(":")
+    if head == FLEET:
+        found = NAMED[FLEET](target)
+        for word in rest.split(":") if colon else ():
+            found |= _of_fleet(word)
+        return found
+    if name in NAMED:
+        return NAMED[name](target)
+    if colon:
+        try:
+            pair = parse_stages(name)
+        except ValueError as error:
+            raise ConfigError([str(error)]) from None
+        return {"stages": ":".join(_filling(target, degrees).name for degrees in pair)}
+    spelled = None
+    with suppress(ValueError):
+        spelled = parse_degrees(name)
+    if spelled is not None:
+        policy = "threshold" if spelled.sp > 1 else "base"
+        return _filling(target, spelled)._asdict() | {"policy": policy}
+    there = ", ".join([*NAMED, "oracle", "degrees as pp4tp2, phases as pp8:tp8, settings as tp=8"])
+    raise ConfigError([f"{unknown_name(name, NAMED, 'deployment')}; there are {there}"])
+
+
+def _of_fleet(word: str) -> Fragment:
+    if word[:1].isdigit():
+        return {"fleet_policy": FIXED + word}
+    if word in FLEET_WORDS:
+        return FLEET_WORDS[word]
+    if word.startswith("tp") and word[2:].isdigit():
+        return {"tp": int(word[2:])}
+    raise ConfigError([unknown_name(word, FLEET_WORDS, "word")])
+
+
+def _filling(target: Target, degrees: Degrees) -> Degrees:
+    """With as many groups as the machine holds, where `dp` is 1. Raises ConfigError."""
+    dp, pp, sp, tp = degrees
+    num_devices = target.machine.num_devices
+    problems = stage_problems(pp, target.model)
+    groups, rest = divmod(num_devices, pp * sp * tp)
+    if rest or not groups or groups % dp:
+        problems.append(f"{num_devices} devices cannot be cut into {degrees.name}")
+    if sp * tp > target.model.num_heads:
+        problems.append(f"sp * tp = {sp * tp} is more than {target.model.num_heads} query heads")
+    if problems:
+        raise ConfigError(problems)
+    return degrees._replace(dp=groups if dp == 1 else dp)
+
+
+def _deploy(
+    target: Target, name: str, fragment: Fragment, budgets: Mapping[str, Any]
+) -> Deployment | Phases:
+    """A policy of simulations takes the place of the cost policy, for no engine has it."""
+    policy = POLICIES.get(str(fragment.get("policy")))
+    is_simulated = policy is not None and policy.is_simulated
+    known = fragment | ({"policy": "cost"} if is_simulated else {})
+    config = merge_phases(EngineConfig.from_options(**_shared(target, known, budgets) | known))
+    if target.machine.num_hosts > 1 and (config.fleet.fleet or config.parallel.stages):
+        raise ConfigError([ONE_HOST])
+    if config.parallel.stages:
+        return Phases(name, _phases(target, config))
+    deployment = resolve(config, target.model, target.devices)
+    own = policy.name if policy is not None else deployment.policy
+    return as_built_by(target.engine, replace(deployment, name=name, policy=own))
+
+
+def _phases(target: Target, config: EngineConfig) -> dict[Phase, Deployment]:
+    """Raises ConfigError, also where the links to the host are unknown, or its memory."""
+    machine = target.machine
+    check_host_links(machine)
+    num_bytes = int(machine.host_memory_bytes)
+    if not (num_bytes or config.cache.host_bytes):
+        raise ConfigError([f"{machine.name}: say how much host_memory there is, as 64GiB"])
+    found = resolve_phases(config, target.model, target.devices, host_bytes=num_bytes)
+    return {phase: as_built_by(target.engine, each) for phase, each in found.items()}
+
+
+def _shared(target: Target, fragment: Fragment, budgets: Mapping[str, Any]) -> Fragment:
+    """What all names have in common, as settings, but for what this fragment does not read."""
+    shared, formats = {**SERVER_BUDGETS, **budgets}, target.formats
+    shared |= {"dtype": formats.activations, "kv_cache_dtype": formats.kv}
+    shared["quantization"] = "none" if formats.weights == formats.activations else formats.weights
+    threshold, host_bytes = shared.pop("threshold", None), shared.pop("host_bytes", 0)
+    fleet, drafts = shared.pop("fleet", NO_FLEET), shared.pop("drafts", NO_DRAFTS)
+    policy = POLICIES.get(fragment.get("policy", SETTINGS["policy"].default))
+    if threshold is not None and policy is not None and policy.has_threshold:
+        shared["shift_threshold"] = threshold
+    if host_bytes and "stages" in fragment:
+        shared["host_memory"] = str(host_bytes)
+    if fragment.get("fleet"):
+        kind = fragment.get("fleet_policy", fleet.fleet_policy)
+        shared |= asdict(without_unread(replace(fleet, fleet=True, fleet_policy=kind)))
+    return shared | asdict(drafts)
