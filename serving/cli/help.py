@@ -16,6 +16,8 @@ class Help(NamedTuple):
 
 _ENGINE = ("--model", "--tp", "--sp", "--max-model-len", "--dtype")
 
+_POISSON = "--set rate=4 --set seconds=60 --set prompt_tokens=4096 --set output_tokens=250"
+
 HELP: Mapping[str, Help] = {
     "": Help(
         (
@@ -90,14 +92,15 @@ HELP: Mapping[str, Help] = {
     ),
     "mesh": Help(
         (
-            "shiftjax mesh simulate --trace poisson --set rate=4",
+            f"shiftjax mesh simulate --trace poisson {_POISSON}",
             "shiftjax mesh run experiments.yaml",
         )
     ),
     "mesh simulate": Help(
         (
-            "shiftjax mesh simulate llama-70b --trace poisson --set rate=4 --rates 0.5,1,2",
+            f"shiftjax mesh simulate llama-70b --trace poisson {_POISSON} --rates 0.5,1,2",
             "shiftjax mesh simulate --trace requests.csv --compare dp,tp,shift --out results",
+            "shiftjax mesh simulate --trace requests.csv --compare shift policy=cost,tp=4",
         ),
         ("--trace", "--model", "--machine", "--compare", "--rates"),
     ),

@@ -167,7 +167,7 @@ def _fleets(
     fitting = [one for one in estimates if one.by_width[one.deployment.widths[-1]].fits]
     if fitting:
         best = max(fitting, key=lambda one: one.by_width[one.best].tokens_per_second)
-        print(f"\nrecommended: --fleet --tp {best.deployment.tp}: most tokens per second")
+        print(f"\nof fleets, --fleet --tp {best.deployment.tp} has most tokens per second")
     return rows
 
 
@@ -240,7 +240,7 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     shared = settings | {"fleet": options, "host_bytes": _host_bytes(arguments.host_memory)}
     deployments = [*own, *choose_deployments(target, names, **shared)]
     _check_use(arguments, deployments)
-    requests = _trace(arguments)
+    requests = trace_of(arguments)
     factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
     if not all(0 < factor < math.inf for factor in factors):
         raise ConfigError(["--rates must be above 0 and finite"])
@@ -362,7 +362,8 @@ def _shown(row: Mapping[str, Any], is_a: str, more: Sequence[str]) -> dict[str, 
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}
 
 
-def _trace(arguments: argparse.Namespace) -> list[TraceRequest]:
+def trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
+    """The requests that `--trace`, `--set` and `--window` name. Raises ConfigError."""
     if arguments.trace in SYNTHETIC:
         if arguments.window is not None:
             raise ConfigError(["--window is for trace files; use --set seconds=..."])

@@ -30,10 +30,7 @@ def settings(text: str) -> Deployment:
         ("fleet,tp=2,switch=soft", {"fleet": True, "policy": "cost", "tp": 2, "switch": "soft"}),
         ("cost,num_blocks=99", {"policy": "cost", "num_blocks": 99}),
         ("fleet:load:tp2", {"fleet": True, "policy": "cost", "fleet_policy": "load", "tp": 2}),
-        (
-            "tp,token_buckets=16,8192",
-            {"sp": 1, "tp": 8, "policy": "base", "token_buckets": (16, 8192)},
-        ),
+        ("tp=8,token_buckets=16,8192", {"tp": 8, "token_buckets": (16, 8192)}),
         ("dp2sp2tp2", {"dp": 2, "sp": 2, "tp": 2}),
     ],
 )

@@ -25,6 +25,7 @@ def test_plan_prints_every_configuration_and_a_recommendation(capsys):
     assert names[10:] == ["dp4pp2", "dp2pp2tp2", "pp2tp4", "dp2pp4", "pp4tp2", "pp8"]
     assert "stages: " in out and "times the tokens per second of dp" in out
     assert "recommended: --sp 8 --tp 1 --shift-threshold" in out
+    assert out.count("recommended: ") == 1  # fleets and stages are told of beside it
 
 
 def test_plan_says_what_it_took_by_default(capsys):
@@ -281,7 +282,9 @@ def test_simulating_needs_no_jax():
 def test_a_plan_trades_memory_for_reach_in_fleets(capsys, tmp_path):
     assert main(["plan", "--dtype", "fp8", "--out", str(tmp_path)]) == 0
     # Units of one GPU have programs of four widths, whose sums have the most buffers.
-    assert "recommended: --fleet --tp 2" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "of fleets, --fleet --tp 2 has most tokens per second" in out
+    assert out.count("recommended: ") == 1
     rows = [json.loads(line) for line in (tmp_path / "fleets.jsonl").read_text().splitlines()]
     assert [(row["tp"], row["widths"]) for row in rows] == [
         (1, "1,2,4,8"),
