@@ -19,7 +19,7 @@ from shiftjax.config import SERVER_BUDGETS, SETTINGS, EngineConfig
 from shiftjax.core.policy import POLICIES
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve, stage_problems
-from shiftjax.drafts.draft import NO_DRAFTS
+from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError, from_text, unknown_name
 from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
 from shiftjax.parallel.fleet import FIXED, FLEET_POLICIES, NO_FLEET, FleetOptions, without_unread
