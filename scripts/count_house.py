@@ -164,7 +164,7 @@ _NONE = re.compile(r"\bis (?:not )?None\b")
 
 def _engine(texts: Mapping[str, str]) -> str:
     """The module of the loop, in whatever folder."""
-    (name,) = (name for name in texts if re.fullmatch(r"shiftjax\.\w+\.engine", name))
+    (name,) = (name for name in texts if re.fullmatch(r"shiftjax\.(core|control)\.engine", name))
     return texts[name]
 
 

@@ -38,13 +38,16 @@ import jax
 import numpy as np
 
 import shiftjax
+from serving.http.app import all_routes
 from serving.http.openapi import document
 from serving.proto import shiftjax_pb2 as pb
 from serving.rpc.convert import sampling_values
 from serving.run.flags import SAMPLING_SETTINGS
 from serving.server.dialects.messages import read_messages
 from serving.server.errors import ServeError
+from serving.server.options import ServerOptions
 from serving.server.schema import read_chat, read_completion
+from serving.server.service import Service
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.device.sampling import SamplingInputs, sample
@@ -71,7 +74,8 @@ for read, body in (
             assert error.message.startswith(f"max_gap {words}".replace("`", "")), error.message
         else:
             raise AssertionError(wrong)
-described = document()["components"]["schemas"]["ChatFields"]["properties"]["max_gap"]
+routes = all_routes(Service(ServerOptions()))
+described = document(routes)["components"]["schemas"]["ChatFields"]["properties"]["max_gap"]
 assert described["description"].startswith("only tokens whose logit")
 assert SAMPLING_SETTINGS["max_gap"].flags == ("--max-gap",)
 

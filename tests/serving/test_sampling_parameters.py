@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
+from serving.http.app import all_routes
 from serving.http.openapi import document
 from serving.proto import shiftjax_pb2 as pb
 from serving.rpc.convert import sampling_values
 from serving.server.dialects import messages, responses_api
 from serving.server.errors import ServeError
 from serving.server.fields import UNSUPPORTED
+from serving.server.options import ServerOptions
 from serving.server.schema import read_chat, read_completion
+from serving.server.service import Service
 from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
 from shiftjax.core.sampling_params import DIALECTS, HTTP, PARAMS, SamplingParams
 from shiftjax.device.sampling_inputs import SCALARS, VocabSplit, build_rows, refresh_params
@@ -94,7 +97,7 @@ def test_none_is_among_the_fields_that_are_not_supported():
 
 
 def test_the_description_is_in_openapi():
-    schemas = document()["components"]["schemas"]
+    schemas = document(all_routes(Service(ServerOptions())))["components"]["schemas"]
     for name, param in PARAMS.items():
         homes = {HTTP: ("CompletionFields", "ChatFields"), DIALECTS: ("MessagesFields",)}
         for home in (home for api in param.apis for home in homes.get(api, ())):
