@@ -67,7 +67,7 @@ STILL_NAMED = {
     "lane": 4,
     "lookahead": 5,
     "plan_builder": 33,
-    "policy": 3,
+    "policy": 4,
     "request": 24,
     "results": 6,
     "scheduler": 15,
