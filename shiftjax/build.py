@@ -159,7 +159,7 @@ def _build_phases(
     for phase, deployment in deployments.items():
         groups[phase] = define_groups(deployment, devices, check)
         sizes = PoolSizes(deployment, devices, programs_dir, is_loaded=False)
-        compiled[phase] = compile_groups(config, deployment, groups[phase], sizes, progress)
+        compiled[phase] = compile_groups(deployment, groups[phase], sizes, progress)
     sized: dict[Phase, Deployment] = {phase: each.deployment for phase, each in compiled.items()}
     first, dtype = sized["prefill"], FORMATS[sized["prefill"].formats.activations].dtype
     exchange = DeviceExchange(groups, HostWeights(source, dtype))
@@ -174,7 +174,7 @@ def _build_phases(
         programs, seed = compiled[phase].programs, config.model.seed
         started = start_runners(sized[phase], groups[phase], programs, seed, chunks)
         warm_up(started)
-        lanes[phase] = make_lanes(config, compiled[phase], started, memory)
+        lanes[phase] = make_lanes(compiled[phase], started, memory, is_phase=True)
         runners = [runner for stages in started.values() for runner in stages] + runners
     engine = Engine(
         [lane for phase in PHASES for lane in lanes[phase]],
@@ -279,7 +279,7 @@ def _check_host(
             beside = ", beside the weights," if deployment.parks else ""
             given = f"{given} {available / 2**30:.1f} GiB that this host{beside} has available"
             raise ConfigError([f"{given}: use less"])
-        choosers_of(config, deployment, device)
+        choosers_of(deployment, device)
     if device.platform == "cpu":
         most = max(deployment.grid.num_devices for deployment in deployments)
         warn_of_crowding(most // jax.process_count())
@@ -322,7 +322,7 @@ def assemble(
         progress("compile moves", 0, 1)
         mover = make_mover(deployment, groups)
     warm_up(runners)
-    lanes = make_lanes(config, compiled, runners, HostMemory(deployment.host_bytes))
+    lanes = make_lanes(compiled, runners, HostMemory(deployment.host_bytes))
     if leader is not None:
         (lane,) = lanes
         ((runner,),) = runners.values()
@@ -356,7 +356,7 @@ def _compile(
     """Compile the steps, and size the KV pools; all hosts must come to the same."""
     devices = jax.devices()[: config.parallel.devices]
     sizes = PoolSizes(deployment, devices, cache_dir, hosts=hosts)
-    compiled = compile_groups(config, deployment, groups, sizes, progress)
+    compiled = compile_groups(deployment, groups, sizes, progress)
     if hosts is not None:
         names = [placed.step.attention.name for placed in groups]
         buckets = [[p.bucket for p in each] for each in compiled.programs.values()]

@@ -6,18 +6,19 @@ A static deployment is one configuration; where prompts and decodes have one eac
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import NamedTuple
 
 import jax
 
-from shiftjax.config import EngineConfig
-from shiftjax.core.blocks import BlockAllocator
+from shiftjax.assembly import Drafter, Groups
 from shiftjax.core.lane import Lane
 from shiftjax.core.policy import Policy, make_policy, wanted_modes
-from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.request import Runner
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
 from shiftjax.costs.stages import GroupCosts
+from shiftjax.deploy import assembly
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.communicators import make_communicators
 from shiftjax.device.groups import Kind, Placed, compile_steps, kind_of
@@ -25,10 +26,7 @@ from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Program, Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.drafts.drafting import Drafting
-from shiftjax.drafts.prices import prices_of
-from shiftjax.drafts.speculation import Speculation
-from shiftjax.fleet.shared_blocks import share
-from shiftjax.host_tier.chunks import HostBlocks, HostMemory
+from shiftjax.host_tier.chunks import HostMemory
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.phases.pipeline_device import PipelineRunner
 
@@ -46,7 +44,6 @@ class Compiled(NamedTuple):
 
 
 def compile_groups(
-    config: EngineConfig,
     deployment: Deployment,
     groups: Sequence[Placed],
     sizes: PoolSizes,
@@ -56,7 +53,7 @@ def compile_groups(
     device = groups[0].step.mesh.devices.flat[0]
     steps = {kind_of(placed.step): placed.step for placed in reversed(groups)}  # the first ones
     modes = {kind.width: step.weights.modes for kind, step in steps.items()}
-    known, policies = choosers_of(config, deployment, device)
+    known, policies = choosers_of(deployment, device)
     wanted = {
         width: wanted_modes(policies[width], of_width.buckets, modes[width])
         for width, of_width in deployment.by_width.items()
@@ -72,70 +69,49 @@ def compile_groups(
 
 
 def make_lanes(
-    config: EngineConfig,
     compiled: Compiled,
     runners: Mapping[Group, Sequence[DeviceRunner]],
     memory: HostMemory,
+    *,
+    is_phase: bool = False,
 ) -> list[Lane]:
-    """A lane for every group; those of a fleet share their blocks, all of them host memory."""
-    deployment, blocks = compiled.deployment, {}
-    if deployment.widths:
-        sizes = {group: stages[0].pool.block_size for group, stages in runners.items()}
-        blocks = share(deployment.num_blocks, sizes)
-    return [
-        _lane(config, compiled, group, stages, blocks.get(group), memory)
-        for group, stages in runners.items()
-    ]
+    """A lane for every group, whose stages are one runner."""
+    deployment, drafters = compiled.deployment, {}
+    if deployment.drafts.speculation != "none":
+        drafters = {group: Drafter(Drafting(deployment.drafts), perf_counter) for group in runners}
+    groups = Groups(
+        deployment,
+        {
+            g: stages[0] if len(stages) == 1 else PipelineRunner(stages)
+            for g, stages in runners.items()
+        },
+        {group.width: stages[0].step.weights.modes for group, stages in runners.items()},
+        compiled.policies,
+        compiled.known,
+    )
+    return assembly.make_lanes(
+        groups, memory, drafters, overlap=deployment.overlap, is_phase=is_phase
+    )
 
 
-def _lane(
-    config: EngineConfig,
-    compiled: Compiled,
-    group: Group,
-    stages: Sequence[DeviceRunner],
-    blocks: BlockAllocator | None,
-    memory: HostMemory,
-) -> Lane:
-    deployment = compiled.deployment.of_width(group.width)
-    host = None
-    if memory.num_bytes:
-        host = HostBlocks(memory, deployment.block_size, deployment.host_block_bytes)
-    policy, costs = compiled.policies[group.width], compiled.known[group.width]
-    runner = stages[0] if len(stages) == 1 else PipelineRunner(stages)
-    modes, budgets, speculation = stages[0].step.weights.modes, deployment.budgets, None
-    speculator, drafts = deployment.layout.model.speculator, deployment.drafts
-    num_predict = speculator.num_predict if speculator else 0
-    if drafts.speculation != "none":
-        speculation = Speculation(
-            Drafting(drafts),
-            prices_of(policy, deployment.buckets, modes, costs),
-            max_rows=budgets.max_rows,
-            overlap=config.scheduler.overlap,
-            num_guesses=min(num_predict, drafts.max_draft_tokens),  # no draft is longer
-        )
-    is_one_of_several = deployment.widths or config.parallel.stages
-    own = policy if is_one_of_several else None  # None: the engine's
-    scheduler = Scheduler(budgets, speculation, blocks, host)
-    return Lane(scheduler, runner, modes, group=group, policy=own)
+def _joined(stages: Sequence[DeviceRunner]) -> Runner:
+    return stages[0] if len(stages) == 1 else PipelineRunner(stages)
 
 
 def choosers_of(
-    config: EngineConfig, deployment: Deployment, device: Device
+    deployment: Deployment, device: Device
 ) -> tuple[dict[int, GroupCosts | None], dict[int, Policy]]:
     """What is known of the costs of steps, and who chooses their modes, by units of a group."""
     known = {
-        width: known_costs(of_width, config.scheduler.machine, device)
-        for width, of_width in deployment.by_width.items()
+        width: known_costs(of_width, device) for width, of_width in deployment.by_width.items()
     }
     name, threshold = deployment.policy, deployment.threshold
     return known, {width: make_policy(name, threshold, costs) for width, costs in known.items()}
 
 
-def wanted_by_width(
-    config: EngineConfig, deployment: Deployment, device: Device
-) -> dict[int, Wanted]:
+def wanted_by_width(deployment: Deployment, device: Device) -> dict[int, Wanted]:
     """Which steps will be compiled, by units of a group; weights as `alias` has them."""
-    _, policies = choosers_of(config, deployment, device)
+    _, policies = choosers_of(deployment, device)
     return {
         width: wanted_modes(policies[width], of_width.buckets, of_width.layout.modes)
         for width, of_width in deployment.by_width.items()
@@ -152,11 +128,12 @@ def describe_width(deployment: Deployment, wanted: Wanted) -> str:
     )
 
 
-def known_costs(deployment: Deployment, machine: str | None, device: Device) -> GroupCosts | None:
+def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     """The cost model of this machine, if something asks for it.
 
     Raises ConfigError for an unknown machine that something needs; drafts can do without.
     """
+    machine = deployment.machine
     choice, drafts = deployment.drafts.draft_choice, deployment.drafts.speculation != "none"
     is_needed = deployment.needs_costs or (drafts and choice == "cost")
     is_needed |= bool(deployment.widths) and deployment.fleet.fleet_policy == "cost"

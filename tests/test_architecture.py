@@ -39,6 +39,7 @@ FLOORS = (
     ("shiftjax.phases", NO_JAX),
     ("shiftjax.hosts", NO_JAX),
     ("shiftjax.embed", NO_JAX),
+    ("shiftjax.assembly", NO_JAX),
     ("shiftjax.sim", NO_JAX),
     ("shiftjax.text", NO_JAX),
     ("shiftjax.weights", JAX),

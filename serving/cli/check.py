@@ -137,7 +137,7 @@ def _mesh_rows(deployment: Deployment) -> dict[str, Any]:
 
 def _fleet_rows(config: EngineConfig, deployment: Deployment) -> dict[str, Any]:
     """The groups of each width, what is compiled for them, and what is padded for the widest."""
-    wanted = wanted_by_width(config, deployment, jax.devices()[0])
+    wanted = wanted_by_width(deployment, jax.devices()[0])
     model, unit = deployment.layout.model, deployment.of_width(1).layout
     alone = Layout(model, 1, deployment.tp)
     rows: dict[str, Any] = {
@@ -200,7 +200,7 @@ def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:
 
 def _sum_rows(config: EngineConfig, deployment: Deployment, device: Device) -> dict[str, Any]:
     """What sums hold on GPUs; none elsewhere, or where there are no sums."""
-    num_bytes = deployment.sum_buffer_bytes(wanted_by_width(config, deployment, device))
+    num_bytes = deployment.sum_buffer_bytes(wanted_by_width(deployment, device))
     if not num_bytes or device.platform != "gpu":
         return {}
     words = "outside of JAX's share, with NVLink: shiftjax doctor says how large that may be"

@@ -116,7 +116,7 @@ def examine(config: EngineConfig, model: ModelConfig, devices: Sequence[Device])
 def bytes_of_sums(config: EngineConfig, model: ModelConfig, devices: Sequence[Device]) -> int:
     """What sums of all programs hold on each device, outside of JAX's share."""
     deployment = resolve(config, model, _room_for(model, devices))
-    return deployment.sum_buffer_bytes(wanted_by_width(config, deployment, devices[0]))
+    return deployment.sum_buffer_bytes(wanted_by_width(deployment, devices[0]))
 
 
 def _room_for(model: ModelConfig, devices: Sequence[Device]) -> Devices:

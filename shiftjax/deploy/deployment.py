@@ -14,7 +14,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.core.admission import RequestLimits
 from shiftjax.core.policy import POLICIES, Policy
 from shiftjax.core.scheduler_config import SchedulerConfig
-from shiftjax.costs.buckets import Bucket, make_buckets
+from shiftjax.costs.buckets import Bucket, doubling, make_buckets
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
     Memory,
@@ -85,6 +85,9 @@ class Deployment:
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices
     parks: bool = False  # computes prompts alone (`phases/control.py`)
+    overlap: bool = True  # a step is scheduled while the one before it runs
+    machine: str | None = None  # what predictions take the devices for; None: by their kind
+    seed: int = 0  # of requests that bring none, and of random weights
     kv_scales: str = ""  # name of the scales of a KV cache of codes: equal ones have equal names
 
     @cached_property
@@ -178,6 +181,13 @@ class Deployment:
         """The sizes of steps, smallest first."""
         most = self.budgets.max_step_seqs
         return make_buckets(self.token_buckets, most, self.layout, self.max_draft_rows)
+
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Tokens of steps that drafts may reach: those that are compiled, or some of all."""
+        if self.token_buckets:
+            return tuple(bucket.tokens for bucket in self.buckets)
+        return doubling(self.max_num_batched_tokens)
 
     @property
     def blocks_per_seq(self) -> int:

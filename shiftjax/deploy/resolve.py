@@ -108,6 +108,9 @@ def resolve(
         deterministic=config.model.deterministic,
         gpu_options=config.compile.gpu_options,
         pp=config.parallel.pp,
+        overlap=scheduler.overlap,
+        machine=scheduler.machine,
+        seed=config.model.seed,
     )
     _ = deployment.fixed  # that its groups can be formed
     least = min(of_width.host_block_bytes for of_width in deployment.by_width.values())

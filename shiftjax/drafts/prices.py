@@ -1,12 +1,11 @@
 """What the steps of a group cost: predicted, and corrected by what steps took. No JAX."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.policy import Policy, work_of, work_of_items
 from shiftjax.core.request import StepPlan
-from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.drafts.step_times import StepKind, StepTimes
@@ -75,13 +74,6 @@ class Prices:
         predicted += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
         kind = _kind(costs, mode, work, is_hidden)
         self.times.learn(kind, seconds - plan.drafting_seconds, predicted)
-
-
-def prices_of(
-    policy: Policy, buckets: Iterable[Bucket], modes: tuple[Mode, ...], costs: GroupCosts | None
-) -> Prices:
-    """What a group's steps cost, as far as is known."""
-    return Prices(tuple(bucket.tokens for bucket in buckets), policy, modes, costs)
 
 
 def _predicted(

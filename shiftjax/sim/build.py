@@ -5,22 +5,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from shiftjax.core.blocks import BlockAllocator
+from shiftjax.assembly import Drafter, Groups, make_lanes
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
-from shiftjax.core.policy import Policy
-from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.drafts.prices import Prices
-from shiftjax.drafts.speculation import Speculation
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.cost_arrangement import CostArrangement
 from shiftjax.fleet.setup import make_fleet, move_costs
-from shiftjax.fleet.shared_blocks import share
-from shiftjax.host_tier.chunks import HostBlocks, HostMemory
-from shiftjax.parallel.grid import Group
+from shiftjax.host_tier.chunks import HostMemory
 from shiftjax.phases.control import Phase, Resharding
 from shiftjax.phases.costs import check_host_links
 from shiftjax.phases.setup import limits_of
@@ -31,7 +25,6 @@ from shiftjax.sim.deployment import (
     modes_of,
     policy_of,
     sized_of,
-    sizes_of,
 )
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, Units
 from shiftjax.sim.drafts import AcceptanceModel
@@ -46,15 +39,13 @@ class Tier(NamedTuple):
     stored: Stored
 
 
-class Lanes(NamedTuple):
-    """The groups of one deployment, with blocks, and what chooses their modes, by width."""
+class Made(NamedTuple):
+    """The groups of one deployment, and what only simulated ones have."""
 
-    deployment: Deployment
+    groups: Groups
     lanes: list[Lane]
     runners: list[CostRunner]
     units: Units
-    policies: dict[int, Policy]
-    beliefs: dict[int, GroupCosts]
 
 
 def make_engine(
@@ -73,13 +64,13 @@ def make_engine(
     made = _make_lanes(target, deployment, clock, tier, belief, acceptance)
     engine = Engine(
         made.lanes,
-        made.policies[max(made.policies)],
-        made.deployment.limits,
+        made.groups.policies[max(made.groups.policies)],
+        made.groups.deployment.limits,
         overlap=target.engine.overlaps,
         seed=seed,
         clock=clock,
         wait=clock.wait_for_all if target.engine.replicas_in_step else clock.wait_for_one,
-        topology=_fleet(target, made, clock) if made.deployment.widths else None,
+        topology=_fleet(target, made, clock) if deployment.widths else None,
     )
     return engine, made.runners
 
@@ -92,14 +83,15 @@ def make_phases(
     Raises ConfigError where a phase does not fit, or the machine's links to the host are unknown.
     """
     tier = Tier(HostMemory(phases["prefill"].host_bytes), Stored())
-    made: dict[Phase, Lanes] = {
-        phase: _make_lanes(target, each, clock, tier) for phase, each in phases.items()
+    made: dict[Phase, Made] = {
+        phase: _make_lanes(target, each, clock, tier, is_phase=True)
+        for phase, each in phases.items()
     }
     runners = [runner for each in made.values() for runner in each.runners]
-    sized: dict[Phase, Deployment] = {phase: each.deployment for phase, each in made.items()}
+    sized: dict[Phase, Deployment] = {phase: each.groups.deployment for phase, each in made.items()}
     exchange = CostExchange(target, sized, runners, clock)
     lanes: dict[Phase, list[Lane]] = {phase: each.lanes for phase, each in made.items()}
-    prefill = made["prefill"].policies
+    prefill = made["prefill"].groups.policies
     engine = Engine(
         [*lanes["prefill"], *lanes["decode"]],
         prefill[max(prefill)],
@@ -119,39 +111,45 @@ def _make_lanes(
     tier: Tier,
     belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
-) -> Lanes:
+    *,
+    is_phase: bool = False,
+) -> Made:
     sized = sized_of(target, deployment)
     units = Units(sized.grid.units)
-    costs = {width: cost_model(target, each) for width, each in sized.by_width.items()}
-    beliefs = costs
+    by_width = sized.by_width
+    costs = {width: cost_model(target, each) for width, each in by_width.items()}
+    beliefs: dict[int, GroupCosts | None] = dict(costs)
     if belief is not None:
         known = belief.machine, belief.engine
-        beliefs = {width: each.costs(*known) for width, each in sized.by_width.items()}
-    policies = {w: policy_of(sized, costs[w], beliefs[w]) for w in costs}
-    groups = [group for width in sorted(costs, reverse=True) for group in sized.grid.groups(width)]
-    blocks: Mapping[Group, BlockAllocator] = {}
-    if sized.widths:
-        sizes = {group: sized.of_width(group.width).block_size for group in groups}
-        blocks = share(sized.num_blocks, sizes)
-    made = Lanes(sized, [], [], units, policies, beliefs)
-    for group in groups:
-        width, of_width = group.width, sized.of_width(group.width)
-        runner = CostRunner(
+        beliefs = {width: each.costs(*known) for width, each in by_width.items()}
+    runners = {
+        group: CostRunner(
             costs[width],
             clock,
             group=group,
             units=units,
             own_host=target.engine.replicas_in_step,
             drafting=drafting_of(target, deployment, acceptance),
-            link=_link(target, of_width, tier),
+            link=_link(target, by_width[width], tier),
         )
-        host = None
-        if tier.memory.num_bytes:
-            host = HostBlocks(tier.memory, of_width.block_size, of_width.host_block_bytes)
-        known = beliefs[width], policies[width]
-        made.lanes.append(_lane(target, of_width, runner, *known, blocks.get(group), host))
-        made.runners.append(runner)
-    return made
+        for width in sorted(costs, reverse=True)
+        for group in sized.grid.groups(width)
+    }
+    groups = Groups(
+        sized,
+        runners,
+        {width: modes_of(costs[width], each) for width, each in by_width.items()},
+        {w: policy_of(sized, costs[w], beliefs[w] or costs[w]) for w in costs},
+        beliefs,
+    )
+    drafters = {
+        group: Drafter(runner.drafting, runner.drafting.clock)
+        for group, runner in runners.items()
+        if runner.drafting is not None
+    }
+    overlap = target.engine.overlaps
+    lanes = make_lanes(groups, tier.memory, drafters, overlap=overlap, is_phase=is_phase)
+    return Made(groups, lanes, list(runners.values()), units)
 
 
 def _link(target: Target, deployment: Deployment, tier: Tier) -> HostLink | None:
@@ -162,32 +160,9 @@ def _link(target: Target, deployment: Deployment, tier: Tier) -> HostLink | None
     return HostLink(target.machine, sizes, deployment.blocks_in_flight, tier.stored)
 
 
-def _lane(
-    target: Target,
-    deployment: Deployment,
-    runner: CostRunner,
-    belief: GroupCosts,
-    policy: Policy,
-    blocks: BlockAllocator | None,
-    host: HostBlocks | None,
-) -> Lane:
-    """One group, with a deployment of its width."""
-    modes, speculation = modes_of(runner.costs, deployment), None
-    if runner.drafting is not None:
-        speculation = Speculation(
-            runner.drafting,
-            Prices(sizes_of(deployment), policy, modes, belief),
-            max_rows=deployment.budgets.max_rows,
-            overlap=target.engine.overlaps,
-            clock=runner.drafting.clock,
-        )
-    scheduler = Scheduler(deployment.budgets, speculation, blocks, host)
-    return Lane(scheduler, runner, modes, group=runner.group, policy=policy)
-
-
-def _fleet(target: Target, made: Lanes, clock: Clock) -> Fleet:
+def _fleet(target: Target, made: Made, clock: Clock) -> Fleet:
     """The groups that come and go; greedy ones do so for nothing, whenever it is best."""
-    deployment = made.deployment
+    deployment = made.groups.deployment
     machine, host_seconds = target.machine, target.engine.host(0, 2)
     is_free = deployment.policy_class.is_simulated
     if is_free:
@@ -197,7 +172,7 @@ def _fleet(target: Target, made: Lanes, clock: Clock) -> Fleet:
         )
     costs = move_costs(deployment, machine)
     mover = CostMover(costs, clock, made.units, host_seconds)
-    known = made.policies, made.beliefs
+    known = made.groups.policies, made.groups.costs
     fleet = make_fleet(deployment, made.lanes, *known, mover, lambda: clock.now)
     fleet.history = deque()  # all of it
     if isinstance(fleet.policy, CostArrangement) and is_free:

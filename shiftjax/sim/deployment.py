@@ -264,10 +264,3 @@ def drafting_of(
             )
         options = replace(options, draft_choice="fixed")
     return ModelledDrafting(options, acceptance, target.engine.draft_seconds)
-
-
-def sizes_of(deployment: Deployment) -> tuple[int, ...]:
-    """Tokens of steps that drafts may reach: those that are compiled, or some of all."""
-    if deployment.token_buckets:
-        return tuple(bucket.tokens for bucket in deployment.buckets)
-    return doubling(deployment.max_num_batched_tokens)

@@ -20,7 +20,6 @@ from shiftjax.sim.deployment import (
     least_tp,
     memory_of,
     modes_of,
-    sizes_of,
 )
 from shiftjax.sim.stages import Batch, all_degrees, mixed_rate
 
@@ -118,7 +117,7 @@ def saturated_tokens_per_second(
     batch = Batch.of([(workload.num_prompt_tokens, workload.num_output_tokens)])
     fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs) / deployment.pp
     fits = max(1.0, min(fits, deployment.max_num_batched_tokens / 2))
-    sizes = {fits, *(size for size in sizes_of(deployment) if size < fits)}
+    sizes = {fits, *(size for size in deployment.step_sizes if size < fits)}
     rate = max(mixed_rate(costs, deployment, batch, size) for size in sizes)
     return rate * (workload.num_prompt_tokens + workload.num_output_tokens)
 

@@ -13,7 +13,7 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
-from shiftjax.drafts.prices import prices_of
+from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
 
 VOCAB_SIZE = 199
@@ -58,7 +58,7 @@ def let_draft(built, drafting, num_guesses=0):
     (lane,) = built.engine.lanes
     budgets, speculation = built.deployment.budgets, None
     if drafting is not None:
-        prices = prices_of(built.engine.policy, built.deployment.buckets, lane.modes, None)
+        prices = Prices(built.deployment.step_sizes, built.engine.policy, lane.modes)
         speculation = Speculation(
             drafting, prices, max_rows=budgets.max_rows, num_guesses=num_guesses
         )

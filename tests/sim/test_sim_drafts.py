@@ -16,7 +16,7 @@ from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
 from shiftjax.drafts.step_times import StepTimes
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, policy_of, sizes_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, policy_of
 from shiftjax.sim.drafts import WRONG, AcceptanceModel, ModelledDrafting, acceptance_from
 from shiftjax.sim.echo import EchoRunner, echo_token
 from shiftjax.sim.metrics import summary
@@ -145,7 +145,7 @@ def test_the_simulator_drafts_as_an_engine_does(policy):
         modes, chosen = modes_of(costs, sized), policy_of(sized, costs, costs)
         speculation = Speculation(
             drafting,
-            Prices(sizes_of(sized), chosen, modes, costs),
+            Prices(sized.step_sizes, chosen, modes, costs),
             max_rows=128,
             clock=drafting.clock,
         )

@@ -63,7 +63,7 @@ def test_an_engine_over_hosts_decides_by_the_links_that_it_has(monkeypatch):
     for name, count in (("process_count", 2), ("local_device_count", 4), ("device_count", 8)):
         monkeypatch.setattr(jax, name, lambda count=count: count)
     deployment = deploy(on(TWO), "cost", (1, 4, 2), "cost")
-    costs = known_costs(deployment, None, SimpleNamespace(device_kind="NVIDIA H200"))
+    costs = known_costs(deployment, SimpleNamespace(device_kind="NVIDIA H200"))
     assert costs.machine.num_hosts == 2 and costs.machine.devices_per_host == 4
     between = replace(costs.machine, network=(Transfer(1.0, 1.0),))
     slower = deployment.costs(between, costs.engine).mode_seconds(Mode(4, 4), (512, 8))
@@ -75,9 +75,9 @@ def test_without_a_network_drafts_do_without_costs_and_the_policy_cannot(monkeyp
     deployment, device = deploy(on(TWO), "x", (1, 4, 2), "base"), SimpleNamespace(device_kind="cpu")
     drafting = replace(deployment, drafts=DraftOptions(speculation="ngram"))
     assert drafting.drafts.draft_choice == "auto"
-    assert known_costs(drafting, None, device) is None
+    assert known_costs(drafting, device) is None
     with pytest.raises(ConfigError, match="cpu has no network between hosts"):
-        known_costs(replace(deployment, policy="cost"), None, device)
+        known_costs(replace(deployment, policy="cost"), device)
 
 
 def test_stages_on_several_hosts_hand_over_by_the_network():
