@@ -314,3 +314,9 @@ def test_padded_heads_are_told():
     assert first.padding == (pytest.approx(16 / 9 - 1), pytest.approx(1 / 3))
     assert first.row()["padded_heads"] == "+78% q, +33% kv"
     assert memory_of(target, first.deployment).weight_bytes > 270e6
+
+
+def test_groups_of_a_width_choose_modes_by_costs_of_that_width():
+    engine, _ = make_engine(TARGET, fleet(), Clock())
+    widths = {lane.group.width: lane.policy.costs.layout.sp for lane in engine.lanes}
+    assert widths == {1: 1, 2: 2, 4: 4, 8: 8}
