@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from shiftjax import assembly
 from shiftjax.assembly import Drafter, Groups
 from shiftjax.core.lane import Lane
 from shiftjax.core.policy import Policy, make_policy, wanted_modes
@@ -18,7 +19,6 @@ from shiftjax.core.request import Runner
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
 from shiftjax.costs.stages import GroupCosts
-from shiftjax.deploy import assembly
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.communicators import make_communicators
 from shiftjax.device.groups import Kind, Placed, compile_steps, kind_of
