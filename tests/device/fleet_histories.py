@@ -152,7 +152,7 @@ def abort_one(engine, states: set[str], seen: Counter[str]) -> list[Event]:
     """Abort a request that is in one of these states now."""
     by_state = {lane.state: lane.scheduler.requests for lane in engine.lanes}
     for lane in engine.lanes:
-        if engine.topology.find(Fleet).is_unproven(lane):
+        if lane.group in engine.topology.find(Fleet)._unproven:
             by_state["moved"] = lane.scheduler.requests
     by_state["queued"] = engine._queued
     for state in sorted(states):

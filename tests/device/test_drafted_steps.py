@@ -9,6 +9,7 @@ from oracle import numpy_llama
 from spent import thorough
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
+from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.draft_options import DraftOptions
@@ -62,7 +63,7 @@ def let_draft(built, drafting, num_guesses=0):
         speculation = Speculation(
             drafting, prices, max_rows=budgets.max_rows, num_guesses=num_guesses
         )
-    lane.scheduler.lookahead = speculation
+    lane.scheduler.lookahead = speculation or Lookahead()
     return speculation
 
 

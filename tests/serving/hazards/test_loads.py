@@ -43,7 +43,7 @@ def on(server, action):
 @pytest.fixture(autouse=True)
 def few_bursts(monkeypatch):
     """What the second leaves behind, the others would."""
-    monkeypatch.setattr("loads.NUM_BURSTS", 2)
+    monkeypatch.setattr("cases.loads.NUM_BURSTS", 2)
 
 
 @pytest.fixture(scope="module")
