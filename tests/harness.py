@@ -8,7 +8,13 @@ from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats, formats_of
-from shiftjax.core.request import Request, SamplingParams, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import (
+    Request,
+    SamplingParams,
+    ScheduledSequence,
+    SequenceState,
+    StepPlan,
+)
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import make_mesh, mesh_of, pool_spec, vocab_spec
 from shiftjax.device.mode_weights import ModeWeights
@@ -52,7 +58,7 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 def prefill_plan(token_ids: list[int], num_rows: int, block_size: int = BLOCK_SIZE) -> StepPlan:
     """A plan that computes one prompt in one step, with its last rows, in blocks 1, 2, 3 ..."""
     blocks = list(range(1, 2 + len(token_ids) // block_size))
-    sequence = Sequence(
+    sequence = SequenceState(
         request=Request("r", token_ids, SamplingParams()),
         index=0,
         seed=0,

@@ -58,8 +58,7 @@ from serving.bench.offline import startup
 from shiftjax.build import Built
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
-from shiftjax.core.request import Request
-from shiftjax.core.request import Sequence as Continuation
+from shiftjax.core.request import Request, SequenceState
 from shiftjax.device.programs import CompileCounter
 from shiftjax.fleet.policy import FixedArrangement, NeedPolicy
 from shiftjax.fleet.stats import Turn
@@ -173,13 +172,13 @@ def switch_once(engine: Engine, num: int, context: int) -> Row:
     }
 
 
-def held(engine: Engine) -> list[Continuation]:
+def held(engine: Engine) -> list[SequenceState]:
     """All sequences that are not finished."""
     requests = [lane.scheduler.requests.values() for lane in engine.lanes]
     return [sequence for each in requests for siblings in each for sequence in siblings]
 
 
-def all_have(engine: Engine, num: int, what: Callable[[Continuation], bool]) -> bool:
+def all_have(engine: Engine, num: int, what: Callable[[SequenceState], bool]) -> bool:
     """Whether something holds of all `num` sequences, none of them queued."""
     found = held(engine)
     return len(found) == num and all(map(what, found))

@@ -39,7 +39,7 @@ from cases.kit import BLOCK_SIZE, THRESHOLD, VOCAB_SIZE, echo_engine
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
 from shiftjax.core.policy import ThresholdPolicy
-from shiftjax.core.request import Request, SamplingParams, Sequence, StepOutput, StepPlan
+from shiftjax.core.request import Request, SamplingParams, SequenceState, StepOutput, StepPlan
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket
@@ -102,7 +102,7 @@ class Packer:
             config.num_blocks, config.block_size, blocks_per_seq, np.dtype(np.float32)
         )
         self.attention = xla_attention(HEAD_DIM, (None,), config.block_size)
-        self.row_params: dict[Sequence, RowParams] = {}
+        self.row_params: dict[SequenceState, RowParams] = {}
         self.packing: Packing | None = None
 
     def __call__(self, plan: StepPlan) -> np.ndarray:

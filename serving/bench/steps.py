@@ -23,8 +23,13 @@ from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.policy import work_of
-from shiftjax.core.request import Request, SamplingParams, ScheduledSequence, StepPlan
-from shiftjax.core.request import Sequence as Continuation
+from shiftjax.core.request import (
+    Request,
+    SamplingParams,
+    ScheduledSequence,
+    SequenceState,
+    StepPlan,
+)
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
 from shiftjax.costs.step import CostModel
@@ -75,7 +80,7 @@ def plan_of(case: Case, max_length: int = MAX_LENGTH) -> StepPlan:
     for number, (start, count) in enumerate(case.spans):
         first = 1 + number * blocks_each
         prompt = [(7 * number + 3 * i) % 200 for i in range(start + count)]
-        sequence = Continuation(
+        sequence = SequenceState(
             Request(str(number), prompt, SamplingParams(temperature=0.0)),
             index=0,
             seed=0,

@@ -15,7 +15,7 @@ from shiftjax.core.blocks import (
     extend_hashes,
     root_hash,
 )
-from shiftjax.core.request import Sequence, StepPlan
+from shiftjax.core.request import SequenceState, StepPlan
 from shiftjax.core.tier import MOST_AHEAD, Chunk, Place, Tier, TierMoves
 
 
@@ -47,14 +47,14 @@ class BlockTables:
         self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
         self._identity = model, kv
         self._evicted: list[tuple[int, CachedPrefix]] = []  # since the last plan
-        self._forks: dict[Sequence, list[list[int]]] = {}  # blocks that paths in flight have alone
+        self._forks: dict[SequenceState, list[list[int]]] = {}  # of paths in flight alone
 
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.device.block_size
 
-    def admit(self, sequence: Sequence, reserve: int) -> bool:
+    def admit(self, sequence: SequenceState, reserve: int) -> bool:
         """Give a waiting sequence blocks for all its tokens, and leave `reserve` blocks free.
 
         False if there is no room. A whole prompt gets its blocks at once, so that chunks of it
@@ -80,14 +80,14 @@ class BlockTables:
         self.num_prefix_hits_elsewhere += not prefix and self._is_known_elsewhere(sequence)
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
+    def grow(self, sequence: SequenceState) -> bool:
         """Append one block; False if none is free."""
         if not self.device.num_free_blocks:
             return False
         sequence.block_table.append(self._allocate())
         return True
 
-    def fork(self, sequence: Sequence, begin: int, num_blocks: int) -> list[int]:
+    def fork(self, sequence: SequenceState, begin: int, num_blocks: int) -> list[int]:
         """A second table of `num_blocks`, with fresh blocks from number `begin` on, until `join`.
 
         As many blocks must be free.
@@ -96,7 +96,7 @@ class BlockTables:
         self._forks.setdefault(sequence, []).append(blocks)
         return sequence.block_table[:begin] + blocks
 
-    def join(self, sequence: Sequence, table: list[int]) -> None:
+    def join(self, sequence: SequenceState, table: list[int]) -> None:
         """Keep `table`, the sequence's or one of its forks', and release what the others had."""
         for blocks in self._forks.pop(sequence, ()):
             begin = len(table) - len(blocks)
@@ -106,12 +106,12 @@ class BlockTables:
                 self.device.release(sequence.block_table[begin:])
                 sequence.block_table = table
 
-    def rename(self, new: Mapping[int, int], sequences: Iterable[Sequence]) -> None:
+    def rename(self, new: Mapping[int, int], sequences: Iterable[SequenceState]) -> None:
         """Blocks of running sequences have been copied elsewhere: block, new block."""
         for sequence in sequences:
             sequence.block_table = [new.get(block, block) for block in sequence.block_table]
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         """Take every block from a sequence, in both tiers.
 
         A step in flight may still write to these blocks. They may be given away at once all the
@@ -124,17 +124,17 @@ class BlockTables:
         self.tier.cancel(sequence)
         self.leave_tier(sequence)
 
-    def leave_tier(self, sequence: Sequence) -> None:
+    def leave_tier(self, sequence: SequenceState) -> None:
         """A sequence needs nothing in the second tier any more."""
         self.tier.release(sequence.places)
         sequence.places = []
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Release a sequence that will be recomputed."""
         self.release(sequence)
         sequence.num_computed_tokens = sequence.num_verified_tokens = 0
 
-    def swap_out(self, sequence: Sequence) -> bool:
+    def swap_out(self, sequence: SequenceState) -> bool:
         """Move what is computed to the second tier; False if it has no room.
 
         The runner copies before the step computes, so the device blocks are free at once.
@@ -151,7 +151,7 @@ class BlockTables:
         sequence.places = places
         return True
 
-    def finish_plan(self, *, is_planned: bool, waiting: Iterable[Sequence] = ()) -> TierMoves:
+    def finish_plan(self, *, is_planned: bool, waiting: Iterable[SequenceState] = ()) -> TierMoves:
         """The copies between the tiers that the plan needs; without a plan there are none.
 
         Those of `waiting` that come next have prefetched what the second tier will give them.
@@ -163,7 +163,7 @@ class BlockTables:
         wanted = chain.from_iterable(map(self._chunks_of, islice(waiting, MOST_AHEAD)))
         return self.tier.finish(is_planned=True, wanted=wanted)
 
-    def _chunks_of(self, sequence: Sequence) -> Iterable[Chunk]:
+    def _chunks_of(self, sequence: SequenceState) -> Iterable[Chunk]:
         """What an admission would restore now: of a swapped sequence, or of a prefix."""
         if sequence.places:
             return dict.fromkeys(place.chunk for place in sequence.places)
@@ -177,7 +177,7 @@ class BlockTables:
         """The step of a plan has ended: other groups may read what it copied to the second tier."""
         self.tier.prove(plan.offloads)
 
-    def register(self, sequence: Sequence) -> None:
+    def register(self, sequence: SequenceState) -> None:
         """Enter the full blocks that are computed and known to be finite into the prefix cache."""
         size, tokens, request = self.block_size, sequence.token_ids, sequence.request
         hashes = self._hashes(sequence)
@@ -191,7 +191,7 @@ class BlockTables:
             self.device.register(block, block_hash, contents, parent, is_private)
         sequence.num_registered_blocks = num_full
 
-    def reset(self, sequences: Iterable[Sequence], plan: StepPlan | None = None) -> None:
+    def reset(self, sequences: Iterable[SequenceState], plan: StepPlan | None = None) -> None:
         """The device's contents are lost, and what it was about to write to the second tier.
 
         What `plan`, whose step has failed, has read there is given up, too. Sequences keep what
@@ -206,12 +206,12 @@ class BlockTables:
                 self.forget(sequence)
         self.device.reset()
 
-    def is_swapped_out(self, sequence: Sequence) -> bool:
+    def is_swapped_out(self, sequence: SequenceState) -> bool:
         """Whether all that a sequence has computed is in the second tier."""
         places = sequence.places
         return bool(places) and self.tier.holds(places)
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
+    def check(self, sequences: Iterable[SequenceState]) -> None:
         """Conservation in both tiers, see `BlockAllocator.check`."""
         sequences = list(sequences)
         forks = chain.from_iterable(self._forks.values())
@@ -231,7 +231,7 @@ class BlockTables:
             self._evicted.append((block, contents))
         return self.device.allocate()
 
-    def _find_prefix(self, sequence: Sequence, shortage: int) -> list[int]:
+    def _find_prefix(self, sequence: SequenceState, shortage: int) -> list[int]:
         """Blocks that already hold the beginning of this sequence, without a reference yet.
 
         Never all of it: the last token is computed, because its logits are needed. A sibling's
@@ -249,7 +249,7 @@ class BlockTables:
         shared = self._sibling_prefix(sequence)
         return shared if len(shared) > len(prefix) else prefix
 
-    def _is_known_elsewhere(self, sequence: Sequence) -> bool:
+    def _is_known_elsewhere(self, sequence: SequenceState) -> bool:
         """Whether a group of another width on the same units has the beginning of a sequence."""
         hashes = sequence.block_hashes
         for other in self.device.relatives:
@@ -258,7 +258,7 @@ class BlockTables:
                 return True
         return False
 
-    def _sibling_prefix(self, sequence: Sequence) -> list[int]:
+    def _sibling_prefix(self, sequence: SequenceState) -> list[int]:
         """The full blocks of the prompt, where a sibling holds them computed."""
         num_blocks = (sequence.num_prompt_tokens - 1) // self.block_size
         for sibling in sequence.siblings:
@@ -267,7 +267,7 @@ class BlockTables:
                 return sibling.block_table[:num_blocks]
         return []
 
-    def _restore(self, sequence: Sequence, num_found: int) -> int:
+    def _restore(self, sequence: SequenceState, num_found: int) -> int:
         """Bring what the second tier has after the first `num_found` blocks to the device.
 
         Returns how many blocks a prefix has there; of a swapped sequence that is none, because it
@@ -282,17 +282,17 @@ class BlockTables:
         self.tier.restore(places, sequence.block_table[num_found:][: len(places)])
         return len(places)
 
-    def _find_in_tier(self, sequence: Sequence, num_found: int) -> list[Place]:
+    def _find_in_tier(self, sequence: SequenceState, num_found: int) -> list[Place]:
         """Where the second tier has blocks that follow those found on the device; never all."""
         if not self._may_have_prefix(sequence):
             return []
         limit = (len(sequence.token_ids) - 1) // self.block_size
         return self.tier.match(self._hashes(sequence), sequence.token_ids, num_found, limit)
 
-    def _may_have_prefix(self, sequence: Sequence) -> bool:
+    def _may_have_prefix(self, sequence: SequenceState) -> bool:
         return self.prefix_caching and not sequence.wants_prompt_logprobs
 
-    def _hashes(self, sequence: Sequence) -> list[bytes]:
+    def _hashes(self, sequence: SequenceState) -> list[bytes]:
         """The hash of every full block: that of what it ends with, which is chained to the rest."""
         request, hashes = sequence.request, sequence.block_hashes
         root = b"" if hashes else root_hash(*self._identity, request.adapter, request.cache_salt)

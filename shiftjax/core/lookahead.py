@@ -9,7 +9,7 @@ from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.request import (
     FinishReason,
     ScheduledSequence,
-    Sequence,
+    SequenceState,
     StepPlan,
 )
 from shiftjax.parallel.grid import Mode
@@ -23,21 +23,21 @@ class Lookahead:
 
     commits_first: bool = False
 
-    def start(self, siblings: list[Sequence]) -> None:
+    def start(self, siblings: list[SequenceState]) -> None:
         """Called when the continuations of a request have come."""
 
     def extend(
-        self, sequence: Sequence, tokens: tuple[int, ...], guess: ModelGuess | None = None
+        self, sequence: SequenceState, tokens: tuple[int, ...], guess: ModelGuess | None = None
     ) -> None:
         """Called with the tokens that a step has committed for a sequence."""
 
-    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def end(self, sequence: SequenceState, reason: FinishReason) -> None:
         """Called when a sequence has ended."""
 
-    def leave(self, siblings: list[Sequence]) -> None:
+    def leave(self, siblings: list[SequenceState]) -> None:
         """Called when the sequences of a request go to another group."""
 
-    def join(self, siblings: list[Sequence]) -> None:
+    def join(self, siblings: list[SequenceState]) -> None:
         """Called when the sequences of a request come from another group."""
 
     def extend_plan(
@@ -57,7 +57,7 @@ class Lookahead:
         """
         return {}
 
-    def learn(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
+    def learn(self, sequence: SequenceState, draft: Draft, accepted: int) -> None:
         """Called with how many tokens of a draft a step has accepted."""
 
     def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:

@@ -21,7 +21,7 @@ def num_sampling(in_flight: Iterable[StepPlan], micro_batch: int) -> int:
     return count
 
 
-def is_in_flight(sequence: request.Sequence, in_flight: Iterable[StepPlan]) -> bool:
+def is_in_flight(sequence: request.SequenceState, in_flight: Iterable[StepPlan]) -> bool:
     """Whether a step in flight has something of a sequence."""
     return any(item.sequence is sequence for plan in in_flight for item in plan.scheduled)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from shiftjax.core.guesses import Draft
-from shiftjax.core.request import ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import ScheduledSequence, SequenceState, StepPlan
 
 
 @dataclass(slots=True)
@@ -25,12 +25,12 @@ class PlanBuilder:
     decodes: list[ScheduledSequence] = field(default_factory=list)
     drafted: list[ScheduledSequence] = field(default_factory=list)  # in `decodes`, or paths
     chunks: list[ScheduledSequence] = field(default_factory=list)
-    unfinished_prompts: list[Sequence] = field(default_factory=list)
+    unfinished_prompts: list[SequenceState] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    swapped: list[Sequence] = field(default_factory=list)  # by this plan's offloads
+    swapped: list[SequenceState] = field(default_factory=list)  # by this plan's offloads
     num_preempted: int = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """As much of what the sequence has not computed as the budgets allow.
 
         At least one token and one row must be left.

@@ -24,7 +24,7 @@ __all__ = [
     "Runner",
     "SamplingParams",
     "ScheduledSequence",
-    "Sequence",
+    "SequenceState",
     "Status",
     "StepOutput",
     "StepPlan",
@@ -119,7 +119,7 @@ class RequestMetrics:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """One continuation of a request (`n` of them). Written by the scheduler only.
 
     Who owns which tokens, between two steps::
@@ -141,7 +141,7 @@ class Sequence:
     num_prompt_tokens: int
     max_length: int  # prompt and output together; reaching it ends with "length"
     stop_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop token ids
-    siblings: list["Sequence"]  # all continuations of the request, this one included
+    siblings: list["SequenceState"]  # all continuations of the request, this one included
     constraint: TokenConstraint | None = None
     status: Status = Status.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -211,7 +211,7 @@ class ScheduledSequence:
     itself. `masks` are then what a constraint allows in each row.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     num_tokens: int
     num_rows: int

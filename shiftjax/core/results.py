@@ -6,7 +6,7 @@ from shiftjax.core.request import (
     Event,
     FinishReason,
     ScheduledSequence,
-    Sequence,
+    SequenceState,
     StepOutput,
     StepPlan,
     TokenConstraint,
@@ -86,7 +86,7 @@ def num_accepted(item: ScheduledSequence, sampled: list[int]) -> int:
 
 
 def append_tokens(
-    sequence: Sequence, sampled: list[int], output: StepOutput, first_row: int, now: float
+    sequence: SequenceState, sampled: list[int], output: StepOutput, first_row: int, now: float
 ) -> tuple[Event, FinishReason | None]:
     """Enter what rows sampled, from `first_row` on, up to a token that ends the sequence.
 
@@ -114,7 +114,7 @@ def append_tokens(
     return event, reason
 
 
-def _end_at(sequence: Sequence, token: int, event: Event) -> FinishReason | None:
+def _end_at(sequence: SequenceState, token: int, event: Event) -> FinishReason | None:
     """Why a sequence ends with this token, its last; None: it goes on."""
     min_tokens = sequence.request.sampling.min_tokens
     if token in sequence.stop_ids and sequence.num_output_tokens > min_tokens:

@@ -38,7 +38,7 @@ from shiftjax.core.request import (
     FinishReason,
     Request,
     ScheduledSequence,
-    Sequence,
+    SequenceState,
     Status,
     StepOutput,
     StepPlan,
@@ -72,9 +72,9 @@ class Scheduler:
     ):
         self.config = config
         self.lookahead = lookahead or Lookahead()
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.parked: list[Sequence] = []
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
+        self.parked: list[SequenceState] = []
         self._queues = {
             Status.WAITING: self.waiting,
             Status.RUNNING: self.running,
@@ -88,7 +88,7 @@ class Scheduler:
             config.hash_size,
             config.kv,
         )
-        self.requests: dict[str, list[Sequence]] = {}  # unfinished ones, with all continuations
+        self.requests: dict[str, list[SequenceState]] = {}  # unfinished, whole
         self.num_waiting_tokens = 0  # prompt tokens of the waiting sequences
         self.num_preemptions = {"recompute": 0, "swap": 0}
         self._eos_ids = frozenset(config.eos_token_ids)
@@ -117,9 +117,9 @@ class Scheduler:
         """
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids)
-        siblings: list[Sequence] = []
+        siblings: list[SequenceState] = []
         for index in range(sampling.n):
-            sequence = Sequence(
+            sequence = SequenceState(
                 request,
                 index,
                 derive_seed(seed, index),
@@ -158,7 +158,7 @@ class Scheduler:
         num_micro_batches, first = self.config.num_micro_batches, self._micro_batch
         if self.config.parks:
             self._park_computed()
-        swapped: list[Sequence] = []
+        swapped: list[SequenceState] = []
         for turn in range(num_micro_batches):
             micro_batch = (first + turn) % num_micro_batches
             if num_sampling(in_flight, micro_batch) > overlap:
@@ -198,7 +198,7 @@ class Scheduler:
         if not builder.num_preempted:
             self._admit_waiting(builder, now, in_flight)
 
-    def _forget_swapped(self, sequences: Iterable[Sequence]) -> None:
+    def _forget_swapped(self, sequences: Iterable[SequenceState]) -> None:
         """No step will copy what these have computed to the tier: they start from their tokens."""
         for sequence in sequences:
             self.tables.forget(sequence)
@@ -273,7 +273,7 @@ class Scheduler:
     def _watermark(self) -> int:
         return math.ceil(self.config.watermark * self.config.num_blocks)
 
-    def _grow(self, sequence: Sequence, builder: PlanBuilder) -> bool:
+    def _grow(self, sequence: SequenceState, builder: PlanBuilder) -> bool:
         """One more block, at the expense of the youngest; False if that is the sequence itself."""
         while not self.tables.grow(sequence):
             victim = self.running.pop()
@@ -282,7 +282,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, builder: PlanBuilder) -> None:
+    def _preempt(self, sequence: SequenceState, builder: PlanBuilder) -> None:
         """Back to waiting, by swap where the second tier has room and else by recompute."""
         swaps = self.config.preemption == "swap" and self.tables.swap_out(sequence)
         if swaps:
@@ -301,7 +301,7 @@ class Scheduler:
                 self.tables.forget(sequence)
             self._park(sequence)
 
-    def _park(self, sequence: Sequence) -> None:
+    def _park(self, sequence: SequenceState) -> None:
         """It has no blocks; with it go the continuations that wait for its prompt."""
         for each in sequence.siblings:
             if each is sequence or each.status is Status.WAITING:
@@ -309,7 +309,7 @@ class Scheduler:
                 each.status = Status.PARKED
                 bisect.insort(self.parked, each, key=_order)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: SequenceState) -> None:
         sequence.status = Status.WAITING
         bisect.insort(self.waiting, sequence, key=_order)
         self.num_waiting_tokens += sequence.num_prompt_tokens
@@ -350,7 +350,7 @@ class Scheduler:
             num_left -= 1
             builder.add(sequence)
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: SequenceState) -> bool:
         """Give it blocks, and keep room for them in the tier where it will be parked."""
         parks = self.config.parks
         if parks and not self.tables.tier.reserve(sequence, self._parking_blocks(sequence)):
@@ -360,7 +360,7 @@ class Scheduler:
             self.tables.tier.cancel(sequence)
         return is_admitted
 
-    def _parking_blocks(self, sequence: Sequence) -> int:
+    def _parking_blocks(self, sequence: SequenceState) -> int:
         """Blocks that it will have computed when it is parked; none if it ends with its token."""
         num_tokens = len(sequence.token_ids)
         ends = num_tokens + 1 >= sequence.max_length
@@ -379,7 +379,7 @@ class Scheduler:
         room = self._max_num_seqs - len(self.running)
         return num_dealt(micro_batch, sizes, needs, max(0, room), device.num_free_blocks)
 
-    def _reserve(self, sequence: Sequence) -> int:
+    def _reserve(self, sequence: SequenceState) -> int:
         """Blocks that the admission of this sequence must leave free.
 
         With a sequence among them that has been preempted often enough: all that the running ones
@@ -494,7 +494,7 @@ class Scheduler:
 
     # ----------------------------------------------------------- from group to group
 
-    def detach(self, request_id: str) -> list[Sequence]:
+    def detach(self, request_id: str) -> list[SequenceState]:
         """Give up all continuations of a request, at a moment when no step is in flight.
 
         Their blocks stay what they are; whoever moves the request sees to that.
@@ -506,7 +506,7 @@ class Scheduler:
         self.lookahead.leave(siblings)
         return siblings
 
-    def attach(self, siblings: list[Sequence]) -> None:
+    def attach(self, siblings: list[SequenceState]) -> None:
         """Take over what another group has given up; running sequences have blocks of this one."""
         self.requests[siblings[0].request.request_id] = siblings
         for sequence in siblings:
@@ -530,7 +530,7 @@ class Scheduler:
             queue.clear()
         self.num_waiting_tokens = 0
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """A detached sequence loses its blocks, in both tiers: it will be recomputed."""
         self.tables.forget(sequence)
         self.num_preemptions["recompute"] += sequence.status is Status.RUNNING
@@ -539,7 +539,7 @@ class Scheduler:
 
     def _end_request(
         self,
-        siblings: Iterable[Sequence],
+        siblings: Iterable[SequenceState],
         reason: FinishReason,
         error: str | None = None,
         code: str | None = None,
@@ -550,7 +550,7 @@ class Scheduler:
                 event = Event(name, index, error=error, error_code=code)
                 yield self._end(sequence, reason, event)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, event: Event) -> Event:
+    def _end(self, sequence: SequenceState, reason: FinishReason, event: Event) -> Event:
         """Take a sequence out, free its blocks, and make the event its last.
 
         The blocks come first: if that fails, the sequence has not ended and `fail` will end it.
@@ -567,7 +567,7 @@ class Scheduler:
             sequence.siblings.clear()  # which hold each other, and all their tokens, otherwise
         return event
 
-    def _leave_queue(self, sequence: Sequence) -> None:
+    def _leave_queue(self, sequence: SequenceState) -> None:
         queue = self._queues[sequence.status]
         if queue is self.waiting:
             self.num_waiting_tokens -= sequence.num_prompt_tokens
@@ -598,19 +598,19 @@ class Scheduler:
         self.tables.check(everybody)
 
 
-def _has_begun(sequence: Sequence) -> bool:
+def _has_begun(sequence: SequenceState) -> bool:
     """Whether it has output, and only its last token has not been computed."""
     num_left = len(sequence.token_ids) - sequence.num_computed_tokens
     return num_left == 1 and not sequence.num_pending_tokens and sequence.num_output_tokens > 0
 
 
-def _is_led(sequence: Sequence) -> bool:
+def _is_led(sequence: SequenceState) -> bool:
     """Whether a continuation before it computes the prompt, or tries to."""
     earlier = sequence.siblings[: sequence.index]
     return any(other.status is not Status.FINISHED for other in earlier)
 
 
-def _waits_for_prompt(sequence: Sequence) -> bool:
+def _waits_for_prompt(sequence: SequenceState) -> bool:
     """Whether the first continuation is still computing the prompt that this one will share."""
     first = sequence.siblings[0]
     return (
@@ -620,6 +620,6 @@ def _waits_for_prompt(sequence: Sequence) -> bool:
     )
 
 
-def _most_computed(sequence: Sequence) -> int:
+def _most_computed(sequence: SequenceState) -> int:
     """The most tokens whose KV it can come to hold: the last sampled one needs none."""
     return max(sequence.num_prompt_tokens, sequence.max_length - 1)

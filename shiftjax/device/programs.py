@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device.mesh import is_spread, put
 from shiftjax.device.pack import step_inputs
@@ -114,7 +114,7 @@ def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
     """
     model, paths = step.layout.model, step.has_paths
     scalars = neutral_scalars(bucket.rows)
-    nobody = Sequence(Request("", [0]), 0, 0, (0, 0.0, 0, 0), [0], 1, 1, frozenset(), [])
+    nobody = SequenceState(Request("", [0]), 0, 0, (0, 0.0, 0, 0), [0], 1, 1, frozenset(), [])
     item = ScheduledSequence(nobody, start=0, num_tokens=1, num_rows=1, previous_row=-1)
     num = min(2, bucket.tokens, bucket.rows, bucket.seqs)
     guesses = 0 if model.speculator is None else 1

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32, UInt16, UInt32
 
-from shiftjax.core.request import ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import ScheduledSequence, SequenceState, StepPlan
 from shiftjax.core.sampling_params import MAX_LOGIT_BIAS, PARAMS, SamplingParams
 
 ALL_ALLOWED = 0xFFFFFFFF
@@ -138,8 +138,8 @@ def neutral_rows(num_rows: int, vocab: VocabSplit) -> tuple[dict[str, np.ndarray
 
 
 def refresh_params(
-    plan: StepPlan, known: Mapping[Sequence, RowParams], vocab_size: int
-) -> dict[Sequence, RowParams]:
+    plan: StepPlan, known: Mapping[SequenceState, RowParams], vocab_size: int
+) -> dict[SequenceState, RowParams]:
     """Return the `RowParams` of the plan's sequences, computing those that are not `known` yet.
 
     Give it the result of the previous step: what is no longer scheduled falls out by itself.
@@ -148,7 +148,7 @@ def refresh_params(
     return {each: known.get(each) or row_params(each, vocab_size) for each in sequences}
 
 
-def row_params(sequence: Sequence, vocab_size: int) -> RowParams:
+def row_params(sequence: SequenceState, vocab_size: int) -> RowParams:
     """Translate what a request asks into arrays. Token ids must lie in the vocabulary."""
     asked = sequence.request.sampling
     scalars = _scalars(asked)
@@ -197,7 +197,7 @@ def _bitmask(token_ids: Iterable[int] | None, vocab_size: int) -> np.ndarray | N
 
 
 def _without_stops(
-    allowed: np.ndarray | None, sequence: Sequence, vocab_size: int
+    allowed: np.ndarray | None, sequence: SequenceState, vocab_size: int
 ) -> np.ndarray | None:
     banned = _bitmask(sequence.stop_ids, vocab_size)
     if banned is None or not sequence.request.sampling.min_tokens:
@@ -211,7 +211,7 @@ def _bias_arrays(bias: Mapping[int, float] | None) -> tuple[np.ndarray, np.ndarr
     return np.array(list(bias), np.int32), np.array(list(bias.values()), np.float32)
 
 
-def _prompt_flags(sequence: Sequence, vocab_size: int) -> np.ndarray:
+def _prompt_flags(sequence: SequenceState, vocab_size: int) -> np.ndarray:
     flags = np.zeros(vocab_size, np.uint16)
     flags[sequence.token_ids[: sequence.num_prompt_tokens]] = IN_PROMPT
     return flags
@@ -235,7 +235,7 @@ class _Block(NamedTuple):
 
 
 def build_rows(
-    plan: StepPlan, params: Mapping[Sequence, RowParams], num_rows: int, vocab: VocabSplit
+    plan: StepPlan, params: Mapping[SequenceState, RowParams], num_rows: int, vocab: VocabSplit
 ) -> RowInputs:
     """Build the inputs of `num_rows` rows (the bucket's) for a plan.
 
@@ -256,7 +256,7 @@ def build_rows(
     return RowInputs(scalars, tables if any(t is not None for t in tables) else None, wants_top)
 
 
-def _blocks(plan: StepPlan, params: Mapping[Sequence, RowParams]) -> list[_Block]:
+def _blocks(plan: StepPlan, params: Mapping[SequenceState, RowParams]) -> list[_Block]:
     blocks, row = [], 0
     for item in plan.scheduled:
         num_rows = item.num_rows

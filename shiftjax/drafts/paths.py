@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from shiftjax.core.block_tables import BlockTables
 from shiftjax.core.guesses import Draft
 from shiftjax.core.plan_builder import PlanBuilder
-from shiftjax.core.request import ScheduledSequence, Sequence, Status, StepPlan
+from shiftjax.core.request import ScheduledSequence, SequenceState, Status, StepPlan
 from shiftjax.core.results import num_accepted
 from shiftjax.drafts.choice import Candidate
 
@@ -121,7 +121,7 @@ def settle(
         return {}
     row = plan.num_decodes  # the rows of decodes, one each, come first
     found: dict[ScheduledSequence, list[int]] = {}
-    best: dict[Sequence, tuple[int, ScheduledSequence]] = {}
+    best: dict[SequenceState, tuple[int, ScheduledSequence]] = {}
     for item in drafted:
         tokens = sampled[row : row + item.num_rows]
         row += item.num_rows

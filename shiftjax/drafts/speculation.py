@@ -22,7 +22,7 @@ from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.request import (
     FinishReason,
     ScheduledSequence,
-    Sequence,
+    SequenceState,
     Status,
     StepPlan,
 )
@@ -121,7 +121,7 @@ class Speculation(Lookahead):
         self.commits_first = True
         self._drafting, self._prices, self._max_rows = drafting, prices, max_rows
         self._overlap, self._num_guesses, self._clock = overlap, num_guesses, clock
-        self._without: set[Sequence] = set()  # those whose drafter failed
+        self._without: set[SequenceState] = set()  # those whose drafter failed
         self._idle_turns = 0  # in a row in which nobody drafted
         self._pause = self._turns_to_trial = TURNS_WITHOUT_DRAFT
         self._host_seconds = 0.0  # of a turn with drafts, about
@@ -130,7 +130,7 @@ class Speculation(Lookahead):
 
     # ------------------------------------------------------------------ the life of a sequence
 
-    def start(self, siblings: list[Sequence]) -> None:
+    def start(self, siblings: list[SequenceState]) -> None:
         """The continuations of a request have come."""
         for sequence in siblings:
             request = sequence.request
@@ -148,12 +148,12 @@ class Speculation(Lookahead):
             self._try_soon()
 
     def extend(
-        self, sequence: Sequence, tokens: tuple[int, ...], guess: ModelGuess | None = None
+        self, sequence: SequenceState, tokens: tuple[int, ...], guess: ModelGuess | None = None
     ) -> None:
         """Tokens have been committed, and a model may have guessed what follows them."""
         self._ask(sequence, self._drafting.extend, sequence, tokens, guess)
 
-    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def end(self, sequence: SequenceState, reason: FinishReason) -> None:
         """A sequence has ended; what came to its end by itself may be learned from."""
         self._ask(sequence, self._drafting.end, sequence, reason in ("stop", "length"))
         self._without.discard(sequence)
@@ -161,13 +161,13 @@ class Speculation(Lookahead):
         if 2 * self._num_live <= self._num_declined:
             self._try_soon()
 
-    def leave(self, siblings: list[Sequence]) -> None:
+    def leave(self, siblings: list[SequenceState]) -> None:
         """These sequences go to another group."""
         for sequence in siblings:
             if sequence.status is not Status.FINISHED:
                 self.end(sequence, "abort")
 
-    def join(self, siblings: list[Sequence]) -> None:
+    def join(self, siblings: list[SequenceState]) -> None:
         """These sequences come from another group; what they have so far is known."""
         unfinished = [each for each in siblings if each.status is not Status.FINISHED]
         self.start(unfinished)
@@ -299,7 +299,7 @@ class Speculation(Lookahead):
             item.masks = masks if draft.tokens else None
         return draft if draft.tokens else None
 
-    def learn(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
+    def learn(self, sequence: SequenceState, draft: Draft, accepted: int) -> None:
         """A step has verified a draft."""
         stats, offered = self.stats, len(draft.tokens)
         stats.num_drafts += 1
@@ -327,7 +327,7 @@ class Speculation(Lookahead):
         return self._ask(sequence, self._drafting.draft, sequence, most)
 
     def _ask[T](
-        self, of: Sequence, function: Callable[..., T], *args: Any, **named: Any
+        self, of: SequenceState, function: Callable[..., T], *args: Any, **named: Any
     ) -> T | None:
         """Call a drafter; one that fails, or is slow, is not asked to draft for a sequence again.
 

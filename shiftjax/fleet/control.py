@@ -24,13 +24,12 @@ each other's blocks: both layouts are valid at once, so taking turns is nothing 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shiftjax.core.admission import RequestLimits
 from shiftjax.core.lane import Lane, load_of
-from shiftjax.core.request import Request, Sequence, StepPlan
+from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.topology import Topology
 from shiftjax.fleet.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.fleet.needs import Needs
@@ -71,7 +70,7 @@ class Fleet(Topology):
 
     def __init__(
         self,
-        lanes: List[Lane],
+        lanes: Sequence[Lane],
         arrangement: Arrangement,
         policy: FleetPolicy,
         mover: Mover,
@@ -81,7 +80,7 @@ class Fleet(Topology):
         max_pause_seconds: float = 10.0,
         arrange_seconds: float = 0.05,
         clock: Callable[[], float] = time.perf_counter,
-        kind_of_bind: Callable[[Change, List[Request]], str] | None = None,
+        kind_of_bind: Callable[[Change, Sequence[Request]], str] | None = None,
         block_bytes: int = 0,
     ):
         self.lanes: Mapping[Group, Lane] = {lane.group: lane for lane in lanes}
@@ -156,7 +155,7 @@ class Fleet(Topology):
         self.is_draining = True
         self.max_pause_seconds = 0.0
 
-    def begin(self, wish: Wish, now: float, wanting: List[Request] = ()) -> None:
+    def begin(self, wish: Wish, now: float, wanting: Sequence[Request] = ()) -> None:
         """Let groups close that a wished arrangement does not have, for those that want it."""
         check_arrangement(wish.arrangement, self._units)
         for wanted in changes(self.arrangement, wish.arrangement):
@@ -219,7 +218,7 @@ class Fleet(Topology):
                     self.lanes[group].state = "open"
                 return
 
-    def _kind(self, change: Change, wish: Wish, wanting: List[Request]) -> str:
+    def _kind(self, change: Change, wish: Wish, wanting: Sequence[Request]) -> str:
         if not change.is_bind:
             return "move"
         kind = wish.kind or self.switch
@@ -292,7 +291,7 @@ class Fleet(Topology):
         self,
         lanes: list[Lane],
         targets: list[Lane],
-        requests: list[list[Sequence]],
+        requests: list[list[SequenceState]],
         now: float,
     ) -> None:
         """What was under way is lost, and the pools with it: all begin from their tokens."""

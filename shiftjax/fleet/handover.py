@@ -11,21 +11,20 @@ may be the same: that suffices, if blocks are moved in this order, too, and what
 read before anything is written.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from shiftjax.core.lane import Lane
-from shiftjax.core.request import Sequence, Status
+from shiftjax.core.request import SequenceState, Status
 from shiftjax.fleet.shared_blocks import SharedBlocks, plan_compaction
 from shiftjax.parallel.fleet import Change
 from shiftjax.parallel.grid import Group, unit_order
 
 # Old blocks that hold the tokens of a wide one, how many new ones, which, if they have moved.
-_Part = tuple[tuple[int, ...], int, List[int] | None]
+_Part = tuple[tuple[int, ...], int, Sequence[int] | None]
 Pair = tuple[int, tuple[int, ...], int]  # place of the narrow group, its blocks, the wide block
 
 
@@ -60,7 +59,7 @@ class Mover(Protocol):
         ...
 
 
-def calls(pairs: List[Pair], ways: int, chunk: int) -> list[list[list[Pair]]]:
+def calls(pairs: Sequence[Pair], ways: int, chunk: int) -> list[list[list[Pair]]]:
     """Pairs by place, `ways` lists of at most `chunk`, for one call of the devices after the other.
 
     A call takes as long as a full one, so pairs of a place that is full wait for a later call, and
@@ -119,7 +118,7 @@ def place_of(wide: Group, narrow: Group) -> int:
     return unit_order(wide.width // narrow.width)[(narrow.first - wide.first) // narrow.width]
 
 
-def hand_over(sources: List[Lane], targets: List[Lane], change: Change) -> Handover:
+def hand_over(sources: Sequence[Lane], targets: Sequence[Lane], change: Change) -> Handover:
     """Carry all requests of `sources` to `targets`; no step of either may be in flight.
 
     Queues and block tables are those of the targets when it returns; what it returns has yet to be
@@ -148,7 +147,9 @@ def hand_over(sources: List[Lane], targets: List[Lane], change: Change) -> Hando
     return handover
 
 
-def start_anew(lanes: List[Lane], targets: List[Lane], requests: List[list[Sequence]]) -> None:
+def start_anew(
+    lanes: Sequence[Lane], targets: Sequence[Lane], requests: Sequence[list[SequenceState]]
+) -> None:
     """After a hand-over that has gone wrong: all requests begin from their tokens in the targets.
 
     `requests` are all that the lanes had before it; whose continuations have all ended are left.
@@ -167,7 +168,7 @@ def start_anew(lanes: List[Lane], targets: List[Lane], requests: List[list[Seque
             targets[number % len(targets)].scheduler.attach(siblings)
 
 
-def make_room(wide: Lane, lanes: List[Lane], num_blocks: int) -> list[Copy]:
+def make_room(wide: Lane, lanes: Sequence[Lane], num_blocks: int) -> list[Copy]:
     """Free so many block numbers on all units of a wide group, as far as that goes, by copies.
 
     `lanes` are those on its units whose tables hold blocks; no step of theirs may be in flight.
@@ -202,7 +203,7 @@ class _Route:
         self.several = max(sizes) // min(sizes)  # narrow blocks of a wide one
         self.moved: dict[tuple[int, ...], list[int]] = {}  # new blocks of full old ones
 
-    def carry(self, sequence: Sequence, has_room: bool) -> bool:
+    def carry(self, sequence: SequenceState, has_room: bool) -> bool:
         """Give a detached sequence blocks of the target, or the fate of the preempted; if it runs.
 
         `has_room`: the target may have one more running sequence.
@@ -216,7 +217,7 @@ class _Route:
         self.source.forget(sequence)
         return False
 
-    def _change_blocks(self, sequence: Sequence) -> bool:
+    def _change_blocks(self, sequence: SequenceState) -> bool:
         """Take new blocks for all its tokens and give up the old ones; whether there is room."""
         num_blocks = self.new.blocks_for(len(sequence.token_ids))
         parts = [
@@ -245,7 +246,9 @@ class _Route:
             return True
         return self._change_one_by_one(sequence, parts, num_blocks)
 
-    def _change_one_by_one(self, sequence: Sequence, parts: List[_Part], num_blocks: int) -> bool:
+    def _change_one_by_one(
+        self, sequence: SequenceState, parts: Sequence[_Part], num_blocks: int
+    ) -> bool:
         """The same where a new block may have to be an old one, given up just before.
 
         So a sequence may fill its old group. Whether there is room shows on the way; where there
@@ -297,7 +300,7 @@ class _Route:
             yield part, count, num_tokens == wide_size
 
 
-def _target_for(siblings: list[Sequence], targets: List[Lane]) -> Lane:
+def _target_for(siblings: list[SequenceState], targets: Sequence[Lane]) -> Lane:
     """The least loaded of the groups that have room for a request, else of all."""
     if len(targets) == 1:
         return targets[0]
@@ -313,7 +316,7 @@ def _target_for(siblings: list[Sequence], targets: List[Lane]) -> Lane:
     return min(targets, key=order)
 
 
-def _blocks_of_all(lanes: List[Lane], target: Lane) -> int:
+def _blocks_of_all(lanes: Sequence[Lane], target: Lane) -> int:
     """Blocks that the running sequences of some groups take in another one, shared ones apart."""
     blocks_for = target.scheduler.tables.device.blocks_for
     sequences = [each for lane in lanes for each in lane.scheduler.running]

@@ -18,7 +18,6 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -274,7 +273,7 @@ class DeviceMover:
 
 
 def _numbers(
-    exchange: Exchange, calls: Sequence[List[List[Pair]]]
+    exchange: Exchange, calls: Sequence[Sequence[Sequence[Pair]]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The block numbers of some calls: narrow ones `[calls, ways, chunk, blocks]`, wide ones."""
     shapes, chunk = exchange.shapes, exchange.chunk

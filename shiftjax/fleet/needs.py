@@ -1,7 +1,6 @@
 """How wide a group each request of a fleet needs, and what a policy sees of all of them. No JAX."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Sequence
 
 from shiftjax.core.admission import RequestLimits
 from shiftjax.core.lane import Lane
@@ -55,7 +54,7 @@ class Needs:
 
     def view(
         self,
-        lanes: List[Lane],
+        lanes: Sequence[Lane],
         queue: Iterable[Request],
         num_queued: int,
         now: float,

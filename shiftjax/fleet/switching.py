@@ -10,12 +10,11 @@ What comes to the fewest seconds, summed over sequences, is taken. Where nothing
 the bind is for those that run: they move.
 """
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from shiftjax.core.lane import Lane
-from shiftjax.core.request import Request, Sequence
+from shiftjax.core.request import Request, SequenceState
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.parallel.fleet import Change
 
@@ -31,8 +30,8 @@ class Steps(NamedTuple):
 
 def kind_of_bind(
     change: Change,
-    lanes: List[Lane],
-    wanting: List[Request],
+    lanes: Sequence[Lane],
+    wanting: Sequence[Request],
     steps: Steps,
     moves: MoveCosts,
 ) -> str:
@@ -43,8 +42,8 @@ def kind_of_bind(
 
 def bind_seconds(
     change: Change,
-    lanes: List[Lane],
-    wanting: List[Request],
+    lanes: Sequence[Lane],
+    wanting: Sequence[Request],
     steps: Steps,
     moves: MoveCosts,
 ) -> Mapping[str, float]:
@@ -71,7 +70,7 @@ def bind_seconds(
     }
 
 
-def _output_left(sequence: Sequence) -> int:
+def _output_left(sequence: SequenceState) -> int:
     """Tokens that it will still sample: up to its limit, or as many as are usual."""
     most = sequence.max_length - len(sequence.token_ids)
     return most if sequence.request.sampling.max_tokens is not None else min(most, UNKNOWN_OUTPUT)

@@ -164,7 +164,7 @@ def _parked(lanes: Sequence[Lane]) -> list[tuple[Lane, str]]:
     return [(lane, name) for name, lane in unique.items()]
 
 
-def _check_parked(siblings: Sequence[sequences.Sequence]) -> None:
+def _check_parked(siblings: Sequence[sequences.SequenceState]) -> None:
     alive = {sibling.status for sibling in siblings} - {Status.FINISHED}
     if Status.PARKED in alive and len(alive) > 1:
         raise RuntimeError("A request is parked in part.")

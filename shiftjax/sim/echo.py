@@ -9,7 +9,7 @@ row of the step that sampled it, the last one of the micro-batch.
 import numpy as np
 
 from shiftjax.core.guesses import ModelGuess
-from shiftjax.core.request import ScheduledSequence, Sequence, StepOutput, StepPlan
+from shiftjax.core.request import ScheduledSequence, SequenceState, StepOutput, StepPlan
 from shiftjax.core.results import num_accepted, num_top
 from shiftjax.parallel.grid import Mode
 
@@ -55,7 +55,7 @@ class EchoRunner:
         self._pool = np.full((num_blocks, block_size), NO_TOKEN)
         self.host = {} if host is None else host
         self.ahead: dict[int, list[np.ndarray]] = {}  # chunks that have been prefetched
-        self._last: dict[int, tuple[np.ndarray, list[Sequence]]] = {}  # by micro-batch: its rows
+        self._last: dict[int, tuple[np.ndarray, list[SequenceState]]] = {}  # of micro-batches
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: StepOutput | None) -> StepOutput:
         """Compute at once; the handle is the output."""

@@ -24,7 +24,7 @@ from test_engine_properties import FAST, check_tokens, engines, play, traffic
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.lookahead import Lookahead
-from shiftjax.core.request import Sequence
+from shiftjax.core.request import SequenceState
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.prices import Prices
@@ -38,8 +38,8 @@ class Guesses(Drafting):
     def __init__(self, quality: int | None = 10, wrong_at: int = 99, most: int = 8, choice="fixed"):
         super().__init__(DraftOptions(draft_choice=choice, draft_max_seqs=0))
         self.quality, self.wrong_at, self.most, self.count = quality, wrong_at, most, 0
-        self.known: dict[Sequence, list[int]] = {}
-        self.ended: dict[Sequence, bool] = {}
+        self.known: dict[SequenceState, list[int]] = {}
+        self.ended: dict[SequenceState, bool] = {}
 
     def start(self, name, prompt, corpus, prediction=None, parent=None):
         super().start(name, prompt, corpus, prediction, parent)

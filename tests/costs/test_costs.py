@@ -11,7 +11,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import layer_parameters, num_parameters
 from shiftjax.core.policy import work_of
-from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.experts import Load
@@ -71,9 +71,11 @@ def costs(sp=1, tp=1, machine=PLAIN, engine=NO_OVERHEAD, model=None, buckets=())
     return CostModel(model or TINY, sp, tp, machine, engine, FLOAT32, buckets)
 
 
-def sequence(length: int) -> Sequence:
+def sequence(length: int) -> SequenceState:
     prompt = [0] * length
-    return Sequence(Request("r", prompt), 0, 0, (0, 0.0, 0, 0), prompt, length, 99, frozenset(), [])
+    return SequenceState(
+        Request("r", prompt), 0, 0, (0, 0.0, 0, 0), prompt, length, 99, frozenset(), []
+    )
 
 
 def test_work_is_the_sum_over_tokens():

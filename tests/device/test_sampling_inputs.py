@@ -12,7 +12,7 @@ from shiftjax.core.request import (
     Request,
     SamplingParams,
     ScheduledSequence,
-    Sequence,
+    SequenceState,
     StepPlan,
 )
 from shiftjax.device.sampling_inputs import (
@@ -32,9 +32,9 @@ PROMPT = [1, 2, 3, 2]
 NEUTRAL, NEUTRAL_TABLES = neutral_rows(1, VOCAB)
 
 
-def make_sequence(output: list[int] | None = None, seed: int = 0, **sampling) -> Sequence:
+def make_sequence(output: list[int] | None = None, seed: int = 0, **sampling) -> SequenceState:
     request = Request("r", PROMPT, SamplingParams(**sampling))
-    return Sequence(
+    return SequenceState(
         request=request,
         index=0,
         seed=seed,
@@ -47,7 +47,7 @@ def make_sequence(output: list[int] | None = None, seed: int = 0, **sampling) ->
     )
 
 
-def decode(sequence: Sequence, pending: bool = False) -> ScheduledSequence:
+def decode(sequence: SequenceState, pending: bool = False) -> ScheduledSequence:
     start = len(sequence.token_ids) - (not pending)
     return ScheduledSequence(sequence, start, 1, 1, 0 if pending else -1)
 

@@ -49,7 +49,7 @@ from serving.server.options import ServerOptions
 from serving.server.schema import read_chat, read_completion
 from serving.server.service import Service
 from shiftjax.arch.presets import PRESETS
-from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.device.sampling import SamplingInputs, sample
 from shiftjax.device.sampling_inputs import VocabSplit, build_rows, neutral_tables, refresh_params
 from shiftjax.models.exchange import Parallel
@@ -89,9 +89,9 @@ VOCAB, ROWS = VocabSplit(8, 8), 128
 
 
 def inputs(**fields):
-    sampling = read_completion({"prompt": "x"} | fields).sampling
+    request = Request("r", [1], read_completion({"prompt": "x"} | fields).sampling)
     sequences = [
-        Sequence(Request("r", [1], sampling), 0, seed, (0, 0.0, 0, 0), [1], 1, 9, frozenset(), [])
+        SequenceState(request, 0, seed, (0, 0.0, 0, 0), [1], 1, 9, frozenset(), [])
         for seed in range(ROWS)
     ]
     items = [ScheduledSequence(each, 0, 1, 1, -1) for each in sequences]

@@ -17,7 +17,7 @@ from serving.server.fields import UNSUPPORTED
 from serving.server.options import ServerOptions
 from serving.server.schema import read_chat, read_completion
 from serving.server.service import Service
-from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.core.sampling_params import DIALECTS, HTTP, PARAMS, SamplingParams
 from shiftjax.device.sampling_inputs import SCALARS, VocabSplit, build_rows, refresh_params
 from shiftjax.options import settings_of
@@ -142,7 +142,7 @@ def test_what_grpc_sends_as_zero_is_set():
 def scalars_of(**asked: Any) -> dict[str, np.ndarray]:
     """What the device gets for one row."""
     request = Request("r", [1, 2], SamplingParams(**asked))
-    sequence = Sequence(request, 0, 0, (0, 0.0, 0, 0), [1, 2], 2, 100, frozenset(), [])
+    sequence = SequenceState(request, 0, 0, (0, 0.0, 0, 0), [1, 2], 2, 100, frozenset(), [])
     plan = StepPlan([ScheduledSequence(sequence, 1, 1, 1, -1)], 1, 1, 0, [], [], step_id=0)
     params = refresh_params(plan, {}, 70)
     return build_rows(plan, params, 1, VocabSplit(70, 70)).scalars

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shiftjax.core.policy import work_of
-from shiftjax.core.request import Request, ScheduledSequence, Sequence, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees, parse_degrees
@@ -18,7 +18,7 @@ from shiftjax.sim.trace import TraceRequest
 
 SMALL = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 SHIFT = Mode(1, 1)
-SOMEBODY = Sequence(Request("", ()), 0, 0, (0, 0.0, 0, 0), [], 0, 0, frozenset(), [])
+SOMEBODY = SequenceState(Request("", ()), 0, 0, (0, 0.0, 0, 0), [], 0, 0, frozenset(), [])
 
 
 def target(engine: str = "shiftjax") -> Target:
