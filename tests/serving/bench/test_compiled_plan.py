@@ -69,9 +69,9 @@ def test_a_compiled_step_moves_what_was_predicted(capsys, tmp_path):
         sums = sum(row["all_reduce_kinds"].values()) - SUMS_IN_BRANCHES
         assert kinds["all-reduce, one shot"] == sums
         assert kinds["product"] >= 4 * PRESETS["tiny"].num_layers
-    # The arguments are the weights and some kilobytes of the step's inputs.
+    # The arguments are the weights and kilobytes of the step's inputs, most of them biases.
     row = largest
-    assert 0 <= row["weights_gb"] - row["predicted_weights_gb"] < 20e-6
+    assert 0 <= row["weights_gb"] - row["predicted_weights_gb"] < 30e-6
     held = row["weights_gb"] + row["temporaries_gb"]
     foreseen = row["predicted_weights_gb"] + row["predicted_temporaries_gb"]
     assert (row["kv_tokens"] <= row["predicted_kv_tokens"]) is (held >= foreseen)
