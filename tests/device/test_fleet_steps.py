@@ -14,6 +14,7 @@ from shiftjax.build import Built
 from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
+from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import Wish
 from shiftjax.parallel.fleet import equal_groups
@@ -124,7 +125,10 @@ def test_tokens_are_those_of_a_run_that_never_switched(shape, built, never_switc
     assert seen["cut"] > 0
     assert is_preempted, (before, after)
     if shape == DRAFTING:
-        assert min(after.drafts.tokens["suffix", end] for end in ("accepted", "rejected")) > 0
+        assert (
+            min(after.find(DraftStats).tokens["suffix", end] for end in ("accepted", "rejected"))
+            > 0
+        )
 
 
 def test_an_abort_in_any_state_harms_nobody_else(built, never_switched):
