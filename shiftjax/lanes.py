@@ -81,10 +81,7 @@ def make_lanes(
         drafters = {group: Drafter(Drafting(deployment.drafts), perf_counter) for group in runners}
     groups = Groups(
         deployment,
-        {
-            g: stages[0] if len(stages) == 1 else PipelineRunner(stages)
-            for g, stages in runners.items()
-        },
+        {group: _joined(stages) for group, stages in runners.items()},
         {group.width: stages[0].step.weights.modes for group, stages in runners.items()},
         compiled.policies,
         compiled.known,

@@ -39,11 +39,7 @@ def greedy(
     is_finite = ~jnp.any(flags[0], axis=0) & ~asks_more & (inputs.num_logprobs <= 0)
     tokens = jnp.where(inputs.target_ids >= 0, inputs.target_ids, best)
     tokens = jnp.where(is_finite, tokens, 0)
-    index = tokens - split.first
-    chosen = jnp.take_along_axis(logits, index[:, None], axis=-1, mode="clip")[:, 0]
-    chosen = jnp.where((index >= 0) & (index < logits.shape[1]), chosen, 0.0)
-    own = jnp.stack([jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), chosen])
-    total, chosen = jnp.sum(parallel.of_all_devices(own), axis=0)
+    total, chosen = split.sums_and_chosen(logits, largest, tokens)
     best_first = jnp.arange(min(sampling.MAX_LOGPROBS, vocab_size), dtype=jnp.int32)[None]
     return SampleOutput(
         token_ids=tokens,

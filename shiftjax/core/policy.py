@@ -21,7 +21,7 @@ COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch i
 
 def work_of(plan: "StepPlan") -> Work:
     """What a plan computes, as the cost model counts it."""
-    return work_of_items(plan.scheduled, len(plan.scheduled) - len(plan.chunks))
+    return work_of_items(plan.scheduled, plan.num_rowwise)
 
 
 def work_of_items(items: Sequence["ScheduledSequence"], num_rowwise: int) -> Work:

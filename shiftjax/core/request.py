@@ -266,9 +266,14 @@ class StepPlan:
     prefetches: list[int] = field(default_factory=list)
 
     @property
+    def num_rowwise(self) -> int:
+        """How many items come before the chunks: their tokens attend one by one."""
+        return self.num_decodes + self.num_drafts
+
+    @property
     def chunks(self) -> list[ScheduledSequence]:
         """Parts of prompts: what comes after the sequences that sample every step."""
-        return self.scheduled[self.num_decodes + self.num_drafts :]
+        return self.scheduled[self.num_rowwise :]
 
 
 class StepOutput(NamedTuple):

@@ -28,7 +28,7 @@ def suits(bucket: Bucket, plan: StepPlan, backend: AttentionBackend) -> bool:
         return False
     if not bucket.rows_alone or backend.most_row_reads is None:
         return True
-    chunks = plan.scheduled[plan.num_decodes + plan.num_drafts :]
+    chunks = plan.chunks
     reads = sum(c.num_tokens * c.start + c.num_tokens * (c.num_tokens + 1) // 2 for c in chunks)
     return reads <= backend.most_row_reads
 
@@ -74,7 +74,7 @@ def step_inputs(
     positions = _padded(positions, bucket.tokens)
     sample_rows = _padded(picked, bucket.rows)
     contexts = tables, _padded(starts + lens, bucket.seqs), query_start_loc
-    num_decodes, num_tokens = plan.num_decodes + plan.num_drafts, bucket.tokens
+    num_decodes, num_tokens = plan.num_rowwise, bucket.tokens
     if bucket.rows_alone and backend.most_row_reads is not None:
         num_decodes, num_tokens = count, None
     work = backend.divide(*contexts, num_decodes, num_tokens=num_tokens, num_rows=bucket.rows)

@@ -100,6 +100,16 @@ class _Split(NamedTuple):
         token_ids = jnp.take_along_axis(ids, winner, axis=0)[0]
         return token_ids, jnp.max(largest, axis=0), rest
 
+    def sums_and_chosen(
+        self, logits: Logits, largest: Float32[Array, " rows"], token_ids: Rows
+    ) -> Float32[Array, "2 rows"]:
+        """Return sum(exp(x - `largest`)) over all devices, and the logits of `token_ids`."""
+        index = token_ids - self.first
+        chosen = jnp.take_along_axis(logits, index[:, None], axis=-1, mode="clip")[:, 0]
+        chosen = jnp.where((index >= 0) & (index < self.num_ids), chosen, 0.0)
+        own = jnp.stack([jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), chosen])
+        return jnp.sum(self.parallel.of_all_devices(own), axis=0)
+
 
 def sample(
     logits: Float32[Array, "rows vocab_split"],
@@ -380,11 +390,7 @@ def _logprobs(
     nothing = jnp.zeros((rows, num_top), jnp.int32), jnp.zeros((rows, num_top), jnp.float32)
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
-        index = token_ids - split.first
-        chosen = jnp.take_along_axis(logits, index[:, None], axis=-1, mode="clip")[:, 0]
-        chosen = jnp.where((index >= 0) & (index < count), chosen, 0.0)
-        own = jnp.stack([jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), chosen])
-        total, chosen = jnp.sum(parallel.of_all_devices(own), axis=0)
+        total, chosen = split.sums_and_chosen(logits, largest, token_ids)
         normalizer = (largest + jnp.log(total))[:, None]
         top_ids, top_logprobs = lax.cond(
             jnp.any(num_logprobs > 0), lambda: most_likely(normalizer), lambda: nothing

@@ -170,7 +170,7 @@ class CostRunner:
             done = stage.occupy(group, done, each)
             group = FIRST_UNIT  # later stages are nobody else's
         if plan.scheduled:
-            num_decodes = plan.num_decodes + plan.num_drafts
+            num_decodes = plan.num_rowwise
             self.steps.append(StepRecord(done, sum(seconds), plan.num_tokens, num_decodes, mode))
         return Handle(done, self.tokens(plan))
 

@@ -25,14 +25,27 @@ def change(copy: Path, file: str, old: str, new: str) -> None:
     (copy / file).write_text(text.replace(old, new))
 
 
-def run_in(copy: Path, code: str) -> None:
-    """Run a program with the packages of the copy and the kits of the tests.
+def changed_files(copy: Path) -> set[str]:
+    """Return the files of the packages whose text is not that of the repository."""
+    names = [path.relative_to(copy) for package in PACKAGES for path in (copy / package).rglob("*")]
+    sources = [name for name in names if name.suffix in (".py", ".proto", ".yaml")]
+    return {
+        str(name) for name in sources if (copy / name).read_bytes() != (ROOT / name).read_bytes()
+    }
 
-    It lies in a file, so that tracebacks show its lines.
-    """
+
+def run(copy: Path, *words: str) -> str:
+    """Return what Python, given these words, prints with the copy's packages and tests' kits."""
     before = os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join(map(str, (copy, *KITS, before))).rstrip(os.pathsep)
+    command, environment = [sys.executable, *words], os.environ | {"PYTHONPATH": path}
+    return subprocess.run(
+        command, cwd=copy, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def run_in(copy: Path, code: str) -> None:
+    """Run a program, which lies in a file, so that tracebacks show its lines."""
     code = f"import shiftjax\nassert shiftjax.__file__.startswith({str(copy)!r})\n{code}"
     (copy / "check.py").write_text(code)
-    environment = os.environ | {"PYTHONPATH": path}
-    subprocess.run([sys.executable, "check.py"], cwd=copy, env=environment, check=True)
+    run(copy, "check.py")

@@ -1,7 +1,9 @@
-"""The recipe "A policy" of docs/house.md: a class and a row make a policy known everywhere."""
+"""The recipe "A policy" of docs/CORE.md: a class and a row make a policy known everywhere."""
+
+from pathlib import Path
 
 import pytest
-from recipes.recipe import Copy
+from copied import change, changed_files, copy_tree, run
 
 POLICY = "shiftjax/core/policy.py"
 CLASS = '''@dataclass(frozen=True)
@@ -43,17 +45,18 @@ for settings in ({}, COSTS):
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory) -> Copy:
-    made = Copy(tmp_path_factory.mktemp("policy"))
-    made.insert(POLICY, "def shift_threshold(", CLASS)
-    made.insert(POLICY, "    GreedyPolicy,\n)", "    ParityPolicy,\n")
-    assert made.written == {POLICY}
+def copy(tmp_path_factory) -> Path:
+    made = copy_tree(tmp_path_factory.mktemp("policy"))
+    before, last = "def shift_threshold(", "    GreedyPolicy,\n)"
+    change(made, POLICY, before, CLASS + before)
+    change(made, POLICY, last, "    ParityPolicy,\n" + last)
+    assert changed_files(made) == {POLICY}
     return made
 
 
 def test_it_is_a_name_of_compare(copy):
     names = ("--compare", "shift,parity", "policy=parity,tp=2")
-    rows = copy.run(*MESH, *SETS, "llama-8b", *names).splitlines()[1:]
+    rows = run(copy, *MESH, *SETS, "llama-8b", *names).splitlines()[1:]
     words = ("shift to 256", "mode by parity", "sp4tp2, mode by parity")
     assert len(rows) == 3 and all(each in row for each, row in zip(words, rows, strict=True))
     base, _, shift = rows[1].split("/")[-3:]
@@ -63,7 +66,7 @@ def test_it_is_a_name_of_compare(copy):
 def test_it_drafts(copy):
     """Choosing drafts by cost asks a policy for the mode of steps that are not planned yet."""
     drafts = ("--acceptance", "0.8", "--compare", "parity")
-    heading, row = copy.run(*MESH, *SETS, "llama-8b", *drafts).splitlines()
+    heading, row = run(copy, *MESH, *SETS, "llama-8b", *drafts).splitlines()
     assert "accepted/step" in heading and row.split()[0] == "parity"
     assert row.split()[-1] == "0"  # failed
 
@@ -71,14 +74,14 @@ def test_it_drafts(copy):
 def test_it_is_a_flag_and_a_line_of_a_file(copy, tmp_path):
     file = tmp_path / "engine.yaml"
     file.write_text("model: llama-8b\nsp: 4\ntp: 2\npolicy: parity\n")
-    rows = copy.run(*MESH, *SETS, "--config", str(file), "--compare", "tp").splitlines()
+    rows = run(copy, *MESH, *SETS, "--config", str(file), "--compare", "tp").splitlines()
     assert "sp4tp2, mode by parity" in rows[1]
     serve = ("-m", "serving.cli.main", "serve", "--policy", "parity", "--print-config")
-    assert "policy: parity" in copy.run(*serve)
-    assert "|parity" in copy.run("-m", "serving.cli.main", "serve", "--help")
+    assert "policy: parity" in run(copy, *serve)
+    assert "|parity" in run(copy, "-m", "serving.cli.main", "serve", "--help")
 
 
 @pytest.mark.thorough
 def test_engines_serve_it_with_drafts_too(copy):
     """Both modes run, and the tokens are those of one mode."""
-    copy.run("-c", SERVED)
+    run(copy, "-c", SERVED)

@@ -1,14 +1,8 @@
-"""The recipe of `docs/house.md` for a sampling parameter, performed in a copy of the sources."""
-
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+"""The recipe of `docs/CORE.md` for a sampling parameter, performed in a copy of the sources."""
 
 import pytest
+from copied import change, changed_files, copy_tree, run
 
-ROOT = Path(__file__).parents[2]
 PROTO = "serving/proto/shiftjax.proto"
 # What a newcomer writes: by file, a text that occurs once, and what takes its place.
 CHANGES = {
@@ -128,22 +122,12 @@ assert chosen(max_gap=0.6, temperature=0.5) == {0, 1}
 
 @pytest.fixture
 def copy(tmp_path):
-    """Sources without tests, with what Python compiled of them."""
-    for folder in ("pallas_kernels", "serving", "shiftjax"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    return tmp_path
-
-
-def run(copy: Path, *arguments: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(copy)}
-    subprocess.run([sys.executable, *arguments], cwd=copy, env=environment, check=True)
+    return copy_tree(tmp_path)
 
 
 def test_a_sampling_parameter_takes_three_files(copy):
-    assert len(CHANGES) == 3
     for name, (old, new) in CHANGES.items():
-        text = (copy / name).read_text()
-        assert text.count(old) == 1, f"the recipe does not fit {name}: {old}"
-        (copy / name).write_text(text.replace(old, new))
+        change(copy, name, old, new)
+    assert len(CHANGES) == 3 and changed_files(copy) == set(CHANGES)
     run(copy, "-m", "grpc_tools.protoc", "-I.", "--python_out=.", "--pyi_out=.", PROTO)
     run(copy, "-c", f"COPY = {str(copy)!r}\n{CHECK}")
