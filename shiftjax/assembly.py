@@ -19,6 +19,7 @@ from shiftjax.drafts.speculation import Speculation
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group, Mode
+from shiftjax.phases.parking import Parking
 
 
 class Drafter(NamedTuple):
@@ -64,7 +65,8 @@ def make_lanes(
             host = HostBlocks(memory, of_width.block_size, of_width.host_block_bytes)
         if group in drafters:
             speculation = _speculation(groups, group, drafters[group], overlap)
-        scheduler = Scheduler(of_width.budgets, speculation, blocks.get(group), host)
+        admission = Parking() if deployment.parks else None
+        scheduler = Scheduler(of_width.budgets, speculation, blocks.get(group), host, admission)
         own = policy if has_own else None
         modes = groups.modes[group.width]
         lanes.append(Lane(scheduler, runner, modes, group=group, policy=own))

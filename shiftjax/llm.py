@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
-from shiftjax.core.admission import validate_request
+from shiftjax.core.limits import validate_request
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.drafts.speculation import DraftStats

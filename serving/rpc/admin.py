@@ -14,7 +14,7 @@ from serving.rpc.guard import method
 from serving.rpc.profiler import Profiler
 from serving.server.errors import invalid
 from serving.server.service import Service
-from shiftjax.core.admission import MAX_ID_CHARACTERS
+from shiftjax.core.limits import MAX_ID_CHARACTERS
 from shiftjax.fleet.state import FleetState, plain_state
 
 MAX_ABORTS = 1024

@@ -19,8 +19,8 @@ from serving.server.embed_instances import Instances
 from serving.server.embed_thread import EmbedTurn
 from serving.server.errors import ServeError
 from serving.server.options import ServerOptions
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import EngineStats
+from shiftjax.core.limits import RequestLimits
 from shiftjax.embed.engine import EmbedRunner, EmbedStats, Text
 
 logger = logging.getLogger(__name__)

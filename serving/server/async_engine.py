@@ -17,9 +17,9 @@ from serving.server.handle import RequestHandle
 from serving.server.kv_events import KvEvents
 from serving.server.options import ServerOptions
 from serving.server.waiting import Place, Waits
-from shiftjax.core.admission import MAX_ID_CHARACTERS, validate_request
 from shiftjax.core.cache_events import CacheFeed
 from shiftjax.core.engine import Engine, EngineStats
+from shiftjax.core.limits import MAX_ID_CHARACTERS, validate_request
 from shiftjax.core.request import Event, Request, RequestError
 from shiftjax.outputs import OutputAssembler
 from shiftjax.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from serving.server.fields import (
     StructuredOutputs,
 )
 from serving.server.tools import ToolWish, read_calls, read_tools
-from shiftjax.core.admission import MAX_WIDTH
+from shiftjax.core.limits import MAX_WIDTH
 from shiftjax.core.sampling_params import (
     INT32_MAX,
     MAX_LOGIT_BIAS,

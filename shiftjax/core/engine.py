@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from shiftjax.core.admission import RequestLimits, validate_request
 from shiftjax.core.errors import EngineLostError
 from shiftjax.core.lane import Failure, Flight, Lane, wait_for_one
+from shiftjax.core.limits import RequestLimits, validate_request
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import (
     DuplicateRequestError,

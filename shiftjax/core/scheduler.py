@@ -2,7 +2,7 @@
 
     waiting --admit--> running --commit--> finished        all lists are kept in `order`
        ^------preempt-----'|                                (priority, arrival, number, index)
-                           '--park--> parked               where prompts alone are computed
+                           '--park--> parked               by an admission for another group
 
 A step is planned in three parts: decodes, oldest first, the youngest preempted where blocks run
 out; then chunks of admitted prompts; then admissions, in order. Nothing starves: nobody is
@@ -15,10 +15,8 @@ counting are; after any other end the device has computed one token too many, wh
 A group that is a pipeline has several micro-batches (`core/micro_batches.py`), which take turns;
 chunks of a prompt follow each other without waiting for a commit.
 
-A scheduler that `parks` decodes nothing. A sequence whose first token is committed is swapped out,
-by the next plan, and waits as parked for a group that decodes; so do the continuations that
-share its prompt, which have computed nothing. A prompt is admitted if the tier keeps room for it;
-one that not even an empty tier could hold is parked uncomputed.
+Three seams say what else happens, each with a default that does nothing: `Lookahead` (who guesses
+tokens ahead), `Tier` (a second place for KV), `Admission` (who may start and who leaves).
 """
 
 import bisect
@@ -28,10 +26,11 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
+from shiftjax.core.admission import Admission
 from shiftjax.core.block_tables import BlockTables
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.lookahead import Lookahead
-from shiftjax.core.micro_batches import is_in_flight, num_dealt, num_sampling
+from shiftjax.core.micro_batches import is_in_flight, num_sampling
 from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.request import (
     Event,
@@ -69,8 +68,10 @@ class Scheduler:
         lookahead: Lookahead | None = None,  # None: nobody guesses
         blocks: BlockAllocator | None = None,  # of the pool; None: one of its own
         tier: Tier | None = None,  # None: there is no second place for KV
+        admission: Admission | None = None,  # None: whoever has blocks may start
     ):
         self.config = config
+        self.admission = admission or Admission()
         self.lookahead = lookahead or Lookahead()
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -156,8 +157,8 @@ class Scheduler:
         What a policy will know, guesses know too: `num_queued` requests wait before all groups.
         """
         num_micro_batches, first = self.config.num_micro_batches, self._micro_batch
-        if self.config.parks:
-            self._park_computed()
+        leaving = self.admission.leaving(self.running)
+        self._park_computed(leaving)
         swapped: list[SequenceState] = []
         for turn in range(num_micro_batches):
             micro_batch = (first + turn) % num_micro_batches
@@ -172,7 +173,7 @@ class Scheduler:
                 self._micro_batch = (micro_batch + 1) % num_micro_batches
                 return self._planned(plan)
             swapped += builder.swapped
-        if self.config.parks and self.tables.tier.is_offloading:
+        if leaving and self.tables.tier.is_offloading:
             return self._planned(StepPlan([], 0, 0, 0, [], [], self._num_steps))
         self._forget_swapped(swapped)
         self.tables.finish_plan(is_planned=False)
@@ -187,11 +188,11 @@ class Scheduler:
 
     def _fill(self, builder: PlanBuilder, now: float, in_flight: Collection[StepPlan]) -> None:
         """Decodes, then chunks, then admissions."""
-        if self.config.parks:
+        if self.admission.decodes:
+            self._schedule_decodes(builder)
+        else:
             mine = (s for s in self.running if s.micro_batch == builder.micro_batch)
             builder.unfinished_prompts += (s for s in mine if not s.num_pending_tokens)
-        else:
-            self._schedule_decodes(builder)
         for sequence in builder.unfinished_prompts:
             if min(builder.tokens_left, builder.rows_left) > 0:  # a handover may bring several
                 builder.add(sequence)
@@ -294,9 +295,9 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._wait(sequence)
 
-    def _park_computed(self) -> None:
-        """Swap out whose first token is known. What the tier has no room for is computed again."""
-        for sequence in [each for each in self.running if _has_begun(each)]:
+    def _park_computed(self, sequences: Iterable[SequenceState]) -> None:
+        """Swap out running sequences. What the tier has no room for is computed again."""
+        for sequence in sequences:
             if not self.tables.swap_out(sequence):
                 self.tables.forget(sequence)
             self._park(sequence)
@@ -320,24 +321,22 @@ class Scheduler:
         """Admit in order until a budget or the blocks run out."""
         position, num_left = 0, self._num_admitted(builder.micro_batch)
         while (
-            num_left
+            num_left > 0
             and position < len(self.waiting)
-            and len(self.running) < self._max_num_seqs
             and min(builder.tokens_left, builder.rows_left) > 0
         ):
             sequence = self.waiting[position]
-            if _waits_for_prompt(sequence) or (self.config.parks and _is_led(sequence)):
+            verdict = self.admission.verdict(sequence, self.tables)
+            if _waits_for_prompt(sequence) or verdict == "skip":
                 position += 1
                 continue
-            if self.config.parks and not self.tables.tier.could_reserve(
-                self._parking_blocks(sequence)
-            ):
+            if verdict == "park":
                 self._park(sequence)
                 continue
             if sequence.num_preemptions and is_in_flight(sequence, in_flight):
                 break  # what it had computed, and sampled, is not known yet
             is_first = sequence.first_scheduled_seconds is None
-            if not self._admit(sequence):
+            if not self.admission.admit(sequence, self._num_spared(sequence), self.tables):
                 break
             if is_first:
                 sequence.first_scheduled_seconds = now
@@ -350,36 +349,17 @@ class Scheduler:
             num_left -= 1
             builder.add(sequence)
 
-    def _admit(self, sequence: SequenceState) -> bool:
-        """Give it blocks, and keep room for them in the tier where it will be parked."""
-        parks = self.config.parks
-        if parks and not self.tables.tier.reserve(sequence, self._parking_blocks(sequence)):
-            return False
-        is_admitted = self.tables.admit(sequence, self._reserve(sequence))
-        if parks and not is_admitted:
-            self.tables.tier.cancel(sequence)
-        return is_admitted
-
-    def _parking_blocks(self, sequence: SequenceState) -> int:
-        """Blocks that it will have computed when it is parked; none if it ends with its token."""
-        num_tokens = len(sequence.token_ids)
-        ends = num_tokens + 1 >= sequence.max_length
-        return 0 if ends else self.tables.device.blocks_for(num_tokens)
-
     def _num_admitted(self, micro_batch: int) -> int:
         """How many sequences may at most be admitted to a micro-batch now."""
-        num_micro_batches = self.config.num_micro_batches
-        if num_micro_batches == 1 or not self.waiting or self.config.parks:
-            return len(self.waiting)  # prompts alone: full steps are all alike
-        sizes = [0] * num_micro_batches
+        room = self._max_num_seqs - len(self.running)
+        if self.config.num_micro_batches == 1 or not self.waiting or room <= 0:
+            return room
+        sizes = [0] * self.config.num_micro_batches
         for sequence in self.running:
             sizes[sequence.micro_batch] += 1
-        device = self.tables.device
-        needs = (device.blocks_for(len(sequence.token_ids)) for sequence in self.waiting)
-        room = self._max_num_seqs - len(self.running)
-        return num_dealt(micro_batch, sizes, needs, max(0, room), device.num_free_blocks)
+        return self.admission.quota(micro_batch, sizes, self.waiting, room, self.tables)
 
-    def _reserve(self, sequence: SequenceState) -> int:
+    def _num_spared(self, sequence: SequenceState) -> int:
         """Blocks that the admission of this sequence must leave free.
 
         With a sequence among them that has been preempted often enough: all that the running ones
@@ -486,9 +466,8 @@ class Scheduler:
         for sequence in alive:
             sequence.num_pending_tokens = 0
             self._wait(sequence)
-        for sequence in alive:
-            if self.config.parks and sequence.places:
-                self._park(sequence)
+        for sequence in self.admission.leaving(alive):
+            self._park(sequence)  # swapped out already
         failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
         return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
 
@@ -596,18 +575,6 @@ class Scheduler:
         if self.num_waiting_tokens != sum(s.num_prompt_tokens for s in self.waiting):
             raise RuntimeError("The count of waiting tokens is wrong.")
         self.tables.check(everybody)
-
-
-def _has_begun(sequence: SequenceState) -> bool:
-    """Whether it has output, and only its last token has not been computed."""
-    num_left = len(sequence.token_ids) - sequence.num_computed_tokens
-    return num_left == 1 and not sequence.num_pending_tokens and sequence.num_output_tokens > 0
-
-
-def _is_led(sequence: SequenceState) -> bool:
-    """Whether a continuation before it computes the prompt, or tries to."""
-    earlier = sequence.siblings[: sequence.index]
-    return any(other.status is not Status.FINISHED for other in earlier)
 
 
 def _waits_for_prompt(sequence: SequenceState) -> bool:

@@ -14,8 +14,7 @@ class SchedulerConfig:
     `num_blocks` counts the null block. `watermark` is the share of blocks that an admission leaves
     free for running sequences to grow into. A sequence preempted `max_preemptions` times is next
     admitted when it can run to its end undisturbed. With several `num_micro_batches` there
-    are as many micro-batches, and a step takes one of them. One that `parks` computes no more than
-    prompts: with its first token a sequence goes to the second tier, which has kept room for it.
+    are as many micro-batches, and a step takes one of them.
     """
 
     num_blocks: int
@@ -32,7 +31,6 @@ class SchedulerConfig:
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
     max_draft_rows: int = 0  # logit rows of a step of no more tokens, where they are drafts
     num_micro_batches: int = 1
-    parks: bool = False
 
     @cached_property
     def max_step_seqs(self) -> int:

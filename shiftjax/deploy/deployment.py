@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
-from shiftjax.core.admission import RequestLimits
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import POLICIES, Policy
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
@@ -238,7 +238,6 @@ class Deployment:
             max_draft_rows=self.max_draft_rows,
             hash_size=self.hash_size,
             num_micro_batches=self.pp,
-            parks=self.parks,
         )
 
     @property

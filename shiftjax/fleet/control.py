@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.lane import Lane, load_of
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.topology import Topology
 from shiftjax.fleet.handover import Handover, Mover, hand_over, make_room, start_anew

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.request import Request
 from shiftjax.fleet.policy import Demand, FleetPolicy, FleetView, GroupView
 

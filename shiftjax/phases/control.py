@@ -82,9 +82,9 @@ class Resharding(Topology):
         memory: HostMemory,
         clock: Callable[[], float] = time.monotonic,
     ):
-        parks = {p: {lane.scheduler.config.parks for lane in lanes[p]} for p in PHASES}
-        if parks != {"prefill": {True}, "decode": {False}}:
-            raise ValueError("The schedulers of prefill lanes must park, and no others.")
+        decodes = {p: {lane.scheduler.admission.decodes for lane in lanes[p]} for p in PHASES}
+        if decodes != {"prefill": {False}, "decode": {True}}:
+            raise ValueError("Decode lanes must decode, and no others.")
         self.lanes, self.exchange, self.memory = lanes, exchange, memory
         self.phase: Phase = "prefill"
         self.num_switches = 0

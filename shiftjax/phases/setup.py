@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
-from shiftjax.core.admission import RequestLimits
+from shiftjax.core.limits import RequestLimits
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import Suited, resolve
 from shiftjax.options import ConfigError

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shiftjax.config import EngineConfig
-from shiftjax.core.admission import NO_LOGPROBS
 from shiftjax.core.engine import Engine
+from shiftjax.core.limits import NO_LOGPROBS
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.control import MOST_REMEMBERED, Fleet
 from shiftjax.options import ConfigError

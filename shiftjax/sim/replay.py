@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from shiftjax.core.admission import check_length
 from shiftjax.core.engine import Engine
+from shiftjax.core.limits import check_length
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment

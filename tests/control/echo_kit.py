@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import Policy, make_policy
 from shiftjax.core.request import Event, Request, SamplingParams, StepPlan, derive_seed
 from shiftjax.core.scheduler import Scheduler

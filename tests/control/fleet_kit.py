@@ -9,9 +9,9 @@ from echo_kit import ENGINE_SEED, HOST_BLOCK_BYTES, MAX_MODEL_LEN, VOCAB_SIZE, A
 from echo_pools import EchoMover, EchoPools, Told
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig

@@ -11,15 +11,16 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group
 from shiftjax.phases.control import PHASES, Phase, Resharding
+from shiftjax.phases.parking import Parking
 
 
 class LoadFault(Exception):
@@ -92,14 +93,15 @@ def make_phases(
             max_num_batched_tokens,
             num_micro_batches=stages,
             preemption="swap",
-            parks=phase == "prefill",
             **options,  # pyright: ignore[reportArgumentType]
         )
         lanes[phase] = []
         for _ in range(groups):
             host = HostBlocks(memory, block_size, HOST_BLOCK_BYTES)
             runner = AuditedRunner(config, chunks, num_host_blocks)
-            lanes[phase].append(Lane(Scheduler(config, tier=host), runner, modes))
+            admission = Parking() if phase == "prefill" else None
+            scheduler = Scheduler(config, tier=host, admission=admission)
+            lanes[phase].append(Lane(scheduler, runner, modes))
     limits = RequestLimits(
         VOCAB_SIZE,
         MAX_MODEL_LEN,

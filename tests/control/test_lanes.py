@@ -3,9 +3,9 @@
 import pytest
 from echo_kit import ENGINE_SEED, VOCAB_SIZE, Listener, make_request, reference
 
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig

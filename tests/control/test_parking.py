@@ -163,7 +163,7 @@ def test_the_state_says_what_is_parked_and_what_a_switch_took():
 def test_schedulers_and_phases_have_to_agree():
     engine = make_phases()
     lanes = {"prefill": [engine.lanes[1]], "decode": [engine.lanes[0]]}
-    with pytest.raises(ValueError, match="must park"):
+    with pytest.raises(ValueError, match="must decode"):
         Resharding(lanes, exchange_of(engine), engine.topology.find(Resharding).memory)
 
 

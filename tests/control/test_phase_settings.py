@@ -24,7 +24,7 @@ def test_each_phase_is_a_deployment_of_its_own():
     prefill, decode = found["prefill"], found["decode"]
     assert (prefill.name, prefill.dp, prefill.pp, prefill.sp, prefill.tp) == ("dp2pp4", 2, 4, 1, 1)
     assert (decode.name, decode.dp, decode.pp, decode.sp, decode.tp) == ("tp8", 1, 1, 1, 8)
-    assert [prefill.budgets.parks, decode.budgets.parks] == [True, False]
+    assert [prefill.parks, decode.parks] == [True, False]
     for each in found.values():
         assert (each.preemption, each.host_bytes, each.block_size) == ("swap", 2 * GIB, 16)
         assert each.grid.num_devices == 8

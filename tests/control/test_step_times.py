@@ -11,9 +11,9 @@ from test_draft_choice import BASE, SHIFT, Claiming, Costs
 from test_lanes import TimedRunner
 from test_speculation import let_draft
 
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import ThresholdPolicy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig

@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 SCHEDULER = "shiftjax/core/scheduler.py"
+PARKING = "shiftjax/phases/parking.py"
 RESULTS = "shiftjax/core/results.py"
 BUILDER = "shiftjax/core/plan_builder.py"
 BLOCKS = "shiftjax/core/blocks.py"
@@ -45,8 +46,8 @@ SCHEDULER_ROWS = (
     ),
     Mutant(
         "the next passes who waits for room", "scheduler", SCHEDULER,
-        "            if not self._admit(sequence):\n                break\n",
-        "            if not self._admit(sequence):\n                position += 1\n"
+        "sequence, self._num_spared(sequence), self.tables):\n                break\n",
+        "sequence, self._num_spared(sequence), self.tables):\n                position += 1\n"
         "                continue\n",
         (TEST_SCHEDULER,), "a long prompt starves behind short ones",
     ),
@@ -265,13 +266,13 @@ PHASES_ROWS = (
         (TEST_PARKING,), "who came first is decoded last",
     ),
     Mutant(
-        "who ends with its first token reserves room", "phases", SCHEDULER,
+        "who ends with its first token reserves room", "phases", PARKING,
         "ends = num_tokens + 1 >= sequence.max_length", "ends = num_tokens >= sequence.max_length",
         (TEST_PARKING,), "a phase ends early for room that nobody needs",
     ),
     Mutant(
-        "a reservation outlives an admission that failed", "phases", SCHEDULER,
-        "if parks and not is_admitted:", "if parks and is_admitted:",
+        "a reservation outlives an admission that failed", "phases", PARKING,
+        "if not is_admitted:", "if is_admitted:",
         (TEST_PARKING,),
         "room on the host is kept for nobody",
     ),

@@ -231,17 +231,17 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases park room doubled",
         "phases",
-        "shiftjax/core/scheduler.py",
-        "return 0 if ends else self.tables.device.blocks_for(num_tokens)",
-        "return 0 if ends else 2 * self.tables.device.blocks_for(num_tokens)",
+        "shiftjax/phases/parking.py",
+        "return 0 if ends else tables.device.blocks_for(num_tokens)",
+        "return 0 if ends else 2 * tables.device.blocks_for(num_tokens)",
         PHASE_TIME,
         "twice the room is kept on the host, so a cycle has half as many prompts",
     ),
     Mutant(
         "phases park room not counted",
         "phases",
-        "shiftjax/core/scheduler.py",
-        "return 0 if ends else self.tables.device.blocks_for(num_tokens)",
+        "shiftjax/phases/parking.py",
+        "return 0 if ends else tables.device.blocks_for(num_tokens)",
         "return 0",
         PHASE_TIME,
         "no room is kept on the host: prompts are computed that cannot be parked",
@@ -261,8 +261,8 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/core/scheduler.py",
         ("        if not builder.num_preempted:\n            self._admit_waiting"),
         (
-            "        if not builder.num_preempted and (self.config.parks or not builder.decodes):\n"
-            "            self._admit_waiting"
+            "        is_open = not (self.admission.decodes and builder.decodes)\n"
+            "        if is_open and not builder.num_preempted:\n            self._admit_waiting"
         ),
         PHASE_TIME,
         "nothing is swapped in while anything decodes: slots stay empty until all have ended",
@@ -273,7 +273,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/core/scheduler.py",
         "            num_left -= 1\n            builder.add(sequence)",
         (
-            "            num_left = num_left - 1 if self.config.parks else 0\n"
+            "            num_left = 0 if self.admission.decodes else num_left - 1\n"
             "            builder.add(sequence)"
         ),
         PHASE_TIME,

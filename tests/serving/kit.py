@@ -21,9 +21,9 @@ from serving.cli.main import main
 from serving.server.async_engine import AsyncEngine
 from serving.server.kv_events import KvEvents
 from serving.server.service import ServedModel, Service
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig

@@ -6,9 +6,9 @@ import threading
 from kit import VOCAB_SIZE
 
 from serving.server.engine_thread import EngineThread
-from shiftjax.core.admission import RequestLimits
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import make_policy
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler

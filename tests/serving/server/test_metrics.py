@@ -18,6 +18,7 @@ from shiftjax.core.engine import Engine
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.phases.control import Resharding
+from shiftjax.phases.parking import Parking
 
 
 @pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
@@ -136,8 +137,9 @@ def phased_engine() -> Engine:
     memory, lanes, engine = HostMemory(4000), {}, make_engine()
     for phase in ("prefill", "decode"):
         lanes[phase] = (lane,) = make_engine().lanes
-        config = replace(lane.scheduler.config, parks=phase == "prefill", preemption="swap")
-        lane.scheduler = Scheduler(config, tier=HostBlocks(memory, 4, 100))
+        config = replace(lane.scheduler.config, preemption="swap")
+        admission = Parking() if phase == "prefill" else None
+        lane.scheduler = Scheduler(config, tier=HostBlocks(memory, 4, 100), admission=admission)
     lanes["decode"][0].runner.host = lanes["prefill"][0].runner.host
     resharding = Resharding(lanes, NothingToLoad(), memory)
     every = [*lanes["prefill"], *lanes["decode"]]
@@ -164,7 +166,8 @@ def test_phases_are_counted():
 def test_rows_that_are_not_finite_are_counted_by_their_cause_not_by_its_words():
     with running_server() as server, server.client() as client:
         server.runner.poisoned.add(7)
-        answer = client.post("/v1/completions", json={"prompt": [7, 8], "max_tokens": 4})
+        one_step = {"prompt": [7, 8], "max_tokens": 1}  # no further step meets the fault below
+        answer = client.post("/v1/completions", json=one_step)
         assert answer.json()["error"]["code"] == "internal_error"
         server.runner.faults.append(RuntimeError("numbers that are not finite"))
         answer = client.post("/v1/completions", json={"prompt": [8, 8], "max_tokens": 4})

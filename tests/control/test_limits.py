@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shiftjax.core.admission import RequestLimits, validate_request
+from shiftjax.core.limits import RequestLimits, validate_request
 from shiftjax.core.request import Request, RequestError, SamplingParams, derive_seed
 from shiftjax.core.sampling_params import SamplingError
 
