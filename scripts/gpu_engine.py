@@ -25,12 +25,14 @@ from serving.bench.steps import Case, generate, plan_of
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.build import Built, assemble
+from shiftjax.build import Built, start
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import StepPlan
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve
+from shiftjax.device.backend import DeviceBackend
 from shiftjax.device.groups import Placed, define_steps
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.pack import step_inputs
@@ -41,6 +43,7 @@ from shiftjax.device.sizing import measure
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import dtype_of, stored_weights
+from shiftjax.weights.random import RandomSource
 
 BLOCK_SIZE = 16
 WEIGHTS_SHARE = 0.85  # of a device's memory at most, beside keys, values and temporaries
@@ -110,10 +113,18 @@ def make_engine(
     )
     devices = jax.devices()[: sp * tp]
     deployment = resolve(config, model, measure(devices))
-    ((group, step),) = define_steps(deployment, devices).items()
-    placed = Placed(group, step, GroupMemory(step.weights, step.mesh, DevicePools()))
-    placed.memory.fill(hashed_weights(step))
-    return assemble(config, deployment, [placed], lambda *_: None)
+    return start(HashedBackend(devices, RandomSource(model), lambda *_: None), [deployment])
+
+
+class HashedBackend(DeviceBackend):
+    """Devices that make their weights themselves: no host makes those of a large model in time."""
+
+    def place(self, deployment: Deployment) -> list[Placed]:
+        """Return the only group."""
+        ((group, step),) = define_steps(deployment, self.devices).items()
+        placed = Placed(group, step, GroupMemory(step.weights, step.mesh, DevicePools()))
+        placed.memory.fill(hashed_weights(step))
+        return [placed]
 
 
 def make_plan(seqs: int, context: int, num_tokens: int) -> StepPlan:

@@ -1,25 +1,33 @@
-"""Lanes of a configuration, on devices or simulated ones: the one place that puts them together.
+"""From deployments to an engine, on devices or simulated ones: the one place that joins parts.
 
-What differs is handed in: runners, and who guesses ahead. No JAX.
+A backend starts the groups. Everything else, lanes, schedulers, topology and engine, is the same
+for every backend. No JAX.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 from shiftjax.core.blocks import BlockAllocator
+from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Runner
 from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.topology import Topology
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
+from shiftjax.fleet.handover import Mover
+from shiftjax.fleet.setup import make_fleet
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.chunks import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group, Mode
+from shiftjax.phases.control import PHASES, Exchange, Resharding
 from shiftjax.phases.parking import Parking
+from shiftjax.phases.setup import limits_of
 
 
 class Drafter(NamedTuple):
@@ -37,16 +45,69 @@ class Groups(NamedTuple):
     modes: Mapping[int, tuple[Mode, ...]]  # base first
     policies: Mapping[int, Policy]
     costs: Mapping[int, GroupCosts | None]  # as policies and drafts believe; None: unknown
+    drafters: Mapping[Group, Drafter]
 
 
-def make_lanes(
-    groups: Groups,
-    memory: HostMemory,
-    drafters: Mapping[Group, Drafter],
-    *,
-    overlap: bool,
-    is_phase: bool = False,
-) -> list[Lane]:
+class Started(NamedTuple):
+    """What a backend has started: groups of each deployment, and what changes between them."""
+
+    groups: Sequence[Groups]
+    mover: Mover | None = None  # of sequences, between the groups of a fleet
+    exchange: Exchange | None = None  # of the devices, between two deployments
+
+
+class Backend(Protocol):
+    """What computes the steps of deployments: devices, or simulated ones."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Tells the seconds that results are entered with."""
+        ...
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """Tells the seconds of all other decisions."""
+        ...
+
+    @property
+    def wait(self) -> Callable[[Sequence[Lane]], None]:
+        """Waits until the oldest step of one of these lanes is ready."""
+        ...
+
+    def start(self, deployments: Sequence[Deployment]) -> Started:
+        """Start the groups of one deployment, or of two that have the devices in turn."""
+        ...
+
+
+def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
+    """Return the engine of one deployment, or of one for each phase, prefill first.
+
+    Raises ConfigError where a backend cannot start them.
+    """
+    groups, mover, exchange = backend.start(deployments)
+    first = groups[0]
+    memory = HostMemory(first.deployment.host_bytes)
+    lanes = [_make_lanes(each, memory, is_phase=exchange is not None) for each in groups]
+    topology: Topology | None = None
+    if exchange is not None:
+        by_phase = dict(zip(PHASES, lanes, strict=True))
+        topology = Resharding(by_phase, exchange, memory, backend.now)
+    elif mover is not None:
+        known = first.policies, first.costs
+        topology = make_fleet(first.deployment, lanes[0], *known, mover, backend.now)
+    return Engine(
+        list(chain.from_iterable(lanes)),
+        first.policies[max(first.policies)],
+        limits_of(each.deployment for each in groups),
+        overlap=first.deployment.overlap,
+        seed=first.deployment.seed,
+        clock=backend.clock,
+        wait=backend.wait,
+        topology=topology,
+    )
+
+
+def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[Lane]:
     """A lane for every group; those of a fleet share their blocks, all of them host memory.
 
     A lane has a policy of its own where the engine has lanes of several deployments or widths.
@@ -63,8 +124,8 @@ def make_lanes(
         host, speculation = None, None
         if memory.num_bytes:
             host = HostBlocks(memory, of_width.block_size, of_width.host_block_bytes)
-        if group in drafters:
-            speculation = _speculation(groups, group, drafters[group], overlap)
+        if group in groups.drafters:
+            speculation = _speculation(groups, group)
         admission = Parking() if deployment.parks else None
         scheduler = Scheduler(of_width.budgets, speculation, blocks.get(group), host, admission)
         own = policy if has_own else None
@@ -73,16 +134,16 @@ def make_lanes(
     return lanes
 
 
-def _speculation(groups: Groups, group: Group, drafter: Drafter, overlap: bool) -> Speculation:
+def _speculation(groups: Groups, group: Group) -> Speculation:
     width, deployment = group.width, groups.deployment.of_width(group.width)
     speculator = deployment.layout.model.speculator
     num_predict = speculator.num_predict if speculator else 0
     known = groups.policies[width], groups.modes[width], groups.costs[width]
     return Speculation(
-        drafter.drafting,
+        groups.drafters[group].drafting,
         Prices(deployment.step_sizes, *known),
         max_rows=deployment.budgets.max_rows,
-        overlap=overlap,
+        overlap=deployment.overlap,
         num_guesses=min(num_predict, deployment.drafts.max_draft_tokens),  # no draft is longer
-        clock=drafter.clock,
+        clock=groups.drafters[group].clock,
     )

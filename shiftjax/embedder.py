@@ -9,9 +9,9 @@ import numpy as np
 
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
-from shiftjax.build import use_compile_cache
 from shiftjax.config import EngineConfig
 from shiftjax.core.errors import RequestError
+from shiftjax.device.compile_cache import use_compile_cache
 from shiftjax.device.mesh import rows_mesh
 from shiftjax.device.place import define, load
 from shiftjax.device.programs import CompileCounter, Progress

@@ -27,12 +27,13 @@ import jax
 from serving.bench.compiled_plan import gpus
 from serving.server.phases import Phases
 from shiftjax.arch.presets import PRESETS
-from shiftjax.build import build, use_compile_cache
+from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.core.policy import make_policy, wanted_modes
 from shiftjax.costs.buckets import Bucket
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import resolve
+from shiftjax.device.compile_cache import use_compile_cache
 from shiftjax.device.groups import define_steps, pool_of
 from shiftjax.device.pool import abstract_pools
 from shiftjax.device.programs import abstract_inputs

@@ -155,7 +155,7 @@ def compares_as(built: "Built") -> ComparesAs:
     (`models/products.py`), so that number counts where weights are codes.
     """
     formats = _formats(built)
-    layouts = [each.layout for each in (built.phases or {"": built.deployment}).values()]
+    layouts = [each.layout for each in built.deployments]
     if "fp8" not in formats[0]:
         return formats
     return *formats, *(str(layout.padded_for) for layout in layouts)

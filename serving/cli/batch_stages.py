@@ -45,7 +45,7 @@ def settle_stages(
     make_virtual_devices(config)
     import jax
 
-    from shiftjax.build import host_copy_bytes
+    from shiftjax.local_deployment import host_copy_bytes
 
     devices = jax.devices()[: config.parallel.devices]
     kind = devices[0].device_kind

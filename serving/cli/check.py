@@ -9,10 +9,10 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.pooling import Pooling
 from shiftjax.arch.weights import num_parameters
-from shiftjax.build import deploy, deploy_phases, host_copy_bytes
 from shiftjax.config import EngineConfig
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.device.choosers import describe_width, wanted_by_width
 from shiftjax.device.groups import define_steps
 from shiftjax.device.sizing import measure
 from shiftjax.embed.settings import (
@@ -23,11 +23,11 @@ from shiftjax.embed.settings import (
 )
 from shiftjax.fleet.setup import first_arrangement
 from shiftjax.fleet.state import shown_arrangement
-from shiftjax.lanes import describe_width, wanted_by_width
+from shiftjax.local_deployment import deploy, host_copy_bytes
 from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
-from shiftjax.phases.setup import merge_phases
+from shiftjax.phases.control import PHASES
 from shiftjax.weights.source import TensorSource
 
 
@@ -41,26 +41,22 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
     rows = _model_rows(source) | {"tokenizer": words}
     if files.pooling is not None:
         return rows | _encoder_rows(config, source.config, files.pooling)
-    config = merge_phases(config)
-    if config.parallel.stages is None:
-        devices, deployment = deploy(config, source.config, files.cache_dir)
-        deployments = {"": deployment}
-    else:
-        devices, phases = deploy_phases(config, source.config, files.cache_dir)
-        deployments = {f"{phase}: ": deployment for phase, deployment in phases.items()}
-    here, deployment = measure(devices), next(iter(deployments.values()))
+    devices, deployments = deploy(config, source.config, files.cache_dir)
+    here, deployment = measure(devices), deployments[0]
     rows |= {
         "computed in": _formats(deployment.formats),
         "sizes of steps": f"{', '.join(map(str, deployment.token_buckets))} tokens",
         "longest sequence": f"{deployment.max_model_len} tokens",
         **_device_rows(here),
     }
-    if config.parallel.stages is not None:
+    has_phases = len(deployments) > 1
+    if has_phases:
         num_bytes = host_copy_bytes(source.config, deployment.formats)
         rows["weights on the host"] = f"{_mebibytes(num_bytes)}, out of which each phase is loaded"
-    for phase, each in deployments.items():
-        of_phase = _deployment_rows(config, each, devices, here)
-        rows |= {f"{phase}{name}": value for name, value in of_phase.items()}
+    for phase, each in zip(PHASES, deployments, strict=False):
+        of_phase = _deployment_rows(each, devices, here)
+        label = f"{phase}: " if has_phases else ""
+        rows |= {f"{label}{name}": value for name, value in of_phase.items()}
     return rows
 
 
@@ -70,7 +66,7 @@ def _formats(formats: Formats) -> str:
 
 
 def _deployment_rows(
-    config: EngineConfig, deployment: Deployment, devices: Sequence[Device], here: Devices
+    deployment: Deployment, devices: Sequence[Device], here: Devices
 ) -> dict[str, Any]:
     """What the devices are in one configuration, and what they hold."""
     chosen = (step.attention for step in define_steps(deployment, devices).values())
@@ -79,10 +75,10 @@ def _deployment_rows(
     deployment = deployment.sized(memory)
     return (
         {"attention": "; ".join(f"{name} ({reason})" for name, reason in attention.items())}
-        | (_fleet_rows(config, deployment) if deployment.widths else _mesh_rows(deployment))
+        | (_fleet_rows(deployment) if deployment.widths else _mesh_rows(deployment))
         | _stage_rows(deployment, here)
         | _memory_rows(deployment, memory)
-        | _sum_rows(config, deployment, devices[0])
+        | _sum_rows(deployment, devices[0])
     )
 
 
@@ -135,7 +131,7 @@ def _mesh_rows(deployment: Deployment) -> dict[str, Any]:
     }
 
 
-def _fleet_rows(config: EngineConfig, deployment: Deployment) -> dict[str, Any]:
+def _fleet_rows(deployment: Deployment) -> dict[str, Any]:
     """The groups of each width, what is compiled for them, and what is padded for the widest."""
     wanted = wanted_by_width(deployment, jax.devices()[0])
     model, unit = deployment.layout.model, deployment.of_width(1).layout
@@ -198,7 +194,7 @@ def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:
     }
 
 
-def _sum_rows(config: EngineConfig, deployment: Deployment, device: Device) -> dict[str, Any]:
+def _sum_rows(deployment: Deployment, device: Device) -> dict[str, Any]:
     """What sums hold on GPUs; none elsewhere, or where there are no sums."""
     num_bytes = deployment.sum_buffer_bytes(wanted_by_width(deployment, device))
     if not num_bytes or device.platform != "gpu":

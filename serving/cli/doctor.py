@@ -24,10 +24,10 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.deploy.deployment import Devices
 from shiftjax.deploy.resolve import check_hosts, resolve
 from shiftjax.device.attention_check import KernelCheck, Verdict, find_verdict
+from shiftjax.device.choosers import wanted_by_width
 from shiftjax.device.groups import attention_of
 from shiftjax.device.mesh import named, replicated_spec, rows_mesh
 from shiftjax.device.sizing import measure
-from shiftjax.lanes import wanted_by_width
 from shiftjax.models import gpu_software
 from shiftjax.models.attention_backend import KERNEL_CAPABILITY
 from shiftjax.parallel.grid import Device

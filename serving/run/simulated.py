@@ -54,7 +54,7 @@ def open_simulated(
     text_ids = whole_text_ids(tokenizer, model.vocab_size)
     if not text_ids:
         raise ConfigError([f"{model.name}: none of its tokenizer's tokens is text by itself"])
-    engine = live_engine(target, deployment, text_ids, config.model.seed)
+    engine = live_engine(target, deployment, text_ids)
     cache = engine.lanes[0].scheduler.config
     machine = target.machine.name
     info = {

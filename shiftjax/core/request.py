@@ -4,7 +4,7 @@ import enum
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -294,6 +294,7 @@ class StepOutput(NamedTuple):
     guesses: list[ModelGuess] | None = None
 
 
+@runtime_checkable
 class Runner(Protocol):
     """Computes steps, in the order in which they are given."""
 

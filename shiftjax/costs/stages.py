@@ -18,7 +18,7 @@ tokens x hidden x width bytes, and gathers inside the next stage (`collectives.e
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine
@@ -28,6 +28,7 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
 
+@runtime_checkable
 class GroupCosts(Protocol):
     """Predicts the steps of a group: a `CostModel` where it has one stage, else `PipelineCosts`.
 

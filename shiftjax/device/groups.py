@@ -226,7 +226,6 @@ def start_runners(
     deployment: Deployment,
     groups: Sequence[Placed],
     programs: Mapping[Kind, list[Program]],
-    seed: int,
     chunks: Chunks,
 ) -> dict[Group, list[DeviceRunner]]:
     """Allocate the pools, and load the programs of the first step of a kind for the others.
@@ -246,7 +245,7 @@ def start_runners(
     firsts: dict[Kind, DeviceRunner] = {}
     for group, step, memory, _ in sorted(groups, key=lambda placed: -placed.group.width):
         pool, kind = pool_of(deployment.of_width(group.width)), kind_of(step)
-        runner = DeviceRunner(step, memory, pool, (), chunks=on_host, seed=seed)
+        runner = DeviceRunner(step, memory, pool, (), chunks=on_host, seed=deployment.seed)
         if kind in firsts:
             runner.load_programs(firsts[kind])
         else:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from shiftjax.core.lane import Lane
 from shiftjax.core.request import SequenceState, Status
@@ -47,6 +47,7 @@ class Copy(NamedTuple):
     blocks: list[tuple[int, int]]
 
 
+@runtime_checkable
 class Mover(Protocol):
     """Moves keys and values in device memory, in order with the steps of all groups."""
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from shiftjax.core import request as sequences
 from shiftjax.core.lane import Lane, load_of
@@ -30,6 +30,7 @@ Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """What changes the configuration of the devices."""
 

@@ -14,7 +14,7 @@ from shiftjax.core.limits import NO_LOGPROBS
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.control import MOST_REMEMBERED, Fleet
 from shiftjax.options import ConfigError
-from shiftjax.sim.build import make_engine
+from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import Target, deploy_config
 from shiftjax.sim.devices import Clock, WallClock
 from shiftjax.sim.made_up import MadeUpTokens
@@ -47,14 +47,13 @@ def live_engine(
     target: Target,
     deployment: Deployment,
     text_ids: Sequence[int],
-    seed: int = 0,
     clock: Clock | None = None,
 ) -> Engine:
     """An engine whose outputs are made of `text_ids`; `clock` is by default that of the wall.
 
     Raises ConfigError where the model does not fit.
     """
-    engine, runners = make_engine(target, deployment, clock or WallClock(), seed=seed)
+    engine, runners = make_engine(target, [deployment], clock or WallClock())
     tokens = MadeUpTokens(text_ids, target.model.eos_token_ids)
     for runner in runners:
         runner.tokens, runner.steps = tokens, deque(maxlen=0)  # it runs for ever

@@ -21,8 +21,8 @@ from shiftjax.fleet.setup import first_arrangement
 from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.fleet import Arrangement
-from shiftjax.phases.control import Resharding
-from shiftjax.sim.build import make_engine, make_phases
+from shiftjax.phases.control import PHASES, Resharding
+from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import Target
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
@@ -101,11 +101,11 @@ def replay(
     """
     clock = Clock()
     if isinstance(deployment, Phases):
-        engine, runners = make_phases(target, deployment.by_phase, clock)
-        first = replace(deployment.by_phase["prefill"], name=deployment.name)
+        deployments = [deployment.by_phase[phase] for phase in PHASES]
+        first = replace(deployments[0], name=deployment.name)
     else:
-        engine, runners = make_engine(target, deployment, clock, belief, acceptance)
-        first = deployment
+        deployments, first = [deployment], deployment
+    engine, runners = make_engine(target, deployments, clock, belief, acceptance)
     vocab_size = target.model.vocab_size
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
     records, num_refused = serve(engine, clock, coming)

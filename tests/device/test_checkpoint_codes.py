@@ -13,11 +13,11 @@ from oracle import numpy_fp8, numpy_llama
 from oracle import quantised_files as files
 
 from shiftjax.arch.formats import Formats
-from shiftjax.build import host_copy_bytes
 from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import weight_bytes
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.place import HostWeights, define, load, load_rows
+from shiftjax.local_deployment import host_copy_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.huggingface import HuggingFaceSource

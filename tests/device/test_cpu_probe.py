@@ -8,7 +8,6 @@ from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.build import deploy
 from shiftjax.config import EngineConfig
 from shiftjax.core.request import SamplingParams
 from shiftjax.costs.buckets import doubling, worthwhile
@@ -16,6 +15,7 @@ from shiftjax.deploy.deployment import Devices
 from shiftjax.deploy.resolve import Suited, resolve
 from shiftjax.device import cpu_probe
 from shiftjax.device.cpu_probe import choose, suited_to_cpu
+from shiftjax.local_deployment import deploy
 from shiftjax.settings import num_cores
 
 ROWS = (*cpu_probe.FEW_ROWS, cpu_probe.MANY_ROWS)
@@ -122,8 +122,8 @@ def test_only_a_model_that_caches_cannot_hold_is_worth_a_trial(little, tmp_path,
     config = PRESETS["tiny"]
     deploy(EngineConfig.from_options(), config, tmp_path)
     assert not (tmp_path / "cpu").exists()
-    monkeypatch.setattr("shiftjax.build.LEAST_PARAMETERS", 1)
-    _, deployment = deploy(EngineConfig.from_options(dtype="float32"), config, tmp_path)
+    monkeypatch.setattr("shiftjax.local_deployment.LEAST_PARAMETERS", 1)
+    _, (deployment,) = deploy(EngineConfig.from_options(dtype="float32"), config, tmp_path)
     few = suited_to_cpu("float32", tmp_path, os.environ["XLA_FLAGS"], num_cores()).few_tokens
     assert deployment.token_buckets == doubling(deployment.max_num_batched_tokens, few)
     assert len(list((tmp_path / "cpu").iterdir())) == 1

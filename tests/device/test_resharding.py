@@ -13,7 +13,6 @@ from test_weight_bytes import BIASED, ODD, SWIFTKV, TIED
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats, formats_of
-from shiftjax.build import host_copy_bytes
 from shiftjax.config import EngineConfig
 from shiftjax.costs.memory import weight_bytes
 from shiftjax.deploy.deployment import Deployment, Devices
@@ -22,6 +21,7 @@ from shiftjax.device.groups import Placed, define_groups, load_weights, pool_of
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.place import HostWeights, define, load, load_rows, read_rows
 from shiftjax.device.programs import CompileCounter
+from shiftjax.local_deployment import host_copy_bytes
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.phases.control import Phase

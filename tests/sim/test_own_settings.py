@@ -9,7 +9,7 @@ from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
-from shiftjax.sim.build import make_engine
+from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import cost_model, deploy, deploy_config, memory_of
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import target_from
@@ -34,7 +34,7 @@ def test_what_is_simulated_is_what_would_be_built():
     config = EngineConfig.from_options(**SETTINGS, cache_dir="none")
     built = build(config, open_source(resolve_model("random:tiny"), seed=0), silent)
     assert deploy_config(TARGET, config) == built.deployment
-    engine, runners = make_engine(TARGET, deploy_config(TARGET, config), Clock())
+    engine, runners = make_engine(TARGET, [deploy_config(TARGET, config)], Clock())
     assert engine.limits == built.engine.limits
     assert engine.policy == built.engine.policy
     for simulated, real in zip(engine.lanes, built.engine.lanes, strict=True):
@@ -64,7 +64,7 @@ def test_a_server_is_assumed_where_no_settings_are_given():
 
 def test_stages_are_simulated_and_planned_for():
     deployment = deploy_config(GPUS, EngineConfig.from_options(pp=4, tp=2, max_model_len=4096))
-    _, (runner,) = make_engine(GPUS, deployment, Clock())
+    _, (runner,) = make_engine(GPUS, [deployment], Clock())
     assert runner.costs.layout.num_devices == 2 and deployment.grid.num_devices == 8
     found = estimate(GPUS, deployment, Workload(1000, 100))
     assert found.fits and found.row()["pp"] == 4

@@ -21,7 +21,7 @@ from shiftjax.fleet.setup import move_costs
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group
-from shiftjax.sim.build import make_engine
+from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import memory_of
 from shiftjax.sim.devices import Clock, CostMover, Units
 from shiftjax.sim.experiments import choose_deployments, target_from
@@ -189,7 +189,7 @@ WIDTHS = possible_widths(UNITS)
 
 
 def cost_policy(target=TARGET) -> CostArrangement:
-    engine, _ = make_engine(target, fleet(target=target), Clock())
+    engine, _ = make_engine(target, [fleet(target=target)], Clock())
     policy = engine.topology.find(Fleet) and engine.topology.find(Fleet).policy
     assert isinstance(policy, CostArrangement)
     return policy
@@ -282,7 +282,7 @@ def test_other_names_are_refused(name, words):
 
 def test_an_arrangement_that_cannot_be_is_refused_when_it_is_made():
     with pytest.raises(ConfigError, match="there are 8"):
-        make_engine(TARGET, fleet("fleet:4+2"), Clock())
+        make_engine(TARGET, [fleet("fleet:4+2")], Clock())
 
 
 def test_a_plan_of_fleets_trades_memory_for_reach():
@@ -302,7 +302,7 @@ def test_a_plan_of_fleets_trades_memory_for_reach():
 def test_what_a_plan_holds_is_what_the_engine_has():
     deployment = fleet()
     plan = fleet_estimate(TARGET, deployment, Workload(600, 60))
-    engine, _ = make_engine(TARGET, deployment, Clock())
+    engine, _ = make_engine(TARGET, [deployment], Clock())
     for lane in engine.lanes:
         blocks = lane.scheduler.tables.device
         assert plan.kv_tokens(lane.group.width) == blocks.num_blocks * blocks.block_size
@@ -317,6 +317,6 @@ def test_padded_heads_are_told():
 
 
 def test_groups_of_a_width_choose_modes_by_costs_of_that_width():
-    engine, _ = make_engine(TARGET, fleet(), Clock())
+    engine, _ = make_engine(TARGET, [fleet()], Clock())
     widths = {lane.group.width: lane.policy.costs.layout.sp for lane in engine.lanes}
     assert widths == {1: 1, 2: 2, 4: 4, 8: 8}

@@ -20,7 +20,7 @@ from shiftjax.deploy.resolve import resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.sim.build import make_engine
+from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import cost_model, deploy_config, deploy_gathered, memory_of
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import choose_deployments, target_from
@@ -126,7 +126,7 @@ def test_settings_come_to_sp_over_all_devices_and_the_threshold_of_the_costs():
     assert layers < memory.workspace_bytes < 2 * layers
 
     target = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "bfloat16"})
-    engine, _ = make_engine(target, deploy_config(target, config), Clock())
+    engine, _ = make_engine(target, [deploy_config(target, config)], Clock())
     assert engine.policy == make_policy("threshold", None, cost_model(target, deployment))
     with pytest.raises(ConfigError, match="weights = gather cannot be had with fleet"):
         EngineConfig.from_options(fleet=True, weights="gather")

@@ -14,8 +14,8 @@ from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.work import Work
+from shiftjax.device.choosers import known_costs
 from shiftjax.draft_options import DraftOptions
-from shiftjax.lanes import known_costs
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, cost_model, deploy, modes_of

@@ -101,8 +101,8 @@ def test_an_engine_refuses_scales_before_it_loads(monkeypatch):
     def refuse(source):
         raise CheckpointError(words)
 
-    monkeypatch.setattr("shiftjax.build.identify_scales", refuse)
-    monkeypatch.setattr("shiftjax.build.place", lambda *_: loaded.append(1))
+    monkeypatch.setattr("shiftjax.local_deployment.identify_scales", refuse)
+    monkeypatch.setattr("shiftjax.device.backend.place", lambda *_: loaded.append(1))
     with pytest.raises(CheckpointError, match=words):
         make(directory, 1, 1, kv_cache_dtype="fp8")
     assert loaded == []

@@ -277,5 +277,5 @@ def test_buffers_of_sums_are_told_on_gpus_alone():
     config = EngineConfig.from_options(sp=2, tp=2)
     deployment = resolve(config, PRESETS["llama-8b"], Devices(4, 1 << 40, 1 << 40))
     kinds = {kind: SimpleNamespace(platform=kind, device_kind=kind) for kind in ("cpu", "gpu")}
-    rows = {kind: _sum_rows(config, deployment, device) for kind, device in kinds.items()}
+    rows = {kind: _sum_rows(deployment, device) for kind, device in kinds.items()}
     assert rows["cpu"] == {} and "MiB outside of JAX's share" in rows["gpu"]["buffers of sums"]

@@ -68,7 +68,7 @@ def started() -> list[str]:
 @pytest.fixture(scope="module")
 def llm(model, started):
     with pytest.MonkeyPatch.context() as patch:
-        log = logging.getLogger("shiftjax.lanes")
+        log = logging.getLogger("shiftjax.device.backend")
         patch.setattr(log, "info", lambda text, *values: started.append(text % values))
         llm = LLM(str(model[0]), **SETTINGS)
     yield llm

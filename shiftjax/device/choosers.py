@@ -1,0 +1,67 @@
+"""Who chooses the modes of a deployment's steps on this machine, and which steps that takes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+
+from shiftjax.core.policy import Policy, make_policy, wanted_modes
+from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
+from shiftjax.costs.stages import GroupCosts
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.parallel.grid import Device, Mode
+
+Wanted = Mapping[Bucket, list[Mode]]  # the modes that each size of steps is compiled in
+
+
+def choosers_of(
+    deployment: Deployment, device: Device
+) -> tuple[dict[int, GroupCosts | None], dict[int, Policy]]:
+    """What is known of the costs of steps, and who chooses their modes, by units of a group."""
+    known = {
+        width: known_costs(of_width, device) for width, of_width in deployment.by_width.items()
+    }
+    name, threshold = deployment.policy, deployment.threshold
+    return known, {width: make_policy(name, threshold, costs) for width, costs in known.items()}
+
+
+def wanted_by_width(deployment: Deployment, device: Device) -> dict[int, Wanted]:
+    """Which steps will be compiled, by units of a group; weights as `alias` has them."""
+    _, policies = choosers_of(deployment, device)
+    return {
+        width: wanted_modes(policies[width], of_width.buckets, of_width.layout.modes)
+        for width, of_width in deployment.by_width.items()
+    }
+
+
+def describe_width(deployment: Deployment, wanted: Wanted) -> str:
+    """For people: the groups of one width of a fleet, and what is compiled for them."""
+    layout, modes = deployment.layout, [mode for modes in wanted.values() for mode in modes]
+    labels = [f"sp {m.sp}, tp {layout.ways(m)}" for m in layout.modes if m in modes]
+    return (
+        f"{deployment.dp} x {deployment.sp} units ({'; '.join(labels)}): {len(modes)} programs "
+        f"for {len(wanted)} sizes of steps, KV blocks of {deployment.block_size} tokens"
+    )
+
+
+def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
+    """The cost model of this machine, if something asks for it.
+
+    Raises ConfigError for an unknown machine that something needs; drafts can do without.
+    """
+    machine = deployment.machine
+    choice, drafts = deployment.drafts.draft_choice, deployment.drafts.speculation != "none"
+    is_needed = deployment.needs_costs or (drafts and choice == "cost")
+    is_needed |= bool(deployment.widths) and deployment.fleet.fleet_policy == "cost"
+    is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
+    if not (is_needed or (drafts and choice == "auto" and is_known)):
+        return None
+    name, hosts = machine or machine_of(device.device_kind), jax.process_count()
+    if hosts > 1 and not (is_needed or load_machine(name).network):
+        return None
+    constants = load_machine(name, hosts)
+    if hosts > 1:  # of which each host may have fewer than the file's machine
+        here, all_of_them = jax.local_device_count(), jax.device_count()
+        constants = replace(constants, devices_per_host=here, num_devices=all_of_them)
+    return deployment.costs(constants, load_engine("shiftjax"))

@@ -1,0 +1,120 @@
+"""What the settings come to on the devices of this machine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.weights import num_parameters
+from shiftjax.config import EngineConfig
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.resolve import Suited, check_experts, check_hosts, formats_in, resolve
+from shiftjax.device.choosers import choosers_of
+from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
+from shiftjax.device.sizing import host_memory, measure
+from shiftjax.hosts.control import Hosts
+from shiftjax.options import ConfigError
+from shiftjax.parallel.grid import Device
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import dtype_of, stored_weights
+from shiftjax.phases.setup import merge_phases, resolve_phases
+from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
+from shiftjax.weights.kv_scales import identify_scales
+from shiftjax.weights.source import TensorSource
+
+
+class Local(NamedTuple):
+    """Devices of this machine, and what they are deployed as."""
+
+    devices: list[Device]
+    deployments: list[Deployment]  # one, or one for each phase, prefill first
+
+
+def deploy(
+    config: EngineConfig,
+    model: ModelConfig,
+    cache_dir: Path | None = None,
+    hosts: Hosts | None = None,
+) -> Local:
+    """Return the devices, and what the settings come to on them; a start and `check` begin so.
+
+    What suits a CPU is measured, once for each `cache_dir`. Raises ConfigError for what model or
+    machine cannot take, before anything is loaded.
+    """
+    check_hosts(config, hosts.num if hosts else 1)
+    config = merge_phases(config)
+    devices, suited = _machine(config, model, cache_dir)
+    measured, available = measure(devices, hosts), host_memory()[1]
+    if config.parallel.stages is None:
+        deployments = [resolve(config, model, measured, suited)]
+    else:  # the host holds a copy of the weights, too
+        available -= host_copy_bytes(model, formats_in(config, model, suited))
+        room = max(0, available)
+        phases = resolve_phases(config, model, measured, suited, host_bytes=room)
+        deployments = list(phases.values())
+    used, present = deployments[0].grid.num_devices, jax.device_count()
+    if config.host.is_one_of_several and used != present:
+        words = f"and {config.host.hosts} hosts have {present}: make them equal"
+        raise ConfigError([f"sp * tp = {used} devices are asked for, {words}"])
+    for deployment in deployments:
+        _check_host_memory(deployment, available)
+        choosers_of(deployment, devices[0])  # raises for a machine that must be known
+    if devices[0].platform == "cpu":
+        most = max(deployment.grid.num_devices for deployment in deployments)
+        warn_of_crowding(most // jax.process_count())
+    return Local(devices, deployments)
+
+
+def with_kv_scales(deployments: Sequence[Deployment], source: TensorSource) -> list[Deployment]:
+    """Deployments of one checkpoint that know which scales their KV cache has, if it has any.
+
+    Raises CheckpointError for scales that cannot be used.
+    """
+    if not FORMATS[deployments[0].formats.kv].has_scales:
+        return list(deployments)
+    name = identify_scales(source)
+    return [replace(deployment, kv_scales=name) for deployment in deployments]
+
+
+def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
+    """Bytes of the weights in host memory, out of which each phase is loaded (`HostWeights`).
+
+    Codes are made of them on the devices, but for those of a checkpoint.
+    """
+    plain = formats.activations
+    held = Formats(formats.weights if model.has_codes else plain, plain, plain)
+    return sum(
+        weight.num_elements * dtype_of(weight, held).itemsize
+        for weight in stored_weights(Layout(model, 1, 1), held)
+        if weight.tied_to is None
+    )
+
+
+def _machine(
+    config: EngineConfig, model: ModelConfig, cache_dir: Path | None
+) -> tuple[list[Device], Suited]:
+    """The devices, and what suits them. Raises ConfigError for a model that cannot be loaded."""
+    check_experts(model)
+    devices = jax.devices()[: config.parallel.devices]
+    if config.host.is_one_of_several:  # measured on each they would differ
+        return devices, Suited()
+    if devices[0].platform != "cpu" or num_parameters(model) < LEAST_PARAMETERS:
+        return devices, Suited()
+    dtype, sizes = config.model.dtype, config.compile.token_buckets
+    if dtype != "auto" and sizes:
+        return devices, Suited()
+    flags = environ_beside().get("XLA_FLAGS", "")
+    wanted = None if dtype == "auto" else dtype
+    return devices, suited_to_cpu(wanted, cache_dir, flags, num_cores())
+
+
+def _check_host_memory(deployment: Deployment, available: int) -> None:
+    if deployment.host_bytes > available:
+        given = f"host_memory = {deployment.host_bytes} bytes are more than the"
+        beside = ", beside the weights," if deployment.parks else ""
+        given = f"{given} {available / 2**30:.1f} GiB that this host{beside} has available"
+        raise ConfigError([f"{given}: use less"])
