@@ -169,8 +169,8 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
     several = config.parallel.dp > 1 or config.fleet.fleet
     if options.kv_events != "none" and several:
         problems.append("kv_events: Dynamo's router knows no groups; use a worker for each replica")
-    if config.parallel.stages is not None:
-        problems.append("stages: requests that wait for a phase are late; drop it")
+    if config.parallel.phases is not None:
+        problems.append("phases: requests that wait for a phase are late; drop it")
     if problems:
         raise ConfigError(problems)
     check_kv_events(options, config)

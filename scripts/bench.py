@@ -30,7 +30,7 @@ from shiftjax.sim.experiments import as_text
 Row = dict[str, Any]
 FOLDER = Path(__file__).with_name("cases")
 CASES = (
-    *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "stages", "groups"),
+    *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "phases", "groups"),
     *("two_hosts", "host", "host_tier", "kv_events", "call", "start", "swiftkv"),
     *("loads", "soak", "router", "forced_calls"),
 )

@@ -24,7 +24,7 @@ from shiftjax.options import (
     unknown_name,
     xla_options,
 )
-from shiftjax.parallel.degrees import AUTO_STAGES, Degrees, parse_stages
+from shiftjax.parallel.degrees import AUTO_PHASES, Degrees, parse_phases
 from shiftjax.parallel.fleet import FleetOptions, fleet_problems
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
@@ -75,9 +75,9 @@ def _address(text: str) -> str | None:
     return f"must be HOST:PORT with a port below {MOST_PORT}, got {shown(text)}"
 
 
-def _stages(text: str) -> str | None:
+def _phases(text: str) -> str | None:
     try:
-        _ = text == AUTO_STAGES or parse_stages(text)
+        _ = text == AUTO_PHASES or parse_phases(text)
     except ValueError as error:
         return str(error)
     return None
@@ -146,11 +146,11 @@ class ParallelOptions:
         low=1,
         high=1024,
     )
-    stages: str | None = option(
+    phases: str | None = option(
         None,
         "offline: prompts and decodes each in degrees of their own, in turns, as in pp8:tp8; auto: "
         "what is predicted to be quickest for a file of requests",
-        check=_stages,
+        check=_phases,
     )
     devices: int | None = option(
         None, "devices to use; on CPU that many virtual ones are made", low=1, high=1024
@@ -167,16 +167,16 @@ class ParallelOptions:
         return self.weights == "gather"
 
     @property
-    def phases(self) -> tuple[Degrees, Degrees] | None:
-        """The degrees of prefill and of decode that `stages` names; None: it names none."""
-        is_pair = self.stages not in (None, AUTO_STAGES)
-        return parse_stages(self.stages) if is_pair and self.stages else None
+    def phase_degrees(self) -> tuple[Degrees, Degrees] | None:
+        """The degrees of prefill and of decode that `phases` names; None: it names none."""
+        is_pair = self.phases not in (None, AUTO_PHASES)
+        return parse_phases(self.phases) if is_pair and self.phases else None
 
     @property
     def least_devices(self) -> int:
         """Devices that the degrees need, where those left open are 1."""
-        if self.phases is not None:
-            return self.phases[0].num_devices
+        if self.phase_degrees is not None:
+            return self.phase_degrees[0].num_devices
         return Degrees(self.dp, self.pp, self.sp or 1, self.tp or 1).num_devices
 
 
@@ -258,7 +258,7 @@ class SchedulerOptions:
     )
     machine: str | None = option(
         None,
-        "what the cost policy, drafts and stages = auto take the machine for: a name or a .yaml "
+        "what the cost policy, drafts and phases = auto take the machine for: a name or a .yaml "
         "file; default: by device",
     )
     shift_threshold: int | None = option(
@@ -396,13 +396,13 @@ def _mesh_fills_the_devices(
     )
 
 
-def _stages_fill_the_devices(stages: str | None, devices: int | None) -> str | None:
-    if stages in (None, AUTO_STAGES) or devices is None:
+def _phases_fill_the_devices(phases: str | None, devices: int | None) -> str | None:
+    if phases in (None, AUTO_PHASES) or devices is None:
         return None
-    used = parse_stages(stages)[0].num_devices
+    used = parse_phases(phases)[0].num_devices
     if used == devices:
         return None
-    return f"stages = {stages} takes {used} devices, but devices = {devices}: make them equal"
+    return f"phases = {phases} takes {used} devices, but devices = {devices}: make them equal"
 
 
 def _hosts_are_complete(
@@ -443,7 +443,7 @@ def _machine_is_used(
     draft_choice: str,
     fleet: bool,
     fleet_policy: str,
-    stages: str | None,
+    phases: str | None,
     weights: str,
     shift_threshold: int | None,
 ) -> str | None:
@@ -451,18 +451,18 @@ def _machine_is_used(
     steps_by_cost = POLICIES[policy].needs_costs(0 if has_number else None)
     drafts_by_cost = speculation != "none" and draft_choice in ("auto", "cost")
     fleet_by_cost = fleet and fleet_policy == "cost"
-    chosen_by_cost = drafts_by_cost or fleet_by_cost or stages == AUTO_STAGES
+    chosen_by_cost = drafts_by_cost or fleet_by_cost or phases == AUTO_PHASES
     if machine is None or chosen_by_cost or steps_by_cost:
         return None
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"
 
 
 def _host_memory_is_used(
-    preemption: str, host_memory: str, prefix_caching: bool, stages: str | None
+    preemption: str, host_memory: str, prefix_caching: bool, phases: str | None
 ) -> str | None:
     if preemption == "swap" and not num_bytes_of(host_memory):
         return f"preemption = swap needs host_memory, say 8GiB, got {shown(host_memory)}"
-    is_read = preemption == "swap" or prefix_caching or stages is not None
+    is_read = preemption == "swap" or prefix_caching or phases is not None
     if is_read or not num_bytes_of(host_memory):
         return None
     return (
@@ -531,11 +531,11 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
             "dp": (1, _ONE_ENGINE),
             "fleet": (False, _ONE_ENGINE),
             "pp": (1, "stages pass their hidden states on one machine"),
-            "stages": (None, "weights change places on one machine"),
+            "phases": (None, "weights change places on one machine"),
             "host_memory": ("0", "KV blocks leave the devices of one machine"),
         },
     ),
-    "stages": (
+    "phases": (
         None,
         {
             "dp": (1, _ALL_DEGREES),
@@ -588,7 +588,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _mesh_fills_the_devices,
     _hosts_are_complete,
     _hosts_share_the_devices,
-    _stages_fill_the_devices,
+    _phases_fill_the_devices,
     _fleet_has_its_own_degrees,
     _threshold_is_used,
     _machine_is_used,

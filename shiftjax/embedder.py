@@ -64,7 +64,7 @@ class Embedder:
     ) -> "Embedder":
         """Build from a finished config, and from its files where they are open.
 
-        `progress(stage, done, total)` is called while it loads.
+        `progress(task, done, total)` is called while it loads.
         """
         embedder = cls.__new__(cls)
         embedder._start(config, progress or _silent, files)
@@ -202,5 +202,5 @@ def as_inputs(texts: Input | Sequence[Input]) -> list[Input]:
     return list(cast(Sequence[Input], texts))
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def _silent(task: str, done: int, total: int) -> None:
     """Show nothing."""

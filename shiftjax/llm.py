@@ -59,7 +59,7 @@ class LLM:
     ) -> "LLM":
         """Build from a finished config, and from its files where they are open.
 
-        `progress(stage, done, total)` is called while it loads; `leader`: of several hosts.
+        `progress(task, done, total)` is called while it loads; `leader`: of several hosts.
         """
         llm = cls.__new__(cls)
         llm._start(config, progress, files, leader)
@@ -283,5 +283,5 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(cast(Seq[Prompt], prompts))
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def _silent(task: str, done: int, total: int) -> None:
     """Show nothing."""

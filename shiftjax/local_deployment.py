@@ -49,7 +49,7 @@ def deploy(
     config = merge_phases(config)
     devices, suited = _machine(config, model, cache_dir)
     measured, available = measure(devices, hosts), host_memory()[1]
-    if config.parallel.stages is None:
+    if config.parallel.phases is None:
         deployments = [resolve(config, model, measured, suited)]
     else:  # the host holds a copy of the weights, too
         available -= host_copy_bytes(model, formats_in(config, model, suited))

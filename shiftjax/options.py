@@ -179,10 +179,17 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
+RENAMED = types.MappingProxyType({"stages": "phases"})  # settings, by the names they had
+
+
 def unknown_name(name: str, known: Iterable[str], what: str = "option") -> str:
-    """The sentence about a name nobody knows, with the nearest known one."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """The sentence about a name nobody knows, with its new name or the nearest known one."""
+    known = list(known)
+    new = RENAMED.get(name.lower().lstrip("-"))
+    renamed = [each for each in known if each.lower().lstrip("-") == new]
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; it is now called {renamed[0]}" if renamed else hint
     return f"unknown {what} {shown(name)}{hint}"
 
 

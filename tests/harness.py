@@ -51,7 +51,7 @@ def layout(sp: int, tp: int, num_heads: int, num_kv_heads: int) -> Layout:
     return Layout(config, sp, tp)
 
 
-def silent(_stage: str, _done: int, _total: int) -> None:
+def silent(_task: str, _done: int, _total: int) -> None:
     """A progress callback that shows nothing."""
 
 

@@ -163,7 +163,7 @@ BROKEN_RULES = [
     ({"devices": 8, "sp": 4, "tp": 2, "dp": 2}, "dp 2 * sp 4 * tp 2 = 16 devices"),
     ({"devices": 8, "sp": 3}, "devices = 8 is no multiple of dp 1 * sp 3 = 3"),
     ({"devices": 8, "dp": 3}, "devices = 8 is no multiple of dp 3 = 3"),
-    ({"devices": 8, "stages": "pp4:tp4"}, "pp4:tp4 takes 4 devices, but devices = 8"),
+    ({"devices": 8, "phases": "pp4:tp4"}, "pp4:tp4 takes 4 devices, but devices = 8"),
     ({"hosts": None}, "hosts = auto is read from the environment"),
     ({"hosts": 2}, "hosts = 2 needs coordinator and host_secret_file"),
     ({"host_rank": 1}, "host_rank has no meaning with hosts = 1"),

@@ -36,7 +36,7 @@ def phased(request) -> Built:
     """An engine in phases, whose host tier holds some four prompts."""
     directory, _, _ = checkpoint(num_hidden_layers=NUM_LAYERS)
     sizes = SIZES | PAIRS[request.param]
-    return build_tiny(directory, whole=True, stages=request.param, **sizes)
+    return build_tiny(directory, whole=True, phases=request.param, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_model_in_phases_from_its_name_to_its_tokens(monkeypatch):
     directory, config, tensors = checkpoint(num_hidden_layers=NUM_LAYERS)
     options = {"block_size": 4, "dtype": "float32", "max_num_seqs": 6, "cache_dir": "none"}
     options |= SIZES | {"devices": 4, "host_memory": "1MB"}
-    llm = LLM(str(directory), stages="pp4:tp4", **options)
+    llm = LLM(str(directory), phases="pp4:tp4", **options)
     prompts, greedy = crowd(8, 6), sampling(0)
     outputs = llm.generate(prompts, greedy)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -130,7 +130,7 @@ def build_for_all_modes(model: str, token_buckets: Sequence[int], **options: Any
     )
     source = open_source(resolve_model(model), seed=0)
     cache_dir = compile_cache_dir(config)
-    built = build(config, source, lambda stage, done, total: None, cache_dir)
+    built = build(config, source, lambda task, done, total: None, cache_dir)
     for runner in built.runners:
         for program, mode in itertools.product(runner.programs, runner.step.weights.modes):
             runner.compiled(program, mode)

@@ -18,8 +18,8 @@ import msgspec
 from serving.cli.batch_formats import FORMATS, Line, read_lines
 from serving.cli.batch_lines import run_lines
 from serving.cli.batch_output import append, open_output
+from serving.cli.batch_phases import settle_phases
 from serving.cli.batch_progress import shown_tally
-from serving.cli.batch_stages import settle_stages
 from serving.cli.batch_tally import Tally
 from serving.run.flags import given_sampling
 from serving.run.progress import print_table, throughput
@@ -45,7 +45,7 @@ def run_batch(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     form = FORMATS[arguments.format]
     lines = _read_input(arguments)
     todo = open_output(arguments.output, lines, arguments.resume, form)
-    llm = open_llm(settle_stages(config, todo, arguments.server), arguments.server)
+    llm = open_llm(settle_phases(config, todo, arguments.server), arguments.server)
     start, counts = time.monotonic(), Counter[str]()
     try:
         asyncio.run(_run(llm, todo, arguments, counts))

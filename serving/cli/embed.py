@@ -60,7 +60,7 @@ def _write(
 
 def _shifted(progress: Any, start: int, total: int) -> Any:
     """Progress of a chunk as progress of all."""
-    return lambda stage, done, _: progress(stage, start + done, total)
+    return lambda task, done, _: progress(task, start + done, total)
 
 
 def read_texts(path: Path) -> list[str]:

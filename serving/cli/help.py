@@ -52,7 +52,7 @@ HELP: Mapping[str, Help] = {
         (
             "shiftjax batch smollm2-135m requests.jsonl --output results.jsonl",
             "shiftjax batch prompts.jsonl --format plain --output results.jsonl --resume",
-            "shiftjax batch llama requests.jsonl --output results.jsonl --stages auto",
+            "shiftjax batch llama requests.jsonl --output results.jsonl --phases auto",
         ),
         ("--output", "--resume", "--format", "--model", "--tp"),
     ),

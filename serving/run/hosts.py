@@ -154,9 +154,9 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def _log(stage: str, done: int, total: int) -> None:
+def _log(task: str, done: int, total: int) -> None:
     if done == total:
-        logger.info("%s: %d of %d", stage, done, total)
+        logger.info("%s: %d of %d", task, done, total)
 
 
 async def _live(request: Request) -> JSONResponse:

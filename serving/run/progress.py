@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOG_SECONDS = 10.0  # between lines of the log about one phase
-ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
+ProgressCallback = Callable[[str, int, int], None]  # task, done, total
 
 
 def is_watched(console: "Console") -> bool:
@@ -25,7 +25,7 @@ def is_watched(console: "Console") -> bool:
 
 @contextmanager
 def progress_bars(console: "Console | None" = None) -> Iterator[ProgressCallback | None]:
-    """A callback that draws a bar for every stage on stderr; None where nobody looks at it."""
+    """A callback that draws a bar for every task on stderr; None where nobody looks at it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -37,10 +37,10 @@ def progress_bars(console: "Console | None" = None) -> Iterator[ProgressCallback
     tasks: dict[str, Any] = {}
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
 
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+        def show(task: str, done: int, total: int) -> None:
+            if task not in tasks:
+                tasks[task] = bars.add_task(task, total=total)
+            bars.update(tasks[task], completed=done, total=total)
 
         yield show
 
@@ -53,18 +53,18 @@ def shown_progress() -> Iterator[ProgressCallback]:
 
 
 def progress_lines() -> ProgressCallback:
-    """A callback that prints a line for a stage every `LOG_SECONDS`, with what may be left."""
+    """A callback that prints a line for a task every `LOG_SECONDS`, with what may be left."""
     begun: dict[str, float] = {}
     said_at = time.monotonic()
 
-    def show(stage: str, done: int, total: int) -> None:
+    def show(task: str, done: int, total: int) -> None:
         nonlocal said_at
         now = time.monotonic()
-        passed = now - begun.setdefault(stage, said_at)
+        passed = now - begun.setdefault(task, said_at)
         if now - said_at < LOG_SECONDS or not done:
             return
         said_at, left = now, passed * (total - done) / done
-        words = f"{stage}: {done:,} of {total:,}, {passed:.0f} s so far, about {left:.0f} s left"
+        words = f"{task}: {done:,} of {total:,}, {passed:.0f} s so far, about {left:.0f} s left"
         print(words, file=sys.stderr, flush=True)
 
     return show

@@ -64,8 +64,8 @@ def run_server(
     )
     keys = read_keys(options)
     check_kv_events(options, config)
-    if config.parallel.stages is not None and options.simulate is None:
-        given = f"stages = {config.parallel.stages}"
+    if config.parallel.phases is not None and options.simulate is None:
+        given = f"phases = {config.parallel.phases}"
         raise ConfigError([f"{given} is of batch and LLM: requests that wait for a phase are late"])
     if config.host.is_one_of_several and options.simulate is not None:
         raise ConfigError([f"hosts = {config.host.hosts} has no meaning with simulate: drop it"])

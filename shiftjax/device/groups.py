@@ -209,9 +209,9 @@ class _Together:
         self.total = total
         self._progress, self._before = progress, 0
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, task: str, done: int, total: int) -> None:
         """`done` of `total` pieces of this call are done; the last one counts for later calls."""
-        self._progress(stage, self._before + done, self.total)
+        self._progress(task, self._before + done, self.total)
         self._before += done if done == total else 0
 
 

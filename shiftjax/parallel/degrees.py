@@ -10,7 +10,7 @@ MOST_DEGREE = 1024
 _SPELLED = re.compile(r"(?:(?:dp|pp|sp|tp)[1-9]\d*)+")
 
 
-AUTO_STAGES = "auto"  # in the place of a pair: what is predicted to be quickest
+AUTO_PHASES = "auto"  # in the place of a pair: what is predicted to be quickest
 
 
 class Degrees(NamedTuple):
@@ -49,7 +49,7 @@ def parse_degrees(text: str) -> Degrees:
     return Degrees(**found)
 
 
-def parse_stages(text: str) -> tuple[Degrees, Degrees]:
+def parse_phases(text: str) -> tuple[Degrees, Degrees]:
     """The degrees of prefill and of decode that `pp8:tp8` spells. Raises ValueError."""
     prefill, colon, decode = text.partition(":")
     if not colon:

@@ -6,7 +6,7 @@ place, so devices never hold more than one configuration. Weights come out of on
 memory (Seesaw, arXiv 2503.06433, section 4.1); KV lies in the host tier, which any layout reads.
 
 No step is tried at a switch: at its first run after one the launches of a step's CUDA graph get
-other addresses, which takes less than an empty step of its size does (docs/stages.md).
+other addresses, which takes less than an empty step of its size does (docs/phases.md).
 """
 
 import logging
@@ -20,7 +20,7 @@ from shiftjax.phases.control import Phase
 logger = logging.getLogger(__name__)
 
 
-def silent(stage: str, done: int, total: int) -> None:
+def silent(task: str, done: int, total: int) -> None:
     """Show nothing: a switch is no start."""
 
 

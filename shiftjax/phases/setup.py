@@ -25,18 +25,18 @@ def resolve_phases(
     *,
     host_bytes: int = 0,
 ) -> dict[Phase, Deployment]:
-    """What each phase is deployed as, by the setting `stages`, a pair.
+    """What each phase is deployed as, by the setting `phases`, a pair.
 
     Of `host_bytes`, what the host has available, half is taken where `host_memory` is not given.
     Raises ConfigError where model or machine cannot take a phase.
     """
-    pair = config.parallel.phases
+    pair = config.parallel.phase_degrees
     if pair is None:
-        given = f"stages = {config.parallel.stages}"
+        given = f"phases = {config.parallel.phases}"
         raise ConfigError([f"{given} is of batch, which reads the lengths: name a pair: pp8:tp8"])
     num_bytes = config.cache.host_bytes or int(HOST_SHARE * host_bytes)
     if not num_bytes:
-        raise ConfigError([f"stages = {config.parallel.stages} needs host_memory, say 8GiB"])
+        raise ConfigError([f"phases = {config.parallel.phases} needs host_memory, say 8GiB"])
     cache = replace(config.cache, preemption="swap", host_memory=str(num_bytes))
     config = replace(config, cache=cache)
     found: dict[Phase, Deployment] = {}
@@ -46,7 +46,7 @@ def resolve_phases(
             deployment = resolve(_settings_of(config, degrees), model, devices, suited)
             found[phase] = replace(deployment, name=degrees.name, parks=phase == "prefill")
         except ConfigError as error:
-            problems += (f"stages, {phase} in {degrees.name}: {each}" for each in error.problems)
+            problems += (f"phases, {phase} in {degrees.name}: {each}" for each in error.problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return found
@@ -58,11 +58,11 @@ def merge_phases(config: EngineConfig) -> EngineConfig:
     Prefill with SP and decode with all TP on the same devices share weights and KV: modes, of
     which each step has its own, are then better than phases.
     """
-    pair = config.parallel.phases
+    pair = config.parallel.phase_degrees
     if pair is None or not are_modes(*pair):
         return config
     name = pair[0].name
-    logger.info("stages = %s: one deployment, %s, has both as modes", config.parallel.stages, name)
+    logger.info("phases = %s: one deployment, %s, has both as modes", config.parallel.phases, name)
     return _settings_of(config, pair[0])
 
 
@@ -78,4 +78,4 @@ def are_modes(prefill: Degrees, decode: Degrees) -> bool:
 
 
 def _settings_of(config: EngineConfig, degrees: Degrees) -> EngineConfig:
-    return replace(config, parallel=replace(config.parallel, stages=None, **degrees._asdict()))
+    return replace(config, parallel=replace(config.parallel, phases=None, **degrees._asdict()))

@@ -17,9 +17,9 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, cost_model, deploy_degrees
 from shiftjax.sim.metrics import summary
+from shiftjax.sim.phase_rates import all_degrees
 from shiftjax.sim.planning import Estimate, Workload, estimate
 from shiftjax.sim.replay import replay
-from shiftjax.sim.stages import all_degrees
 from shiftjax.sim.trace import TraceRequest, poisson, scale_rate
 
 CLOSED_FORM_ERROR = 1.1  # of tokens per second; see tests/sim/test_planning.py

@@ -24,7 +24,7 @@ from shiftjax.phases.costs import Reload, check_host_links
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
 SIMULATED = MappingProxyType(
-    {"weights": ("alias", "gather"), "deterministic": (False,), "stages": (None,)}
+    {"weights": ("alias", "gather"), "deterministic": (False,), "phases": (None,)}
 )
 """Settings of which the replay knows these values."""
 

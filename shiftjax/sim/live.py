@@ -22,7 +22,7 @@ from shiftjax.sim.made_up import MadeUpTokens
 REFUSED = {
     "speculation": (("none",), "nobody says how often guesses at made-up tokens are right"),
     "task": (("auto", "generate"), "embedding has no simulated steps"),
-    "stages": ((None,), "requests that wait for a phase are late"),
+    "phases": ((None,), "requests that wait for a phase are late"),
 }
 """Settings of which a server on simulated devices knows these values alone, and why."""
 

@@ -21,7 +21,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve, stage_problems
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError, from_text, unknown_name
-from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
+from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
 from shiftjax.parallel.fleet import FIXED, FLEET_POLICIES, NO_FLEET, FleetOptions, without_unread
 from shiftjax.phases.control import Phase
 from shiftjax.phases.costs import check_host_links
@@ -114,10 +114,10 @@ def _named(target: Target, name: str) -> Fragment:
         return NAMED[name](target)
     if colon:
         try:
-            pair = parse_stages(name)
+            pair = parse_phases(name)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        return {"stages": ":".join(_filling(target, degrees).name for degrees in pair)}
+        return {"phases": ":".join(_filling(target, degrees).name for degrees in pair)}
     spelled = None
     with suppress(ValueError):
         spelled = parse_degrees(name)
@@ -161,9 +161,9 @@ def _deploy(
     is_simulated = policy is not None and policy.is_simulated
     known = fragment | ({"policy": "cost"} if is_simulated else {})
     config = merge_phases(EngineConfig.from_options(**_shared(target, known, budgets) | known))
-    if target.machine.num_hosts > 1 and (config.fleet.fleet or config.parallel.stages):
+    if target.machine.num_hosts > 1 and (config.fleet.fleet or config.parallel.phases):
         raise ConfigError([ONE_HOST])
-    if config.parallel.stages:
+    if config.parallel.phases:
         return Phases(name, _phases(target, config))
     deployment = resolve(config, target.model, target.devices)
     own = policy.name if policy is not None else deployment.policy
@@ -191,7 +191,7 @@ def _shared(target: Target, fragment: Fragment, budgets: Mapping[str, Any]) -> F
     policy = POLICIES.get(fragment.get("policy", SETTINGS["policy"].default))
     if threshold is not None and policy is not None and policy.has_threshold:
         shared["shift_threshold"] = threshold
-    if host_bytes and "stages" in fragment:
+    if host_bytes and "phases" in fragment:
         shared["host_memory"] = str(host_bytes)
     if fragment.get("fleet"):
         kind = fragment.get("fleet_policy", fleet.fleet_policy)

@@ -21,7 +21,7 @@ from shiftjax.sim.deployment import (
     memory_of,
     modes_of,
 )
-from shiftjax.sim.stages import Batch, all_degrees, mixed_rate
+from shiftjax.sim.phase_rates import Batch, all_degrees, mixed_rate
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def saturated_tokens_per_second(
 
     As many sequences run as there are seats and KV for, a sequence holding half its output on
     average; or fewer, where more would be padded to a step that is slower by more. What a step
-    holds is in `stages.mixed_rate`.
+    holds is in `phase_rates.mixed_rate`.
     """
     batch = Batch.of([(workload.num_prompt_tokens, workload.num_output_tokens)])
     fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs) / deployment.pp

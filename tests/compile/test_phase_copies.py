@@ -31,7 +31,7 @@ def placed() -> dict[str, tuple[Deployment, list[Placed]]]:
     """Both configurations, with their KV blocks; of equal stages between the ends one."""
     devices = list(aot.make_mesh("a10", (8,), ("x",)).devices.flat)
     options = {"max_model_len": 4096, "dtype": "bfloat16", "devices": 8, "host_memory": "300GiB"}
-    config = EngineConfig.from_options(stages="pp8:tp8", **options)
+    config = EngineConfig.from_options(phases="pp8:tp8", **options)
     found = {}
     for phase, deployment in resolve_phases(config, LLAMA_34B, CARDS).items():
         sized = deployment.sized(deployment.memory(CARDS))

@@ -1,4 +1,4 @@
-"""`stages` as a setting: what a pair comes to, and what it cannot be had with."""
+"""`phases` as a setting: what a pair comes to, and what it cannot be had with."""
 
 import pytest
 
@@ -14,8 +14,8 @@ MODEL = ModelConfig("tiny", "llama", 1000, 512, 1536, 32, 8, 4, 64, 4096)
 DEVICES = Devices(8, 8 * GIB, 8 * GIB)
 
 
-def phases_of(stages: str, **options):
-    config = EngineConfig.from_options(stages=stages, **options)
+def phases_of(phases: str, **options):
+    config = EngineConfig.from_options(phases=phases, **options)
     return resolve_phases(config, MODEL, DEVICES, host_bytes=4 * GIB)
 
 
@@ -33,65 +33,80 @@ def test_each_phase_is_a_deployment_of_its_own():
 
 def test_the_host_memory_that_is_given_holds():
     assert phases_of("pp8:tp8", host_memory="1GiB")["decode"].host_bytes == GIB
-    config = EngineConfig.from_options(stages="pp8:tp8")
+    config = EngineConfig.from_options(phases="pp8:tp8")
     with pytest.raises(ConfigError, match="needs host_memory"):
         resolve_phases(config, MODEL, DEVICES)
 
 
 @pytest.mark.parametrize(
-    ("stages", "degrees"),
+    ("phases", "degrees"),
     [
         ("sp8:tp8", (1, 1, 8, 1)),
         ("dp2sp2tp2:dp2tp4", (2, 1, 2, 2)),
         ("pp4tp2:pp4tp2", (1, 4, 1, 2)),
     ],
 )
-def test_modes_of_one_deployment_need_no_phases(stages, degrees):
-    parallel = merge_phases(EngineConfig.from_options(stages=stages, max_num_seqs=8)).parallel
+def test_modes_of_one_deployment_need_no_phases(phases, degrees):
+    parallel = merge_phases(EngineConfig.from_options(phases=phases, max_num_seqs=8)).parallel
     assert (parallel.dp, parallel.pp, parallel.sp, parallel.tp) == degrees
-    assert parallel.stages is None
+    assert parallel.phases is None
 
 
-@pytest.mark.parametrize("stages", ["pp8:tp8", "tp8:sp8", "dp2sp4:tp8", "pp2sp4:pp2tp4", "auto"])
-def test_all_others_do(stages):
-    config = EngineConfig.from_options(stages=stages)
+@pytest.mark.parametrize("phases", ["pp8:tp8", "tp8:sp8", "dp2sp4:tp8", "pp2sp4:pp2tp4", "auto"])
+def test_all_others_do(phases):
+    config = EngineConfig.from_options(phases=phases)
     assert merge_phases(config) is config
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stages": "pp8"}, "is no pair"),
-        ({"stages": "pp8:tp4"}, "pp8 takes 8 devices and tp4 takes 4"),
-        ({"stages": "pp8:tp8", "devices": 4}, "takes 8 devices, but devices = 4"),
-        ({"stages": "pp8:tp8", "tp": 2}, "cannot be had with tp = 2: it says the degrees"),
-        ({"stages": "auto", "pp": 2}, "cannot be had with pp = 2: it says the degrees"),
-        ({"stages": "pp8:tp8", "speculation": "suffix"}, "cannot be had with speculation"),
-        ({"stages": "pp8:tp8", "fleet": True}, "cannot be had with fleet"),
+        ({"phases": "pp8"}, "is no pair"),
+        ({"phases": "pp8:tp4"}, "pp8 takes 8 devices and tp4 takes 4"),
+        ({"phases": "pp8:tp8", "devices": 4}, "takes 8 devices, but devices = 4"),
+        ({"phases": "pp8:tp8", "tp": 2}, "cannot be had with tp = 2: it says the degrees"),
+        ({"phases": "auto", "pp": 2}, "cannot be had with pp = 2: it says the degrees"),
+        ({"phases": "pp8:tp8", "speculation": "suffix"}, "cannot be had with speculation"),
+        ({"phases": "pp8:tp8", "fleet": True}, "cannot be had with fleet"),
     ],
 )
-def test_what_stages_cannot_be_had_with(options, words):
+def test_what_phases_cannot_be_had_with(options, words):
     with pytest.raises(ConfigError, match=words) as caught:
         EngineConfig.from_options(**options)
     assert len(caught.value.problems) == 1
 
 
-def test_host_memory_has_a_meaning_with_stages_alone():
+def test_host_memory_has_a_meaning_with_phases_alone():
     found = phases_of("pp8:tp8", host_memory="1GiB", prefix_caching=False)
     assert {each.host_bytes for each in found.values()} == {GIB}
 
 
 def test_what_model_and_machine_refuse_is_said_of_the_phase():
-    with pytest.raises(ConfigError, match=r"stages, decode in tp16: sp . tp = 16 is more"):
+    with pytest.raises(ConfigError, match=r"phases, decode in tp16: sp . tp = 16 is more"):
         phases_of("pp16:tp16")
-    with pytest.raises(ConfigError, match="stages, prefill in pp16: 16 devices are asked for"):
+    with pytest.raises(ConfigError, match="phases, prefill in pp16: 16 devices are asked for"):
         phases_of("pp16:tp16")
     with pytest.raises(ConfigError, match="auto is of batch"):
         phases_of("auto")
 
 
 def test_auto_is_a_value_wherever_it_comes_from():
-    flag, variable = {"stages": "auto"}, {"SHIFTJAX_STAGES": "auto"}
-    found = [resolve(flag, {}), resolve({}, variable), resolve({}, {}, "stages: auto")]
-    assert [config.parallel.stages for config in found] == ["auto"] * 3
+    flag, variable = {"phases": "auto"}, {"SHIFTJAX_PHASES": "auto"}
+    found = [resolve(flag, {}), resolve({}, variable), resolve({}, {}, "phases: auto")]
+    assert [config.parallel.phases for config in found] == ["auto"] * 3
     assert resolve({"tp": "auto"}, {}).parallel.tp is None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: EngineConfig.from_options(stages="pp8:tp8"),
+        lambda: resolve({}, {"SHIFTJAX_STAGES": "pp8:tp8"}),
+        lambda: resolve({}, {}, "stages: pp8:tp8"),
+    ],
+    ids=("keyword", "variable", "file"),
+)
+def test_the_former_name_is_refused_with_the_new_one(use):
+    with pytest.raises(ConfigError, match=r"(?i)'stages'; it is now called phases$") as caught:
+        use()
+    assert len(caught.value.problems) == 1

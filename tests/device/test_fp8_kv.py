@@ -85,7 +85,7 @@ def test_codes_go_from_a_layout_to_another():
     directory, *_ = scaled_checkpoint()
     prompts = crowd(3, count=6)
     sizes = {"num_blocks": 28, "max_model_len": 96, "host_memory": "300KB"}
-    built = build_tiny(directory, stages="tp2:pp2", kv_cache_dtype="fp8", **sizes)
+    built = build_tiny(directory, phases="tp2:pp2", kv_cache_dtype="fp8", **sizes)
     assert served(built, prompts, 0) == greedy(prompts, 12)
     assert built.engine.stats().find(ReshardingState).num_switches > 0
 

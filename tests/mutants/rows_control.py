@@ -282,7 +282,7 @@ PHASES_ROWS = (
         (TEST_PARKING,), "a request is in two phases at once",
     ),
     Mutant(
-        "stages are taken for a mode", "phases", "shiftjax/phases/setup.py",
+        "phases are taken for a mode", "phases", "shiftjax/phases/setup.py",
         "(prefill.pp == 1 and decode == shift)", "(decode == shift)",
         ("tests/control/test_phase_settings.py",), "the settings come to another deployment",
     ),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_stages
+from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
 
 degrees = st.builds(Degrees, *[st.integers(1, 1024)] * 4)
 
@@ -46,7 +46,7 @@ def test_what_is_no_degree_is_refused(text, words):
 
 
 def test_pairs():
-    assert parse_stages("pp8:tp8") == (Degrees(pp=8), Degrees(tp=8))
+    assert parse_phases("pp8:tp8") == (Degrees(pp=8), Degrees(tp=8))
     for text, words in (
         ("pp8", "is no pair"),
         ("pp8:tp8:tp8", "spells no degrees"),
@@ -54,4 +54,4 @@ def test_pairs():
         ("pp8:tp4", "pp8 takes 8 devices and tp4 takes 4"),
     ):
         with pytest.raises(ValueError, match=words):
-            parse_stages(text)
+            parse_phases(text)

@@ -59,6 +59,7 @@ def test_every_policy_is_a_name():
     [
         ("policy=fastest", "policy: must be one of threshold, cost, base, shift"),
         ("shift,tpp=8", "unknown option 'tpp'; did you mean tp?"),
+        ("shift,stages=pp8:tp8", "unknown option 'stages'; it is now called phases"),
         ("shift,tp=many", "tp: must be a whole number"),
         ("base,shift_threshold=9", "shift_threshold = 9 has no meaning with policy = base"),
         ("tp=16", "16 devices are asked for, but this machine has 8"),

@@ -91,7 +91,7 @@ def test_a_host_tier_is_simulated():
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
-        ({"stages": "pp8:tp8"}, "stages = pp8:tp8 is not simulated"),
+        ({"phases": "pp8:tp8"}, "phases = pp8:tp8 is not simulated"),
         ({"weights": "replicate"}, "weights = replicate is not simulated"),
         ({"policy": "cost", "machine": "cpu"}, "machine = cpu is not simulated on h200x8"),
         ({"devices": 16}, "16 devices are asked for, but this machine has 8"),

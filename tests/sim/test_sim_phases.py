@@ -17,8 +17,8 @@ from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.host_link import HostLink, Stored
 from shiftjax.sim.metrics import makespan, phase_shares, phase_spans, summary
 from shiftjax.sim.named import Phases, deploy_named
+from shiftjax.sim.phase_rates import Batch, phased, rates_of
 from shiftjax.sim.replay import replay
-from shiftjax.sim.stages import Batch, phased, rates_of
 from shiftjax.sim.trace import TraceRequest
 
 HOST = 64 * 2**30

@@ -82,7 +82,7 @@ def test_a_killed_run_in_phases_goes_on_in_others(tmp_path: Path):
     words = ["batch", str(source), *flags, "--cache-dir=none", "--output"]
     assert main([*words, str(whole), "--devices=1"]) == 0
     words = [*words, str(output), "--host-memory=60KB"]  # some six prompts
-    first = [sys.executable, "-m", "serving.cli.main", *words, "--stages=pp2:tp2", "--devices=2"]
+    first = [sys.executable, "-m", "serving.cli.main", *words, "--phases=pp2:tp2", "--devices=2"]
     killed = subprocess.Popen(first, stderr=subprocess.DEVNULL)
     while not output.exists() or output.read_bytes().count(b"\n") < 10:
         assert killed.poll() is None, "it ended before it could be killed"
@@ -90,7 +90,7 @@ def test_a_killed_run_in_phases_goes_on_in_others(tmp_path: Path):
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
     assert 10 <= output.read_bytes().count(b"\n") < len(lines)
-    assert main([*words, "--resume", "--stages=tp2:pp2", "--devices=2"]) == 0
+    assert main([*words, "--resume", "--phases=tp2:pp2", "--devices=2"]) == 0
     found, expected = (
         [json.loads(x) for x in f.read_bytes().splitlines()] for f in (output, whole)
     )

@@ -261,14 +261,14 @@ def test_check_names_what_each_stage_holds():
 def test_check_says_what_devices_and_host_hold_in_either_phase(capsys):
     """The host the weights, too; one that has no room for both is refused."""
     options = {"model": "random:smollm2-135m", "dtype": "float32", "max_model_len": 64}
-    config = EngineConfig.from_options(stages="pp2:tp2", devices=2, host_memory="64MiB", **options)
+    config = EngineConfig.from_options(phases="pp2:tp2", devices=2, host_memory="64MiB", **options)
     rows = make_plan(config, open_files(config))
     assert rows["weights on the host"].startswith("513.")
     assert rows["prefill: stage 2 of 2"].startswith("layers 15 to 29, LM head: 310.")
     assert rows["decode: base mode"] == "sp 1, tp 2" and "decode: stage 1 of 2" not in rows
     assert rows["prefill: KV on the host"] == "64.0 MiB, 1,456 tokens"
     assert rows["decode: KV on the host"] == "64.0 MiB, 1,088 tokens"  # 3 KV heads padded to 4
-    flags = "--stages=pp2:tp2", "--devices=2", "--host-memory=900TiB"
+    flags = "--phases=pp2:tp2", "--devices=2", "--host-memory=900TiB"
     code, _, lines = run_command(capsys, "check", "random:smollm2-135m", *flags)
     assert code == 2 and "that this host, beside the weights, has available" in lines[0]
 

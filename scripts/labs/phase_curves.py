@@ -1,11 +1,11 @@
 """Where stages, TP and phases each win: by tokens out for tokens in, and by the speed of links.
 
-    python scripts/labs/stage_curves.py --out results [--model codellama-34b] [--machine a10x8]
+    python scripts/labs/phase_curves.py --out results [--model codellama-34b] [--machine a10x8]
 
-The two sweeps of Seesaw (arXiv 2503.06433), in closed form (`shiftjax/sim/stages.py`): requests
-per second of the best static deployment with stages, of the best without, and of the best pair of
-phases, of requests that are all there at once. Static ones take the best of `BUDGETS` of a step.
-Links between devices are scaled, those to the host are not. Writes rows and a page of plots.
+The two sweeps of Seesaw (arXiv 2503.06433), in closed form (`shiftjax/sim/phase_rates.py`):
+requests per second of the best static deployment with stages, of the best without, and of the best
+pair of phases, of requests that are all there at once. Static ones take the best of `BUDGETS` of a
+step. Links between devices are scaled, those to the host are not. Writes rows and a page of plots.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from typing import Any
 
 from shiftjax.sim.deployment import Target
 from shiftjax.sim.experiments import as_text, target_from, write_rows
+from shiftjax.sim.phase_choice import Candidate, choose_phases
 from shiftjax.sim.report import Report, new_axes
-from shiftjax.sim.stage_choice import Candidate, choose_stages
 
 LINKS = ("all_reduce", "all_to_all", "all_gather", "point_to_point")
 BUDGETS = (512, 2048, 8192)
@@ -36,7 +36,7 @@ def best_of(target: Target, output: int) -> dict[str, Candidate]:
     host_bytes = int(target.machine.host_memory_bytes / 2)
     lengths = [(PROMPT, output)] * COUNT
     choices = [
-        choose_stages(target, lengths, host_bytes, max_num_batched_tokens=budget)
+        choose_phases(target, lengths, host_bytes, max_num_batched_tokens=budget)
         for budget in BUDGETS
     ]
     ranked = [one for choice in choices for one in choice.ranked]

@@ -14,8 +14,8 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.deployment import cost_model, deploy_degrees
 from shiftjax.sim.experiments import target_from
-from shiftjax.sim.stage_choice import LEAST_GAIN, choose_stages
-from shiftjax.sim.stages import Batch, _most_of, all_degrees, phased, rates_of, static_seconds
+from shiftjax.sim.phase_choice import LEAST_GAIN, choose_phases
+from shiftjax.sim.phase_rates import Batch, _most_of, all_degrees, phased, rates_of, static_seconds
 
 ARTICLES = [(3000, 200)] * 2000
 HOST = 400 * 2**30
@@ -61,7 +61,7 @@ def test_weights_that_leave_no_room_decode_nothing():
     one = target()
     assert rates_of(one, deploy_degrees(one, Degrees(8)), Batch.of(ARTICLES)) is None
     with pytest.raises(ConfigError, match="does not fit l4x8 in any number of stages"):
-        choose_stages(target("l4x8", "llama-405b"), ARTICLES, HOST)
+        choose_phases(target("l4x8", "llama-405b"), ARTICLES, HOST)
 
 
 @pytest.mark.parametrize("engine", ["shiftjax", "vllm"])  # whose host hides, or not
@@ -143,7 +143,7 @@ def test_phases_add_up():
 
 @pytest.mark.parametrize(("machine", "least"), [("a10x8", 1.2), ("a100x8", 1.0)])
 def test_phases_gain_where_links_are_slow(machine, least):
-    choice = choose_stages(target(machine), ARTICLES, HOST)
+    choice = choose_phases(target(machine), ARTICLES, HOST)
     gain = choice.static.seconds / choice.chosen.seconds
     assert gain >= least
     assert (choice.chosen.phases is not None) == (gain > 1)
@@ -152,23 +152,23 @@ def test_phases_gain_where_links_are_slow(machine, least):
 
 
 def test_who_writes_nothing_needs_no_phases():
-    choice = choose_stages(target(), [(3000, 1)] * 2000, HOST)
+    choice = choose_phases(target(), [(3000, 1)] * 2000, HOST)
     assert choice.chosen is choice.static and choice.static.prefill == Degrees(pp=8)
     assert choice.reason.startswith("pp8, without phases: pp8:")
     assert choice.lines()[-1] == choice.reason
 
 
 def test_a_gain_that_may_be_an_error_is_left(monkeypatch):
-    monkeypatch.setattr("shiftjax.sim.stage_choice.LEAST_GAIN", 0.9)
-    choice = choose_stages(target(), ARTICLES, HOST)
+    monkeypatch.setattr("shiftjax.sim.phase_choice.LEAST_GAIN", 0.9)
+    choice = choose_phases(target(), ARTICLES, HOST)
     assert choice.chosen is choice.static is not choice.ranked[0]
     assert "less than 90% may be an error" in choice.reason
 
 
 def test_a_batch_of_a_few_requests_does_not_pay_for_a_switch():
-    choice = choose_stages(target(), ARTICLES, HOST)
+    choice = choose_phases(target(), ARTICLES, HOST)
     assert choice.chosen.phases is not None and choice.break_even > 1
-    few = choose_stages(target(), ARTICLES[: int(choice.break_even)], HOST)
+    few = choose_phases(target(), ARTICLES[: int(choice.break_even)], HOST)
     assert few.chosen.phases is None
     assert "without phases" in few.reason
 
@@ -179,7 +179,7 @@ def test_a_batch_of_a_few_requests_does_not_pay_for_a_switch():
     st.sampled_from([0, 2**30, HOST]),
 )
 def test_the_choice_is_the_quickest_that_is_worth_it(lengths, host_bytes):
-    choice = choose_stages(target(), lengths * 20, host_bytes)
+    choice = choose_phases(target(), lengths * 20, host_bytes)
     seconds = [one.seconds for one in choice.ranked]
     assert seconds == sorted(seconds)
     statics = [one for one in choice.ranked if one.phases is None]
@@ -199,8 +199,8 @@ def test_a_machine_whose_host_links_nobody_knows():
     one = target()
     unknown = replace(one, machine=replace(one.machine, to_host=()))
     with pytest.raises(ConfigError, match="a10x8 has no to_host and from_host"):
-        choose_stages(unknown, ARTICLES, HOST)
-    assert choose_stages(unknown, ARTICLES, 0).chosen.phases is None
+        choose_phases(unknown, ARTICLES, HOST)
+    assert choose_phases(unknown, ARTICLES, 0).chosen.phases is None
 
 
 def test_every_division_of_the_machine_is_there():

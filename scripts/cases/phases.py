@@ -1,6 +1,6 @@
 """Pipeline stages on virtual devices: steps in flight, static PP and TP, and phases of both.
 
-    python scripts/bench.py stages [--quick] [--rounds 3]
+    python scripts/bench.py phases [--quick] [--rounds 3]
 
 Random weights of SmolLM2-135M's shapes with 8 layers. Three things are measured:
 
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 def start(name: str) -> Built:
     """An engine on virtual devices, in float32, where tokens do not hang on the degrees."""
     if ":" in name:
-        degrees = {"stages": name, "host_memory": "1GiB"}
+        degrees = {"phases": name, "host_memory": "1GiB"}
     else:
         degrees = {"sp": 1} | parse_degrees(name)._asdict()
     config = EngineConfig.from_options(

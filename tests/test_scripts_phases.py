@@ -1,11 +1,11 @@
-"""The benchmark of stages, as far as it can be checked without measuring."""
+"""The benchmark of stages and phases, as far as it can be checked without measuring."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from cases import stages as bench
+from cases import phases as bench
 
 
 def row(what: str, name: str, count: int, **values) -> dict:

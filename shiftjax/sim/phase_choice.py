@@ -1,6 +1,6 @@
 """Which degrees suit a batch: static ones, or a pair of them for prompts and for decodes. No JAX.
 
-`choose_stages` compares all of them in closed form (`stages.py`) and takes a pair only where it is
+`choose_phases` compares all in closed form (`phase_rates.py`) and takes a pair only where it is
 predicted to be `LEAST_GAIN` quicker than the best static deployment, switches included.
 """
 
@@ -12,7 +12,7 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.costs import check_host_links
 from shiftjax.sim.deployment import Target, deploy_degrees
-from shiftjax.sim.stages import (
+from shiftjax.sim.phase_rates import (
     Batch,
     Phased,
     Rates,
@@ -35,13 +35,13 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `--stages` spells it, or the degrees of a static deployment."""
+        """As `--phases` spells it, or the degrees of a static deployment."""
         if self.phases is None:
             return self.prefill.name
         return f"{self.prefill.name}:{self.decode.name}"
 
 
-class StageChoice(NamedTuple):
+class PhaseChoice(NamedTuple):
     """All candidates that fit, the quickest first, and which one to take."""
 
     ranked: tuple[Candidate, ...]
@@ -57,9 +57,9 @@ class StageChoice(NamedTuple):
         return [*(_line(one) for one in shown), self.reason]
 
 
-def choose_stages(
+def choose_phases(
     target: Target, lengths: Sequence[tuple[int, int]], host_bytes: int, **budgets: Any
-) -> StageChoice:
+) -> PhaseChoice:
     """The degrees to compute a batch in.
 
     Args:
@@ -94,7 +94,7 @@ def choose_stages(
         if quickest.seconds < (1 - LEAST_GAIN) * best.seconds:
             chosen = quickest
     ranked = tuple(sorted(static + pairs, key=_seconds_of))
-    return StageChoice(ranked, best, chosen, even, _reason(chosen, best, quickest, even, batch))
+    return PhaseChoice(ranked, best, chosen, even, _reason(chosen, best, quickest, even, batch))
 
 
 def _rates(

@@ -1,4 +1,4 @@
-"""`stages = auto`: the degrees that are predicted to suit the requests of a file."""
+"""`phases = auto`: the degrees that are predicted to suit the requests of a file."""
 
 import asyncio
 import sys
@@ -21,25 +21,25 @@ from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_ma
 from shiftjax.deploy.resolve import formats_in
 from shiftjax.device.sizing import host_memory
 from shiftjax.model_files import ModelFiles
-from shiftjax.parallel.degrees import AUTO_STAGES
+from shiftjax.parallel.degrees import AUTO_PHASES
 from shiftjax.phases.setup import HOST_SHARE
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.deployment import Target
-from shiftjax.sim.stage_choice import Candidate, choose_stages
+from shiftjax.sim.phase_choice import Candidate, choose_phases
 
 PREDICTED = {kind: name for kind, name in MACHINE_OF_DEVICE.items() if kind != "cpu"}
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "memory_fraction")
 
 
-def settle_stages(
+def settle_phases(
     config: EngineConfig, lines: Sequence[Line], server: ServerOptions
 ) -> EngineConfig:
-    """The settings with degrees in the place of `stages = auto`; says on stderr why these.
+    """The settings with degrees in the place of `phases = auto`; says on stderr why these.
 
-    Where nothing can be predicted, or there is nothing to compute, no stages at all. Raises what
+    Where nothing can be predicted, or there is nothing to compute, no phases at all. Raises what
     `look` raises, and ConfigError for a machine file without links to the host.
     """
-    if config.parallel.stages != AUTO_STAGES:
+    if config.parallel.phases != AUTO_PHASES:
         return config
     files = look(config, server, "generate")
     make_virtual_devices(config)
@@ -53,7 +53,7 @@ def settle_stages(
     if machine is None:
         _say(
             f"nothing is predicted for {kind}, so prompts and decodes share degrees: "
-            "name a pair (--stages pp4tp2:tp8), or a machine file (--machine)"
+            "name a pair (--phases pp4tp2:tp8), or a machine file (--machine)"
         )
         return _with_degrees(config, None)
     longest = config.model.max_model_len or files.source.config.max_position_embeddings
@@ -70,14 +70,14 @@ def settle_stages(
     )
     free = host_memory()[1] - host_copy_bytes(target.model, target.formats)
     host_bytes = config.cache.host_bytes or int(HOST_SHARE * max(0, free))
-    choice = choose_stages(target, lengths, host_bytes, **budgets)
+    choice = choose_phases(target, lengths, host_bytes, **budgets)
     _say(f"predicted on {len(devices)} devices of {target.machine.name}:", *choice.lines())
     return _with_degrees(config, choice.chosen)
 
 
 def _say(*lines: str) -> None:
     for line in lines:
-        print(f"stages: {line}", file=sys.stderr)
+        print(f"phases: {line}", file=sys.stderr)
 
 
 async def _lengths(
@@ -113,12 +113,12 @@ def _with_degrees(config: EngineConfig, chosen: Candidate | None) -> EngineConfi
     parallel, cache, scheduler = config.parallel, config.cache, config.scheduler
     is_pair = chosen is not None and chosen.phases is not None
     degrees = {} if chosen is None or is_pair else chosen.prefill._asdict()
-    stages = chosen.name if chosen is not None and is_pair else None
+    phases = chosen.name if chosen is not None and is_pair else None
     needs_costs = POLICIES[scheduler.policy].needs_costs(config.threshold_tokens)
     is_read = is_pair or cache.prefix_caching or cache.preemption == "swap"
     return replace(
         config,
-        parallel=replace(parallel, stages=stages, **degrees),
+        parallel=replace(parallel, phases=phases, **degrees),
         cache=cache if is_read else replace(cache, host_memory="0"),
         scheduler=scheduler if needs_costs else replace(scheduler, machine=None),
     )

@@ -1,4 +1,4 @@
-"""Pipeline stages, and other stages for prompts than for decodes, in closed form. No JAX.
+"""Pipelines of stages, and phases of prompts and of decodes, in closed form. No JAX.
 
 Offline, a machine computes prompts for a while and decodes for a while, so a request takes its
 prompt's share of the one and its output's share of the other: 1 / X = prompt / X_prefill +
