@@ -23,7 +23,7 @@ from shiftjax.drafts.speculation import Speculation
 from shiftjax.fleet.handover import Mover
 from shiftjax.fleet.setup import make_fleet
 from shiftjax.fleet.shared_blocks import share
-from shiftjax.host_tier.chunks import HostBlocks, HostMemory
+from shiftjax.host_tier.extents import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.phases.control import PHASES, Exchange, Resharding
 from shiftjax.phases.parking import Parking

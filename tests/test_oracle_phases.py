@@ -75,7 +75,7 @@ def test_tokens_are_those_of_a_static_deployment(phased, static):
 
 
 def live_bytes(engine: Built | LLM) -> Counter:
-    """What devices hold when all copies are made; a host tier's chunks lie elsewhere."""
+    """What devices hold when all copies are made; a host tier's extents lie elsewhere."""
     for runner in engine.runners:
         runner.memory.settle()
     gc.collect()

@@ -11,8 +11,8 @@ computing has to compute about 2 operations for each parameter of a layer and to
 A row is an answer; the result has medians, the median ratio of a round, and whether the first
 tokens are the same.
 
-With --assembly alone: how fast the host puts together what 8 devices of TP 8 need of a chunk that 8
-stages have written (8 layers each, 8 heads, 512 tokens, head_dim 128, 134 MB), by one thread.
+With --assembly alone: how fast the host puts together what 8 devices of TP 8 need of an extent that
+8 stages have written (8 layers each, 8 heads, 512 tokens, head_dim 128, 134 MB), by one thread.
 """
 
 import argparse

@@ -35,7 +35,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
-from shiftjax.host_tier.chunks import HostBlocks
+from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.parallel.degrees import parse_degrees
 from shiftjax.phases.control import Resharding, ReshardingState
 from shiftjax.settings import make_virtual_devices

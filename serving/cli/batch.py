@@ -30,7 +30,7 @@ from serving.server.service import Service
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import SamplingParams
-from shiftjax.host_tier.chunks import HostBlocks
+from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.options import ConfigError
 from shiftjax.phases.control import Resharding
 

@@ -16,7 +16,7 @@ from shiftjax.core.blocks import (
     root_hash,
 )
 from shiftjax.core.request import SequenceState, StepPlan
-from shiftjax.core.tier import MOST_AHEAD, Chunk, Place, Tier, TierMoves
+from shiftjax.core.tier import MOST_AHEAD, Extent, Place, Tier, TierMoves
 
 
 class BlockTables:
@@ -160,18 +160,18 @@ class BlockTables:
         if not is_planned:
             return self.tier.finish(is_planned=False)
         self.tier.save(evicted)
-        wanted = chain.from_iterable(map(self._chunks_of, islice(waiting, MOST_AHEAD)))
+        wanted = chain.from_iterable(map(self._extents_of, islice(waiting, MOST_AHEAD)))
         return self.tier.finish(is_planned=True, wanted=wanted)
 
-    def _chunks_of(self, sequence: SequenceState) -> Iterable[Chunk]:
+    def _extents_of(self, sequence: SequenceState) -> Iterable[Extent]:
         """What an admission would restore now: of a swapped sequence, or of a prefix."""
         if sequence.places:
-            return dict.fromkeys(place.chunk for place in sequence.places)
+            return dict.fromkeys(place.extent for place in sequence.places)
         if not self.tier.has_prefixes or not self._may_have_prefix(sequence):
             return ()
         limit = (len(sequence.token_ids) - 1) // self.block_size
         hashes = self._hashes(sequence)[:limit]
-        return self.tier.chunks_of(dropwhile(self.device.is_indexed, hashes))
+        return self.tier.extents_of(dropwhile(self.device.is_indexed, hashes))
 
     def end_plan(self, plan: StepPlan) -> None:
         """The step of a plan has ended: other groups may read what it copied to the second tier."""
@@ -197,7 +197,7 @@ class BlockTables:
         What `plan`, whose step has failed, has read there is given up, too. Sequences keep what
         they have swapped out where all of it was written.
         """
-        self.tier.reset([chunk for chunk, _ in plan.restores] if plan else [])
+        self.tier.reset([extent for extent, _ in plan.restores] if plan else [])
         self._forks.clear()
         self._evicted.clear()
         for sequence in sequences:

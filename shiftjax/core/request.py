@@ -244,9 +244,9 @@ class StepPlan:
     All are of one micro-batch; a group that is no pipeline has no other. A plan that schedules
     nothing has offloads: no program is run, and its step ends when they are made.
 
-    The runner first forgets the chunks `dropped` in the second tier and empties that list, copies
+    The runner first forgets the extents `dropped` in the second tier and empties that list, copies
     `offloads` there and then `restores` to the device, then every `(block, new block)` of `copies`
-    on the device, then computes. Beside that the chunks `prefetches`, and no others, travel to the
+    on the device, then computes. Beside that the extents `prefetches`, and no others, travel to the
     devices, for restores of plans to come.
     """
 

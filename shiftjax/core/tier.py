@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from shiftjax.core.blocks import CachedPrefix
 
-MOST_AHEAD = 8  # chunks on the devices before their restore
+MOST_AHEAD = 8  # extents on the devices before their restore
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class Extent:
     """Blocks that one copy brings to the tier; `contents` is None where no hash leads."""
 
     number: int
@@ -28,29 +28,29 @@ class Chunk:
 class Place(NamedTuple):
     """One block in the tier."""
 
-    chunk: Chunk
+    extent: Extent
     row: int
 
 
 class Offload(NamedTuple):
-    """Copy these device blocks to the tier, as a chunk."""
+    """Copy these device blocks to the tier, as an extent."""
 
-    chunk: int
+    extent: int
     blocks: list[int]
 
 
 class Restore(NamedTuple):
-    """Copy row i of a chunk to the i-th device block; the null block: it is not wanted."""
+    """Copy row i of an extent to the i-th device block; the null block: it is not wanted."""
 
-    chunk: int
+    extent: int
     blocks: list[int]
 
 
 class TierMoves(NamedTuple):
-    """What a plan does with the tier: chunks that go first, then copies out, then copies in.
+    """What a plan does with the tier: extents that go first, then copies out, then copies in.
 
     The runner empties `dropped`; what it has left there comes again with the next plan. Then it has
-    `prefetches`, and no other chunks, on their way to the devices for restores of later plans.
+    `prefetches`, and no other extents, on their way to the devices for restores of later plans.
     """
 
     dropped: list[int]
@@ -98,8 +98,8 @@ class Tier:
         """Return where blocks `start` up to `limit` of a sequence are, until one is missing."""
         return []
 
-    def chunks_of(self, hashes: Iterable[bytes]) -> list[Chunk]:
-        """Return the chunks of the blocks that come first, until one is missing."""
+    def extents_of(self, hashes: Iterable[bytes]) -> list[Extent]:
+        """Return the extents of the blocks that come first, until one is missing."""
         return []
 
     def swap_out(
@@ -117,7 +117,7 @@ class Tier:
     def release(self, places: Iterable[Place]) -> None:
         """Called when a sequence needs what it has swapped out no more."""
 
-    def finish(self, *, is_planned: bool, wanted: Iterable[Chunk] = ()) -> TierMoves:
+    def finish(self, *, is_planned: bool, wanted: Iterable[Extent] = ()) -> TierMoves:
         """Return the copies of the plan; without a plan none are made. `wanted`: to prefetch."""
         return TierMoves([], [], [], [])
 

@@ -27,7 +27,7 @@ from shiftjax.costs.stages import GroupCosts, PipelineCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.costs.sum_buffers import sum_buffer_bytes
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
-from shiftjax.host_tier.chunks import CHUNK_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
+from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import (
     FIXED,
@@ -215,7 +215,7 @@ class Deployment:
         there is room for those of all steps in flight: with less the host would wait, before
         each step, for a pipeline to run empty.
         """
-        least = MOST_IN_FLIGHT * CHUNK_SIZES[0]
+        least = MOST_IN_FLIGHT * EXTENT_SIZES[0]
         if not self.parks:
             return least
         blocks = -(-self.max_num_batched_tokens // self.block_size)
@@ -304,7 +304,7 @@ class Deployment:
             copy = shift_copy_bytes(layout, formats, self.weights)
         workspace = self.temporary_bytes if workspace_bytes is None else workspace_bytes
         if self.host_bytes:
-            ahead = MOST_AHEAD * CHUNK_SIZES[0]
+            ahead = MOST_AHEAD * EXTENT_SIZES[0]
             workspace += (self.blocks_in_flight + ahead) * self.block_bytes
         used = devices.total_bytes - devices.free_bytes
         room = int(self.memory_fraction * devices.total_bytes) - used

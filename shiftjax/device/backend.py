@@ -132,14 +132,14 @@ class DeviceBackend:
             compiled[phase] = self._compile(deployment, placed[phase], sizes)
         dtype = FORMATS[phases["prefill"].formats.activations].dtype
         exchange = DeviceExchange(placed, HostWeights(self._source, dtype))
-        chunks, groups = {}, {}
+        extents, groups = {}, {}
         for phase in reversed(PHASES):
             begin = time.perf_counter()
             exchange.load(phase, self._progress)
             self.load_seconds += time.perf_counter() - begin
             self._progress("warm up", 0, 1)
             deployment, programs, *_ = compiled[phase]
-            runners = start_runners(deployment, placed[phase], programs, chunks)
+            runners = start_runners(deployment, placed[phase], programs, extents)
             warm_up(runners)
             groups[phase] = _groups(compiled[phase], runners, None)
             self.runners = [r for stages in runners.values() for r in stages] + self.runners

@@ -22,7 +22,7 @@ from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
 from shiftjax.fleet.mover_device import DeviceMover
-from shiftjax.host_tier.store_device import Chunks
+from shiftjax.host_tier.store_device import Extents
 from shiftjax.models.attention_backend import AttentionBackend, choose_attention
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
@@ -226,11 +226,11 @@ def start_runners(
     deployment: Deployment,
     groups: Sequence[Placed],
     programs: Mapping[Kind, list[Program]],
-    chunks: Chunks,
+    extents: Extents,
 ) -> dict[Group, list[DeviceRunner]]:
     """Allocate the pools, and load the programs of the first step of a kind for the others.
 
-    Every program runs once; `warm_up` is to follow when all else is compiled. `chunks` are the KV
+    Every program runs once; `warm_up` is to follow when all else is compiled. `extents` are the KV
     blocks on the host, of all groups and stages. Returns the runners of every group's stages; of
     one that is no pipeline there is one.
 
@@ -240,12 +240,12 @@ def start_runners(
     Raises:
         ConfigError: the weights of a mode cannot be viewed in place; not at its first step.
     """
-    on_host = chunks if deployment.host_bytes else None
+    on_host = extents if deployment.host_bytes else None
     stages: dict[Group, list[DeviceRunner]] = {}
     firsts: dict[Kind, DeviceRunner] = {}
     for group, step, memory, _ in sorted(groups, key=lambda placed: -placed.group.width):
         pool, kind = pool_of(deployment.of_width(group.width)), kind_of(step)
-        runner = DeviceRunner(step, memory, pool, (), chunks=on_host, seed=deployment.seed)
+        runner = DeviceRunner(step, memory, pool, (), extents=on_host, seed=deployment.seed)
         if kind in firsts:
             runner.load_programs(firsts[kind])
         else:

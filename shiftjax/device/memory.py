@@ -15,7 +15,7 @@ from shiftjax.device.mesh import named, replicated_spec
 from shiftjax.device.mode_weights import ModeWeights, Weights
 from shiftjax.device.pool import DevicePools, FlatPools, PoolOptions
 from shiftjax.host_tier.copies_device import HostTier
-from shiftjax.host_tier.store_device import Chunks
+from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
@@ -88,7 +88,7 @@ class GroupMemory:
         jax.block_until_ready((self._stored, pools))
 
     def drop(self) -> None:
-        """Let go of weights and pools, when no step is in flight. Chunks on the host stay.
+        """Let go of weights and pools, when no step is in flight. Extents on the host stay.
 
         Of one whose copy has failed whoever reads it will hear.
         """
@@ -100,13 +100,13 @@ class GroupMemory:
         self._by_mode.clear()
         self._device_pools.drop(self.mesh)
 
-    def prepare(self, sizes: PoolOptions, chunks: Chunks | None) -> None:
-        """Make pools where the devices have none yet, and a host tier over `chunks`, if any."""
+    def prepare(self, sizes: PoolOptions, extents: Extents | None) -> None:
+        """Make pools where the devices have none yet, and a host tier over `extents`, if any."""
         self._sizes = sizes
         if not self._device_pools.has(self.mesh):
             self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
-        if chunks is not None:
-            self.host = HostTier(self.mesh, self.layout, sizes, chunks)
+        if extents is not None:
+            self.host = HostTier(self.mesh, self.layout, sizes, extents)
 
     def settle(self) -> None:
         """Until all copies to and from the host are made."""

@@ -105,7 +105,7 @@ def pool_spec() -> P:
     return P(None, ALL_AXES)
 
 
-def chunk_spec() -> P:
+def extent_spec() -> P:
     """Return the spec of blocks on the host, `[2 * layers, heads, tokens, head_dim]`."""
     return P(None, ALL_AXES)
 

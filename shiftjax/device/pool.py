@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 
 from shiftjax.device.joined import MOST_ELEMENTS
 from shiftjax.device.mesh import named, pool_spec
-from shiftjax.host_tier.chunks import CHUNK_SIZES, MOST_IN_FLIGHT
+from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_IN_FLIGHT
 from shiftjax.models.attention import BYTE, Blocks, LayerPool, layers_of_pools, pool_shape
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.products import CODE
@@ -38,7 +38,7 @@ class PoolOptions:
     block_size: int  # tokens
     blocks_per_seq: int  # of the longest sequence
     dtype: np.dtype
-    blocks_in_flight: int = MOST_IN_FLIGHT * CHUNK_SIZES[0]  # between the tiers, at most
+    blocks_in_flight: int = MOST_IN_FLIGHT * EXTENT_SIZES[0]  # between the tiers, at most
 
 
 FlatPools = list[tuple[jax.Array, jax.Array]]  # K and V of some layers each, as they are stored

@@ -20,7 +20,7 @@ from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program, trial_step
 from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
-from shiftjax.host_tier.store_device import Chunks
+from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class DeviceRunner:
         pool: PoolOptions,
         programs: Iterable[Program],
         *,
-        chunks: Chunks | None = None,  # None: there is no host tier
+        extents: Extents | None = None,  # None: there is no host tier
         seed: int = 0,
     ):
         self.step, self.memory, self.pool = step, memory, pool
@@ -79,7 +79,7 @@ class DeviceRunner:
         self._tables = step.table_shardings
         self._no_tokens = put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
-        memory.prepare(pool, chunks)
+        memory.prepare(pool, extents)
 
     def load_programs(self, other: "DeviceRunner") -> None:
         """Take over the programs of the runner of another group, which has the same layout."""
@@ -241,10 +241,10 @@ class DeviceRunner:
         if host is None:
             return
         host.drop(plan.dropped)
-        for chunk, blocks in plan.offloads:
-            host.offload(self.memory.pools, chunk, blocks)
-        for chunk, blocks in plan.restores:
-            self.memory.pools = host.restore(self.memory.pools, chunk, blocks)
+        for extent, blocks in plan.offloads:
+            host.offload(self.memory.pools, extent, blocks)
+        for extent, blocks in plan.restores:
+            self.memory.pools = host.restore(self.memory.pools, extent, blocks)
         host.prefetch(plan.prefetches)
 
     def program_for(self, plan: StepPlan) -> Program:

@@ -16,7 +16,7 @@ class HostStats:
     num_restored_bytes: int
     num_used_bytes: int
     num_bytes: int  # the budget
-    num_prefetches: int = 0  # chunks brought to devices before a sequence was admitted
+    num_prefetches: int = 0  # extents brought to devices before a sequence was admitted
     num_prefetch_hits: int = 0  # of them, those that its admission then used
 
     def __add__(self, other: "HostStats") -> "HostStats":
@@ -42,7 +42,7 @@ def metrics(host: HostStats | None) -> Iterator[Metric]:
     yield counter("host_cache_hits", "Of them, those found.", host.num_hit_tokens)
     moved = {("out",): host.num_offloaded_bytes, ("in",): host.num_restored_bytes}
     yield counter("host_cache_moved_bytes", "KV copied to the host and back.", moved, "direction")
-    text = "Chunks of KV brought to devices ahead of the admission that needs them."
+    text = "Extents of KV brought to devices ahead of the admission that needs them."
     yield counter("host_cache_prefetches", text, host.num_prefetches)
     text = "Of them, those that an admission then used."
     yield counter("host_cache_prefetch_hits", text, host.num_prefetch_hits)

@@ -1,6 +1,6 @@
-"""Chunks of KV blocks in host memory, and what of them a device of any layout has to get.
+"""Extents of KV blocks in host memory, and what of them a device of any layout has to get.
 
-A chunk is head-major: `[2 * layers, kv heads, blocks * block_size, head_dim]` (Seesaw, arXiv
+An extent is head-major: `[2 * layers, kv heads, blocks * block_size, head_dim]` (Seesaw, arXiv
 2503.06433), keys of a layer before its values. Each stage of its writer has a part: its layers, its
 heads, split over its devices. So what another split of layers or heads needs is found by
 addressing, and copied in runs of all tokens of a head:
@@ -19,7 +19,7 @@ import numpy as np
 
 
 class Part(NamedTuple):
-    """What one stage of the writer has of a chunk, in `pinned_host` memory."""
+    """What one stage of the writer has of an extent, in `pinned_host` memory."""
 
     array: jax.Array  # [2 * layers, rows of all devices, tokens, head_dim]
     first_layer: int
@@ -31,11 +31,11 @@ class Part(NamedTuple):
         return range(self.first_layer, self.first_layer + self.array.shape[0] // 2)
 
 
-Chunks = dict[int, list[Part]]  # by number; of all groups and stages of an engine
+Extents = dict[int, list[Part]]  # by number; of all groups and stages of an engine
 
 
 class Shard(NamedTuple):
-    """What one device has written of a chunk; nothing is copied to look at it."""
+    """What one device has written of an extent; nothing is copied to look at it."""
 
     values: np.ndarray  # [2 * layers, heads, tokens, head_dim]
     layers: range
@@ -48,7 +48,7 @@ class Shard(NamedTuple):
 
 
 def shards_of(parts: Sequence[Part]) -> list[Shard]:
-    """Wait until a chunk is on the host. Raises what made a copy to it fail."""
+    """Wait until an extent is on the host. Raises what made a copy to it fail."""
     found: list[Shard] = []
     for part in parts:
         for shard in part.array.addressable_shards:
@@ -60,10 +60,10 @@ def shards_of(parts: Sequence[Part]) -> list[Shard]:
 def piece(
     shards: Sequence[Shard], layers: range, heads: Sequence[int], num_kv_heads: int
 ) -> np.ndarray:
-    """What a device needs of a chunk: `[2 * layers, heads, tokens, head_dim]`.
+    """What a device needs of an extent: `[2 * layers, heads, tokens, head_dim]`.
 
     Where one device has written all of it, that is a view. Heads from `num_kv_heads` on are
-    padding, zeros, as no weights lead to them. Raises KeyError if the chunk lacks a layer or head.
+    padding, zeros, as no weights lead to them. Raises KeyError if the extent lacks a layer or head.
     """
     for shard in shards:
         row = shard.heads.index(heads[0]) if heads[0] in shard.heads else 0
@@ -82,7 +82,7 @@ def piece(
                 made[start : start + len(values), row] = values
         missing -= {(layer, head) for layer in shared for head in shard.heads}
     if missing:
-        raise KeyError(f"The host has not all of a chunk: layers and heads {sorted(missing)}.")
+        raise KeyError(f"The host has not all of an extent: layers and heads {sorted(missing)}.")
     return made
 
 

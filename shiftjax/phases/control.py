@@ -23,7 +23,7 @@ from shiftjax.core import request as sequences
 from shiftjax.core.lane import Lane, load_of
 from shiftjax.core.request import Request, Status
 from shiftjax.core.topology import Topology
-from shiftjax.host_tier.chunks import HostMemory
+from shiftjax.host_tier.extents import HostMemory
 from shiftjax.metric import Metric, counter, gauge
 
 Phase = Literal["prefill", "decode"]

@@ -45,7 +45,7 @@ class EchoRunner:
         *,
         num_blocks: int = 0,
         block_size: int = 1,
-        host: dict[int, list[np.ndarray]] | None = None,  # chunks, of all groups
+        host: dict[int, list[np.ndarray]] | None = None,  # extents, of all groups
         check: bool = False,
     ):
         self.vocab_size = vocab_size
@@ -54,7 +54,7 @@ class EchoRunner:
         self.modes: list[Mode] = []
         self._pool = np.full((num_blocks, block_size), NO_TOKEN)
         self.host = {} if host is None else host
-        self.ahead: dict[int, list[np.ndarray]] = {}  # chunks that have been prefetched
+        self.ahead: dict[int, list[np.ndarray]] = {}  # extents that have been prefetched
         self._last: dict[int, tuple[np.ndarray, list[SequenceState]]] = {}  # of micro-batches
 
     def run(self, plan: StepPlan, mode: Mode, previous_handle: StepOutput | None) -> StepOutput:
@@ -131,15 +131,15 @@ class EchoRunner:
         """Move and write what the plan says, then look at what every sequence would attend to."""
         while plan.dropped:
             self.host.pop(plan.dropped.pop(), None)
-        for chunk, blocks in plan.offloads:
-            assert chunk not in self.host, "a chunk is written once"
-            self.host[chunk] = [self.block(block) for block in blocks]
-        for chunk, blocks in plan.restores:
-            found = self.ahead.pop(chunk, None) or self.host[chunk]
+        for extent, blocks in plan.offloads:
+            assert extent not in self.host, "an extent is written once"
+            self.host[extent] = [self.block(block) for block in blocks]
+        for extent, blocks in plan.restores:
+            found = self.ahead.pop(extent, None) or self.host[extent]
             for block, contents in zip(blocks, found, strict=True):
                 if block:
                     self.put_block(block, contents)
-        self.ahead = {chunk: self.host[chunk] for chunk in plan.prefetches}
+        self.ahead = {extent: self.host[extent] for extent in plan.prefetches}
         for block, copy in plan.copies:
             self.put_block(copy, self.block(block))
         contexts = [self._context(item, previous) for item in plan.scheduled]

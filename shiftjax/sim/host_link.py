@@ -1,7 +1,7 @@
 """The links between devices and the host's memory: when copies of KV are through. No JAX.
 
-A device of each stage copies its part of every chunk, one after the other, to the host on one
-timeline and from it on another, both beside its computation. A step whose chunks are not there
+A device of each stage copies its part of every extent, one after the other, to the host on one
+timeline and from it on another, both beside its computation. A step whose extents are not there
 waits in each stage for that stage's part. As on devices (`copies_device.py`), a copy to the
 host begins when the stage has done all steps before it, and of a stage no more than
 `Deployment.blocks_in_flight` may be on their way: the host waits before it dispatches more.
@@ -18,16 +18,16 @@ from shiftjax.costs.machine import Machine, Transfer
 
 @dataclass
 class Stored:
-    """The chunks on the host: when they have come, and how many blocks they are."""
+    """The extents on the host: when they have come, and how many blocks they are."""
 
     there_at: dict[int, float] = field(default_factory=dict)
     num_blocks: dict[int, int] = field(default_factory=dict)
 
-    def drop(self, chunks: Sequence[int]) -> None:
-        """Forget chunks, also such as have never come here."""
-        for chunk in chunks:
-            self.there_at.pop(chunk, None)
-            self.num_blocks.pop(chunk, None)
+    def drop(self, extents: Sequence[int]) -> None:
+        """Forget extents, also such as have never come here."""
+        for extent in extents:
+            self.there_at.pop(extent, None)
+            self.num_blocks.pop(extent, None)
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Line:
     in_until: float = 0.0
     in_flight: deque[tuple[float, int]] = field(default_factory=deque)  # until when, blocks
     num_in_flight: int = 0
-    ahead: dict[int, float] = field(default_factory=dict)  # prefetched chunks
+    ahead: dict[int, float] = field(default_factory=dict)  # prefetched extents
 
     def room_at(self, now: float, num_blocks: int, most: int) -> float:
         """When so many more blocks may be on their way, of which there may be `most`."""
@@ -73,35 +73,35 @@ class HostLink:
     def move(self, plan: StepPlan, stage: int, now: float, idle_at: float) -> tuple[float, float]:
         """Start a plan's copies in one stage, which has done its steps before at `idle_at`.
 
-        Returns (when the host has dispatched them, when the step has its chunks).
+        Returns (when the host has dispatched them, when the step has its extents).
         """
         line, stored, there = self._lines[stage], self._stored, now
         stored.drop(plan.dropped)
         plan.dropped.clear()
-        for chunk, blocks in plan.offloads:
+        for extent, blocks in plan.offloads:
             now = line.room_at(now, len(blocks), self._most)
             seconds = self._seconds(self._machine.to_host, stage, len(blocks))
             line.out_until = max(now, idle_at, line.out_until) + seconds
             line.add(line.out_until, len(blocks))
-            stored.num_blocks[chunk] = len(blocks)
-            stored.there_at[chunk] = max(stored.there_at.get(chunk, 0.0), line.out_until)
-        for chunk, blocks in plan.restores:
+            stored.num_blocks[extent] = len(blocks)
+            stored.there_at[extent] = max(stored.there_at.get(extent, 0.0), line.out_until)
+        for extent, blocks in plan.restores:
             now = line.room_at(now, len(blocks), self._most)
-            done = line.ahead.pop(chunk, None)
-            done = self._fetch(line, stage, chunk, len(blocks), now) if done is None else done
+            done = line.ahead.pop(extent, None)
+            done = self._fetch(line, stage, extent, len(blocks), now) if done is None else done
             line.add(done, len(blocks))
             there = max(there, done)
         line.ahead = {
-            chunk: line.ahead[chunk]
-            if chunk in line.ahead
-            else self._fetch(line, stage, chunk, stored.num_blocks[chunk], now)
-            for chunk in plan.prefetches
+            extent: line.ahead[extent]
+            if extent in line.ahead
+            else self._fetch(line, stage, extent, stored.num_blocks[extent], now)
+            for extent in plan.prefetches
         }
         return now, max(now, there)
 
-    def _fetch(self, line: _Line, stage: int, chunk: int, num_blocks: int, now: float) -> float:
-        """When a chunk will be on the devices."""
-        begin = max(now, line.in_until, self._stored.there_at[chunk])
+    def _fetch(self, line: _Line, stage: int, extent: int, num_blocks: int, now: float) -> float:
+        """When an extent will be on the devices."""
+        begin = max(now, line.in_until, self._stored.there_at[extent])
         line.in_until = begin + self._seconds(self._machine.from_host, stage, num_blocks)
         return line.in_until
 

@@ -13,8 +13,8 @@ from shiftjax.config import EngineConfig
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.device.groups import Placed, define_groups, pool_of
 from shiftjax.device.pool import abstract_pools
-from shiftjax.host_tier.chunks import CHUNK_SIZES
 from shiftjax.host_tier.copies_device import compile_transfers
+from shiftjax.host_tier.extents import EXTENT_SIZES
 from shiftjax.phases.control import PHASES
 from shiftjax.phases.setup import resolve_phases
 
@@ -22,7 +22,7 @@ aot.require()
 
 CARDS = Devices(8, 24 * 10**9, 24 * 10**9 - 300 * 2**20)
 FEW_LAYERS = 3  # stand for all
-COPIES = 2  # of a chunk, at most: head-major and in the order of blocks
+COPIES = 2  # of an extent, at most: head-major and in the order of blocks
 every_phase = pytest.mark.parametrize("phase", PHASES)
 
 
@@ -59,20 +59,20 @@ def test_a_phase_holds_what_was_foretold_to_the_byte(placed, phase):
 
 @every_phase
 def test_blocks_go_to_the_host_and_back_without_a_copy_of_a_pool(placed, phase):
-    """Out of a stage with one device, into one of eight: what lies in between is the chunk."""
+    """Out of a stage with one device, into one of eight: what lies in between is the extent."""
     deployment, groups = placed[phase]
     step, pool = groups[len(groups) // 2].step, pool_of(deployment)
     layout = replace(step.layout, model=replace(step.layout.model, num_layers=FEW_LAYERS))
     gathers, scatters = compile_transfers(step.mesh, layout, pool)
     pools = abstract_pools(step.mesh, layout, pool.num_blocks, pool.block_size, pool.dtype)
     one, all_of_them = device_bytes(pools[0][0]), device_bytes(pools)
-    for size in CHUNK_SIZES:
-        chunk = size * all_of_them // deployment.num_blocks
+    for size in EXTENT_SIZES:
+        extent = size * all_of_them // deployment.num_blocks
         out, back = (each[size].memory_analysis() for each in (gathers, scatters))
-        assert out.output_size_in_bytes == chunk
-        assert out.temp_size_in_bytes <= COPIES * chunk
+        assert out.output_size_in_bytes == extent
+        assert out.temp_size_in_bytes <= COPIES * extent
         assert back.alias_size_in_bytes == all_of_them
-        assert back.temp_size_in_bytes <= COPIES * chunk
+        assert back.temp_size_in_bytes <= COPIES * extent
         for program in (gathers[size], scatters[size]):
             assert not list(copies_of(program.as_text(), one))
 

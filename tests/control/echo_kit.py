@@ -11,7 +11,7 @@ from shiftjax.core.policy import Policy, make_policy
 from shiftjax.core.request import Event, Request, SamplingParams, StepPlan, derive_seed
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
-from shiftjax.host_tier.chunks import CHUNK_SIZES, MOST_AHEAD, HostBlocks, HostMemory
+from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.echo import EchoRunner, echo_token
 
@@ -96,7 +96,7 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
             assert item.previous_row == -1
     targets = [block for _, blocks in plan.restores for block in blocks if block]
     assert len(targets) == len(set(targets))
-    assert all(len(blocks) in CHUNK_SIZES for _, blocks in plan.offloads + plan.restores)
+    assert all(len(blocks) in EXTENT_SIZES for _, blocks in plan.offloads + plan.restores)
     assert all(block for _, blocks in plan.offloads for block in blocks)
     assert len(plan.prefetches) == len(set(plan.prefetches)) <= MOST_AHEAD
 
@@ -132,13 +132,13 @@ def make_engine(
         eos_token_ids=config.eos_token_ids,
     )
     modes = Group(0, 2).modes
-    memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
+    memory, extents = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
     lanes = []
     for number in range(dp):
         block_bytes = HOST_BLOCK_BYTES * (1 + number % 2)
         host = HostBlocks(memory, block_size, block_bytes) if num_host_blocks else None
         scheduler = Scheduler(config, tier=host)
-        lanes.append(Lane(scheduler, AuditedRunner(config, chunks, num_host_blocks), modes))
+        lanes.append(Lane(scheduler, AuditedRunner(config, extents, num_host_blocks), modes))
     policy = policy or make_policy("threshold", 8)
     return Engine(lanes, policy, limits, overlap=overlap, seed=ENGINE_SEED, clock=clock)
 
@@ -239,7 +239,7 @@ def assert_quiescent(engine: Engine) -> None:
                 set(runner_of(engine).host),
                 {*host.memory.given, *host.memory.dropped},
             )
-            assert {chunk.number for chunk in host.memory.chunks} == written - dropped
+            assert {extent.number for extent in host.memory.extents} == written - dropped
 
 
 def make_request(name: str, prompt: list[int], arrival: float = 0.0, **sampling) -> Request:

@@ -18,7 +18,7 @@ from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import FleetPolicy
 from shiftjax.fleet.shared_blocks import share
-from shiftjax.host_tier.chunks import HostBlocks, HostMemory
+from shiftjax.host_tier.extents import HostBlocks, HostMemory
 from shiftjax.parallel.fleet import Arrangement, all_groups, equal_groups, possible_widths
 from shiftjax.parallel.grid import Grid, Group
 from shiftjax.parallel.layout import Layout
@@ -73,7 +73,7 @@ def make_fleet(
     groups = all_groups(units, widths)
     sizes = {group: pools.block_tokens(group.width) for group in groups}
     blocks = share(num_blocks, sizes)
-    memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
+    memory, extents = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
     lanes = []
     for group in groups:
         config = SchedulerConfig(
@@ -84,7 +84,7 @@ def make_fleet(
             hash_size=block_size,
             **scheduler,
         )
-        runner = FleetRunner(config, group, pools, chunks)
+        runner = FleetRunner(config, group, pools, extents)
         host = HostBlocks(memory, sizes[group], HOST_BLOCK_BYTES * group.width)
         own = Scheduler(config, None, blocks[group], host if num_host_blocks else None)
         lanes.append(Lane(own, runner, group.modes, group=group))

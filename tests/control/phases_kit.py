@@ -17,7 +17,7 @@ from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
-from shiftjax.host_tier.chunks import HostBlocks, HostMemory
+from shiftjax.host_tier.extents import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group
 from shiftjax.phases.control import PHASES, Phase, Resharding
 from shiftjax.phases.parking import Parking
@@ -56,7 +56,7 @@ class EchoExchange:
     def _check_end_of_prefill(self) -> None:
         schedulers = [lane.scheduler for lane in self.lanes["prefill"]]
         assert any(scheduler.parked for scheduler in schedulers)
-        pinned = sum(chunk.num_bytes for chunk in self.memory.chunks if chunk.num_pins)
+        pinned = sum(extent.num_bytes for extent in self.memory.extents if extent.num_pins)
         for scheduler in schedulers:
             assert not scheduler.running
             assert not self.num_queued() or scheduler.is_full
@@ -83,7 +83,7 @@ def make_phases(
     **options: object,
 ) -> Engine:
     """An engine with (prefill, decode) lanes, which share a host tier of so many blocks."""
-    memory, chunks = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
+    memory, extents = HostMemory(num_host_blocks * HOST_BLOCK_BYTES), {}
     modes, lanes = Group(0, 2).modes, {}
     for phase, groups, stages, blocks in zip(PHASES, dp, pp, num_blocks, strict=True):
         config = SchedulerConfig(
@@ -98,7 +98,7 @@ def make_phases(
         lanes[phase] = []
         for _ in range(groups):
             host = HostBlocks(memory, block_size, HOST_BLOCK_BYTES)
-            runner = AuditedRunner(config, chunks, num_host_blocks)
+            runner = AuditedRunner(config, extents, num_host_blocks)
             admission = Parking() if phase == "prefill" else None
             scheduler = Scheduler(config, tier=host, admission=admission)
             lanes[phase].append(Lane(scheduler, runner, modes))

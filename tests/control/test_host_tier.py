@@ -1,7 +1,7 @@
 """Prefixes that the device gives up are found on the host, within a budget, and never half-written.
 
 The runner keeps in every block the tokens whose KV would be there, on the host too, and looks at
-what each step attends to: a stale, lost or unwritten chunk fails at the step that would read it.
+what each step attends to: a stale, lost or unwritten extent fails at the step that would read it.
 """
 
 import pytest
@@ -22,7 +22,7 @@ from test_engine_properties import FAST, Client, check_tokens, play
 
 from shiftjax.core.blocks import CachedPrefix
 from shiftjax.core.topology import Topology
-from shiftjax.host_tier.chunks import HostBlocks, HostMemory, chunk_sizes
+from shiftjax.host_tier.extents import HostBlocks, HostMemory, extent_sizes
 from shiftjax.host_tier.stats import HostStats
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens
@@ -140,7 +140,7 @@ def test_groups_find_what_others_wrote_and_lose_what_no_step_has_proven():
         ask_of(first, stem, f"a{stem}")
     assert ask_of(second, 0, "b") == 20
     memory = first.scheduler.tables.tier.memory
-    proven = {chunk.number for chunk in memory.chunks}
+    proven = {extent.number for extent in memory.extents}
     engine.lanes, engine.topology = [first], Topology([first])
     listener = Listener()
     engine.add_request(make_request("fails", [9] * 29, max_tokens=1))
@@ -148,7 +148,7 @@ def test_groups_find_what_others_wrote_and_lose_what_no_step_has_proven():
     run_to_end(engine, listener)
     assert listener.outcomes["fails", 0].last.finish_reason == "error"
     assert runner_of(engine).plans[-1].offloads  # of the last stem
-    assert {chunk.number for chunk in memory.chunks} == proven
+    assert {extent.number for extent in memory.extents} == proven
     engine.lanes, engine.topology = lanes, every
     assert ask_of(third, 0, "c") == 20
 
@@ -161,9 +161,9 @@ def prefix(number: int) -> CachedPrefix:
     return CachedPrefix(number.to_bytes(16), [number] * 4)
 
 
-def test_chunks_are_few_and_full():
-    assert list(chunk_sizes(188)) == [32] * 5 + [8] * 3 + [1] * 4
-    assert list(chunk_sizes(0)) == []
+def test_extents_are_few_and_full():
+    assert list(extent_sizes(188)) == [32] * 5 + [8] * 3 + [1] * 4
+    assert list(extent_sizes(0)) == []
 
 
 def test_where_not_all_fit_the_beginnings_of_prefixes_are_kept():
@@ -181,12 +181,12 @@ def test_a_swapped_sequence_keeps_its_bytes_whatever_else_needs_them():
     places = host.swap_out([1, 2, 3], [None, prefix(2), None])
     assert host.swap_out([4, 5], [None, None]) is None
     host.save([(6, prefix(6)), (7, prefix(7))])
-    assert {place.chunk for place in places} <= host.memory.chunks
+    assert {place.extent for place in places} <= host.memory.extents
     host.release(places)
     host.memory.check()
     assert host.memory.num_used_bytes == 20  # what a hash finds: the second block, and one saved
     with pytest.raises(RuntimeError, match="more often"):
-        host.memory.unpin(host.memory.index[4, prefix(2).block_hash].chunk)
+        host.memory.unpin(host.memory.index[4, prefix(2).block_hash].extent)
 
 
 def test_what_no_step_copies_is_not_there():
@@ -196,7 +196,7 @@ def test_what_no_step_copies_is_not_there():
     assert not host.memory.index and host.memory.num_used_bytes == 0
 
 
-def test_others_find_a_chunk_when_the_step_that_came_with_its_copy_has_ended():
+def test_others_find_a_extent_when_the_step_that_came_with_its_copy_has_ended():
     """Whatever their layouts; who wrote it, and reads it in order, finds it at once."""
     writer = blocks_of(8)
     reader, hashes = HostBlocks(writer.memory, 4, 30), [prefix(1).block_hash]
@@ -206,7 +206,7 @@ def test_others_find_a_chunk_when_the_step_that_came_with_its_copy_has_ended():
         for host in (writer, reader):
             is_found = is_proven or host is writer
             assert len(host.match(hashes, [1] * 8, 0, 1)) == is_found
-            assert len(host.chunks_of(hashes)) == is_found
+            assert len(host.extents_of(hashes)) == is_found
         if not is_proven:
             writer.prove(moves.offloads)
 
@@ -215,9 +215,9 @@ def test_what_is_gone_is_not_prefetched():
     host = blocks_of(8)
     places = host.swap_out([1], [None])
     assert host.swap_out([2], [None]) is not None
-    host.memory.drop(places[0].chunk)
-    chunks = sorted(host.memory.chunks | {places[0].chunk}, key=lambda chunk: chunk.number)
-    assert host.finish(is_planned=True, wanted=chunks).prefetches == [1]
+    host.memory.drop(places[0].extent)
+    extents = sorted(host.memory.extents | {places[0].extent}, key=lambda extent: extent.number)
+    assert host.finish(is_planned=True, wanted=extents).prefetches == [1]
 
 
 def test_equal_hashes_of_other_tokens_are_a_miss():
@@ -236,7 +236,7 @@ def test_a_beginning_is_shared_with_who_keeps_it_when_its_copy_is_sure():
     second = host.swap_out([1, 2, 3], [*beginning, None])  # its own copy is made before
     assert second[:2] == first
     apart = other.swap_out([5, 6], beginning)
-    assert not {place.chunk for place in apart} & {place.chunk for place in first}
+    assert not {place.extent for place in apart} & {place.extent for place in first}
     host.prove(host.finish(is_planned=True).offloads)
     assert other.swap_out([7, 8], beginning) == first
     assert host.memory.num_used_bytes == 50
@@ -245,4 +245,4 @@ def test_a_beginning_is_shared_with_who_keeps_it_when_its_copy_is_sure():
     host.memory.check()
     assert host.memory.num_used_bytes == 20  # found by hash; nobody needs it, so nobody shares it
     again = other.swap_out([7, 8], beginning)
-    assert again[0].chunk is not first[0].chunk
+    assert again[0].extent is not first[0].extent

@@ -200,7 +200,7 @@ def test_what_a_failed_step_has_read_is_not_read_again():
     steps_until(engine, lambda: engine.topology.find(Resharding).phase == "decode")
     assert memory.index
     run_to_end(engine, Listener())
-    assert not memory.index and not memory.chunks
+    assert not memory.index and not memory.extents
 
 
 def test_an_exchange_that_fails_leaves_everything_where_it_was():
@@ -253,7 +253,7 @@ def test_an_abort_gives_back_what_was_kept_on_the_host():
     for request in requests_of(3):
         engine.add_request(request)
     held = engine.topology.find(Resharding).memory
-    listener = steps_until(engine, lambda: held.num_reserved_bytes and held.chunks)
+    listener = steps_until(engine, lambda: held.num_reserved_bytes and held.extents)
     for name in ("r0", "r1", "r2"):
         listener.hear(engine.abort(name))
         engine.check()

@@ -14,7 +14,7 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.host_tier.chunks import MOST_AHEAD
+from shiftjax.host_tier.extents import MOST_AHEAD
 from shiftjax.host_tier.stats import HostStats
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens, 6 blocks
@@ -45,7 +45,7 @@ def test_a_prefix_on_the_host_travels_while_others_have_the_devices(overlap):
         assert got.last.metrics.num_cached_tokens == 20
     host = engine.stats().find(HostStats)
     assert 0 < host.num_prefetch_hits <= host.num_prefetches
-    restored = {chunk for plan in runner_of(engine).plans for chunk, _ in plan.restores}
+    restored = {extent for plan in runner_of(engine).plans for extent, _ in plan.restores}
     assert set().union(*prefetched(engine)) <= restored  # none for nothing
     assert not prefetched(engine)[-1] and not runner_of(engine).ahead
 
@@ -87,8 +87,8 @@ def test_the_first_that_wait_come_first_and_few_are_on_the_devices():
     plan, memory = runner_of(engine).plans[-1], engine.lanes[0].scheduler.tables.tier.memory
     assert len(plan.prefetches) == MOST_AHEAD
     tokens = {
-        chunk.number: [content.tokens for content in chunk.contents if content]
-        for chunk in memory.chunks
+        extent.number: [content.tokens for content in extent.contents if content]
+        for extent in memory.extents
     }
     seen = [block for number in plan.prefetches for block in tokens[number]]
     assert seen[:5] == [STEMS[2][4 * block : 4 * block + 4] for block in range(5)]

@@ -16,17 +16,17 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.device.mesh import make_mesh, named, pool_spec
 from shiftjax.device.pool import FlatPools, PoolOptions
 from shiftjax.device.programs import CompileCounter
-from shiftjax.host_tier.chunks import CHUNK_SIZES, MOST_IN_FLIGHT
 from shiftjax.host_tier.copies_device import HostTier
+from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_IN_FLIGHT
 from shiftjax.host_tier.stats import HostStats
-from shiftjax.host_tier.store_device import Chunks
+from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.layout import Layout
 
 PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("size", CHUNK_SIZES)
+@pytest.mark.parametrize("size", EXTENT_SIZES)
 def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
     mesh, rng, num_blocks = make_mesh(jax.devices()[:4], 2, 2), np.random.default_rng(0), 40
     given = rng.normal(size=(3, 2, num_blocks, 48)).astype(np.float32)  # layers, K and V
@@ -36,14 +36,14 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
         k, v = (given[:, i].reshape(-1, given.shape[-1]) for i in range(2))  # of all layers
         return [(jax.device_put(k, place), jax.device_put(v, place))]
 
-    chunks = {}
+    extents = {}
     model = replace(PRESETS["tiny"], num_layers=3, num_heads=4, num_kv_heads=4, head_dim=3)
     sizes = PoolOptions(num_blocks, 4, 4, np.dtype(np.float32))
-    tier = HostTier(mesh, Layout(model, 2, 2), sizes, chunks)
+    tier = HostTier(mesh, Layout(model, 2, 2), sizes, extents)
     blocks = rng.permutation(np.arange(1, num_blocks))[:size].tolist()
     targets = rng.permutation(np.arange(1, num_blocks))[:size].tolist()
     tier.offload(pools(), 7, blocks)
-    (part,) = chunks[7]
+    (part,) = extents[7]
     assert part.array.sharding.memory_kind == "pinned_host"
     assert part.array.nbytes == size * 3 * 2 * 48 * 4
     ((k, v),) = tier.restore(pools(), 7, targets)
@@ -52,7 +52,7 @@ def test_blocks_come_back_to_the_bit_wherever_they_are_put(size):
     expected[:, :, targets] = given[:, :, blocks]
     np.testing.assert_array_equal(got, expected)
     tier.drop([7, 8])
-    assert not chunks
+    assert not extents
     with pytest.raises(KeyError):
         tier.restore(pools(), 7, targets)
 
@@ -62,7 +62,7 @@ def test_a_trial_of_the_copies_writes_to_the_null_block_only():
     before = np.array(pools)
     tried = np.array(tier.try_out(pools))
     np.testing.assert_array_equal(tried, before)
-    assert tier._chunks == {} and not tier._in_flight
+    assert tier._extents == {} and not tier._in_flight
 
 
 def small_tier() -> tuple[HostTier, FlatPools]:
@@ -96,7 +96,7 @@ def test_what_is_prefetched_travels_once_and_goes_when_nobody_wants_it(monkeypat
     pools = tier.restore(pools, 1, [6])
     assert (len(fetched), [*tier._ahead]) == (4, [2])
     assert np.asarray(pools[0][0])[:, 0].tolist() == [0, 1, 2, 3, 4, 3, 1, 7, 8]
-    tier._chunks[1][0].array.delete()
+    tier._extents[1][0].array.delete()
     tier.prefetch([1, 4])  # neither can be had: that is for a restore to say
     assert not tier._ahead
     with pytest.raises(RuntimeError, match="deleted"):
@@ -129,7 +129,7 @@ def test_a_step_is_dispatched_while_copies_to_the_host_are_on_their_way():
     gate.clear()
     later = step([(pause(work(k)), v)])  # the step before, which has not ended
     tier.offload(later, 1, [1])
-    copy, later = tier._chunks[1][0].array, step(later)
+    copy, later = tier._extents[1][0].array, step(later)
     tier.prefetch([1])
     later = step(tier.restore(later, 1, [2]))
     is_under_way = not copy.is_ready() and not later[0][0].is_ready()
@@ -159,9 +159,10 @@ def serve(built: Built, *pairs: tuple[int, int]) -> list[int]:
     return cached
 
 
-def chunks_of(built: Built) -> Chunks:
-    (chunks,) = {id(r.memory.host._chunks): r.memory.host._chunks for r in built.runners}.values()
-    return chunks
+def extents_of(built: Built) -> Extents:
+    tiers = (runner.memory.host for runner in built.runners)
+    (extents,) = {id(tier._extents): tier._extents for tier in tiers}.values()
+    return extents
 
 
 @pytest.mark.costs(12)
@@ -175,8 +176,8 @@ def test_tokens_of_restored_prefixes_are_those_of_computed_ones(built):
     stats, memory = built.engine.stats(), built.engine.lanes[0].scheduler.tables.tier.memory
     assert (counter.count, stats.num_failed_steps) == (0, 0)
     assert stats.find(HostStats).num_hit_tokens >= 112
-    alive = {chunk.number for chunk in memory.chunks}
-    held = {n: sum(part.array.nbytes for part in parts) for n, parts in chunks_of(built).items()}
+    alive = {extent.number for extent in memory.extents}
+    held = {n: sum(part.array.nbytes for part in parts) for n, parts in extents_of(built).items()}
     assert sum(held[number] for number in alive) == memory.num_used_bytes
     assert sum(held.values()) <= memory.num_bytes == 220_000
     assert stats.find(HostStats).num_offloaded_bytes > memory.num_bytes
@@ -185,7 +186,7 @@ def test_tokens_of_restored_prefixes_are_those_of_computed_ones(built):
 def test_a_copy_that_is_lost_ends_the_requests_and_nothing_else(built):
     built.engine.flush_prefix_cache()
     serve(built, (0, 1), (2, 3), (4, 5))
-    for (part,) in chunks_of(built).values():
+    for (part,) in extents_of(built).values():
         part.array.delete()
     events = run(built.engine, [PROMPTS[1], PROMPTS[0]], [GREEDY] * 2)
     assert [each[-1].error_code for each in events.values()] == ["step_failed"] * 2

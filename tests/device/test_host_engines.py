@@ -8,7 +8,7 @@ from oracle import numpy_llama
 from shiftjax.build import Built
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
-from shiftjax.host_tier.chunks import HostBlocks
+from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.host_tier.stats import HostStats
 
 PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
@@ -26,7 +26,7 @@ def engines() -> tuple[Built, Built]:
     memory = staged.engine.lanes[0].scheduler.tables.tier.memory
     sizes = split.deployment.block_size, split.deployment.host_block_bytes
     split.engine.lanes[0].scheduler.tables.tier = HostBlocks(memory, *sizes)
-    split.runners[0].memory.host._chunks = staged.runners[0].memory.host._chunks
+    split.runners[0].memory.host._extents = staged.runners[0].memory.host._extents
     return staged, split
 
 
@@ -96,7 +96,7 @@ def test_a_copy_of_another_layout_that_is_lost_ends_who_reads_it(engines):
     forget(other)
     for stem in (0, 1, 2, 3):
         serve(one, stem)
-    for parts in one.runners[0].memory.host._chunks.values():
+    for parts in one.runners[0].memory.host._extents.values():
         parts[-1].array.delete()
     events = run(other.engine, [PROMPTS[0]], [GREEDY])
     assert events[0, 0][-1].error_code == "step_failed"

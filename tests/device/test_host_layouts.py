@@ -17,7 +17,7 @@ from shiftjax.device.mesh import make_mesh, named, pool_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
 from shiftjax.host_tier import copies_device as host_tier
 from shiftjax.host_tier.copies_device import HostTier
-from shiftjax.host_tier.store_device import Chunks
+from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.layout import Layout
 
 NUM_LAYERS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, SIZE = 7, 2, 2, 12, 4
@@ -71,7 +71,7 @@ class Stage(NamedTuple):
 
 
 @cache
-def groups_of(num_kv_heads: int) -> tuple[Chunks, dict[tuple[int, int, int], list[Stage]]]:
+def groups_of(num_kv_heads: int) -> tuple[Extents, dict[tuple[int, int, int], list[Stage]]]:
     """A store and groups of all degrees, which begin at other devices."""
     model = replace(
         PRESETS["tiny"],
@@ -80,21 +80,21 @@ def groups_of(num_kv_heads: int) -> tuple[Chunks, dict[tuple[int, int, int], lis
         num_heads=3 * num_kv_heads,
         num_kv_heads=num_kv_heads,
     )
-    chunks: Chunks = {}
+    extents: Extents = {}
     groups: dict[tuple[int, int, int], list[Stage]] = {}
     for number, (pp, sp, tp) in enumerate(DEGREES):
         stages, devices = [], [*jax.devices()[number % 8 :], *jax.devices()[: number % 8]]
         for nth, of_stage in enumerate(stages_of(model, pp)):
             layout, mesh = Layout(of_stage, sp, tp), make_mesh(devices[nth * sp * tp :], sp, tp)
-            stages.append(Stage(mesh, layout, HostTier(mesh, layout, POOL, chunks)))
+            stages.append(Stage(mesh, layout, HostTier(mesh, layout, POOL, extents)))
         groups[pp, sp, tp] = stages
-    return chunks, groups
+    return extents, groups
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Chunks of one size are enough here; of seven layers a pool holds three."""
-    monkeypatch.setattr(host_tier, "CHUNK_SIZES", (SIZE,))
+    """Extents of one size are enough here; of seven layers a pool holds three."""
+    monkeypatch.setattr(host_tier, "EXTENT_SIZES", (SIZE,))
 
     def layers(num_layers: int, *_) -> int:
         return -(-num_layers // MOST_LAYERS)
@@ -104,8 +104,8 @@ def few_programs(monkeypatch):
 
 @pytest.mark.parametrize("num_kv_heads", [3, 4, 8])
 def test_any_layout_reads_what_another_has_written(num_kv_heads):
-    """Against NumPy, all pairs; one block of the chunk is not wanted."""
-    chunks, groups = groups_of(num_kv_heads)
+    """Against NumPy, all pairs; one block of the extent is not wanted."""
+    extents, groups = groups_of(num_kv_heads)
     rng = random.Random(num_kv_heads)
     shape = NUM_LAYERS, 2, NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, HEAD_DIM
     for number, writer in enumerate(groups):
@@ -127,28 +127,28 @@ def test_any_layout_reads_what_another_has_written(num_kv_heads):
                 pools = stage.tier.restore(stage.pools(empty), number, targets)
                 got = stage.seen(pools, want.shape)
                 np.testing.assert_array_equal(got, want, f"{writer} to {reader}")
-    chunks.clear()
+    extents.clear()
 
 
-def test_a_chunk_that_is_not_whole_is_not_read():
+def test_a_extent_that_is_not_whole_is_not_read():
     """One stage of the writer is missing, or its copy has failed; no reader gets anything else."""
-    chunks, groups = groups_of(4)
+    extents, groups = groups_of(4)
     shape = NUM_LAYERS, 2, NUM_BLOCKS, 4, BLOCK_SIZE, HEAD_DIM
     first, second = groups[2, 1, 2]
     blocks = list(range(1, SIZE + 1))
     for number, stage in ((0, first), (1, first), (1, second)):
         stage.tier.offload(stage.pools(stage.shards(np.ones(shape, np.float32))), number, blocks)
-    chunks[1][1].array.delete()
+    extents[1][1].array.delete()
     (whole,), parts = groups[1, 2, 2], groups[3, 1, 1]
     empty = [s.pools(s.shards(np.zeros(shape, np.float32))) for s in (whole, *parts)]
-    with pytest.raises(KeyError, match="not all of a chunk"):
+    with pytest.raises(KeyError, match="not all of an extent"):
         whole.tier.restore(empty[0], 0, blocks)
     parts[0].tier.restore(empty[1], 0, blocks)  # its layers are there
-    with pytest.raises(KeyError, match="not all of a chunk"):
+    with pytest.raises(KeyError, match="not all of an extent"):
         parts[2].tier.restore(empty[3], 0, blocks)
     for stage, pools in zip((whole, *parts[1:]), (empty[0], *empty[2:]), strict=True):
         with pytest.raises(RuntimeError, match="deleted"):
             stage.tier.restore(pools, 1, blocks)
     with pytest.raises(KeyError):
         whole.tier.restore(empty[0], 2, blocks)
-    chunks.clear()
+    extents.clear()

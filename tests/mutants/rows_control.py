@@ -14,7 +14,7 @@ HANDOVER = "shiftjax/fleet/handover.py"
 RESHARDING = "shiftjax/phases/control.py"
 SPECULATION = "shiftjax/drafts/speculation.py"
 PATHS = "shiftjax/drafts/paths.py"
-CHUNKS = "shiftjax/host_tier/chunks.py"
+EXTENTS = "shiftjax/host_tier/extents.py"
 
 TEST_SCHEDULER = "tests/control/test_scheduler.py"
 TEST_BLOCKS = "tests/control/test_blocks.py"
@@ -358,35 +358,35 @@ DRAFTS_ROWS = (
 )  # fmt: skip
 TIER_ROWS = (
     Mutant(
-        "the ends of prefixes are kept", "host tier", CHUNKS,
+        "the ends of prefixes are kept", "host tier", EXTENTS,
         "new = new[max(0, len(new) - room) :]", "new = new[:room]",
         (TEST_TIER,), "what is kept on the host is found by nobody",
     ),
     Mutant(
-        "chunks are read before they are known to be written", "host tier", CHUNKS,
-        "return chunk.is_proven or chunk.writer is self", "return True",
+        "extents are read before they are known to be written", "host tier", EXTENTS,
+        "return extent.is_proven or extent.writer is self", "return True",
         (TEST_TIER,), "a group restores what a failed step never copied",
     ),
     Mutant(
-        "room that was kept is not given back", "host tier", CHUNKS,
+        "room that was kept is not given back", "host tier", EXTENTS,
         "self.num_reserved_bytes -= self.reservations.pop(owner, 0)",
         "self.reservations.pop(owner, 0)",
         (TEST_PARKING,), "the host is full of nothing",
     ),
     Mutant(
-        "the chunk that was used last goes first", "host tier", CHUNKS,
+        "the extent that was used last goes first", "host tier", EXTENTS,
         "self.drop(next(iter(self._idle)))", "self.drop(next(reversed(self._idle)))",
         (TEST_TIER,), "the host forgets what is asked for again",
     ),
     Mutant(
-        "a shared beginning is not pinned", "host tier", CHUNKS,
-        "        for chunk in {place.chunk: None for place in shared}:\n"
-        "            self.memory.pin(chunk)\n", "",
+        "a shared beginning is not pinned", "host tier", EXTENTS,
+        "        for extent in {place.extent: None for place in shared}:\n"
+        "            self.memory.pin(extent)\n", "",
         (TEST_TIER,), "what a sequence needs goes with another's end",
     ),
     Mutant(
-        "a failed step's copies are believed", "host tier", CHUNKS,
-        "if not is_written or chunk.number in suspects:", "if chunk.number in suspects:",
+        "a failed step's copies are believed", "host tier", EXTENTS,
+        "if not is_written or extent.number in suspects:", "if extent.number in suspects:",
         (TEST_TIER,), "garbage is restored from the host",
     ),
 )  # fmt: skip

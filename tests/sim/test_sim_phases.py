@@ -8,7 +8,7 @@ import pytest
 from shiftjax.arch.formats import Formats
 from shiftjax.core.request import StepPlan
 from shiftjax.costs.machine import Transfer
-from shiftjax.host_tier.chunks import Offload, Restore
+from shiftjax.host_tier.extents import Offload, Restore
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.control import PHASES
@@ -183,7 +183,7 @@ def test_few_blocks_are_on_their_way_at_a_time():
     assert line.move(plan([Offload(2, [4])]), 0, 1.0, 5.0)[0] == pytest.approx(5.2)
 
 
-def test_chunks_that_are_dropped_are_gone():
+def test_extents_that_are_dropped_are_gone():
     line, dropped = link(), [0]
     line.move(plan([Offload(0, [1])]), 0, 0.0, 0.0)
     given = plan(dropped=dropped)

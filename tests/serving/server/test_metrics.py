@@ -16,7 +16,7 @@ from kit import (
 from serving.server import metrics
 from shiftjax.core.engine import Engine
 from shiftjax.core.scheduler import Scheduler
-from shiftjax.host_tier.chunks import HostBlocks, HostMemory
+from shiftjax.host_tier.extents import HostBlocks, HostMemory
 from shiftjax.phases.control import Resharding
 from shiftjax.phases.parking import Parking
 

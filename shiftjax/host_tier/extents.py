@@ -1,15 +1,15 @@
 """The host tier: which KV blocks lie in host memory, within one budget of bytes. No JAX.
 
-Blocks travel, and are kept and given up, as chunks: the blocks of one copy. A chunk is either
+Blocks travel, and are kept and given up, as extents: the blocks of one copy. An extent is either
 
     pinned   sequences that were swapped out need it, or the plan that is being made restores it
     idle     found by hash only; the least recently used one goes first when bytes are needed
 
-so used bytes are those of all chunks; bytes are reserved for what will be swapped out. A block is
+so used bytes are those of all extents; bytes are reserved for what will be swapped out. A block is
 found by how many tokens it has and their chained hash, whatever the layout of its writer: any group
-whose blocks have as many reads it. When the step that came with its copy has ended well a chunk is
-proven, and found by other groups. Others are lost with the pools of their writer, because a copy of
-a failed step may never have been made.
+whose blocks have as many reads it. When the step that came with its copy has ended well an extent
+is proven, and found by other groups. Others are lost with the pools of their writer, because a copy
+of a failed step may never have been made.
 """
 
 from collections import OrderedDict
@@ -18,38 +18,38 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 
 from shiftjax.core.blocks import CachedPrefix, block_tokens
-from shiftjax.core.tier import MOST_AHEAD, Chunk, Offload, Place, Restore, Tier, TierMoves
+from shiftjax.core.tier import MOST_AHEAD, Extent, Offload, Place, Restore, Tier, TierMoves
 from shiftjax.host_tier.stats import HostStats
 
-CHUNK_SIZES = (32, 8, 1)  # blocks of a copy; one of a size is one program, one transfer
-MOST_IN_FLIGHT = 8  # copies on their way; each holds device memory for a chunk until it is there
+EXTENT_SIZES = (32, 8, 1)  # blocks of a copy; one of a size is one program, one transfer
+MOST_IN_FLIGHT = 8  # copies on their way; each holds device memory for an extent until it is there
 NULL_BLOCK = 0
 
 
 @dataclass
 class HostMemory:
-    """The chunks of all groups of an engine, `num_bytes` at most."""
+    """The extents of all groups of an engine, `num_bytes` at most."""
 
     num_bytes: int
     num_used_bytes: int = 0
     num_idle_bytes: int = 0
     dropped: list[int] = field(default_factory=list)  # since the last plan
     given: list[int] = field(default_factory=list)  # what plans shall drop and have not yet
-    chunks: set[Chunk] = field(default_factory=set)
+    extents: set[Extent] = field(default_factory=set)
     num_reserved_bytes: int = 0
     reservations: dict[Hashable, int] = field(default_factory=dict)  # bytes, by who will need them
     index: dict[tuple[int, bytes], Place] = field(default_factory=dict)
-    _idle: OrderedDict[Chunk, None] = field(default_factory=OrderedDict)  # oldest use first
+    _idle: OrderedDict[Extent, None] = field(default_factory=OrderedDict)  # oldest use first
     _numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def num_available_bytes(self) -> int:
-        """What new chunks could take, at the expense of all idle ones."""
+        """What new extents could take, at the expense of all idle ones."""
         return self.num_bytes - self.num_held_bytes
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of chunks that are needed, and those reserved."""
+        """Bytes of extents that are needed, and those reserved."""
         return self.num_used_bytes - self.num_idle_bytes + self.num_reserved_bytes
 
     def reserve(self, owner: Hashable, num_bytes: int) -> bool:
@@ -64,75 +64,75 @@ class HostMemory:
         """Keep nothing free for one any more; it need not have a reservation."""
         self.num_reserved_bytes -= self.reservations.pop(owner, 0)
 
-    def add(self, writer: "HostBlocks", contents: Sequence[CachedPrefix | None]) -> Chunk:
-        """A new pinned chunk; idle ones go until it fits. Check `num_available_bytes` first.
+    def add(self, writer: "HostBlocks", contents: Sequence[CachedPrefix | None]) -> Extent:
+        """A new pinned extent; idle ones go until it fits. Check `num_available_bytes` first.
 
         Of two blocks with the same hash the first stays the one that is found.
         """
-        chunk = Chunk(next(self._numbers), writer, [None] * len(contents), num_pins=1)
-        if chunk.num_bytes > self.num_available_bytes:
-            raise RuntimeError(f"{chunk.num_bytes} bytes do not fit into the host tier.")
-        while self.num_used_bytes + chunk.num_bytes > self.num_bytes:
+        extent = Extent(next(self._numbers), writer, [None] * len(contents), num_pins=1)
+        if extent.num_bytes > self.num_available_bytes:
+            raise RuntimeError(f"{extent.num_bytes} bytes do not fit into the host tier.")
+        while self.num_used_bytes + extent.num_bytes > self.num_bytes:
             self.drop(next(iter(self._idle)))
-        self.chunks.add(chunk)
-        self.num_used_bytes += chunk.num_bytes
+        self.extents.add(extent)
+        self.num_used_bytes += extent.num_bytes
         for row, content in enumerate(contents):
             if content is not None:
-                place = self.index.setdefault(_key(writer, content), Place(chunk, row))
-                if place == (chunk, row):
-                    chunk.contents[row] = content
-        return chunk
+                place = self.index.setdefault(_key(writer, content), Place(extent, row))
+                if place == (extent, row):
+                    extent.contents[row] = content
+        return extent
 
-    def pin(self, chunk: Chunk) -> None:
-        """Keep a chunk whatever else needs bytes."""
-        if not chunk.num_pins:
-            del self._idle[chunk]
-            self.num_idle_bytes -= chunk.num_bytes
-        chunk.num_pins += 1
+    def pin(self, extent: Extent) -> None:
+        """Keep an extent whatever else needs bytes."""
+        if not extent.num_pins:
+            del self._idle[extent]
+            self.num_idle_bytes -= extent.num_bytes
+        extent.num_pins += 1
 
-    def unpin(self, chunk: Chunk) -> None:
-        """Undo one `pin`; a chunk that nobody needs and no hash finds is gone."""
-        if chunk not in self.chunks:
+    def unpin(self, extent: Extent) -> None:
+        """Undo one `pin`; an extent that nobody needs and no hash finds is gone."""
+        if extent not in self.extents:
             return  # dropped with its writer
-        if not chunk.num_pins:
-            raise RuntimeError(f"Chunk {chunk.number} was unpinned more often than pinned.")
-        chunk.num_pins -= 1
-        if chunk.num_pins:
+        if not extent.num_pins:
+            raise RuntimeError(f"Extent {extent.number} was unpinned more often than pinned.")
+        extent.num_pins -= 1
+        if extent.num_pins:
             return
-        self._idle[chunk] = None
-        self.num_idle_bytes += chunk.num_bytes
-        if not any(chunk.contents):
-            self.drop(chunk)
+        self._idle[extent] = None
+        self.num_idle_bytes += extent.num_bytes
+        if not any(extent.contents):
+            self.drop(extent)
 
-    def touch(self, chunk: Chunk) -> None:
-        """An idle chunk is the most recently used one now."""
-        if not chunk.num_pins:
-            self._idle.move_to_end(chunk)
+    def touch(self, extent: Extent) -> None:
+        """An idle extent is the most recently used one now."""
+        if not extent.num_pins:
+            self._idle.move_to_end(extent)
 
-    def drop(self, chunk: Chunk) -> None:
-        """Forget a chunk, whoever may need it."""
-        if chunk not in self.chunks:
+    def drop(self, extent: Extent) -> None:
+        """Forget an extent, whoever may need it."""
+        if extent not in self.extents:
             return
-        self.chunks.remove(chunk)
-        self._forget(chunk)
-        self.num_used_bytes -= chunk.num_bytes
-        if not chunk.num_pins:
-            del self._idle[chunk]
-            self.num_idle_bytes -= chunk.num_bytes
-        self.dropped.append(chunk.number)
+        self.extents.remove(extent)
+        self._forget(extent)
+        self.num_used_bytes -= extent.num_bytes
+        if not extent.num_pins:
+            del self._idle[extent]
+            self.num_idle_bytes -= extent.num_bytes
+        self.dropped.append(extent.number)
 
     def clear_cache(self) -> None:
         """Nothing is found by hash any more; what is pinned stays for those who need it."""
-        for chunk in list(self.chunks):
-            self._forget(chunk)
-            if not chunk.num_pins:
-                self.drop(chunk)
+        for extent in list(self.extents):
+            self._forget(extent)
+            if not extent.num_pins:
+                self.drop(extent)
 
     def check(self) -> None:
-        """The counts agree with the chunks. Raises `RuntimeError` at the first breach."""
-        idle = {chunk for chunk in self.chunks if not chunk.num_pins}
-        used_bytes = sum(chunk.num_bytes for chunk in self.chunks)
-        counted = used_bytes, sum(chunk.num_bytes for chunk in idle)
+        """The counts agree with the extents. Raises `RuntimeError` at the first breach."""
+        idle = {extent for extent in self.extents if not extent.num_pins}
+        used_bytes = sum(extent.num_bytes for extent in self.extents)
+        counted = used_bytes, sum(extent.num_bytes for extent in idle)
         if counted != (self.num_used_bytes, self.num_idle_bytes) or used_bytes > self.num_bytes:
             known = f"{self.num_used_bytes} and {self.num_idle_bytes} of {self.num_bytes}"
             raise RuntimeError(f"The host tier uses and could drop {counted} bytes, not {known}.")
@@ -140,21 +140,21 @@ class HostMemory:
         if reserved != self.num_reserved_bytes or self.num_available_bytes < 0:
             raise RuntimeError(f"The host tier cannot keep {reserved} bytes free.")
         if idle != self._idle.keys():
-            raise RuntimeError("The host tier's idle chunks are not those that nobody pins.")
+            raise RuntimeError("The host tier's idle extents are not those that nobody pins.")
         found = {
-            _key(chunk.writer, content): (chunk, row)
-            for chunk in self.chunks
-            for row, content in enumerate(chunk.contents)
+            _key(extent.writer, content): (extent, row)
+            for extent in self.extents
+            for row, content in enumerate(extent.contents)
             if content is not None
         }
         if found != self.index:
-            raise RuntimeError("The host tier's index does not agree with its chunks.")
+            raise RuntimeError("The host tier's index does not agree with its extents.")
 
-    def _forget(self, chunk: Chunk) -> None:
-        for row, content in enumerate(chunk.contents):
+    def _forget(self, extent: Extent) -> None:
+        for row, content in enumerate(extent.contents):
             if content is not None:
-                del self.index[_key(chunk.writer, content)]
-                chunk.contents[row] = None
+                del self.index[_key(extent.writer, content)]
+                extent.contents[row] = None
 
 
 def _key(writer: Tier, content: CachedPrefix) -> tuple[int, bytes]:
@@ -171,11 +171,11 @@ class HostBlocks(Tier):
     def __init__(self, memory: HostMemory, block_size: int, block_bytes: int):
         self.memory, self.block_size, self.block_bytes = memory, block_size, block_bytes
         self.num_offloaded_blocks = self.num_restored_blocks = 0
-        self._offloads: list[tuple[Chunk, list[int]]] = []
-        self._restores: list[tuple[Chunk, list[int]]] = []
-        self._unproven: dict[int, Chunk] = {}
-        self.num_prefetches = self.num_prefetch_hits = 0  # chunks
-        self._ahead: set[int] = set()  # chunks that the last plan has prefetched
+        self._offloads: list[tuple[Extent, list[int]]] = []
+        self._restores: list[tuple[Extent, list[int]]] = []
+        self._unproven: dict[int, Extent] = {}
+        self.num_prefetches = self.num_prefetch_hits = 0  # extents
+        self._ahead: set[int] = set()  # extents that the last plan has prefetched
         self._num_query_tokens = self._num_hit_tokens = 0
 
     keeps_evicted = True
@@ -209,29 +209,29 @@ class HostBlocks(Tier):
             place = self.memory.index.get((self.block_size, hashes[number]))
             if place is None:
                 break
-            chunk, row = place
-            content = chunk.contents[row]
+            extent, row = place
+            content = extent.contents[row]
             tokens = block_tokens(token_ids, number, self.block_size)
             if content is None or content.tokens != tokens:
                 break
-            if not self._may_read(chunk):
+            if not self._may_read(extent):
                 break
             places.append(place)
         self._num_query_tokens += len(token_ids) - start * self.block_size
         self._num_hit_tokens += len(places) * self.block_size
         return places
 
-    def chunks_of(self, hashes: Iterable[bytes]) -> list[Chunk]:
-        """The chunks of the blocks that come first, until one is missing; may be too hopeful."""
-        chunks: dict[Chunk, None] = {}
+    def extents_of(self, hashes: Iterable[bytes]) -> list[Extent]:
+        """The extents of the blocks that come first, until one is missing; may be too hopeful."""
+        extents: dict[Extent, None] = {}
         for block_hash in hashes:
             place = self.memory.index.get((self.block_size, block_hash))
-            if place is None or not self._may_read(place.chunk):
+            if place is None or not self._may_read(place.extent):
                 break
-            chunks[place.chunk] = None
-            if len(chunks) == MOST_AHEAD:
+            extents[place.extent] = None
+            if len(extents) == MOST_AHEAD:
                 break
-        return list(chunks)
+        return list(extents)
 
     def swap_out(
         self, blocks: Sequence[int], contents: Sequence[CachedPrefix | None]
@@ -245,11 +245,11 @@ class HostBlocks(Tier):
         blocks, contents = blocks[len(shared) :], contents[len(shared) :]
         if len(blocks) * self.block_bytes > self.memory.num_available_bytes:
             return None
-        for chunk in {place.chunk: None for place in shared}:
-            self.memory.pin(chunk)
-        chunks = self._offload(blocks, contents)
+        for extent in {place.extent: None for place in shared}:
+            self.memory.pin(extent)
+        extents = self._offload(blocks, contents)
         return shared + [
-            Place(chunk, row) for chunk in chunks for row in range(len(chunk.contents))
+            Place(extent, row) for extent in extents for row in range(len(extent.contents))
         ]
 
     def _pinned_beginning(self, contents: Sequence[CachedPrefix | None]) -> list[Place]:
@@ -257,16 +257,16 @@ class HostBlocks(Tier):
         places: list[Place] = []
         for content in contents:
             place = content and self.memory.index.get((self.block_size, content.block_hash))
-            if not content or not place or not place.chunk.num_pins:
+            if not content or not place or not place.extent.num_pins:
                 break
-            if place.chunk.contents[place.row] != content or not self._may_read(place.chunk):
+            if place.extent.contents[place.row] != content or not self._may_read(place.extent):
                 break
             places.append(place)
         return places
 
-    def _may_read(self, chunk: Chunk) -> bool:
+    def _may_read(self, extent: Extent) -> bool:
         """Whether the copy was made, or is made before any that this group makes."""
-        return chunk.is_proven or chunk.writer is self
+        return extent.is_proven or extent.writer is self
 
     def save(self, evicted: Sequence[tuple[int, CachedPrefix]]) -> None:
         """Offload blocks that the device's prefix cache gives up, in the order in which it does.
@@ -279,56 +279,56 @@ class HostBlocks(Tier):
             if place is None:
                 new.append((block, content))
             else:
-                self.memory.touch(place.chunk)
+                self.memory.touch(place.extent)
         room = self.memory.num_available_bytes // self.block_bytes
         new = new[max(0, len(new) - room) :]
-        for chunk in self._offload([block for block, _ in new], [content for _, content in new]):
-            self.memory.unpin(chunk)
+        for extent in self._offload([block for block, _ in new], [content for _, content in new]):
+            self.memory.unpin(extent)
 
     def restore(self, places: Sequence[Place], blocks: Sequence[int]) -> None:
-        """Copy blocks on the host to device blocks; their chunks stay until the plan is made."""
+        """Copy blocks on the host to device blocks; their extents stay until the plan is made."""
         pairs = zip(places, blocks, strict=True)
-        for chunk, some in groupby(pairs, key=lambda pair: pair[0].chunk):
-            targets = [NULL_BLOCK] * len(chunk.contents)
+        for extent, some in groupby(pairs, key=lambda pair: pair[0].extent):
+            targets = [NULL_BLOCK] * len(extent.contents)
             for place, block in some:
                 targets[place.row] = block
-            self.memory.pin(chunk)
-            self._restores.append((chunk, targets))
+            self.memory.pin(extent)
+            self._restores.append((extent, targets))
         self.num_restored_blocks += len(places)
 
     def release(self, places: Iterable[Place]) -> None:
         """A sequence needs what it has swapped out no more."""
-        for chunk in {place.chunk: None for place in places}:
-            self.memory.unpin(chunk)
+        for extent in {place.extent: None for place in places}:
+            self.memory.unpin(extent)
 
-    def finish(self, *, is_planned: bool, wanted: Iterable[Chunk] = ()) -> TierMoves:
-        """The copies of the plan. If there is none, no copy will be made: new chunks are gone.
+    def finish(self, *, is_planned: bool, wanted: Iterable[Extent] = ()) -> TierMoves:
+        """The copies of the plan. If there is none, no copy will be made: new extents are gone.
 
-        The chunks `wanted` by sequences that come next are prefetched, the first `MOST_AHEAD`.
+        The extents `wanted` by sequences that come next are prefetched, the first `MOST_AHEAD`.
         """
         memory = self.memory
         if is_planned:  # what this plan restores goes with a later one at the earliest
             memory.given, memory.dropped = memory.given + memory.dropped, []
-        for chunk, _ in reversed(self._restores):  # so that a beginning outlives what follows it
-            memory.unpin(chunk)
+        for extent, _ in reversed(self._restores):  # so that a beginning outlives what follows it
+            memory.unpin(extent)
         offloads, restores = self._offloads, self._restores
         self._offloads, self._restores = [], []
         if not is_planned:
-            for chunk, _ in offloads:
-                memory.drop(chunk)
+            for extent, _ in offloads:
+                memory.drop(extent)
             return TierMoves([], [], [], [])
-        self._unproven |= {chunk.number: chunk for chunk, _ in offloads}
+        self._unproven |= {extent.number: extent for extent, _ in offloads}
         self.num_offloaded_blocks += sum(len(blocks) for _, blocks in offloads)
-        self.num_prefetch_hits += len({chunk.number for chunk, _ in restores} & self._ahead)
+        self.num_prefetch_hits += len({extent.number for extent, _ in restores} & self._ahead)
         return TierMoves(
             memory.given,
-            [Offload(chunk.number, blocks) for chunk, blocks in offloads],
-            [Restore(chunk.number, blocks) for chunk, blocks in restores],
+            [Offload(extent.number, blocks) for extent, blocks in offloads],
+            [Restore(extent.number, blocks) for extent, blocks in restores],
             self._prefetch(wanted),
         )
 
-    def _prefetch(self, wanted: Iterable[Chunk]) -> list[int]:
-        here = dict.fromkeys(each.number for each in wanted if each in self.memory.chunks)
+    def _prefetch(self, wanted: Iterable[Extent]) -> list[int]:
+        here = dict.fromkeys(each.number for each in wanted if each in self.memory.extents)
         prefetches = list(here)[:MOST_AHEAD]
         self.num_prefetches += len(set(prefetches) - self._ahead)
         self._ahead = set(prefetches)
@@ -346,19 +346,19 @@ class HostBlocks(Tier):
 
     def holds(self, places: Iterable[Place]) -> bool:
         """Whether all of this is there still."""
-        return all(place.chunk in self.memory.chunks for place in places)
+        return all(place.extent in self.memory.extents for place in places)
 
     def reset(self, suspects: Collection[int] = ()) -> None:
-        """The group's pools are lost, and chunks of its that are not proven: were they written?
+        """The group's pools are lost, and extents of its that are not proven: were they written?
 
         So are `suspects`, the numbers of those that a failed step has read.
         """
-        for chunk, _ in self._restores:
-            self.memory.unpin(chunk)
-        for chunk in list(self.memory.chunks):
-            is_written = chunk.is_proven or chunk.writer is not self
-            if not is_written or chunk.number in suspects:
-                self.memory.drop(chunk)
+        for extent, _ in self._restores:
+            self.memory.unpin(extent)
+        for extent in list(self.memory.extents):
+            is_written = extent.is_proven or extent.writer is not self
+            if not is_written or extent.number in suspects:
+                self.memory.drop(extent)
         self._offloads, self._restores = [], []
         self._unproven.clear()
         self._ahead.clear()
@@ -386,20 +386,20 @@ class HostBlocks(Tier):
 
     def _offload(
         self, blocks: Sequence[int], contents: Sequence[CachedPrefix | None]
-    ) -> list[Chunk]:
-        """Chunks of these blocks, each pinned once."""
-        chunks, start = [], 0
-        for size in chunk_sizes(len(blocks)):
-            chunk = self.memory.add(self, contents[start : start + size])
-            self._offloads.append((chunk, list(blocks[start : start + size])))
-            chunks.append(chunk)
+    ) -> list[Extent]:
+        """Extents of these blocks, each pinned once."""
+        extents, start = [], 0
+        for size in extent_sizes(len(blocks)):
+            extent = self.memory.add(self, contents[start : start + size])
+            self._offloads.append((extent, list(blocks[start : start + size])))
+            extents.append(extent)
             start += size
-        return chunks
+        return extents
 
 
-def chunk_sizes(num_blocks: int) -> Iterator[int]:
-    """The sizes of the fewest chunks that hold exactly so many blocks."""
-    for size in CHUNK_SIZES:
+def extent_sizes(num_blocks: int) -> Iterator[int]:
+    """The sizes of the fewest extents that hold exactly so many blocks."""
+    for size in EXTENT_SIZES:
         while num_blocks >= size:
             yield size
             num_blocks -= size
