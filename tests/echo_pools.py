@@ -77,10 +77,10 @@ class EchoPools:
 
 
 class EchoMover:
-    """Moves blocks as calls of `chunk` pairs do, which read all before they write."""
+    """Moves blocks as calls of `per_call` pairs do, which read all before they write."""
 
-    def __init__(self, pools: EchoPools, chunk: int = 2):
-        self.pools, self.chunk = pools, chunk
+    def __init__(self, pools: EchoPools, per_call: int = 2):
+        self.pools, self.per_call = pools, per_call
         self.faults: set[int] = set()  # numbers of calls that fail
         self.num_calls = 0
 
@@ -88,7 +88,7 @@ class EchoMover:
         wide, width = crossing.wide, crossing.narrow_width
         ways, pools = wide.width // width, self.pools
         several = pools.block_tokens(wide.width) // pools.block_tokens(width)
-        for call in calls(crossing.pairs, ways, self.chunk):
+        for call in calls(crossing.pairs, ways, self.per_call):
             self._count()
             writes = []
             for place, pairs in enumerate(call):

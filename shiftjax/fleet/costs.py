@@ -2,8 +2,8 @@
 
 Of `k` narrow groups that are bound, a device gives away all its tokens but the part of the heads
 that it keeps: (k - 1) / k of its bytes. They travel in calls of equal size, turns of one loop on
-the devices: `chunk_blocks` wide blocks of each narrow group, one all-to-all whose result on a
-device is k chunks. All devices send at once, so a move takes as long as its fullest narrow group;
+the devices: `blocks_per_call` wide blocks of each narrow group, one all-to-all whose result on a
+device is k of these. All devices send at once, so a move takes as long as its fullest narrow group;
 gather and scatter read and write the same bytes in the device's memory, twice each with what is in
 between.
 """
@@ -24,7 +24,7 @@ INNER_COPIES = 4  # of the bytes of blocks that stay in their pool: read and wri
 CALL_KERNELS = 2  # a layer: its keys and its values are written; few kernels read all layers'
 
 
-def chunk_blocks(num_blocks: int, ways: int) -> int:
+def blocks_per_call(num_blocks: int, ways: int) -> int:
     """Wide blocks of each narrow group that one call moves, in pools of so many blocks."""
     return max(1, num_blocks // (POOL_SHARE * ways))
 
@@ -43,13 +43,13 @@ class MoveCosts(NamedTuple):
         """Bytes of a block on one device, in every width."""
         return self.block_size * kv_token_bytes(self.layout, self.formats)
 
-    def chunk_blocks(self, ways: int) -> int:
+    def blocks_per_call(self, ways: int) -> int:
         """Wide blocks of each of `ways` narrow groups that one call moves."""
-        return chunk_blocks(self.num_blocks, ways)
+        return blocks_per_call(self.num_blocks, ways)
 
     def call_bytes(self, ways: int) -> int:
         """Bytes that a device receives in one call, its own part and padding included."""
-        return ways * self.chunk_blocks(ways) * self.block_bytes
+        return ways * self.blocks_per_call(ways) * self.block_bytes
 
     def call_seconds(self, ways: int) -> float:
         """Seconds of the devices in one call."""

@@ -60,8 +60,8 @@ class Mover(Protocol):
         ...
 
 
-def calls(pairs: Sequence[Pair], ways: int, chunk: int) -> list[list[list[Pair]]]:
-    """Pairs by place, `ways` lists of at most `chunk`, for one call of the devices after the other.
+def calls(pairs: Sequence[Pair], ways: int, per_call: int) -> list[list[list[Pair]]]:
+    """Pairs by place, `ways` lists of at most `per_call`, for one call of devices after the other.
 
     A call takes as long as a full one, so pairs of a place that is full wait for a later call, and
     those of others go first. A call reads all of its blocks before it writes any; so a pair may not
@@ -75,11 +75,11 @@ def calls(pairs: Sequence[Pair], ways: int, chunk: int) -> list[list[list[Pair]]
         place, blocks, wide = pair
         number = max(has_room[place], read_narrow.get(wide, 0))
         number = max(number, *(read_wide.get(block, 0) for block in blocks))
-        while number < len(found) and len(found[number][place]) == chunk:
+        while number < len(found) and len(found[number][place]) == per_call:
             number += 1
         found += [[[] for _ in range(ways)] for _ in range(len(found), number + 1)]
         found[number][place].append(pair)
-        while has_room[place] < len(found) and len(found[has_room[place]][place]) == chunk:
+        while has_room[place] < len(found) and len(found[has_room[place]][place]) == per_call:
             has_room[place] += 1
         read_wide[wide] = max(number, read_wide.get(wide, 0))
         for block in blocks:

@@ -5,11 +5,11 @@ A device of a wide group has some of the heads that it has in a narrower one, of
 all-to-all for keys and values of all layers, in place in the pools, which are donated. In the order
 of places of the wide group these devices are neighbours (`parallel/grid.py`).
 
-Bytes that a device sends in a call: `chunk` blocks, less the part that it keeps, 1 / ways.
+Bytes that a device sends in a call: `per_call` blocks, less the part that it keeps, 1 / ways.
 Blocks are numbers in an int32 vector, padded with the null block, so any sequences of all groups
 travel together, and nothing is compiled for them.
 
-A chunk is small because it bounds the temporaries, so calls are many where blocks are large. They
+They are few because they bound the temporaries, so calls are many where blocks are large. Calls
 are turns of a loop in one program: to dispatch a program with the pools of all layers on all
 devices takes the host as long as many calls take the devices.
 """
@@ -39,7 +39,7 @@ from shiftjax.device.pool import (
 )
 from shiftjax.device.programs import COMPILE_THREADS
 from shiftjax.device.retarget import load_on
-from shiftjax.fleet.costs import MOST_CALLS, chunk_blocks
+from shiftjax.fleet.costs import MOST_CALLS, blocks_per_call
 from shiftjax.fleet.handover import Copy, Crossing, Pair, calls
 from shiftjax.parallel.grid import Device, Group
 from shiftjax.parallel.layout import Layout
@@ -87,43 +87,43 @@ class Shapes(NamedTuple):
 def widen(
     shapes: Shapes,
     pools: FlatPools,
-    sources: Int[Array, "ways chunk blocks"],
-    targets: Int[Array, "ways chunk"],
+    sources: Int[Array, "ways per_call blocks"],
+    targets: Int[Array, "ways per_call"],
 ) -> FlatPools:
     """On one device: give away narrow blocks of its group, and keep wide blocks of every group."""
     ways, parts, me = shapes.ways, shapes.parts, jax.lax.axis_index("exchange")
-    num, chunk = 2 * shapes.num_layers, targets.shape[1]
+    num, per_call = 2 * shapes.num_layers, targets.shape[1]
     kept = read_blocks(pools, shapes.num_layers, sources[me])
     own = jnp.concatenate(kept).reshape(
-        *(num, chunk, shapes.blocks, shapes.narrow_heads, shapes.narrow_tokens, shapes.head_dim)
+        *(num, per_call, shapes.blocks, shapes.narrow_heads, shapes.narrow_tokens, shapes.head_dim)
     )
-    # [arrays, chunk, blocks, heads, tokens, head_dim]: heads first, and blocks next to tokens
+    # [arrays, per_call, blocks, heads, tokens, head_dim]: heads first, and blocks next to tokens
     split = own.transpose(3, 0, 1, 2, 4, 5)
     size = shapes.wide_tokens, shapes.head_dim
-    split = split.reshape(parts, shapes.wide_heads, num, chunk, *size)
+    split = split.reshape(parts, shapes.wide_heads, num, per_call, *size)
     split = jnp.repeat(split, shapes.copies, axis=0)
-    got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its chunk
-    got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * chunk, -1)
+    got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its part
+    got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)
     return write_blocks(pools, shapes.num_layers, targets.reshape(-1), _like(kept, got))
 
 
 def narrow(
     shapes: Shapes,
     pools: FlatPools,
-    sources: Int[Array, "ways chunk"],
-    targets: Int[Array, "ways chunk blocks"],
+    sources: Int[Array, "ways per_call"],
+    targets: Int[Array, "ways per_call blocks"],
 ) -> FlatPools:
     """On one device: undo `widen`; of heads that several devices keep the first one's are taken."""
     me, num = jax.lax.axis_index("exchange"), 2 * shapes.num_layers
-    kept, chunk = read_blocks(pools, shapes.num_layers, sources), sources.shape[1]
+    kept, per_call = read_blocks(pools, shapes.num_layers, sources), sources.shape[1]
     shape = shapes.wide_heads, shapes.wide_tokens, shapes.head_dim
     own = jnp.concatenate(kept).reshape(num, *sources.shape, *shape)
-    # [arrays, ways, chunk, heads, tokens, head_dim]
+    # [arrays, ways, per_call, heads, tokens, head_dim]
     got = jax.lax.all_to_all(own.transpose(1, 3, 0, 2, 4, 5), "exchange", 0, 0)
     got = got[:: shapes.copies].reshape(
-        shapes.narrow_heads, num, chunk, shapes.blocks, shapes.narrow_tokens, shapes.head_dim
+        shapes.narrow_heads, num, per_call, shapes.blocks, shapes.narrow_tokens, shapes.head_dim
     )
-    got = got.transpose(1, 2, 3, 0, 4, 5).reshape(num, chunk * shapes.blocks, -1)
+    got = got.transpose(1, 2, 3, 0, 4, 5).reshape(num, per_call * shapes.blocks, -1)
     return write_blocks(pools, shapes.num_layers, targets[me].reshape(-1), _like(kept, got))
 
 
@@ -152,7 +152,7 @@ class Exchange(NamedTuple):
     """The two compiled directions of a pair of widths, for one wide group."""
 
     shapes: Shapes
-    chunk: int  # wide blocks of each narrow group in a call
+    per_call: int  # wide blocks of each narrow group in a call
     to_wide: jax.stages.Compiled
     to_narrow: jax.stages.Compiled
 
@@ -169,7 +169,7 @@ def compile_exchange(
     pools = abstract_pools(
         mesh, wide_layout, narrow_pool.num_blocks, shapes.wide_tokens, narrow_pool.dtype
     )
-    chunk = chunk_blocks(narrow_pool.num_blocks, shapes.ways)
+    per_call = blocks_per_call(narrow_pool.num_blocks, shapes.ways)
     exchange, spec = exchange_mesh(mesh, shapes.ways), exchange_spec()
 
     def compiled(function: Any, *sizes: tuple[int, ...]) -> jax.stages.Compiled:
@@ -182,15 +182,15 @@ def compile_exchange(
         )
         return _compiled(mapped, pools, mesh, options, *sizes)
 
-    one = MOST_CALLS, shapes.ways, chunk
+    one = MOST_CALLS, shapes.ways, per_call
     many = *one, shapes.blocks
-    return Exchange(shapes, chunk, compiled(widen, many, one), compiled(narrow, one, many))
+    return Exchange(shapes, per_call, compiled(widen, many, one), compiled(narrow, one, many))
 
 
 class Copies(NamedTuple):
     """The compiled copy of blocks inside the pools of one group."""
 
-    chunk: int  # blocks that a call copies
+    per_call: int  # blocks that a call copies
     step: jax.stages.Compiled
 
 
@@ -214,14 +214,14 @@ def compile_copies(
     """
     sizes = pool.num_blocks, pool.block_size
     abstract = abstract_pools(mesh, layout, *sizes, pool.dtype)
-    chunk = chunk_blocks(pool.num_blocks, 1)
+    per_call = blocks_per_call(pool.num_blocks, 1)
 
-    def copies(pools: FlatPools, numbers: Int[Array, "chunk 2"]) -> FlatPools:
+    def copies(pools: FlatPools, numbers: Int[Array, "per_call 2"]) -> FlatPools:
         kept = read_blocks(pools, layout.model.num_layers, numbers[:, 0])
         return write_blocks(pools, layout.model.num_layers, numbers[:, 1], kept)
 
     return Copies(
-        chunk, _compiled(in_turns(copies), abstract, mesh, options, (MOST_CALLS, chunk, 2))
+        per_call, _compiled(in_turns(copies), abstract, mesh, options, (MOST_CALLS, per_call, 2))
     )
 
 
@@ -254,7 +254,7 @@ class DeviceMover:
         memory = self._memories[crossing.wide]
         exchange = self._exchanges[crossing.wide, crossing.narrow_width]
         step = exchange.to_wide if crossing.to_wide else exchange.to_narrow
-        made = calls(crossing.pairs, exchange.shapes.ways, exchange.chunk)
+        made = calls(crossing.pairs, exchange.shapes.ways, exchange.per_call)
         for some in itertools.batched(made, MOST_CALLS):
             many, one = _numbers(exchange, some)
             numbers = (many, one) if crossing.to_wide else (one, many)
@@ -264,20 +264,20 @@ class DeviceMover:
     def compact(self, copy: Copy) -> None:
         """Dispatch copies inside the pools of a group."""
         memory, copies = self._memories[copy.group], self._copies[copy.group]
-        for part in itertools.batched(copy.blocks, MOST_CALLS * copies.chunk):
-            numbers = np.zeros((MOST_CALLS * copies.chunk, 2), np.int32)
+        for part in itertools.batched(copy.blocks, MOST_CALLS * copies.per_call):
+            numbers = np.zeros((MOST_CALLS * copies.per_call, 2), np.int32)
             numbers[: len(part)] = part
-            count = np.int32(-(-len(part) // copies.chunk))
-            numbers = count, numbers.reshape(MOST_CALLS, copies.chunk, 2)
+            count = np.int32(-(-len(part) // copies.per_call))
+            numbers = count, numbers.reshape(MOST_CALLS, copies.per_call, 2)
             memory.pools = copies.step(memory.pools, *jax.device_put(numbers, memory.everywhere))
 
 
 def _numbers(
     exchange: Exchange, calls: Sequence[Sequence[Sequence[Pair]]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The block numbers of some calls: narrow ones `[calls, ways, chunk, blocks]`, wide ones."""
-    shapes, chunk = exchange.shapes, exchange.chunk
-    one = np.zeros((MOST_CALLS, shapes.ways, chunk), np.int32)
+    """The block numbers of some calls: narrow ones `[calls, ways, per_call, blocks]`, wide ones."""
+    shapes, per_call = exchange.shapes, exchange.per_call
+    one = np.zeros((MOST_CALLS, shapes.ways, per_call), np.int32)
     many = np.zeros((*one.shape, shapes.blocks), np.int32)
     for number, call in enumerate(calls):
         for place, pairs in enumerate(call):
@@ -342,7 +342,7 @@ def _try_out(memory: GroupMemory, made: Exchange | Copies, pool: PoolOptions) ->
     """Move the null block to itself. Raises what makes it fail; pools are then empty ones."""
     try:
         if isinstance(made, Copies):
-            none = np.zeros((MOST_CALLS, made.chunk, 2), np.int32)
+            none = np.zeros((MOST_CALLS, made.per_call, 2), np.int32)
             numbers = jax.device_put((np.int32(1), none), memory.everywhere)
             memory.pools = made.step(memory.pools, *numbers)
         else:

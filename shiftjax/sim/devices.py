@@ -244,7 +244,7 @@ class CostMover:
     def move(self, crossing: Crossing) -> None:
         """Occupy the wide group's units for its calls."""
         ways = crossing.wide.width // crossing.narrow_width
-        num_calls = sum(1 for _ in calls(crossing.pairs, ways, self.costs.chunk_blocks(ways)))
+        num_calls = sum(1 for _ in calls(crossing.pairs, ways, self.costs.blocks_per_call(ways)))
         self.num_bytes += num_calls * self.costs.call_bytes(ways)
         self._occupy(crossing.wide, num_calls * self.costs.call_seconds(ways))
 

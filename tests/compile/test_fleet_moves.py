@@ -1,7 +1,7 @@
 """Moves between the groups of a fleet, compiled for 8 H200s on a machine that has none.
 
 Nothing of a move is as large as a pool: running sequences change hands in the memory that they
-have, and what a call needs besides is bounded by its chunk, however many calls are turns of one
+have, and what a call needs besides is bounded by its blocks, however many calls are turns of one
 program, which is one launch by the host.
 """
 
@@ -30,7 +30,7 @@ from steps import BLOCK_SIZE, CHIP, FLEETS, NUM_DEVICES, Case, device_bytes  # n
 
 POOL_SHARE = 256  # of a pool a call moves one part
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast")
-MOST_CHUNKS = 2.5  # of temporaries: what goes, what comes, and the numbers of blocks
+MOST_COPIES = 2.5  # of temporaries: what goes, what comes, and the numbers of blocks
 
 
 class Pair(NamedTuple):
@@ -79,7 +79,7 @@ def assert_in_place(step: jax.stages.Compiled, mesh: jax.sharding.Mesh, case: Ca
 
 @pytest.mark.parametrize("pair", PAIRS, ids="{0.units}x{0.tp}-{0.narrow}-{0.wide}".format)
 def test_blocks_are_exchanged_in_place_by_one_all_to_all_of_their_bytes(pair, devices):
-    """In both directions: a device gets a chunk of every group, and nothing more."""
+    """In both directions: a device gets its part of every group, and nothing more."""
     narrow, wide, mesh = pair.case(pair.narrow), pair.case(pair.wide), pair.mesh(devices)
     pool = narrow.pool
     with dumped_thunks() as (dump, thunks):
@@ -87,11 +87,11 @@ def test_blocks_are_exchanged_in_place_by_one_all_to_all_of_their_bytes(pair, de
         assert top_level(thunks()) == ["CommandBuffer"]
     block = BLOCK_SIZE * kv_token_bytes(pair.case(1).layout, formats_of("bfloat16"))
     ways = pair.wide // pair.narrow
-    chunk = ways * exchange.chunk * block
-    assert ways * exchange.chunk == pool.num_blocks // POOL_SHARE > 0
+    one = ways * exchange.per_call * block
+    assert ways * exchange.per_call == pool.num_blocks // POOL_SHARE > 0
     for step in (exchange.to_wide, exchange.to_narrow):
-        assert collectives(step.as_text()) == {("all-to-all", chunk): 1}
-        assert step.memory_analysis().temp_size_in_bytes <= MOST_CHUNKS * chunk
+        assert collectives(step.as_text()) == {("all-to-all", one): 1}
+        assert step.memory_analysis().temp_size_in_bytes <= MOST_COPIES * one
         assert_in_place(step, mesh, wide)
 
 
@@ -105,8 +105,8 @@ def test_blocks_are_copied_in_their_pool_without_another_one(fleet, width, devic
         copies = compile_copies(mesh, case.layout, case.pool, ONE_GRAPH | dump)
         assert top_level(thunks()) == ["CommandBuffer"]
     assert collectives(copies.step.as_text()) == {}
-    chunk = (
-        copies.chunk * case.pool.block_size * kv_token_bytes(case.layout, formats_of("bfloat16"))
+    one = (
+        copies.per_call * case.pool.block_size * kv_token_bytes(case.layout, formats_of("bfloat16"))
     )
-    assert copies.step.memory_analysis().temp_size_in_bytes <= MOST_CHUNKS * chunk
+    assert copies.step.memory_analysis().temp_size_in_bytes <= MOST_COPIES * one
     assert_in_place(copies.step, mesh, case)

@@ -33,16 +33,16 @@ def bind(rng: random.Random, num_sequences: int, num_blocks: int) -> list[Pair]:
     return pairs
 
 
-@given(seed=st.integers(0, 1 << 30), chunk=st.integers(1, 5))
-def test_nothing_is_overwritten_before_it_is_read(seed, chunk):
+@given(seed=st.integers(0, 1 << 30), per_call=st.integers(1, 5))
+def test_nothing_is_overwritten_before_it_is_read(seed, per_call):
     """In both directions: there, and back in the opposite order."""
     pairs = bind(random.Random(seed), 40, 30)
     for ordered, to_wide in ((pairs, True), (pairs[::-1], False)):
-        found = calls(ordered, WAYS, chunk)
+        found = calls(ordered, WAYS, per_call)
         assert sorted(pair for call in found for one in call for pair in one) == sorted(ordered)
         written: set[tuple[int, int]] = set()
         for call in found:
-            assert all(len(one) <= chunk for one in call)
+            assert all(len(one) <= per_call for one in call)
             assert all(pair[0] == place for place, one in enumerate(call) for pair in one)
             mine = [pair for one in call for pair in one]
             narrow = {(place, block) for place, blocks, _ in mine for block in blocks}
@@ -51,8 +51,8 @@ def test_nothing_is_overwritten_before_it_is_read(seed, chunk):
             written |= wide if to_wide else narrow
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_places_that_have_the_same_to_move_fill_their_calls(chunk):
+@pytest.mark.parametrize("per_call", [1, 3])
+def test_places_that_have_the_same_to_move_fill_their_calls(per_call):
     """Eight blocks of a sequence on one place do not take eight calls of their own."""
     order = [(place, sequence) for sequence in range(6) for place in range(WAYS)]
     pairs: list[Pair] = [
@@ -60,7 +60,7 @@ def test_places_that_have_the_same_to_move_fill_their_calls(chunk):
         for place, sequence in order
         for i in range(8)
     ]
-    assert len(calls(pairs, WAYS, chunk)) == 6 * 8 // chunk
+    assert len(calls(pairs, WAYS, per_call)) == 6 * 8 // per_call
 
 
 @pytest.mark.parametrize("num_blocks", [13, 40])  # 12 are usable, of which one unit needs all

@@ -169,7 +169,7 @@ def test_the_sampler_moves_pairs_of_every_device_and_a_sum_for_each_digit():
     ],
 )
 def test_a_move_exchanges_the_bytes_of_its_blocks(units, tp, narrow, wide, num_kv_heads):
-    """Each way: a chunk from every narrow group, of which a device's part is one block a block."""
+    """Each way: a part from every narrow group, of which a device's part is one block a block."""
     heads = {"num_heads": 2 * num_kv_heads, "num_kv_heads": num_kv_heads, "num_layers": 3}
     layouts = {
         w: Layout(replace(PRESETS["tiny"], **heads), w, tp, units) for w in (1, narrow, wide)
@@ -178,7 +178,7 @@ def test_a_move_exchanges_the_bytes_of_its_blocks(units, tp, narrow, wide, num_k
     mesh = group_mesh(jax.devices(), Grid(tp, units), Group(0, wide))
     exchange = compile_exchange(mesh, layouts[narrow], layouts[wide], pool)
     block_bytes = 4 * kv_token_bytes(layouts[1], formats_of("float32"))
-    num_bytes = wide // narrow * exchange.chunk * block_bytes
+    num_bytes = wide // narrow * exchange.per_call * block_bytes
     for step in (exchange.to_wide, exchange.to_narrow):
         assert collectives(text_of(step)) == {("all-to-all", num_bytes): 1}
 

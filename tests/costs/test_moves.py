@@ -6,7 +6,7 @@ import pytest
 from test_costs import FLOAT32, PLAIN, TINY
 
 from shiftjax.costs.machine import Transfer
-from shiftjax.fleet.costs import MoveCosts, chunk_blocks
+from shiftjax.fleet.costs import MoveCosts, blocks_per_call
 from shiftjax.parallel.layout import Layout
 
 
@@ -14,7 +14,7 @@ from shiftjax.parallel.layout import Layout
     ("num_blocks", "ways", "blocks"), [(256, 1, 1), (1024, 1, 4), (1024, 2, 2), (1024, 8, 1)]
 )
 def test_a_call_moves_a_256th_of_a_pool_whatever_the_ways(num_blocks, ways, blocks):
-    assert chunk_blocks(num_blocks, ways) == blocks
+    assert blocks_per_call(num_blocks, ways) == blocks
 
 
 def test_tokens_move_in_calls_of_equal_size():

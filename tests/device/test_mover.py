@@ -103,7 +103,7 @@ def random_crossing(rng: random.Random, fleet: Moved, pools: EchoPools) -> Cross
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_move_as_the_definition_of_the_layouts_has_it(shape):
-    """Against NumPy, head by head; whatever the two widths, ragged ends and chunks."""
+    """Against NumPy, head by head; whatever the two widths, ragged ends and calls."""
     fleet, rng = make_fleet(*SHAPES[shape]), random.Random(3)
     widths = sorted(fleet.layouts)
     pools = EchoPools(fleet.layouts, fleet.grid, NUM_BLOCKS, UNIT_BLOCK)
@@ -115,11 +115,11 @@ def test_blocks_move_as_the_definition_of_the_layouts_has_it(shape):
             np.random.default_rng(number).permutation(pools.cells.size).reshape(pools.cells.shape)
         )
         replicate_heads(pools, crossing)
-        chunk = fleet.mover._exchanges[crossing.wide, crossing.narrow_width].chunk
+        per_call = fleet.mover._exchanges[crossing.wide, crossing.narrow_width].per_call
         before = pools.cells.copy()
         for memory in widest:
             set_pools(memory, before, head_dim)
-        EchoMover(pools, chunk).move(crossing)
+        EchoMover(pools, per_call).move(crossing)
         fleet.mover.move(crossing)
         for memory in widest:
             check_pools(memory, pools.cells, before, head_dim)
@@ -136,7 +136,7 @@ def test_blocks_are_copied_in_the_pools_of_one_group_alone(shape):
         set_pools(fleet.memories[each], cells, head_dim)
     numbers = random.Random(5).sample(range(1, NUM_BLOCKS), 2 * 70)
     copies = list(zip(numbers[:70], numbers[70:], strict=True))
-    assert len(copies) > fleet.mover._copies[group].chunk
+    assert len(copies) > fleet.mover._copies[group].per_call
     fleet.mover.compact(Copy(group, copies))
     check_pools(fleet.memories[other], cells, cells, head_dim)
     for device in fleet.grid.devices_of(group):

@@ -222,8 +222,8 @@ HANDOVER_ROWS = (
     ),
     Mutant(
         "a call has a pair too many", "handover", HANDOVER,
-        "while number < len(found) and len(found[number][place]) == chunk:",
-        "while number < len(found) and len(found[number][place]) > chunk:",
+        "while number < len(found) and len(found[number][place]) == per_call:",
+        "while number < len(found) and len(found[number][place]) > per_call:",
         (TEST_HANDOVER,), "the arrays of a call have no place for it",
     ),
     Mutant(

@@ -251,8 +251,8 @@ EXCHANGE_ROWS = (
 MOVER_ROWS = (
     Mutant(
         "blocks of groups are laid in the order of calls", "mover", MOVER,
-        "got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * chunk, -1)",
-        "got = got.transpose(2, 3, 0, 1, 4, 5).reshape(num, ways * chunk, -1)",
+        "got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)",
+        "got = got.transpose(2, 3, 0, 1, 4, 5).reshape(num, ways * per_call, -1)",
         (TEST_MOVER,), "sequences of two groups change places",
     ),
     Mutant(
@@ -262,8 +262,8 @@ MOVER_ROWS = (
     ),
     Mutant(
         "the last copies are left out", "mover", MOVER,
-        "count = np.int32(-(-len(part) // copies.chunk))",
-        "count = np.int32(len(part) // copies.chunk)",
+        "count = np.int32(-(-len(part) // copies.per_call))",
+        "count = np.int32(len(part) // copies.per_call)",
         (TEST_MOVER,), "a table points at blocks that were not copied",
     ),
     Mutant(

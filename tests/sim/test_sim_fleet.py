@@ -155,16 +155,16 @@ def test_bytes_of_a_move_are_those_of_its_calls(ways):
     deployment = fleet()
     costs, clock, units = costs_of(deployment), Clock(), Units(8)
     mover = CostMover(costs, clock, units, host_seconds=0.25)
-    chunk, calls = costs.chunk_blocks(ways), 3
+    per_call, calls = costs.blocks_per_call(ways), 3
     numbers = iter(range(1, 10_000))
     pairs = [
         (place, tuple(next(numbers) for _ in range(ways)), 5000 + n * ways + place)
-        for n in range(calls * chunk)
+        for n in range(calls * per_call)
         for place in range(ways)
     ]
     wide = Group(0, ways)
     mover.move(Crossing(wide, 1, True, pairs))
-    tokens = calls * chunk * ways * deployment.block_size  # of one unit
+    tokens = calls * per_call * ways * deployment.block_size  # of one unit
     assert mover.num_bytes == tokens * kv_token_bytes(deployment.layout, deployment.formats)
     assert mover.seconds == pytest.approx(costs.seconds(tokens, ways))
     assert clock.now == 0.25
