@@ -32,7 +32,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     @method
     async def Generate(self, request: pb.GenerateRequest, context: aio.ServicerContext) -> None:
         """Stream what comes. A client that does not read in time is dropped."""
-        limit = WriteLimit(self._service.options.write_timeout)
+        limit = WriteLimit()
         with await self._start(request, context, stream=True) as generation, limit:
             (handle,) = generation.handles
             accepted = pb.Accepted(

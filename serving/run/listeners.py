@@ -13,6 +13,7 @@ from serving.http.protocol import BoundedProtocol, tune
 from serving.rpc.admin import AdminServicer
 from serving.rpc.listen import GrpcServer
 from serving.run.access import bind, read_admin_token
+from serving.server import write_limit
 from serving.server.service import Service
 from serving.server.tls import Certificates
 
@@ -77,7 +78,7 @@ class Server:
     async def _start_http(self) -> None:
         options, certificates = self.service.options, self.certificates
         self._socket = bind(options.host, options.port)
-        tune(self._socket, options.write_timeout)
+        tune(self._socket, write_limit.WRITE_SECONDS)
         app = make_app(self.service, self._keys)
         config = uvicorn.Config(
             app,

@@ -332,7 +332,6 @@ def served_encoder(embedder: "Embedder", options: ServerOptions) -> ServedModel:
     info = {
         "mesh": f"devices={embedder.num_devices}",
         "dtype": str(embedder.dtype),
-        "instances": str(options.instances),
     }
     names = names_of(options.served_model_name or embedder.config.model.model)
     runner, reader = embedder.runner, embedder.reader

@@ -7,21 +7,20 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from serving.server.async_requests import AsyncRequests, Watches
-from serving.server.embed_instances import Instances
-from serving.server.embed_thread import EmbedTurn
+from serving.server.embed_thread import EmbedThread, EmbedTurn
 from serving.server.errors import ServeError
 from serving.server.options import ServerOptions
 from shiftjax.core.engine import EngineStats
 from shiftjax.core.limits import RequestLimits
-from shiftjax.embed.engine import EmbedRunner, EmbedStats, Text
+from shiftjax.embed.engine import EmbedEngine, EmbedRunner, EmbedStats, Text
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +29,7 @@ class EmbedObserver(Watches, Protocol):
     """What metrics and the page want to hear of."""
 
     def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
-        """An instance has finished a turn; `before` are its counters until then."""
-        ...
-
-    def moved(self, num_texts: int) -> None:
-        """Texts of an instance that was taken out went to others."""
+        """A turn has ended; `before` are the counters until then."""
         ...
 
     def embedding_ended(self, num_tokens: int, seconds: float, error: ServeError | None) -> None:
@@ -62,11 +57,18 @@ class Job:
             self.future.set_exception(error)
 
 
+class _Place(NamedTuple):
+    """Where the embedding of a text belongs."""
+
+    job: Job
+    row: int
+    num_tokens: int
+
+
 class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
     """Texts go in through `embed` on the event loop, and come back as a matrix.
 
-    `options` say how much may wait, and how many instances share the work. All methods are for
-    the loop's thread.
+    `options` say how much may wait. All methods are for the loop's thread.
     """
 
     def __init__(
@@ -80,10 +82,12 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         longest = runner.shape.widths[-1]
         self.request_limits = RequestLimits(vocab_size, longest, num_kv_tokens=longest)
         self.hidden_size = runner.shape.hidden_size
-        number, stall_seconds = self._options.instances, self._options.stall_timeout
-        self._threads = self._instances = Instances(runner, number, stall_seconds, self)
+        self._threads = self._thread = EmbedThread(runner, self._loop, self._deliver)
+        self._thread.start()
         self._keys = itertools.count()
-        self._places: dict[int, tuple[Job, int]] = {}  # of texts that have not come out
+        self._places: dict[Hashable, _Place] = {}  # of texts that have not come out
+        self._num_tokens = 0  # of these texts
+        self._embed_stats = EmbedStats()
         self._num_coming = 0  # requests that are being tokenized
 
     # ------------------------------------------------------------------ requests
@@ -94,7 +98,7 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         num_open = self._num_coming + len(self.handles)
         if num_requests and num_open >= self._options.max_num_queued_reqs:
             raise ServeError("queue_full", f"The queue is full: {num_open} requests wait.")
-        waiting = self._instances.num_tokens
+        waiting = self._num_tokens
         if waiting and waiting + num_tokens > self._options.max_num_queued_tokens:
             raise ServeError("queue_full", f"The queue is full: {waiting} tokens wait.")
 
@@ -132,12 +136,14 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         self.counts.accepted += 1
         self._quiet.clear()
         keys = [next(self._keys) for _ in texts]
-        self._places.update({key: (job, place) for place, key in enumerate(keys)})
+        places = (_Place(job, row, len(ids)) for row, ids in enumerate(texts))
+        self._places.update(zip(keys, places, strict=True))
+        self._num_tokens += num_tokens
         error: ServeError | None = ServeError("cancelled", "The client closed the request.")
         try:
-            self._instances.put(
-                Text(key, ids, priority, arrival) for key, ids in zip(keys, texts, strict=True)
-            )
+            pairs = zip(keys, texts, strict=True)
+            asked = [Text(key, ids, priority, arrival) for key, ids in pairs]
+            self._thread.post(lambda engine: _add(engine, asked))
             async with asyncio.timeout(timeout):
                 await job.future
             error = None
@@ -149,9 +155,9 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
             error = known
             raise
         finally:
-            self._instances.cancel(keys)
-            for key in keys:
-                self._places.pop(key, None)
+            left = [key for key in keys if self._leave_place(key) is not None]
+            if left:
+                self._thread.post(lambda engine: _cancel(engine, left))
             self._close(job, num_tokens, time.monotonic() - arrival, error)
 
     def _admit(self, name: str, num_tokens: int) -> None:
@@ -178,33 +184,58 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         job.fail(ServeError("aborted", "The request was aborted by an administrator."))
         return "ABORTED"
 
-    # ------------------------------------------------------------------ from the instances
+    def _leave_place(self, key: Hashable) -> _Place | None:
+        """Expect a text no more; None if nobody does."""
+        place = self._places.pop(key, None)
+        if place is not None:
+            self._num_tokens -= place.num_tokens
+        return place
 
-    def take(self, key: int, embedding: np.ndarray | None, error: str | None) -> None:
+    # ------------------------------------------------------------------ from the thread
+
+    def _deliver(self, turn: EmbedTurn) -> None:
+        before, self._embed_stats = self._embed_stats, turn.stats
+        for key, embedding, error, _ in turn.results:
+            place = self._leave_place(key)
+            if place is not None:  # else it was cancelled
+                self._enter(place, embedding, error)
+        self._tell(lambda observer: observer.embedded(turn, before))
+        if turn.failure is not None:
+            self.lost(turn.failure)
+
+    def _enter(self, place: _Place, embedding: np.ndarray | None, error: str | None) -> None:
         """Enter what became of a text into its request."""
-        job, place = self._places.pop(key)
+        job = place.job
         if embedding is None:
-            job.fail(ServeError("internal", f"input[{place}]: {error}"))
+            job.fail(ServeError("internal", f"input[{place.row}]: {error}"))
             return
-        job.found[place] = embedding
+        job.found[place.row] = embedding
         job.num_left -= 1
         if not job.num_left and not job.future.done():
             job.future.set_result(None)
 
-    def turned(self, turn: EmbedTurn, before: EmbedStats) -> None:
-        """Tell the observers of a turn."""
-        self._tell(lambda observer: observer.embedded(turn, before))
-
-    def moved(self, num_texts: int) -> None:
-        """Tell the observers of texts that went to another instance."""
-        self._tell(lambda observer: observer.moved(num_texts))
-
-    # ------------------------------------------------------------------ the threads
+    # ------------------------------------------------------------------ the thread
 
     @property
     def stats(self) -> EngineStats:
         """Texts that run and wait; there are no modes and no KV blocks."""
-        return self._instances.stats
+        stats = self._embed_stats
+        running = min(stats.num_running, len(self._places))
+        waiting = len(self._places) - running
+        failed = stats.num_failed_steps
+        return EngineStats(running, waiting, self._num_tokens, 0.0, {}, {}, failed, {}, 0, 0, 0, {})
 
     async def _leave(self) -> bool:
-        return await self._instances.close()
+        return not self._thread.is_alive or await self._loop.run_in_executor(
+            None, self._thread.stop
+        )
+
+
+def _add(engine: EmbedEngine, texts: Sequence[Text]) -> None:
+    for text in texts:
+        engine.add(text)
+
+
+def _cancel(engine: EmbedEngine, keys: Sequence[Hashable]) -> None:
+    for key in keys:
+        engine.cancel(key)

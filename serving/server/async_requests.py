@@ -41,7 +41,7 @@ class Open(Protocol):
 
 
 class Threads(Protocol):
-    """One thread, or several, that step."""
+    """The thread that steps."""
 
     @property
     def is_alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""A thread that embeds: texts go in, turns come out. Several may share one runner. No JAX."""
+"""A thread that embeds: texts go in, turns come out. No JAX."""
 
 import asyncio
 import time
@@ -10,9 +10,8 @@ from shiftjax.embed.engine import Embedded, EmbedEngine, EmbedRunner, EmbedStats
 
 
 class EmbedTurn(NamedTuple):
-    """What one turn of an instance brought."""
+    """What one turn brought."""
 
-    instance: int
     at: float  # time.monotonic() after it
     results: list[Embedded]
     stats: EmbedStats
@@ -20,22 +19,20 @@ class EmbedTurn(NamedTuple):
 
 
 class EmbedThread(WorkerThread[EmbedEngine, EmbedTurn]):
-    """Runs an `EmbedEngine` of its own."""
+    """Runs an `EmbedEngine`."""
 
     def __init__(
         self,
-        number: int,
         runner: EmbedRunner,
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[EmbedTurn], None],
     ):
-        super().__init__(f"embed-{number}", EmbedEngine(runner), loop, deliver)
-        self.number = number
+        super().__init__("embed", EmbedEngine(runner), loop, deliver)
 
     def _turn(self) -> EmbedTurn:
         results = self.engine.step(time.monotonic())
         self.progress_at = time.monotonic()
-        return EmbedTurn(self.number, self.progress_at, results, self.engine.stats)
+        return EmbedTurn(self.progress_at, results, self.engine.stats)
 
     def _last_turn(self, failure: BaseException) -> EmbedTurn:
-        return EmbedTurn(self.number, time.monotonic(), [], self.engine.stats, failure)
+        return EmbedTurn(time.monotonic(), [], self.engine.stats, failure)

@@ -128,10 +128,9 @@ async def _prepare(
     _check_common(fields, longest)
     if unknown and service.options.strict:
         raise invalid(unknown[0], "is not a field of this request", "unknown_parameter")
-    limits = [t for t in (timeout, service.options.request_timeout) if t is not None]
-    if limits and min(limits) <= 0:
+    if timeout is not None and timeout <= 0:
         raise ServeError("deadline", "The deadline had passed when the request came.")
-    deadline = time.monotonic() + min(limits) if limits else None
+    deadline = None if timeout is None else time.monotonic() + timeout
     most = fields.truncate_prompt_tokens
     truncate_to = longest if most == -1 else most or 0
     prompt_name = fields.prompt_name if isinstance(fields, EmbeddingFields) else None
@@ -160,13 +159,16 @@ def unit(matrix: np.ndarray) -> np.ndarray:
 
 
 def _check_dimensions(dimensions: int | None, service: "Service") -> None:
-    allowed = service.options.matryoshka_dimensions or ()
+    model, _ = service.embedding()
+    assert model.reader is not None
+    allowed = model.reader.pooling.dimensions
     if dimensions is None or dimensions in allowed:
         return
     if not allowed:
-        words = "needs a model that was trained for it (setting matryoshka_dimensions)"
+        words = "needs a model whose config.json has matryoshka_dimensions"
         raise invalid("dimensions", words, "unsupported_parameter")
-    raise invalid("dimensions", f"must be one of {', '.join(map(str, allowed))}")
+    known = f"1 to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+    raise invalid("dimensions", f"must be one of {known}")
 
 
 def inputs_of(given: str | list[Any]) -> list[Input]:

@@ -9,7 +9,6 @@ from shiftjax.embed.engine import EmbedStats
 FILL_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 TABLE = (
     Declared("embedding_texts", "Texts that came out of an embedder.", labels=("outcome",)),
-    Declared("embedding_texts_moved", "Texts of an instance that stalled or ended."),
     Declared("embedding_queue_time_seconds", "Arrival of a text to its step.", FIRST_TOKEN_BUCKETS),
     Declared("embedding_rows_fill", "Tokens of texts over tokens computed.", FILL_BUCKETS),
 )
@@ -27,7 +26,7 @@ class EmbeddingMetrics(Records):
         self._requests.rejected(error)
 
     def embedded(self, turn: EmbedTurn, before: EmbedStats) -> None:
-        """An instance has finished a turn; `before` are its counters until then."""
+        """A turn has ended; `before` are the counters until then."""
         computed = turn.stats.num_computed_tokens - before.num_computed_tokens
         if computed:
             real = turn.stats.num_tokens - before.num_tokens
@@ -35,10 +34,6 @@ class EmbeddingMetrics(Records):
         for result in turn.results:
             self.count("embedding_texts", 1, "ok" if result.error is None else "error")
             self.observe("embedding_queue_time_seconds", result.queue_seconds)
-
-    def moved(self, num_texts: int) -> None:
-        """Texts went from one instance to others."""
-        self.count("embedding_texts_moved", num_texts)
 
     def embedding_ended(self, num_tokens: int, seconds: float, error: ServeError | None) -> None:
         """A request has ended."""

@@ -25,6 +25,7 @@ NUM_PROBES = 16  # tokens, or runs of forced ones, that are tried
 MAX_REASON = 200  # characters of llguidance's words in an error
 MOST_FORCED = 64
 NUM_THREADS = 2
+TIMEOUT = 2.0  # seconds that compiling a grammar or schema may take
 UNMATCHABLE = "nothing can match it"
 TOO_LARGE = "it is too large or ambiguous: it exceeds the limits of this server"
 _REASONS = (  # parts of llguidance's words, and ours
@@ -134,9 +135,9 @@ def _allows(mask: np.ndarray, token_id: int) -> bool:
 class Grammars:
     """Compiles constraints in threads, with a time limit, and keeps the last ones."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, timeout: float):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, timeout: float = TIMEOUT):
         self._num_words = -(-vocab_size // 32)
-        self._timeout = timeout
+        self.timeout = timeout  # seconds that compiling one may take
         self._tokenizer = tokenizer
         self._compiled: OrderedDict[GrammarSource, GrammarState] = OrderedDict()
         self._llguidance: llguidance.LLTokenizer | None = None
@@ -157,7 +158,7 @@ class Grammars:
             raise _refusal(source, f"is larger than {most} bytes")
         work = self._threads.submit(self.prepare, source, num)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 return await asyncio.wrap_future(work)
         except TimeoutError:
             work.cancel()  # if it has not begun
@@ -201,7 +202,7 @@ class Grammars:
         with self._lock:
             trial = self._trials.pop() if self._trials else Trial()
         try:
-            return trial.survives(grammar, self._timeout)
+            return trial.survives(grammar, self.timeout)
         except OSError:
             raise _too_busy() from None
         finally:

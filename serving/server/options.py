@@ -49,12 +49,6 @@ class ServerOptions:
         8 * MEBIBYTE, "largest body of a request", low=1024, high=64 * MEBIBYTE
     )
     max_logprobs: int = option(20, "most log-probabilities per token", low=0, high=20)
-    request_timeout: float | None = option(
-        None, "seconds until any request is ended; default: none", low=0.001, high=86400.0
-    )
-    write_timeout: float = option(
-        30.0, "seconds until a client that does not read is dropped", low=0.01, high=3600.0
-    )
     stall_timeout: float = option(
         10.0, "seconds without a step, with work, until progress is denied", low=0.01, high=3600.0
     )
@@ -70,9 +64,6 @@ class ServerOptions:
         "routers to look elsewhere",
         low=0.0,
         high=3600.0,
-    )
-    grammar_timeout: float = option(
-        2.0, "seconds that compiling a grammar or schema may take", low=0.01, high=60.0
     )
     stream_interval: int = option(
         1,
@@ -107,12 +98,6 @@ class ServerOptions:
     profile_dir: str | None = option(
         None, "folder for the profiles that the Admin service makes; default: none are made"
     )
-    instances: int = option(
-        1, "threads that embed, over one copy of the weights of an encoder", low=1, high=64
-    )
-    matryoshka_dimensions: tuple[int, ...] | None = option(
-        None, "lengths to which embeddings may be cut; default: none, the model must be made for it"
-    )
     ui: bool = option(True, "serve the page /ui")
     chat_template: str | None = option(
         None, "Jinja template of chats: a file, or the text itself; default: the model's own"
@@ -127,22 +112,16 @@ class ServerOptions:
 
 
 SERVER_SETTINGS = settings_of(ServerOptions)
-# Settings that one task alone has a use for; all others are of both.
+# Settings that an encoder has no use for; all others are of both tasks.
 SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
-    {
-        "max_logprobs": "generate",
-        "grammar_timeout": "generate",
-        "stream_interval": "generate",
-        "tool_parser": "generate",
-        "reasoning_parser": "generate",
-        "chat_template": "generate",
-        "kv_events": "generate",
-        "kv_events_endpoint": "generate",
-        "kv_events_topic": "generate",
-        "kv_events_replay": "generate",
-        "instances": "embed",
-        "matryoshka_dimensions": "embed",
-    }
+    dict.fromkeys(
+        (
+            *("max_logprobs", "stream_interval", "tool_parser", "reasoning_parser"),
+            *("chat_template", "kv_events", "kv_events_endpoint", "kv_events_topic"),
+            "kv_events_replay",
+        ),
+        "generate",
+    )
 )
 
 
@@ -159,10 +138,6 @@ def names_of(given: str | None) -> tuple[str, ...]:
 def check_server(options: ServerOptions, model: ModelConfig, task: Task) -> None:
     """Raise ConfigError for settings that are of no use for this model and task."""
     problems = idle_settings(asdict(options), SERVER_SETTINGS, SERVER_TASKS, model, task)
-    longest = max(options.matryoshka_dimensions or (0,))
-    if not problems and longest > model.hidden_size:
-        words = f"is beyond the {model.hidden_size} of {model.name}'s embeddings"
-        problems.append(f"matryoshka_dimensions = {longest} {words}")
     if problems:
         raise ConfigError(problems)
 
@@ -185,8 +160,6 @@ def server_problems(options: ServerOptions) -> list[str]:
     if options.root_path is not None and _ROOT.fullmatch(options.root_path) is None:
         problems.append("root_path must be as /llm, without a slash at its end")
     problems += _kv_event_problems(options)
-    if any(each < 1 for each in options.matryoshka_dimensions or ()):
-        problems.append("matryoshka_dimensions must be positive")
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.metrics_prefix) is None:
         problems.append("metrics_prefix must be letters, digits and _: it begins names of metrics")
     return problems

@@ -113,8 +113,7 @@ class Service:
         texts = Texts(model.tokenizer, model.template, longest, self._threads)
         self._prompts = Prompts(texts, Dialogue(model.tokenizer, model.template, self.options))
         if model.tokenizer is not None and model.task == "generate":
-            vocab_size, timeout = engine.request_limits.vocab_size, self.options.grammar_timeout
-            self.grammars = Grammars(model.tokenizer, vocab_size, timeout)
+            self.grammars = Grammars(model.tokenizer, engine.request_limits.vocab_size)
         counts = model.num_programs, model.num_compiles
         self.metrics.collectors += [
             partial(feature_metrics, engine),
@@ -263,8 +262,7 @@ class Service:
     ) -> Generation:
         arrival, fields = time.monotonic(), wish.fields
         model = self.model_named(fields.model)
-        limits = [t for t in (timeout, self.options.request_timeout) if t is not None]
-        if limits and min(limits) <= 0:
+        if timeout is not None and timeout <= 0:
             raise ServeError("deadline", "The deadline had passed when the request came.")
         _check_server_limits(wish, self.options)
         is_chat = isinstance(fields, ChatFields)
@@ -288,7 +286,7 @@ class Service:
             )
             for index, (_, ids) in enumerate(prompts)
         ]
-        rest = min(limits) - (time.monotonic() - arrival) if limits else None
+        rest = None if timeout is None else timeout - (time.monotonic() - arrival)
         texts = [text for text, _ in prompts]
         streams = bool(fields.stream)
         visible, parser = self.dialogue.visible(wish), self.dialogue.parser(wish, prompts[0][1])

@@ -92,9 +92,6 @@ class Timeline:
         for past in self._past.values():
             past.count(at, **counts)
 
-    def moved(self, num_texts: int) -> None:
-        """Texts that went to another instance leave no trace here."""
-
     def embedding_ended(self, num_tokens: int, seconds: float, error: ServeError | None) -> None:
         """Nor do requests for embeddings, which have no phases."""
 

@@ -3,17 +3,19 @@
 import asyncio
 from collections.abc import Awaitable
 
+WRITE_SECONDS = 30.0  # until a client that does not read is dropped
+
 
 class WriteLimit:
     """Use as a context manager in the task that writes; `await limit(write)` raises TimeoutError.
 
-    One timer looks now and then whether a write has taken more than `seconds`, so a late write ends
-    after one to two times that long. (`asyncio.timeout` around every token's write took a tenth of
-    the server's time.)
+    One timer looks now and then whether a write has taken more than `WRITE_SECONDS`, so a late
+    write ends after one to two times that long. (`asyncio.timeout` around every token's write took
+    a tenth of the server's time.)
     """
 
-    def __init__(self, seconds: float):
-        self._seconds = seconds
+    def __init__(self):
+        self._seconds = WRITE_SECONDS
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the write that runs began
         self._is_late = False

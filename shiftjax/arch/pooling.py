@@ -1,5 +1,6 @@
 """How an encoder's hidden states become the embedding of a text. No JAX."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ class Pooling:
     max_length: int  # tokens of a text, special ones included
     prompts: tuple[tuple[str, str], ...] = ()  # (name, text that is put before an input)
     default_prompt: str | None = None  # name of the prompt of inputs that name none
+    dimensions: Sequence[int] = ()  # lengths to which embeddings may be cut (matryoshka)
 
     def prompt(self, name: str | None) -> str:
         """Return the text before an input. Raises KeyError for a name that is not known."""

@@ -1,5 +1,6 @@
 """`config.json` of BERT-like encoders to ModelConfig and back; how their texts are pooled."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,23 @@ def read_pooling(directory: Path | None, config: ModelConfig) -> Pooling:
     prompts, default = _prompts(directory / "config_sentence_transformers.json")
     most = _max_length(directory / "sentence_bert_config.json")
     longest = min(config.max_position_embeddings, most or config.max_position_embeddings)
-    return Pooling(kind, normalize, longest, tuple(prompts.items()), default)
+    dimensions = _dimensions(directory / "config.json", config.hidden_size)
+    return Pooling(kind, normalize, longest, tuple(prompts.items()), default, dimensions)
+
+
+def _dimensions(path: Path, hidden_size: int) -> Sequence[int]:
+    """`matryoshka_dimensions` of a config.json; all lengths where it has `is_matryoshka` alone."""
+    if not path.is_file():
+        return ()
+    fields = Fields(read_json(path), str(path))
+    found = fields.data.get("matryoshka_dimensions")
+    if found is None:
+        return range(1, hidden_size + 1) if fields.flag("is_matryoshka") else ()
+    is_list = isinstance(found, list) and all(type(each) is int for each in found)
+    if not is_list or not all(0 < each <= hidden_size for each in found):
+        fields.problem(f"matryoshka_dimensions must be numbers up to {hidden_size}: {found!r}")
+    fields.raise_problems()
+    return tuple(found)
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:

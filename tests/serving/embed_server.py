@@ -22,7 +22,7 @@ class EmbedServer(InThread[AsyncEmbedder]):
 
         async def settle() -> None:
             async with asyncio.timeout(10):
-                while self.engine.handles or self.engine._instances.has_work:
+                while self.engine.handles or self.engine._places:
                     await asyncio.sleep(0.005)
 
         self.on_loop(settle())

@@ -189,12 +189,12 @@ def running_server(
     tokenizer: Tokenizer | None = None,
     num_compiles: Callable[[], int] = lambda: 0,
     kv_events: KvEvents | None = None,
+    grammar_timeout: float = 60.0,  # a busy machine shall not change answers
     **options,
 ) -> Iterator[Running]:
     """A server over an engine; at the end it must stop cleanly and hold nothing."""
     engine = engine or make_engine()
     tokenizer = tokenizer or byte_tokenizer()
-    options.setdefault("grammar_timeout", 60.0)  # a busy machine shall not change answers
 
     def open_engine(service: Service) -> AsyncEngine:
         observers, settings = service.observers, service.options
@@ -202,6 +202,8 @@ def running_server(
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
         model = ServedModel(("echo", "echo-alias"), tokenizer, template, num_compiles=num_compiles)
         service.open(model, async_engine)
+        if service.grammars is not None:
+            service.grammars.timeout = grammar_timeout
         return async_engine
 
     with server_in_thread(open_engine, **options) as opened:

@@ -36,11 +36,16 @@ class Served:
         inside: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         uds: Path | None = None,
+        before: str = "",
         **limits: int | str,
     ):
-        """`inside`: a command that runs the server's; `uds`: where a bridge to its port listens."""
+        """`inside`: a command that runs the server's; `uds`: where a bridge to its port listens.
+
+        `before`: Python that runs first in the process.
+        """
         self.port, self.grpc_port, self.admin_port = port or free_port(), free_port(), free_port()
-        command = [sys.executable, "-m", "serving.cli.main", "serve", "--model", str(directory)]
+        start = f"{before}\nfrom serving.cli.main import main\nraise SystemExit(main())"
+        command = [sys.executable, "-c", start, "serve", "--model", str(directory)]
         command += ["--sp=2", "--tp=1", "--dtype=float32", "--max-model-len=64", "--block-size=4"]
         command += ["--num-blocks=64", "--max-num-seqs=4", "--max-num-batched-tokens=16"]
         command += ["--token-buckets=16", f"--cache-dir={cache_dir}", f"--port={self.port}"]

@@ -104,6 +104,27 @@ def test_prompts_that_are_none(tmp_path, data, words):
         read_pooling(tmp_path, TINY)
 
 
+@pytest.mark.parametrize(
+    ("data", "dimensions"),
+    [
+        ({}, ()),
+        ({"is_matryoshka": True}, range(1, 65)),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [16, 64]}, (16, 64)),
+        ({"matryoshka_dimensions": [32]}, (32,)),
+    ],
+)
+def test_the_checkpoint_says_to_which_lengths_embeddings_may_be_cut(tmp_path, data, dimensions):
+    write_json(tmp_path / "config.json", data)
+    assert read_pooling(tmp_path, TINY).dimensions == dimensions
+
+
+@pytest.mark.parametrize("wrong", [[16, 65], [0], ["16"], 16])
+def test_a_length_beyond_the_embedding_is_no_length(tmp_path, wrong):
+    write_json(tmp_path / "config.json", {"matryoshka_dimensions": wrong})
+    with pytest.raises(CheckpointError, match="matryoshka_dimensions must be numbers up to 64"):
+        read_pooling(tmp_path, TINY)
+
+
 def write(directory: Path, pooling: dict, modules: tuple[str, ...]) -> None:
     write_json(directory / "pool" / "config.json", pooling)
     entries = [{"type": f"sentence_transformers.models.{m}", "path": "pool"} for m in modules]

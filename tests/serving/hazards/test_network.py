@@ -89,10 +89,11 @@ def stranger(served: Served):
 def test_a_client_that_vanishes_without_a_word(model, cache_dir, expected, namespaces, tmp_path):
     """The cable is pulled, the client killed: nothing says so. Its requests end all the same."""
     path = tmp_path / "http"
-    options = {"inside": inside("ip link set lo up", flags="-rn"), "uds": path}
-    flags = ("--host=0.0.0.0", "--write-timeout=1")
+    before = "from serving.server import write_limit\nwrite_limit.WRITE_SECONDS = 1.0"
+    inside_network = inside("ip link set lo up", flags="-rn")
+    options = {"inside": inside_network, "uds": path, "before": before}
     with (
-        serve(model[0], cache_dir, *flags, fault=SLOW, **options) as served,
+        serve(model[0], cache_dir, "--host=0.0.0.0", fault=SLOW, **options) as served,
         bridge(served, path, "127.0.0.1", served.port),
     ):
         served.wait_for("/health/ready", 200)

@@ -10,7 +10,7 @@ from kit import CHAT, COMPLETION, USER, Running, read_all, running_server
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from serving.server import handle
+from serving.server import handle, write_limit
 from serving.server.schema import read_completion
 
 LONG = {"prompt": "long " * 10, "max_tokens": 150, "seed": 1, "ignore_eos": True}
@@ -27,8 +27,10 @@ def send_and_never_read(server: Running, connection: socket.socket, path: str, b
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(write_timeout=1.0) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_limit, "WRITE_SECONDS", 1.0)
+        with running_server() as running:
+            yield running
 
 
 def test_a_slow_reader_is_dropped(server, client, load):
@@ -43,10 +45,11 @@ def test_a_slow_reader_is_dropped(server, client, load):
         assert not read_all(connection).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_a_slow_reader_over_grpc_is_dropped():
+def test_a_slow_reader_over_grpc_is_dropped(monkeypatch):
+    monkeypatch.setattr(write_limit, "WRITE_SECONDS", 0.3)
     small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]  # windows
     with (
-        running_server(write_timeout=0.3) as server,
+        running_server() as server,
         grpc.insecure_channel(server.server.grpc.address, options=small) as channel,
     ):
         server.runner.step_seconds = 0.01  # the engine takes longer than the server waits
@@ -76,10 +79,11 @@ def test_a_reader_who_never_comes_is_bounded(monkeypatch):
         server.assert_quiescent()
 
 
-def test_a_big_answer_that_nobody_reads_is_dropped():
+def test_a_big_answer_that_nobody_reads_is_dropped(monkeypatch):
     """An answer that does not stream lies in the socket's buffers until the system gives up."""
     body = {"prompt": "x", "max_tokens": 200, "n": 64, "logprobs": 20, "ignore_eos": True}
-    with running_server(grpc=False, write_timeout=0.3) as server, socket.socket() as connection:
+    monkeypatch.setattr(write_limit, "WRITE_SECONDS", 0.3)
+    with running_server(grpc=False) as server, socket.socket() as connection:
         send_and_never_read(server, connection, COMPLETION, body)
         server.wait_until(lambda: server.engine.counts.finished == 1)
         server.wait_until(lambda: server.server.num_connections == 0)

@@ -34,9 +34,9 @@ def embedder():
 
 @pytest.fixture(scope="module")
 def server(embedder):
-    pooling = Pooling("mean", False, MOST, (("query", "q: "),))
+    pooling = Pooling("mean", False, MOST, (("query", "q: "),), dimensions=(16, 32))
     reader = InputReader(byte_tokenizer(), pooling, 256, MOST)
-    with embed_server(embedder.runner, reader, matryoshka_dimensions=(16, 32)) as running:
+    with embed_server(embedder.runner, reader) as running:
         yield running
 
 

@@ -27,7 +27,7 @@ ASKED = {"seed": 3, "ignore_eos": True, "timeline": True}
 @pytest.fixture(scope="module")
 def server():
     """One sequence at a time, so that others wait."""
-    with running_server(make_engine(max_num_seqs=1), request_timeout=30.0) as running:
+    with running_server(make_engine(max_num_seqs=1)) as running:
         yield running
 
 

@@ -163,7 +163,6 @@ def test_check_says_what_would_be_simulated(capsys):
         ({"simulate": "h200x8"}, {"model": "tiny"}, "too few tokens to spell bytes"),
         ({"simulate": "h200x8"}, {"model": "minilm-l6"}, "is an encoder"),
         ({"simulate": "h200x8", "profile_dir": "p"}, {}, "nothing to profile"),
-        ({"simulate": "h200x8", "instances": 2}, {}, "instances = 2 has no meaning"),
         ({"simulate": "l4x8"}, {"model": "llama-405b"}, "do not fit"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Settings of the server that a decoder, or an encoder, has no use for."""
+"""Settings that a decoder, or an encoder, has no use for."""
 
 import pytest
 from kit import run_command
@@ -17,7 +17,6 @@ DECODER, ENCODER = PRESETS["tiny"], PRESETS["tiny-bert"]
 TASKS = {DECODER: "generate", ENCODER: "embed"}
 OTHERS = {
     "max_logprobs": 3,
-    "grammar_timeout": 5.0,
     "stream_interval": 4,
     "tool_parser": "hermes",
     "chat_template": "template.jinja",
@@ -26,8 +25,6 @@ OTHERS = {
     "kv_events_endpoint": "tcp://*:5557",
     "kv_events_topic": "kv@pod@model",
     "kv_events_replay": "tcp://*:5558",
-    "instances": 2,
-    "matryoshka_dimensions": (16,),
 }
 
 
@@ -38,14 +35,12 @@ def test_every_setting_of_one_task_is_tried_here():
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_setting_of_the_other_task_is_refused_in_a_sentence(name):
     options = ServerOptions(**{name: OTHERS[name]})
-    mine, other = (DECODER, ENCODER)[:: 1 if SERVER_TASKS[name] == "generate" else -1]
-    check_server(options, mine, TASKS[mine])
+    check_server(options, DECODER, "generate")
     with pytest.raises(ConfigError) as caught:
-        check_server(options, other, TASKS[other])
-    does = "embeds texts" if other is ENCODER else "generates text"
+        check_server(options, ENCODER, "embed")
     (problem,) = caught.value.problems
     assert problem.startswith(f"{name} = ")
-    assert problem.endswith(f" has no meaning for {other.name}, which {does}: drop it")
+    assert problem.endswith(" has no meaning for tiny-bert, which embeds texts: drop it")
 
 
 def test_what_is_left_alone_and_what_both_have_is_fine():
@@ -55,16 +50,9 @@ def test_what_is_left_alone_and_what_both_have_is_fine():
         )
 
 
-def test_a_length_beyond_the_embedding_is_no_length():
-    check_server(ServerOptions(matryoshka_dimensions=(16, 64)), ENCODER, "embed")
-    with pytest.raises(ConfigError, match="dimensions = 128 is beyond the 64 of tiny-bert's"):
-        check_server(ServerOptions(matryoshka_dimensions=(16, 128)), ENCODER, "embed")
-
-
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [
-        ("tiny", ["--instances=2"], "instances = 2 has no meaning for tiny, which generates text"),
         ("tiny-bert", ["--stream-interval=2"], "stream_interval = 2 has no meaning for tiny-bert"),
         ("tiny-bert", ["--speculation=ngram"], "speculation = 'ngram' has no meaning for tiny-b"),
         (
@@ -83,20 +71,16 @@ def test_a_server_opens_no_model_with_them(model, flags, words):
 
 
 def test_a_server_process_ends_with_the_sentence(cache_dir):
-    with serve("random:tiny", cache_dir, "--instances=2") as served:
+    with serve("random:tiny-bert", cache_dir, "--stream-interval=2") as served:
         code, _, err = served.end()
         assert code == 2
-        assert "instances = 2 has no meaning for tiny, which generates text" in err.splitlines()[-1]
+        assert "stream_interval = 2 has no meaning for tiny-bert" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("command", "model", "setting", "words"),
     [
         ("embed", "tiny-bert", "stream_interval", "no meaning for tiny-bert, which embeds texts"),
-        ("generate", "tiny", "instances", "no meaning for tiny, which generates text"),
-        ("batch", "tiny", "instances", "no meaning for tiny, which generates text"),
-        ("chat", "tiny", "instances", "no meaning for tiny, which generates text"),
-        ("check", "tiny", "instances", "no meaning for tiny, which generates text"),
         ("check", "tiny-bert", "stream_interval", "no meaning for tiny-bert, which embeds texts"),
     ],
 )
