@@ -564,7 +564,6 @@ _READ_WITH = {  # beginnings of names of draft settings: the setting and the val
     "prompt_lookup_": ("speculation", ("ngram",)),
     "draft_model": ("speculation", ("model", "hybrid")),
     "draft_vocab": ("speculation", ("model", "hybrid")),
-    "draft_paths": ("speculation", ("ngram", "suffix", "hybrid")),
     "draft_max_seqs": ("draft_choice", ("fixed",)),
     "draft_off_seqs": ("draft_choice", ("fixed",)),
 }

@@ -32,13 +32,6 @@ class DraftOptions:
         "how many guesses: what a step pads anyway (fill), what pays by the cost model (cost), or "
         "as many as there are (fixed); auto: cost where the machine is known, else fill",
     )
-    draft_paths: int = option(
-        1,
-        "guesses for a sequence in a step that differ from the first token on; each but the first "
-        "counts as a sequence of the step",
-        low=1,
-        high=4,
-    )
     max_draft_rows: int | None = option(
         None,
         "logit rows of a step with guesses; default: 4 * max_num_seqs, 256 at most",

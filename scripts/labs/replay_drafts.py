@@ -5,8 +5,8 @@
 A line is an object with the text in `--field`, and if wanted a prompt in `--prompt-field`. Every
 text is drafted and verified against itself, one after the other, so that the corpus grows as in
 traffic; nothing is computed. Tokens per step are those a sequence alone would get, with at most
-`--most-rows` drafted rows a step, which `--draft-paths` share as in the engine; times are of this
-thread's CPU. Prints a line for people and one of JSON.
+`--most-rows` drafted rows a step; times are of this thread's CPU. Prints a line for people and one
+of JSON.
 """
 
 import argparse
@@ -15,22 +15,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from shiftjax.core.guesses import Draft
 from shiftjax.draft_options import DraftOptions
-from shiftjax.drafts.choice import Room, fill
 from shiftjax.drafts.drafting import Drafting
-from shiftjax.drafts.paths import choose_rows
 from shiftjax.text.tokenizer import load_tokenizer
-
-
-def share(draft: Draft, most_rows: int) -> list[Draft]:
-    """The paths of a draft, as long as the most probable `most_rows` of their rows make them."""
-    room = Room(0, most_rows, most_rows, [most_rows])
-    others = dict(enumerate(draft.others, 1))
-    rows = choose_rows(others, lambda further: fill([(0, draft.survivals), *further], room))
-    chosen = [draft.first(rows.get(0, 0))]
-    chosen += [path.first(rows[number] - 1) for number, path in others.items() if number in rows]
-    return [path for path in chosen if path.tokens]
 
 
 def num_agreeing(tokens: list[int], text: list[int]) -> int:
@@ -47,20 +34,18 @@ def replay(
     counts: Counter,
     most_rows: int,
 ):
-    """One text: every step commits what agrees of its best path and one token more."""
+    """One text: every step commits what agrees of its draft and one token more."""
     drafting.start(name, prompt, corpus=None)
     done = 0
     while done < len(text):
         start = time.thread_time_ns()
-        draft = drafting.draft(name, len(text) - done - 1)
+        draft = drafting.draft(name, min(most_rows, len(text) - done - 1))
         drafted = time.thread_time_ns()
         accepted = 0
-        for number, path in enumerate(share(draft, most_rows) if draft else ()):
-            agreeing, size = num_agreeing(path.tokens, text[done:]), len(path.tokens)
-            drafting.learn(name, path, size, agreeing)
-            counts.update(drafted=size, accepted=agreeing, rows=size + (number > 0))
-            counts.update(later_path_right=number > 0 < agreeing)
-            accepted = max(accepted, agreeing)
+        if draft is not None:
+            accepted, size = num_agreeing(draft.tokens, text[done:]), len(draft.tokens)
+            drafting.learn(name, draft, size, accepted)
+            counts.update(drafted=size, accepted=accepted)
         learned = time.thread_time_ns()
         drafting.extend(name, text[done : done + accepted + 1])
         counts.update(draft_ns=drafted - start, extend_ns=time.thread_time_ns() - learned)
@@ -79,7 +64,6 @@ def main() -> None:
     parser.add_argument("--method", choices=("suffix", "ngram"), default="suffix")
     parser.add_argument("--max-draft-tokens", type=int, default=DraftOptions.max_draft_tokens)
     parser.add_argument("--suffix-offset", type=float, default=DraftOptions.suffix_offset)
-    parser.add_argument("--draft-paths", type=int, default=DraftOptions.draft_paths)
     parser.add_argument("--most-rows", type=int, default=256, help="drafted, in a step")
     parser.add_argument("--most-texts", type=int, help="replay only the first of them")
     flags = parser.parse_args()
@@ -88,7 +72,6 @@ def main() -> None:
         speculation=flags.method,
         max_draft_tokens=flags.max_draft_tokens,
         suffix_offset=flags.suffix_offset,
-        draft_paths=flags.draft_paths,
     )
     drafting, counts = Drafting(options), Counter()
     lines = flags.texts.read_text().splitlines()[: flags.most_texts]
@@ -98,8 +81,6 @@ def main() -> None:
     rates = {
         "tokens_per_step": counts["tokens"] / counts["steps"],
         "accepted_of_drafted": counts["accepted"] / max(1, counts["drafted"]),
-        "rows_per_step": counts["rows"] / counts["steps"],
-        "later_path_right": counts["later_path_right"] / counts["steps"],
         "draft_microseconds": counts["draft_ns"] / 1000 / counts["steps"],
         "extend_microseconds_per_token": counts["extend_ns"] / 1000 / counts["tokens"],
     }

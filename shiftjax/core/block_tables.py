@@ -1,8 +1,7 @@
 """The KV blocks of sequences: who gets them, shares them, and loses them. No JAX.
 
 The scheduler decides *when*; this file keeps block tables, the prefix cache and the second tier in
-agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`, or its
-end, by `join`.
+agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,7 +46,6 @@ class BlockTables:
         self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
         self._identity = model, kv
         self._evicted: list[tuple[int, CachedPrefix]] = []  # since the last plan
-        self._forks: dict[SequenceState, list[list[int]]] = {}  # of paths in flight alone
 
     @property
     def block_size(self) -> int:
@@ -87,25 +85,6 @@ class BlockTables:
         sequence.block_table.append(self._allocate())
         return True
 
-    def fork(self, sequence: SequenceState, begin: int, num_blocks: int) -> list[int]:
-        """A second table of `num_blocks`, with fresh blocks from number `begin` on, until `join`.
-
-        As many blocks must be free.
-        """
-        blocks = [self._allocate() for _ in range(begin, num_blocks)]
-        self._forks.setdefault(sequence, []).append(blocks)
-        return sequence.block_table[:begin] + blocks
-
-    def join(self, sequence: SequenceState, table: list[int]) -> None:
-        """Keep `table`, the sequence's or one of its forks', and release what the others had."""
-        for blocks in self._forks.pop(sequence, ()):
-            begin = len(table) - len(blocks)
-            if table[begin:] != blocks:
-                self.device.release(blocks)
-            else:
-                self.device.release(sequence.block_table[begin:])
-                sequence.block_table = table
-
     def rename(self, new: Mapping[int, int], sequences: Iterable[SequenceState]) -> None:
         """Blocks of running sequences have been copied elsewhere: block, new block."""
         for sequence in sequences:
@@ -118,7 +97,6 @@ class BlockTables:
         same: the device runs steps in order, so the next owner's step writes after it. Blocks in
         the index are never written again: they are full and computed.
         """
-        self.join(sequence, sequence.block_table)
         self.device.release(sequence.block_table)
         sequence.block_table = []
         self.tier.cancel(sequence)
@@ -198,7 +176,6 @@ class BlockTables:
         they have swapped out where all of it was written.
         """
         self.tier.reset([extent for extent, _ in plan.restores] if plan else [])
-        self._forks.clear()
         self._evicted.clear()
         for sequence in sequences:
             sequence.block_table = []
@@ -213,9 +190,7 @@ class BlockTables:
 
     def check(self, sequences: Iterable[SequenceState]) -> None:
         """Conservation in both tiers, see `BlockAllocator.check`."""
-        sequences = list(sequences)
-        forks = chain.from_iterable(self._forks.values())
-        self.device.check([*(sequence.block_table for sequence in sequences), *forks])
+        self.device.check([sequence.block_table for sequence in sequences])
         self.tier.check()
 
     def clear_cache(self) -> None:

@@ -18,7 +18,6 @@ class Draft(NamedTuple):
     survivals: list[float]  # [tokens] learned probability that it and all before it are kept; falls
     drafter: str  # suffix, ngram, prediction, grammar or model
     keys: Claims  # what the outcome is learned under
-    others: tuple["Draft", ...] = ()  # further paths: drafts with other first tokens
 
     def first(self, most: int) -> "Draft":
         """The beginning of it, `most` tokens at most."""

@@ -6,12 +6,7 @@ from typing import Any
 from shiftjax.core.block_tables import BlockTables
 from shiftjax.core.guesses import Draft, ModelGuess
 from shiftjax.core.plan_builder import PlanBuilder
-from shiftjax.core.request import (
-    FinishReason,
-    ScheduledSequence,
-    SequenceState,
-    StepPlan,
-)
+from shiftjax.core.request import FinishReason, SequenceState, StepPlan
 from shiftjax.parallel.grid import Mode
 
 
@@ -47,15 +42,6 @@ class Lookahead:
 
         `num_waiting` and `last_mode` are what the policy will know of the plan.
         """
-
-    def settle(
-        self, plan: StepPlan, sampled: list[int], tables: BlockTables
-    ) -> dict[ScheduledSequence, list[int]]:
-        """Return the items that count for nothing, as another of their sequence agrees longer.
-
-        With their tokens, out of those of all rows of the plan.
-        """
-        return {}
 
     def learn(self, sequence: SequenceState, draft: Draft, accepted: int) -> None:
         """Called with how many tokens of a draft a step has accepted."""

@@ -19,14 +19,12 @@ class PlanBuilder:
     block_size: int = 1
     blocks_left: int = 0  # that drafts may take
     num_guesses: int = 0  # that a drafting model shall make after the step
-    seqs_left: int = 0  # that further paths of drafts may take
     drafting_seconds: float = 0.0
     micro_batch: int = 0
     decodes: list[ScheduledSequence] = field(default_factory=list)
-    drafted: list[ScheduledSequence] = field(default_factory=list)  # in `decodes`, or paths
+    drafted: list[ScheduledSequence] = field(default_factory=list)
     chunks: list[ScheduledSequence] = field(default_factory=list)
     unfinished_prompts: list[SequenceState] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     swapped: list[SequenceState] = field(default_factory=list)  # by this plan's offloads
     num_preempted: int = 0
 
@@ -61,14 +59,6 @@ class PlanBuilder:
         self.drafted.append(item)
         self.tokens_left -= num_drafted
 
-    def add_path(self, item: ScheduledSequence, draft: Draft) -> None:
-        """One more draft of a sequence that has one: an item of its own, of one token so far."""
-        item.draft = draft
-        item.num_tokens += len(draft.tokens)
-        item.num_rows += len(draft.tokens)
-        self.drafted.append(item)
-        self.tokens_left -= item.num_tokens
-
     def finish(self, step_id: int) -> StepPlan | None:
         """The plan, or None if there is nothing to compute."""
         if self.drafted:
@@ -93,7 +83,6 @@ class PlanBuilder:
             step_id,
             num_drafts=len(self.drafted),
             num_guesses=self.num_guesses,
-            copies=self.copies,
             drafting_seconds=self.drafting_seconds,
             micro_batch=self.micro_batch,
         )

@@ -218,12 +218,6 @@ class ScheduledSequence:
     previous_row: int
     draft: Draft | None = None
     masks: list[np.ndarray] | None = None
-    path_table: list[int] | None = None  # of a further path of the sequence, see `drafts/paths.py`
-
-    @property
-    def block_table(self) -> list[int]:
-        """The blocks that hold its keys and values."""
-        return self.sequence.block_table if self.path_table is None else self.path_table
 
     @property
     def draft_ids(self) -> list[int]:
@@ -245,9 +239,8 @@ class StepPlan:
     nothing has offloads: no program is run, and its step ends when they are made.
 
     The runner first forgets the extents `dropped` in the second tier and empties that list, copies
-    `offloads` there and then `restores` to the device, then every `(block, new block)` of `copies`
-    on the device, then computes. Beside that the extents `prefetches`, and no others, travel to the
-    devices, for restores of plans to come.
+    `offloads` there and then `restores` to the device, then computes. Beside that the extents
+    `prefetches`, and no others, travel to the devices, for restores of plans to come.
     """
 
     scheduled: list[ScheduledSequence]
@@ -259,7 +252,6 @@ class StepPlan:
     step_id: int
     num_drafts: int = 0  # items with drafts; they come after the decodes
     num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
-    copies: list[tuple[int, int]] = field(default_factory=list)
     drafting_seconds: float = 0.0  # in making this plan
     micro_batch: int = 0
     dropped: list[int] = field(default_factory=list)

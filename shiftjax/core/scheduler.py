@@ -267,7 +267,6 @@ class Scheduler:
         A guess takes no block that an admission would have to leave free.
         """
         builder.blocks_left = max(0, self.tables.device.num_free_blocks - self._watermark)
-        builder.seqs_left = self._rows_per_step - len(builder.decodes) - len(builder.chunks)
         self.lookahead.extend_plan(builder, self.tables, num_queued + len(self.waiting), last_mode)
 
     @property
@@ -383,24 +382,21 @@ class Scheduler:
         """Enter the results of a step: new tokens, full blocks, ends. In the order of the steps.
 
         A sequence that has ended since the step was scheduled is passed over. Rows of a guess
-        after the first token that the step does not sample itself count for nothing, nor do those
-        of a path that agrees less than another. Events are yielded as they happen, so that what
-        has ended before an exception is told: `fail` knows no more of it.
+        after the first token that the step does not sample itself count for nothing. Events are
+        yielded as they happen, so that what has ended before an exception is told: `fail` knows no
+        more of it.
         """
         check_output(plan, output)
         self.tables.end_plan(plan)
         label, caches = mode.label, self.config.prefix_caching
         block_size = self.config.block_size
         tokens, finite = output.token_ids.tolist(), output.is_finite.tolist()
-        losers = self.lookahead.settle(plan, tokens, self.tables)
-        for item, sampled in losers.items():
-            self._verify(item, sampled)
         next_row = 0
         guesses = output.guesses or [None] * len(plan.scheduled)
         for item, guess in zip(plan.scheduled, guesses, strict=True):
             sequence, first_row = item.sequence, next_row
             next_row += item.num_rows
-            if sequence.status is Status.FINISHED or item in losers:
+            if sequence.status is Status.FINISHED:
                 continue
             sequence.steps_by_mode[label] = sequence.steps_by_mode.get(label, 0) + 1
             if not item.num_rows:

@@ -76,12 +76,9 @@ def define_steps(
         loops = experts.name == XLA_EXPERTS.name
         weights = ModeWeights(model, layout, of_width.weights, is_joined, loops)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
-        has_paths = of_width.drafts.draft_paths > 1
         for group in grid.groups(width):
             mesh = group_mesh(devices, grid, group)
-            found[group] = StepDef(
-                weights, mesh, max_rows, attention, size, has_paths, options, experts
-            )
+            found[group] = StepDef(weights, mesh, max_rows, attention, size, options, experts)
     return found
 
 

@@ -42,12 +42,11 @@ def step_inputs(
     key: np.ndarray,
     *,
     model: ModelConfig,
-    has_paths: bool = False,
 ) -> StepInputs:
     """Lay out a plan and its attention work in a bucket; `scalars` are those of `RowInputs`.
 
     A model with late layers needs the work of logit rows alone, too, one with a speculator the
-    rows of each sequence; with `has_paths`, the blocks to copy.
+    rows of each sequence.
     """
     scheduled, count = plan.scheduled, len(plan.scheduled)
     starts = np.fromiter((s.start for s in scheduled), np.int32, count)
@@ -86,7 +85,6 @@ def step_inputs(
         attention=AttentionMetadata(_padded(slots, bucket.tokens), *contexts, work),
         late=late,
         guessing=guessing,
-        copies=_copies(plan, bucket.seqs) if has_paths else None,
         sampling=scalars | {"positions": positions[sample_rows] + 1},
         key=key,
     )
@@ -102,16 +100,9 @@ def _padded(values: np.ndarray | list[int], size: int) -> np.ndarray:
 def _block_tables(plan: StepPlan, num_seqs: int, blocks_per_seq: int) -> np.ndarray:
     tables = np.zeros((num_seqs, blocks_per_seq), np.int32)
     for table, item in zip(tables, plan.scheduled, strict=False):
-        ids = item.block_table
+        ids = item.sequence.block_table
         table[: len(ids)] = ids
     return tables
-
-
-def _copies(plan: StepPlan, num_seqs: int) -> np.ndarray:
-    """At most one a sequence; the null block is copied to itself."""
-    copies = np.zeros((num_seqs, 2), np.int32)
-    copies[: len(plan.copies)] = np.array(plan.copies, np.int32).reshape(-1, 2)
-    return copies
 
 
 def _ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:

@@ -226,19 +226,3 @@ def _assemble(buffers: Sequence[Sequence[jax.Array]], mesh: Mesh) -> FlatPools:
 
     arrays = [array(each) for each in zip(*buffers, strict=True)]
     return list(zip(arrays[::2], arrays[1::2], strict=True))
-
-
-def copy_blocks(
-    pools: list[LayerPool], copies: Int[Array, "copies 2"], num_layers: int
-) -> list[LayerPool]:
-    """Copy the contents of blocks to new blocks, `(block, new block)`, in all layers.
-
-    Pairs with the null block are padding and come last. As many turns of a loop as there are
-    copies: a step without any pays for none, and the pools stay where they are.
-    """
-
-    def copy(i: Int[Array, ""], pools: list[LayerPool]) -> list[LayerPool]:
-        old, new = copies[i, :1], copies[i, 1:]
-        return write_blocks(pools, num_layers, new, read_blocks(pools, num_layers, old))
-
-    return jax.lax.fori_loop(0, jnp.count_nonzero(copies[:, 1]), copy, pools)

@@ -112,7 +112,7 @@ def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
 
     It has a decode and, where there is room, a chunk; both read what they write.
     """
-    model, paths = step.layout.model, step.has_paths
+    model = step.layout.model
     scalars = neutral_scalars(bucket.rows)
     nobody = SequenceState(Request("", [0]), 0, 0, (0, 0.0, 0, 0), [0], 1, 1, frozenset(), [])
     item = ScheduledSequence(nobody, start=0, num_tokens=1, num_rows=1, previous_row=-1)
@@ -120,9 +120,7 @@ def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
     guesses = 0 if model.speculator is None else 1
     plan = StepPlan([item] * num, num, num, 1, [], [], step_id=-1, num_guesses=guesses)
     key = np.zeros(2, np.uint32)
-    return step_inputs(
-        plan, bucket, pool, step.attention, scalars, key, model=model, has_paths=paths
-    )
+    return step_inputs(plan, bucket, pool, step.attention, scalars, key, model=model)
 
 
 def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:

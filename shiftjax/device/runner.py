@@ -146,7 +146,6 @@ class DeviceRunner:
             rows.scalars,
             self._key,
             model=model,
-            has_paths=self.step.has_paths,
         )
         return Prepared(index, program.packing.pack(inputs), rows.tables, rows.wants_top)
 

@@ -32,7 +32,7 @@ from shiftjax.device.mesh import (
 )
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import ModelDef
-from shiftjax.device.pool import as_stored, copy_blocks, in_shape
+from shiftjax.device.pool import as_stored, in_shape
 from shiftjax.device.sampling import SampleOutput, sample
 from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs, VocabSplit
 from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
@@ -65,7 +65,6 @@ class StepInputs(NamedTuple):
     attention: AttentionMetadata
     late: RowMetadata | None  # of models with layers that compute logit rows alone
     guessing: "GuessInputs | None"  # of models with a speculator
-    copies: Int[Any, "seqs 2"] | None  # block, new block; None: sequences have one path
     sampling: dict[str, Any]  # the per-row scalars of SamplingInputs, less pending_ids
     key: UInt32[Any, " 2"]
 
@@ -135,7 +134,6 @@ class StepDef:
     max_rows: int
     attention: AttentionBackend
     block_size: int  # tokens of a KV block in this layout
-    has_paths: bool = False  # drafts of a sequence may be several
     gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
     experts: ExpertBackend = XLA_EXPERTS
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
@@ -240,8 +238,6 @@ class StepDef:
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
-        if inputs.copies is not None:
-            pools = copy_blocks(pools, inputs.copies, self.layout.model.num_layers)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         hidden, pools = model.run_layers(x, pools, context)
         if not self.layout.model.is_last_stage:

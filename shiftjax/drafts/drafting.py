@@ -139,8 +139,7 @@ class Drafting:
         """The draft of the largest expectation, at most `most` tokens long; None: there is none.
 
         Copied from what the request has said itself, from its prediction or from its corpus, or
-        guessed by a model. With `draft_paths` the next most frequent continuations at the place
-        that it is copied from are its `others`.
+        guessed by a model.
         """
         sequence = self._sequences[name]
         most = min(most, self.options.max_draft_tokens)
@@ -149,13 +148,13 @@ class Drafting:
         tail = sequence.text.tokens[-self._search.max_match :]
         drafts = []
         if self.options.copies:
-            drafts += self._copied(sequence, tail, sequence.lookup, most, "own")
+            drafts.append(self._copied(sequence, tail, sequence.lookup, most, "own"))
         if sequence.prediction is not None:
             guess = self._predicted(sequence, tail, most)
             drafts.append(self._rated(sequence, guess, "prediction", "prediction"))
         corpus = self._corpora.get(sequence.corpus)
         if corpus is not None:
-            drafts += self._copied(sequence, tail, corpus.places, most, "corpus")
+            drafts.append(self._copied(sequence, tail, corpus.places, most, "corpus"))
         if sequence.guess is not None:
             tokens, claims = sequence.guess
             guess = Guess(tokens[:most], claims[:most], 0)
@@ -230,12 +229,10 @@ class Drafting:
 
     def _copied(
         self, sequence: _Sequence, tail: array[int], lookup: Lookup, most: int, source: str
-    ) -> list[Draft]:
-        """One draft with its further paths, or none."""
+    ) -> Draft:
         drafter = "ngram" if self.options.speculation == "ngram" else "suffix"
-        guesses = self._search.guesses(tail, lookup, most, self.options.draft_paths)
-        paths = [self._rated(sequence, guess, drafter, source) for guess in guesses]
-        return [paths[0]._replace(others=tuple(paths[1:]))] if paths else []
+        guess = self._search.guess(tail, lookup, most)
+        return self._rated(sequence, guess, drafter, source)
 
     def _rated(self, sequence: _Sequence, guess: Guess, drafter: str, source: str) -> Draft:
         claims = Claims(source, guess.match, guess.claims)

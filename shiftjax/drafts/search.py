@@ -6,7 +6,6 @@ Prompt lookup (n-grams; Saxena 2023) is the same with other lengths.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,21 +44,13 @@ class Search:
 
     def guess(self, tail: array[int], lookup: Lookup, most: int) -> Guess:
         """At most `most` tokens after `tail`, the last `max_match` tokens of a sequence."""
-        return next(iter(self.guesses(tail, lookup, most)), NO_GUESS)
-
-    def guesses(
-        self, tail: array[int], lookup: Lookup, most: int, num_paths: int = 1
-    ) -> list[Guess]:
-        """The same, then up to `num_paths - 1` others from there that begin otherwise."""
         for size in self.sizes:
             if size <= len(tail):
-                places = lookup(tail[-size:], MOST_PLACES)
-                match, best = longest_matches(tail, places, size)
+                match, best = longest_matches(tail, lookup(tail[-size:], MOST_PLACES), size)
                 if best:
                     limit = min(most, int(self.factor * match + self.offset + 1e-6))
-                    paths = follow_paths(best, limit, self.min_prob, num_paths)
-                    return [Guess(*path, match) for path in paths]
-        return []
+                    return Guess(*follow(best, limit, self.min_prob), match)
+        return NO_GUESS
 
 
 def make_search(options: DraftOptions) -> Search:
@@ -90,25 +81,6 @@ def longest_matches(
         elif match == longest:
             best.append(place)
     return longest, best
-
-
-def follow_paths(
-    places: list[Place], limit: int, min_prob: float = 0.0, most: int = 1
-) -> list[Path]:
-    """The path of `follow`, then those after the next most frequent first tokens, `most` in all."""
-    first = follow(places, limit, min_prob)
-    if most == 1 or not first[0]:
-        return [first]
-    paths = [first]
-    counts = Counter(text[at] for text, at in places)
-    for token, count in counts.most_common(most)[1:]:
-        share = count / len(places)
-        if share < min_prob:
-            break
-        agreeing = [(text, at) for text, at in places if text[at] == token]
-        tokens, claims = follow(agreeing, limit, min_prob / share)
-        paths.append((tokens, [share, *claims[1:]]))
-    return paths
 
 
 def follow(places: list[Place], limit: int, min_prob: float = 0.0) -> Path:

@@ -28,7 +28,6 @@ from shiftjax.core.request import (
 )
 from shiftjax.drafts.choice import Room, choose
 from shiftjax.drafts.drafting import Drafting
-from shiftjax.drafts.paths import Name, choose_rows, further_paths, place_drafts, settle
 from shiftjax.drafts.prices import Prices
 from shiftjax.metric import STEP_BUCKETS, Histogram, Metric, counter, gauge, histogram
 from shiftjax.parallel.grid import Mode
@@ -205,13 +204,13 @@ class Speculation(Lookahead):
         """Place the drafts of `propose` in a plan."""
         drafts = self.propose(builder, num_waiting, last_mode)
         builder.num_guesses = self.num_guesses
-        place_drafts(drafts, builder, tables, self.cut)
-
-    def settle(
-        self, plan: StepPlan, sampled: list[int], tables: BlockTables
-    ) -> dict[ScheduledSequence, list[int]]:
-        """Decide between the paths of each sequence; see `drafts.paths.settle`."""
-        return settle(plan, sampled, tables)
+        for item, draft in drafts:
+            if (allowed := self.cut(item, draft)) is None:
+                continue
+            num_blocks = tables.device.blocks_for(item.start + 1 + len(allowed.tokens))
+            while len(item.sequence.block_table) < num_blocks:
+                tables.grow(item.sequence)
+            builder.extend(item, allowed)
 
     def propose(
         self, builder: PlanBuilder, num_waiting: int = 0, last_mode: Mode | None = None
@@ -225,10 +224,8 @@ class Speculation(Lookahead):
         begin = self._clock()
         seconds = self._prices.seconds(builder, num_waiting, last_mode, self._overlap)
         offers = self._offers(builder, seconds)
-        paths = further_paths(builder, offers, self._drafting.options.draft_paths)
-        rows = self._choose(builder, offers, paths, seconds) if offers else {}
+        rows = self._choose(builder, offers, seconds) if offers else {}
         chosen = [(i, draft.first(rows[i])) for i, draft in offers.items() if i in rows]
-        chosen += [(n[0], path.first(rows[n] - 1)) for n, path in paths.items() if n in rows]
         self._num_declined = self._num_live if offers and not chosen else 0
         self._take_turn(bool(chosen), bool(builder.decodes))
         builder.drafting_seconds = spent = self._clock() - begin
@@ -267,27 +264,22 @@ class Speculation(Lookahead):
         self,
         builder: PlanBuilder,
         offers: dict[ScheduledSequence, Draft],
-        paths: dict[Name, Draft],
         seconds: Callable[[int], float] | None,
     ) -> dict[Hashable, int]:
-        """Rows that pay, one a token and one more a further path; those of 0 are left out."""
+        """Tokens that pay; drafts of which none do are left out."""
         items = builder.decodes + builder.chunks
         num_tokens = _num_tokens(builder)
         # Up to `max_rows` tokens a bucket has a row for each, beyond that as many as sequences.
         rows_left = max(self._max_rows - num_tokens, builder.rows_left)
         room = Room(num_tokens, builder.tokens_left, rows_left, self._prices.buckets)
-        first = [(item, draft.survivals) for item, draft in offers.items()]
-        return choose_rows(
-            paths,
-            lambda further: choose(
-                self._drafting.options,
-                first + further,
-                room,
-                num_running=len(items),
-                most_tokens=self._prices.threshold,
-                seconds=seconds,
-                drafting_seconds=self._host_seconds,
-            ),
+        return choose(
+            self._drafting.options,
+            [(item, draft.survivals) for item, draft in offers.items()],
+            room,
+            num_running=len(items),
+            most_tokens=self._prices.threshold,
+            seconds=seconds,
+            drafting_seconds=self._host_seconds,
         )
 
     def cut(self, item: ScheduledSequence, draft: Draft) -> Draft | None:

@@ -247,16 +247,13 @@ def drafting_of(
     long as they come, as they are in such engines.
 
     Raises:
-        ConfigError: nobody says how often drafts are right, or of how many paths, or nothing can
-            be filled.
+        ConfigError: nobody says how often drafts are right, or nothing can be filled.
     """
     options = deployment.drafts
     if options.speculation == "none":
         return None
     if acceptance is None:
         raise ConfigError(["drafts are simulated with an acceptance: how often they are right"])
-    if options.draft_paths > 1:
-        raise ConfigError(["drafts of several paths (draft_paths) are not simulated"])
     if not deployment.token_buckets and not deployment.needs_costs:
         if options.draft_choice == "fill":
             raise ConfigError(

@@ -140,8 +140,6 @@ class EchoRunner:
                 if block:
                     self.put_block(block, contents)
         self.ahead = {extent: self.host[extent] for extent in plan.prefetches}
-        for block, copy in plan.copies:
-            self.put_block(copy, self.block(block))
         contexts = [self._context(item, previous) for item in plan.scheduled]
         for item, context in zip(plan.scheduled, contexts, strict=True):
             self._compare(item, context[: item.start])  # what earlier steps have left behind
@@ -149,7 +147,7 @@ class EchoRunner:
         for item, context in zip(plan.scheduled, contexts, strict=True):
             for position in range(item.start, len(context)):
                 block, offset = divmod(position, self.block_size)
-                slot = (item.block_table[block], offset)
+                slot = (item.sequence.block_table[block], offset)
                 assert slot[0] != 0, "the null block belongs to nobody"
                 assert slot not in written, f"slot {slot} is written twice in one step"
                 written.add(slot)
@@ -183,7 +181,7 @@ class EchoRunner:
 
     def _compare(self, item: ScheduledSequence, context: list[int]) -> None:
         """Raise `AssertionError` unless the block table leads to this context."""
-        seen = self.read(item.block_table, len(context))
+        seen = self.read(item.sequence.block_table, len(context))
         assert seen == context, f"{item.sequence.order}: finds {seen}, computes {context}"
 
     def _context(self, item: ScheduledSequence, previous: list[int]) -> list[int]:

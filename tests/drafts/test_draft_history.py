@@ -16,7 +16,6 @@ from shiftjax.drafts.search import (
     SUFFIX_SIZES,
     Search,
     follow,
-    follow_paths,
     make_search,
 )
 from shiftjax.drafts.sorted_index import SortedIndex
@@ -121,18 +120,6 @@ def test_places_vote_and_the_path_ends_below_the_floor():
     assert follow(places, 9, min_prob=0.34) == ([2, 3], [1.0, 2 / 3])
     assert follow(places, 2) == ([2, 3], [1.0, 2 / 3])
     assert follow([], 2) == ([], [])
-
-
-def test_paths_differ_from_the_first_token_on():
-    texts = [[1, 2, 3], [1, 4, 5, 6], [1, 2, 7, 8], [1, 9], [1, 4, 5, 7], [1, 2, 7]]
-    places = [(array("i", text), 1) for text in texts]
-    first, second, third = ([2, 7, 8], [1 / 2, 2 / 3, 1.0]), ([4, 5, 6], [1 / 3, 1.0, 0.5]), ([9],)
-    assert follow_paths(places, 9, most=1) == [follow(places, 9)] == [first]
-    assert follow_paths(places, 9, most=4) == [first, second, (*third, [1 / 6])]
-    assert follow_paths(places, 9, most=2) == [first, second]
-    assert follow_paths(places, 9, 0.3, most=4) == [first, ([4, 5], [1 / 3, 1.0])]
-    assert follow_paths(places, 1, most=2) == [([2], [1 / 2]), ([4], [1 / 3])]
-    assert follow_paths(places, 0, most=4) == [([], [])]
 
 
 def test_only_the_most_recent_places_vote():

@@ -78,26 +78,6 @@ def test_a_draft_is_eight_tokens_longer_than_its_match(match, length):
     assert tokens_of(drafting, "a") == list(range(5 + match, 5 + match + length))
 
 
-@pytest.mark.parametrize("method", ["suffix", "ngram"])
-def test_further_paths_are_the_next_most_frequent_continuations(method):
-    prompt = [1, 2, 3, 1, 2, 4, 5, 1, 2, 3, 9, 1, 2, 6, 1, 2]
-    one, several = (
-        Drafting(DraftOptions(speculation=method, draft_paths=num, suffix_offset=1))
-        for num in (1, 3)
-    )
-    for drafting in (one, several):
-        drafting.start("a", prompt, None)
-    only, first = one.draft("a", 2), several.draft("a", 2)
-    assert only is not None and first is not None
-    assert only.others == () and first._replace(others=()) == only
-    assert [only.tokens, *(other.tokens for other in first.others)] == [[3, 9], [6, 1], [4, 5]]
-    assert [other.keys.values[0] for other in (first, *first.others)] == [1 / 2, 1 / 4, 1 / 4]
-    assert {other.drafter for other in first.others} == {method}
-    several.start("b", [8], None, prediction=[7, 7, 7])
-    predicted = several.draft("b", 2)
-    assert predicted is not None and (predicted.tokens, predicted.others) == ([7, 7], ())
-
-
 def test_a_finished_output_drafts_for_the_next_request():
     drafting = Drafting(SUFFIX)
     finish(drafting, "a", ANSWER)

@@ -13,7 +13,6 @@ POLICY = "shiftjax/core/policy.py"
 HANDOVER = "shiftjax/fleet/handover.py"
 RESHARDING = "shiftjax/phases/control.py"
 SPECULATION = "shiftjax/drafts/speculation.py"
-PATHS = "shiftjax/drafts/paths.py"
 EXTENTS = "shiftjax/host_tier/extents.py"
 
 TEST_SCHEDULER = "tests/control/test_scheduler.py"
@@ -319,16 +318,6 @@ DRAFTS_ROWS = (
         "max(0, self.tables.device.num_free_blocks - self._watermark)",
         "max(0, self.tables.device.num_free_blocks)",
         (TEST_SPECULATION,), "guesses preempt requests",
-    ),
-    Mutant(
-        "a further path begins with an empty block", "drafts", PATHS,
-        "            if offset:\n", "            if not offset:\n",
-        ("tests/control/test_paths.py",), "a path attends to a stale block",
-    ),
-    Mutant(
-        "the worse path stays", "drafts", PATHS,
-        "agreed > best[item.sequence][0]", "agreed < best[item.sequence][0]",
-        ("tests/control/test_paths.py",), "right guesses are thrown away",
     ),
     Mutant(
         "tokens after a wrong one are learned from", "drafts", "shiftjax/drafts/acceptance.py",

@@ -91,10 +91,6 @@ def test_drafts_need_an_acceptance_and_something_to_fill():
     with pytest.raises(ConfigError, match="pads no steps"):
         row(trace, "tp", "fill", AcceptanceModel((0.5,)), vllm)
     assert row(trace * 9, "tp", "auto", AcceptanceModel((0.5,)), vllm)["failed"] == 0
-    wanted = deployment("tp", "fixed", H200, 16)
-    paths = replace(wanted, drafts=replace(wanted.drafts, draft_paths=2))
-    with pytest.raises(ConfigError, match="several paths"):
-        replay(trace, H200, paths, acceptance=AcceptanceModel((0.5,)))
 
 
 def test_drafting_takes_the_hosts_time():
