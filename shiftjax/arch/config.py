@@ -4,6 +4,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shiftjax.arch.cache import CacheSpec, keys_and_values
+
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Scores = Literal["softmax", "sigmoid"]
 
@@ -163,6 +165,11 @@ class ModelConfig:
     stage: Stage | None = None  # `num_layers` are those of this stage; None: the whole model
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def cache(self) -> CacheSpec:
+        """What each of its layers keeps of a token."""
+        return keys_and_values(self.num_kv_heads, self.head_dim)
 
     @property
     def has_codes(self) -> bool:

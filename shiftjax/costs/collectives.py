@@ -45,16 +45,18 @@ def layer_collectives(
 
     Both all-reduces (after o and after down) carry n / sp tokens over the devices that split a
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
-    all-to-all carries q, k and v, n tokens of h + 2 m heads on each device, another the output,
-    n of h. Norms of all heads sum two numbers a token over the devices that split a weight. Experts
-    want all tokens of a group on every device, and give sums of all of them back.
+    all-to-all brings each device n tokens of its query heads and of what it caches. Another carries
+    the output, n of its heads. Norms of all heads sum two numbers a token over the devices that
+    split a weight. Experts want all tokens of a group on every device, and give sums of all of them
+    back.
     """
-    head = num_tokens * layout.model.head_dim * activation_bytes
-    h, m = layout.heads_per_device, layout.kv_heads_per_device
+    queries = layout.heads_per_device * layout.model.head_dim
+    sums = num_tokens * queries * activation_bytes
+    brought = num_tokens * (queries + layout.cache.numbers) * activation_bytes
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
     weights, tokens = strides(mode, layout.tp)
-    moves.append(Collective("all-to-all", mode.sp, head * (h + 2 * m), 1, tokens))
-    moves.append(Collective("all-to-all", mode.sp, head * h, 1, tokens))
+    moves.append(Collective("all-to-all", mode.sp, brought, 1, tokens))
+    moves.append(Collective("all-to-all", mode.sp, sums, 1, tokens))
     if layout.model.wide_qk_norm:
         squares = num_tokens // mode.sp * SQUARES
         moves.append(Collective("all-reduce", layout.ways(mode), squares, 1, weights))
@@ -123,8 +125,8 @@ def entry_collectives(
 def weight_collectives(layout: Layout, mode: Mode, formats: Formats) -> list[Collective]:
     """What gathering the layers' weights moves, one all-gather of each, where tokens are split.
 
-    w_layer / ways on each device, and the replicas of KV heads that its neighbours store. Of that
-    a device has 1 / sp already.
+    w_layer / ways on each device, and the replicas of rows of k and v that its neighbours store. Of
+    that a device has 1 / sp already.
     """
     if not layout.gathers or mode.sp == 1:
         return []

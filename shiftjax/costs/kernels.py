@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 from pallas_kernels.grouped_split import Items, count_parts, products_of, reading_share
+from shiftjax.arch.cache import CacheSpec
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.costs.experts import Load
 from shiftjax.costs.machine import Machine, of_format
@@ -120,15 +121,15 @@ class KernelCosts(NamedTuple):
         shorter, longer = sorted((computing, reading))
         return longer + (1 - self.machine.memory_overlap) * shorter
 
-    def attention(self, query_heads: int, kv_heads: int, head_dim: int) -> "AttentionCosts":
-        """A layer's attention with so many heads on the device."""
+    def attention(self, query_heads: int, head_dim: int, cache: CacheSpec) -> "AttentionCosts":
+        """A layer's attention with so many query heads, and such a cache, on the device."""
         machine, formats = self.machine, self.formats
         width = 2 * head_dim
         peak = machine.matmul_flops[formats.activations] * machine.attention_efficiency
         rate = machine.memory_bytes_per_second * of_format(machine.kv_efficiency, formats.kv)
         return AttentionCosts(
             fixed=machine.attention_seconds * self.queueing,
-            read=kv_heads * width * formats.kv_bytes * self.queueing / rate,
+            read=cache.num_bytes(formats) * self.queueing / rate,
             pair=2 * query_heads * width * self.queueing / peak,
             token=self.moved(query_heads * width * formats.activation_bytes),
             tile_rows=machine.attention_tile_rows,
@@ -162,7 +163,7 @@ class AttentionCosts(NamedTuple):
     """Predicts a layer's attention over contexts on one device; all but counts in seconds."""
 
     fixed: float
-    read: float  # of a token's keys and values
+    read: float  # of what a token has in the cache
     pair: float  # of a query and a key
     token: float  # of reading a token's queries and writing their sums
     tile_rows: int

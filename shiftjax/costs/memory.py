@@ -28,8 +28,7 @@ class Memory(NamedTuple):
 
 def kv_token_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of KV cache of a token on one device, all layers, replicas included."""
-    model, heads = layout.model, layout.kv_heads_per_device
-    return 2 * model.num_layers * heads * model.head_dim * formats.kv_bytes
+    return layout.model.num_layers * layout.cache.num_bytes(formats)
 
 
 def temporary_bytes(
@@ -47,7 +46,7 @@ def temporary_bytes(
     base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
     shift = num_shift_tokens * (4 * hidden + 3 * inner // layout.num_devices)
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
-    late_kv = 2 * layout.model.num_late_layers * layout.kv_heads_per_device * layout.model.head_dim
+    late_kv = layout.model.num_late_layers * layout.cache.numbers
     gathered = 2 * max(num_tokens, num_shift_tokens) * (hidden + late_kv) if late_kv else 0
     if experts := layout.model.experts:
         most = max(num_tokens if layout.sp > 1 else 0, num_shift_tokens)
@@ -105,11 +104,4 @@ def shard_bytes(weight: Weight, layout: Layout, formats: Formats, mode: Mode) ->
     """Bytes of the part of one stored weight that a device has in a mode."""
     sizes = zip(weight.axes, weight.shape, strict=True)
     width = dtype_of(weight, formats).itemsize
-    return width * math.prod(_local_size(axis, size, layout, mode) for axis, size in sizes)
-
-
-def _local_size(axis: str | None, size: int, layout: Layout, mode: Mode) -> int:
-    """The part of a stored dimension that a device has in a mode."""
-    if axis == "kv_heads" and mode != layout.base:
-        return len(layout.kv_heads_of_ranks(mode)[0])
-    return size if axis is None else size // layout.ways(mode)
+    return width * math.prod(layout.local_size(axis, size, mode) for axis, size in sizes)

@@ -17,7 +17,7 @@ mixture of experts
     those of the device with the most to do (`experts.py`), of all n tokens: A experts are read, and
     n k / P pairs of tokens and experts, or more, are multiplied with them.
 attention, per device and layer with h/P query and m KV heads, and a fixed time (`kernels.py`)
-    decode  reads the context: 2 m D b bytes per token of it
+    decode  reads the context: per token of it what a layer caches, 2 m D b bytes
     chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2,
             and half a tile's more of each token, as tiles on the diagonal are half masked; queries
             are read and sums written. Layers with a window see no further back (`Work.within`)
@@ -111,7 +111,7 @@ class CostModel:
         self.kernels = KernelCosts(machine, formats, self._contention, self._queueing)
         layout, late = self.layout, model.num_early_layers
         self._attention = self.kernels.attention(
-            layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
+            layout.heads_per_device, model.head_dim, layout.cache
         )
         windows = [kind.sliding_window for kind in model.kinds]
         self._early_windows, self._late_windows = Counter(windows[:late]), Counter(windows[late:])
@@ -239,7 +239,7 @@ class CostModel:
         num_kernels += self.engine.kernels_per_step
         moves = entry_collectives(layout, mode, padded, width)
         moves += gather_collectives(layout, mode, padded, width)
-        late_kv = 2 * config.num_late_layers * layout.kv_heads_per_device * config.head_dim
+        late_kv = config.num_late_layers * layout.cache.numbers
         cost = cost._replace(
             matmul=cost.matmul
             + (self.kernels.product(padded, config.hidden_size, late_kv) if late_kv else 0.0),
@@ -294,9 +294,8 @@ class CostModel:
         """
         layout, config = self.layout, self.model
         t = layout.ways(mode)
-        hidden, heads = config.hidden_size, layout.num_heads // t * config.head_dim
-        kv = len(layout.kv_heads_of_ranks(mode)[0])
-        seconds = self.kernels.product(rows, hidden, heads + 2 * kv * config.head_dim)
+        hidden, (heads, columns) = config.hidden_size, layout.attention_columns(mode)
+        seconds = self.kernels.product(rows, hidden, columns)
         seconds += self.kernels.product(rows, heads, hidden)
         if not expert_tokens or config.experts is None:
             return seconds + self._mlp(rows, layout.intermediate_size // t), 4
@@ -331,7 +330,7 @@ class CostModel:
         """Two norms with their residuals, rotary and cache write, activation; read and written."""
         layout, config, experts = self.layout, self.model, self.model.experts
         t, local = layout.ways(mode), num_tokens // mode.sp
-        h, m = layout.heads_per_device, layout.kv_heads_per_device
+        queries, cached = layout.heads_per_device * config.head_dim, layout.cache.numbers
         numbers = local * 8 * config.hidden_size
         if has_experts and experts is not None:
             pairs = self._load(experts, num_tokens).pairs
@@ -340,9 +339,9 @@ class CostModel:
             numbers += local * 3 * layout.shared_intermediate_size // t
         else:
             numbers += local * 3 * layout.intermediate_size // t
-        numbers += 2 * num_tokens * (h + 2 * m) * config.head_dim
+        numbers += 2 * num_tokens * (queries + cached)
         if mode.sp > 1:  # packed before and unpacked after both exchanges
-            numbers += 4 * num_tokens * (2 * h + 2 * m) * config.head_dim
+            numbers += 4 * num_tokens * (2 * queries + cached)
         return self.kernels.moved(numbers * self.formats.activation_bytes)
 
     def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:

@@ -110,12 +110,11 @@ class Deployment:
     def of_width(self, width: int) -> "Deployment":
         """The same deployment in groups of another width, with blocks of as many bytes."""
         layout = self.layout.of_width(width)
-        bytes_of_head = self.block_size * self.layout.kv_heads_per_device
         return replace(
             self,
             layout=layout,
             dp=self.grid.units // width,
-            block_size=bytes_of_head // layout.kv_heads_per_device,
+            block_size=layout.block_tokens(self.block_size, self.layout),
         )
 
     @property

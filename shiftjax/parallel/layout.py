@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shiftjax.arch.cache import CacheSpec, Entry
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import Group, Mode
@@ -150,15 +151,23 @@ class Layout:
         speculator = self.model.speculator
         return speculator.draft_vocab or self.model.vocab_size if speculator else 0
 
-    def block_tokens(self, block_size: int) -> int:
-        """Tokens of a KV block of this group, if a block of one unit holds `block_size`.
+    @cached_property
+    def cache(self) -> CacheSpec:
+        """What a layer keeps of a token on one device: entries with the rows of any of them."""
+        entries = (e._replace(rows=len(self.cached_rows(e, 0))) for e in self.model.cache.entries)
+        return CacheSpec(tuple(entries))
+
+    def cached_rows(self, entry: Entry, device: int) -> list[int]:
+        """Return the rows of an entry of the model that a flat device caches, padding included."""
+        return list(range(entry.rows)) if entry.axis is None else self.kv_heads_of(device)
+
+    def block_tokens(self, block_size: int, of: "Layout | None" = None) -> int:
+        """Tokens of a KV block of this group, if one `of` another, or of a unit, has `block_size`.
 
         What is constant between groups that share their pools is the bytes of a block on a device;
-        with more devices, each has fewer heads of more tokens. Where there are more devices than
-        KV heads, it grows no more.
+        with more devices, each has fewer rows of more tokens, until it has one row.
         """
-        of_unit = max(1, self.num_kv_heads // self.tp)
-        return block_size * of_unit // self.kv_heads_per_device
+        return block_size * (of or self.of_width(1)).cache.numbers // self.cache.numbers
 
     def kv_heads_of(self, device: int) -> list[int]:
         """Return the KV heads that flat device `j = t * SP + s` caches."""
@@ -265,6 +274,17 @@ class Layout:
         }[axis]
         rows = np.arange(size)
         return np.where(rows < real_size, rows, -1)
+
+    def local_size(self, axis: str | None, size: int, mode: Mode) -> int:
+        """Return the part of a stored dimension that a device has in a mode."""
+        if axis == "kv_heads" and mode != self.base:
+            return len(self.kv_heads_of_ranks(mode)[0])
+        return size if axis is None else size // self.ways(mode)
+
+    def attention_columns(self, mode: Mode) -> tuple[int, int]:
+        """Columns of a device's products in a mode: those of q, and of q, k and v together."""
+        queries = self.num_heads // self.ways(mode) * self.model.head_dim
+        return queries, queries + 2 * len(self.kv_heads_of_ranks(mode)[0]) * self.model.head_dim
 
     def shard_rows(self, axis: str, mode: Mode) -> int:
         """Return the rows of this axis in a weight shard of a mode."""

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shiftjax.arch.cache import keys_and_values
 from shiftjax.arch.formats import ALIASES, AUTO, FORMATS, Formats
 from shiftjax.costs.collectives import Collective
 from shiftjax.costs.experts import Load
@@ -140,7 +141,8 @@ def predicted_seconds(machine: Machine, row: Measured) -> float:
     if row.kernel in ("decode", "prefill"):
         kernels = KernelCosts(machine, Formats(AUTO, row.format, AUTO))
         work = _work(row.kernel, sizes).within(sizes["window"] or None)
-        attention = kernels.attention(sizes["heads"], sizes["kv_heads"], sizes["head_dim"])
+        cache = keys_and_values(sizes["kv_heads"], sizes["head_dim"])
+        attention = kernels.attention(sizes["heads"], sizes["head_dim"], cache)
         return launches + attention.seconds(work, work.num_rows)
     formats = Formats(row.format, AUTO, AUTO if FORMATS[row.format].has_scales else row.format)
     kernels = KernelCosts(machine, formats)

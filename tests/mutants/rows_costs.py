@@ -16,7 +16,7 @@ TEST_LEVELS = "tests/costs/test_levels.py"
 ROWS: tuple[Mutant, ...] = (
     Mutant(
         "the first all-to-all carries values alone", "costs", COLLECTIVES,
-        "head * (h + 2 * m)", "head * (h + m)",
+        "(queries + layout.cache.numbers)", "(queries + layout.cache.numbers // 2)",
         (TEST_COSTS,),
         "BASE looks cheaper than it is",
     ),
@@ -33,10 +33,10 @@ ROWS: tuple[Mutant, ...] = (
         "BASE never pays",
     ),
     Mutant(
-        "a device caches one of keys and values", "costs", MEMORY,
-        "return 2 * model.num_layers * heads", "return model.num_layers * heads",
+        "every number of a cache is a byte", "costs", MEMORY,
+        "num_layers * layout.cache.num_bytes(formats)", "num_layers * layout.cache.numbers",
         (TEST_COSTS,),
-        "a pool takes twice the memory that was set aside",
+        "a pool takes more memory than was set aside",
     ),
     Mutant(
         "weights of SHIFT count for nothing", "costs", MEMORY,

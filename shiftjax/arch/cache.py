@@ -1,0 +1,64 @@
+"""What the layers of a model keep of every token, entry by entry. No JAX.
+
+Who allocates, moves, counts or prices a cache asks here; what its numbers mean attention alone
+knows. `ModelConfig.cache` is the spec of a model, `Layout.cache` what one device has of it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shiftjax.arch.formats import FORMATS, Formats
+
+
+class Entry(NamedTuple):
+    """One array of a layer's cache: of each token so many rows of `width` numbers."""
+
+    name: str
+    rows: int
+    width: int
+    axis: str | None = None  # as whose rows devices split its own; None: each device has them all
+    format: str | None = None  # by name; None: that of the deployment, `Formats.kv`
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token."""
+        return self.rows * self.width
+
+    def dtype(self, default: np.dtype) -> np.dtype:
+        """What its numbers are stored as, where `default` is the deployment's type."""
+        return FORMATS[self.format].dtype if self.format else default
+
+    def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int]:
+        """Return the shape of blocks: the tokens of a row lie next to each other."""
+        return num_blocks, self.rows, block_size, self.width
+
+
+class CacheSpec(NamedTuple):
+    """The entries of every layer, in the order of a pool's arrays."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token in a layer."""
+        return sum(entry.numbers for entry in self.entries)
+
+    def num_bytes(self, formats: Formats) -> int:
+        """Bytes of a token in a layer."""
+        default = FORMATS[formats.kv].dtype
+        return sum(entry.numbers * entry.dtype(default).itemsize for entry in self.entries)
+
+    @property
+    def alike(self) -> list[tuple[int, ...]]:
+        """The places of entries that differ in their names alone: their arrays move together."""
+        kinds = [entry._replace(name="") for entry in self.entries]
+        return [
+            tuple(place for place, other in enumerate(kinds) if other == kind)
+            for kind in dict.fromkeys(kinds)
+        ]
+
+
+def keys_and_values(num_heads: int, head_dim: int) -> CacheSpec:
+    """Return the spec of attention over heads, which devices split."""
+    return CacheSpec(tuple(Entry(name, num_heads, head_dim, "kv_heads") for name in "kv"))
