@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.rows import rows_of
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS
-from shiftjax.models.attention import AttentionMetadata, LayerTerms, pool_shape
+from shiftjax.models.attention import AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.parallel.layout import Layout
@@ -67,6 +67,12 @@ class Shape:
             attention_sinks=self.has_sinks,
         )
         return Layout(model, 1, 1)
+
+    def pool(self, num_blocks: int) -> tuple[np.ndarray, ...]:
+        """Return K and V of so many blocks, in which every number is NaN."""
+        entries, dtype = self.layout.cache.entries, FORMATS[self.kv_dtype].dtype
+        shapes = (entry.pool_shape(num_blocks, self.block_size) for entry in entries)
+        return tuple(np.full(shape, np.nan, dtype) for shape in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +179,7 @@ class Inputs(NamedTuple):
     """The arrays of a step, NumPy."""
 
     q: np.ndarray  # [tokens, heads, head_dim]
-    pool: tuple[np.ndarray, np.ndarray]  # K and V, `pool_shape`
+    pool: tuple[np.ndarray, ...]  # K and V
     tables: np.ndarray  # [seqs, blocks_per_seq]
     lens: np.ndarray  # [seqs]
     starts: np.ndarray  # [seqs + 1]
@@ -204,15 +210,11 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
     """
     rng = np.random.default_rng(0)
     num_tokens, _, num_seqs = step.bucket
-    size, dtype, kv_dtype = (
-        shape.block_size,
-        *(FORMATS[n].dtype for n in (shape.dtype, shape.kv_dtype)),
-    )
+    size, dtype = shape.block_size, FORMATS[shape.dtype].dtype
     used = [-(-length // size) for length in step.contexts]
     order = 1 + rng.permutation(sum(used)).astype(np.int32)
     tables = np.zeros((num_seqs, max(used)), np.int32)
-    pool_size = pool_shape(1 + sum(used), shape.kv_heads, size, shape.head_dim)
-    k_pool, v_pool = (np.full(pool_size, np.nan, kv_dtype) for _ in "kv")
+    k_pool, v_pool = shape.pool(1 + sum(used))
     for seq, (length, count) in enumerate(zip(step.contexts, used, strict=True)):
         first = sum(used[:seq])
         tables[seq, :count] = order[first : first + count]

@@ -106,7 +106,7 @@ def pool_spec() -> P:
 
 
 def extent_spec() -> P:
-    """Return the spec of blocks on the host, `[2 * layers, heads, tokens, head_dim]`."""
+    """Return the spec of blocks on the host, `[layers * entries, rows, tokens, width]`."""
     return P(None, ALL_AXES)
 
 

@@ -1,14 +1,13 @@
-"""The device memory of the KV cache: K and V of all layers in few arrays, sharded by heads.
+"""The device memory of the KV cache: each entry of `Layout.cache`, of all layers, in few arrays.
 
 An array holds as many layers as 32 bits can count the elements of, one after the other: each is
 donated to every step and returned by it, which costs the host some microseconds (docs/gpu.md). On a
 device it is `[layers * blocks, elements of a block]`; a step reads it in the shape of its own
-layout, `[layers * blocks, kv_heads, block_size, head_dim]`, for nothing: both are the same bytes.
+layout, `[layers * blocks, rows, block_size, width]`, for nothing: both are the same bytes.
 So groups of any width find their blocks in one memory (`DevicePools`), if their blocks have as many
 bytes (`Layout.block_tokens`).
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from shiftjax.arch.cache import Entry
 from shiftjax.device.joined import MOST_ELEMENTS
 from shiftjax.device.mesh import named, pool_spec
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_IN_FLIGHT
-from shiftjax.models.attention import BYTE, Blocks, LayerPool, layers_of_pools, pool_shape
+from shiftjax.models.attention import BYTE, layers_of_pools
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.products import CODE
 from shiftjax.parallel.grid import Device
@@ -41,7 +41,8 @@ class PoolOptions:
     blocks_in_flight: int = MOST_IN_FLIGHT * EXTENT_SIZES[0]  # between the tiers, at most
 
 
-FlatPools = list[tuple[jax.Array, jax.Array]]  # K and V of some layers each, as they are stored
+Pools = list[tuple[Array, ...]]  # of some layers each: an array for every entry of the cache
+FlatPools = Pools  # as they are stored
 
 
 def make_pools(
@@ -64,30 +65,32 @@ def pools_maker(
 
 def abstract_pools(
     mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
-) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Describe the pools: what compiling a step needs to know of them."""
-    elements = layout.kv_heads_per_device * block_size * layout.model.head_dim
     num_layers, platform = layout.model.num_layers, mesh.devices.flat[0].platform
-    if platform == "cpu" and dtype == CODE:
-        dtype = BYTE  # or each step would widen all of it (`models/attention.py`)
-    width, sharding = layout.num_devices * elements, named(mesh, pool_spec())
-    number = num_pools(num_layers, num_blocks * elements, platform)
-    shapes = [(count * num_blocks, width) for count in layers_of_pools(num_layers, number)]
-    pools = (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes)
-    return [(pool, pool) for pool in pools]
+    entries, sharding = layout.cache.entries, named(mesh, pool_spec())
+
+    def describe(count: int, entry: Entry) -> jax.ShapeDtypeStruct:
+        own = entry.dtype(np.dtype(dtype))
+        if platform == "cpu" and own == CODE:
+            own = BYTE  # or each step would widen all of it (`models/attention.py`)
+        shape = count * num_blocks, layout.num_devices * entry.numbers * block_size
+        return jax.ShapeDtypeStruct(shape, own, sharding=sharding)
+
+    most = num_blocks * block_size * max(entry.numbers for entry in entries)
+    counts = layers_of_pools(num_layers, num_pools(num_layers, most, platform))
+    return [tuple(describe(count, entry) for entry in entries) for count in counts]
 
 
 def num_pools(num_layers: int, elements: int, platform: str) -> int:
-    """Return how many arrays hold K of all layers, with so many elements of each on a device."""
+    """Return how many arrays hold an entry of all layers, with so many elements of each."""
     if platform == "gpu" and not records_slices():
         return num_layers
     return -(-num_layers // max(1, MOST_ELEMENTS // elements))
 
 
-def read_blocks(
-    pools: Sequence[tuple[Array, Array]], num_layers: int, blocks: Int[Array, "..."]
-) -> list[Array]:
-    """Return blocks of all layers, on one device: of each pool K, then V, `[layers, *blocks, ...]`.
+def read_blocks(pools: Pools, num_layers: int, blocks: Int[Array, "..."]) -> list[Array]:
+    """Return blocks of all layers, on one device: `[layers, *blocks, ...]` of each array of a pool.
 
     Of a pool as it is stored, or in the shape of a layout.
     """
@@ -99,11 +102,8 @@ def read_blocks(
 
 
 def write_blocks(
-    pools: Sequence[tuple[Array, Array]],
-    num_layers: int,
-    blocks: Int[Array, " blocks"],
-    contents: Sequence[Array],
-) -> FlatPools:
+    pools: Pools, num_layers: int, blocks: Int[Array, " blocks"], contents: Sequence[Array]
+) -> Pools:
     """Return the pools with these contents in blocks, in place; they are as `read_blocks` has them.
 
     A scatter of whole rows: XLA would transpose all of a pool for one along its second dimension.
@@ -114,37 +114,36 @@ def write_blocks(
         new = new.reshape(-1, *new.shape[2:])
         return rows.set(new, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    numbers, pairs = _in_pools(pools, num_layers, blocks), itertools.batched(contents, 2)
+    numbers, rest = _in_pools(pools, num_layers, blocks), iter(contents)
     return [
-        (put(k, each, new_k), put(v, each, new_v))
-        for (k, v), each, (new_k, new_v) in zip(pools, numbers, pairs, strict=True)
+        tuple(put(array, each, next(rest)) for array in pool)
+        for pool, each in zip(pools, numbers, strict=True)
     ]
 
 
 def _in_pools(
-    pools: Sequence[tuple[Array, Array]], num_layers: int, blocks: Int[Array, "..."]
+    pools: Pools, num_layers: int, blocks: Int[Array, "..."]
 ) -> list[Int[Array, "layers ..."]]:
     """Return the numbers that blocks have in each pool, where layers lie one after the other."""
     found = []
-    for count, (k, _) in zip(layers_of_pools(num_layers, len(pools)), pools, strict=True):
-        first = np.arange(count, dtype=np.int32) * (k.shape[0] // count)
+    for count, pool in zip(layers_of_pools(num_layers, len(pools)), pools, strict=True):
+        first = np.arange(count, dtype=np.int32) * (pool[0].shape[0] // count)
         found.append(first.reshape(-1, *[1] * blocks.ndim) + blocks[None])
     return found
 
 
-def in_shape(pools: FlatPools, layout: Layout, block_size: int) -> list[LayerPool]:
+def in_shape(pools: FlatPools, layout: Layout, block_size: int) -> Pools:
     """Return, on one device, its pools as a step of this layout reads and writes them."""
-    heads, head_dim = layout.kv_heads_per_device, layout.model.head_dim
 
-    def shape(pool: jax.Array) -> Blocks:
-        return pool.reshape(pool_shape(pool.shape[0], heads, block_size, head_dim))
+    def shape(array: Array, entry: Entry) -> Array:
+        return array.reshape(entry.pool_shape(len(array), block_size))
 
-    return [(shape(k), shape(v)) for k, v in pools]
+    return [tuple(map(shape, pool, layout.cache.entries)) for pool in pools]
 
 
-def as_stored(pools: list[LayerPool]) -> FlatPools:
+def as_stored(pools: Pools) -> FlatPools:
     """Undo `in_shape`."""
-    return [(k.reshape(k.shape[0], -1), v.reshape(v.shape[0], -1)) for k, v in pools]
+    return [tuple(array.reshape(len(array), -1) for array in pool) for pool in pools]
 
 
 class DevicePools:
@@ -157,7 +156,7 @@ class DevicePools:
 
     def __init__(self):
         self._held: dict[tuple[Device, ...], FlatPools] = {}
-        self._loose: dict[Device, list[jax.Array]] = {}  # K and V of each pool in turn
+        self._loose: dict[Device, FlatPools] = {}
         self._makers: dict[tuple[Mesh, PoolOptions], Callable[[], FlatPools]] = {}
 
     def has(self, mesh: Mesh) -> bool:
@@ -199,30 +198,44 @@ class DevicePools:
         A call that has failed leaves nothing of what it was given: its devices have no pools then.
         """
         for held in [each for each in self._held if not set(each).isdisjoint(devices)]:
-            arrays = [array for pool in self._held.pop(held) for array in pool]
-            if any(array.is_deleted() for array in arrays):
+            pools = self._held.pop(held)
+            if any(array.is_deleted() for pool in pools for array in pool):
                 continue
             if len(held) == 1:
-                self._loose[held[0]] = arrays
+                self._loose[held[0]] = pools
                 continue
-            for place, shard in enumerate(arrays[0].addressable_shards):  # of all in this order
-                parts = [array.addressable_data(place) for array in arrays]
-                self._loose[shard.device] = parts
+            for place, shard in enumerate(pools[0][0].addressable_shards):  # of all in this order
+                self._loose[shard.device] = [
+                    tuple(array.addressable_data(place) for array in pool) for pool in pools
+                ]
 
 
-def _assemble(buffers: Sequence[Sequence[jax.Array]], mesh: Mesh) -> FlatPools:
-    """Put buffers together, `[device][array]`, as arrays of a mesh; on one device they are some.
+def _assemble(buffers: Sequence[FlatPools], mesh: Mesh) -> FlatPools:
+    """Put the pools of devices together as arrays of a mesh; on one device they are some.
 
     An array takes some 40 us of the host, which all groups wait for.
     """
     if len(buffers) == 1:
-        return list(zip(buffers[0][::2], buffers[0][1::2], strict=True))
+        return buffers[0]
     sharding = named(mesh, pool_spec())
     make: Any = jax.make_array_from_single_device_arrays
 
-    def array(parts: Sequence[jax.Array]) -> jax.Array:
+    def array(*parts: jax.Array) -> jax.Array:
         num_blocks, elements = parts[0].shape
         return make((num_blocks, elements * len(parts)), sharding, list(parts))
 
-    arrays = [array(each) for each in zip(*buffers, strict=True)]
-    return list(zip(arrays[::2], arrays[1::2], strict=True))
+    return jax.tree.map(array, *buffers)
+
+
+def copy_blocks(pools: Pools, copies: Int[Array, "copies 2"], num_layers: int) -> Pools:
+    """Copy the contents of blocks to new blocks, `(block, new block)`, in all layers.
+
+    Pairs with the null block are padding and come last. As many turns of a loop as there are
+    copies: a step without any pays for none, and the pools stay where they are.
+    """
+
+    def copy(i: Int[Array, ""], pools: Pools) -> Pools:
+        old, new = copies[i, :1], copies[i, 1:]
+        return write_blocks(pools, num_layers, new, read_blocks(pools, num_layers, old))
+
+    return jax.lax.fori_loop(0, jnp.count_nonzero(copies[:, 1]), copy, pools)

@@ -14,7 +14,7 @@ import numpy as np
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.attention_steps import Shape
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
-from shiftjax.models.attention import LayerTerms, pool_shape
+from shiftjax.models.attention import LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.parallel.grid import Device
 
@@ -27,7 +27,7 @@ MOST_NEIGHBOURS = 1e-3  # of all codes
 class Arrays(NamedTuple):
     """The arrays of a step: of NumPy, in a program JAX's."""
 
-    pool: tuple[Any, Any]
+    pool: tuple[Any, ...]
     k: Any  # [tokens, kv_heads, head_dim]
     v: Any
     slots: Any  # [tokens]
@@ -42,8 +42,7 @@ def make_arrays(shape: Shape) -> Arrays:
     rng, size = np.random.default_rng(0), shape.block_size
     tokens = min(shape.bucket[0], MOST_TOKENS) - 1
     blocks = 2 + -(-tokens // size)  # the null block, and room for slots that are left alone
-    sizes = pool_shape(blocks, shape.kv_heads, size, shape.head_dim)
-    k_pool, v_pool = (np.full(sizes, np.nan, FORMATS[shape.kv_dtype].dtype) for _ in "kv")
+    k_pool, v_pool = shape.pool(blocks)
     k, v = rng.standard_normal((2, tokens, shape.kv_heads, shape.head_dim), np.float32)
     k[::5] *= BEYOND
     v[1::5] *= BEYOND

@@ -1,9 +1,10 @@
 """KV blocks change their layout: running sequences move between groups of different widths.
 
-A device of a wide group has some of the heads that it has in a narrower one, of more tokens. So the
-`ways` devices that hold the same narrow heads between them exchange what each has too much: one
-all-to-all for keys and values of all layers, in place in the pools, which are donated. In the order
-of places of the wide group these devices are neighbours (`parallel/grid.py`).
+A device of a wide group has some of the rows that it has in a narrower one, of more tokens. So the
+`ways` devices that hold the same narrow rows between them exchange what each has too much: one
+all-to-all for all layers and entries that look alike (`CacheSpec.alike`), in place in the pools,
+which are donated. In the order of places of the wide group these devices are neighbours
+(`parallel/grid.py`).
 
 Bytes that a device sends in a call: `per_call` blocks, less the part that it keeps, 1 / ways.
 Blocks are numbers in an int32 vector, padded with the null block, so any sequences of all groups
@@ -28,6 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from shiftjax.arch.cache import CacheSpec, Entry
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
 from shiftjax.device.pool import (
@@ -52,36 +54,41 @@ NO_OPTIONS: Options = MappingProxyType({})
 class Shapes(NamedTuple):
     """How a block of a device looks in a narrow and in a wide layout of the same bytes."""
 
-    narrow_heads: int
-    wide_heads: int
+    narrow: CacheSpec
+    wide: CacheSpec
     narrow_tokens: int
     wide_tokens: int
-    head_dim: int
     ways: int  # devices that exchange, narrow groups in the wide one
     num_layers: int
 
     @classmethod
     def of(cls, narrow: Layout, wide: Layout, narrow_tokens: int) -> "Shapes":
         """From the layouts and the tokens of a narrow block."""
-        heads = narrow.kv_heads_per_device, wide.kv_heads_per_device
-        tokens = narrow_tokens, narrow_tokens * heads[0] // heads[1]
-        model = narrow.model
-        return cls(*heads, *tokens, model.head_dim, wide.sp // narrow.sp, model.num_layers)
+        tokens = narrow_tokens, wide.block_tokens(narrow_tokens, narrow)
+        sizes = wide.sp // narrow.sp, narrow.model.num_layers
+        return cls(narrow.cache, wide.cache, *tokens, *sizes)
 
     @property
     def blocks(self) -> int:
         """Narrow blocks that hold the tokens of a wide one."""
         return self.wide_tokens // self.narrow_tokens
 
-    @property
-    def parts(self) -> int:
-        """Into how many sets the narrow heads of a device are split; `copies` devices have each."""
-        return self.narrow_heads // self.wide_heads
+    def exchanged(
+        self, kept: Sequence[Array], exchange: Callable[[Array, Entry, Entry], Array]
+    ) -> list[Array]:
+        """Return what `exchange` makes of the arrays of `read_blocks`: of those alike in one call.
 
-    @property
-    def copies(self) -> int:
-        """Devices of the wide group that keep the same heads."""
-        return self.ways // self.parts
+        It is given these one after the other, and their entry in the narrow and the wide layout.
+        """
+        made, entries = list(kept), list(zip(self.narrow.entries, self.wide.entries, strict=True))
+        for alike in self.narrow.alike:
+            places = [i for i in range(len(kept)) if i % len(entries) in alike]
+            some = [kept[i] for i in places]
+            got = exchange(jnp.concatenate(some), *entries[alike[0]])
+            ends = list(itertools.accumulate(map(len, some[:-1])))
+            for i, part in zip(places, jnp.split(got, ends), strict=True):
+                made[i] = part
+        return made
 
 
 def widen(
@@ -91,20 +98,21 @@ def widen(
     targets: Int[Array, "ways per_call"],
 ) -> FlatPools:
     """On one device: give away narrow blocks of its group, and keep wide blocks of every group."""
-    ways, parts, me = shapes.ways, shapes.parts, jax.lax.axis_index("exchange")
-    num, per_call = 2 * shapes.num_layers, targets.shape[1]
+    me, (ways, per_call) = jax.lax.axis_index("exchange"), targets.shape
+
+    def exchange(own: Array, narrow: Entry, wide: Entry) -> Array:
+        num, parts = len(own), narrow.rows // wide.rows
+        shape = num, per_call, shapes.blocks, narrow.rows, shapes.narrow_tokens, narrow.width
+        # [arrays, per_call, blocks, rows, tokens, width]: rows first, and blocks next to tokens
+        split = own.reshape(shape).transpose(3, 0, 1, 2, 4, 5)
+        split = split.reshape(parts, wide.rows, num, per_call, shapes.wide_tokens, wide.width)
+        split = jnp.repeat(split, ways // parts, axis=0)  # each part for those that have it
+        got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its per_call
+        return got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)
+
     kept = read_blocks(pools, shapes.num_layers, sources[me])
-    own = jnp.concatenate(kept).reshape(
-        *(num, per_call, shapes.blocks, shapes.narrow_heads, shapes.narrow_tokens, shapes.head_dim)
-    )
-    # [arrays, per_call, blocks, heads, tokens, head_dim]: heads first, and blocks next to tokens
-    split = own.transpose(3, 0, 1, 2, 4, 5)
-    size = shapes.wide_tokens, shapes.head_dim
-    split = split.reshape(parts, shapes.wide_heads, num, per_call, *size)
-    split = jnp.repeat(split, shapes.copies, axis=0)
-    got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its part
-    got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)
-    return write_blocks(pools, shapes.num_layers, targets.reshape(-1), _like(kept, got))
+    made = shapes.exchanged(kept, exchange)
+    return write_blocks(pools, shapes.num_layers, targets.reshape(-1), made)
 
 
 def narrow(
@@ -113,24 +121,19 @@ def narrow(
     sources: Int[Array, "ways per_call"],
     targets: Int[Array, "ways per_call blocks"],
 ) -> FlatPools:
-    """On one device: undo `widen`; of heads that several devices keep the first one's are taken."""
-    me, num = jax.lax.axis_index("exchange"), 2 * shapes.num_layers
-    kept, per_call = read_blocks(pools, shapes.num_layers, sources), sources.shape[1]
-    shape = shapes.wide_heads, shapes.wide_tokens, shapes.head_dim
-    own = jnp.concatenate(kept).reshape(num, *sources.shape, *shape)
-    # [arrays, ways, per_call, heads, tokens, head_dim]
-    got = jax.lax.all_to_all(own.transpose(1, 3, 0, 2, 4, 5), "exchange", 0, 0)
-    got = got[:: shapes.copies].reshape(
-        shapes.narrow_heads, num, per_call, shapes.blocks, shapes.narrow_tokens, shapes.head_dim
-    )
-    got = got.transpose(1, 2, 3, 0, 4, 5).reshape(num, per_call * shapes.blocks, -1)
-    return write_blocks(pools, shapes.num_layers, targets[me].reshape(-1), _like(kept, got))
+    """On one device: undo `widen`; of rows that several devices keep the first one's are taken."""
+    me, (ways, per_call) = jax.lax.axis_index("exchange"), sources.shape
 
+    def exchange(own: Array, narrow: Entry, wide: Entry) -> Array:
+        num, parts = len(own), narrow.rows // wide.rows
+        own = own.reshape(num, ways, per_call, wide.rows, shapes.wide_tokens, wide.width)
+        got = jax.lax.all_to_all(own.transpose(1, 3, 0, 2, 4, 5), "exchange", 0, 0)
+        shape = narrow.rows, num, per_call, shapes.blocks, shapes.narrow_tokens, narrow.width
+        got = got[:: ways // parts].reshape(shape).transpose(1, 2, 3, 0, 4, 5)
+        return got.reshape(num, per_call * shapes.blocks, -1)
 
-def _like(arrays: Sequence[Array], together: Array) -> list[Array]:
-    """Return parts of an array, with as many rows as others have."""
-    ends = itertools.accumulate(map(len, arrays[:-1]))
-    return jnp.split(together, list(ends))
+    made = shapes.exchanged(read_blocks(pools, shapes.num_layers, sources), exchange)
+    return write_blocks(pools, shapes.num_layers, targets[me].reshape(-1), made)
 
 
 type Call = Callable[..., FlatPools]  # pools, numbers of blocks -> pools

@@ -1,7 +1,7 @@
 """KV blocks in host memory: what left the device's prefix cache, or was swapped out.
 
-Blocks travel as extents, sharded by heads like the pool and head-major (`store_device.py`): one
-gather, one transfer of all layers, one scatter, in few static sizes. A group of another layout puts
+Blocks travel as extents, sharded like the pool and row-major (`store_device.py`): one gather, one
+transfer of all layers, one scatter, in few static sizes. A group of another layout puts
 together what each of its devices needs, on the host, and scatters that. Copies are dispatched, and
 never awaited but where more than `blocks_in_flight` would be on their way: the device's own order
 puts an offload before the step that reuses its blocks, and a restore before the step that reads
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,22 @@ from shiftjax.models.attention import layers_of_pools
 from shiftjax.parallel.layout import Layout
 
 COPIERS = ThreadPoolExecutor(thread_name_prefix="host-copies")  # NumPy copies without the lock
+Extent = list[jax.Array]  # an array for each set of entries that look alike
+
+
+class Kind(NamedTuple):
+    """Entries that look alike: their places in the spec, and where their rows are."""
+
+    entries: tuple[int, ...]
+    num_rows: int  # of the model, whose further ones are padding
+    by_device: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, layout: Layout, alike: tuple[int, ...]) -> "Kind":
+        """Return those of a group or a stage."""
+        entry = layout.model.cache.entries[alike[0]]
+        by_device = [tuple(layout.cached_rows(entry, j)) for j in range(layout.num_devices)]
+        return cls(alike, entry.rows, by_device)
 
 
 class HostTier:
@@ -43,18 +59,16 @@ class HostTier:
 
     def __init__(self, mesh: Mesh, layout: Layout, pool: PoolOptions, extents: Extents):
         self._extents = extents
-        self._in_flight: deque[tuple[jax.Array, int]] = deque()  # with the blocks of each
+        self._in_flight: deque[tuple[Extent, int]] = deque()  # with the blocks of each
         self._num_in_flight, self._most = 0, pool.blocks_in_flight
-        self._ahead: dict[int, jax.Array] = {}  # on the devices, or on their way, by number
+        self._ahead: dict[int, Extent] = {}  # on the devices, or on their way, by number
         self._devices = list(mesh.devices.flat)
         self._device = named(mesh, extent_spec())
         self._host = self._device.with_memory_kind("pinned_host")
         stage, model = layout.model.stage, layout.model
         first = stage.first if stage else 0
         self._layers = range(first, first + model.num_layers)
-        self._num_kv_heads = model.num_kv_heads
-        self._by_device = [tuple(layout.kv_heads_of(j)) for j in range(layout.num_devices)]
-        self._heads = sum(self._by_device, ())
+        self._kinds = [Kind.of(layout, alike) for alike in model.cache.alike]
         self._gathers, self._scatters = compile_transfers(mesh, layout, pool)
 
     def try_out(self, pools: FlatPools) -> FlatPools:
@@ -73,9 +87,11 @@ class HostTier:
         """Copy device blocks to the host, as this stage's part of an extent."""
         self._make_room(len(blocks))
         extent = self._gathers[len(blocks)](pools, np.array(blocks, np.int32))
-        part = Part(jax.device_put(extent, self._host), self._layers.start, self._heads)
-        self._extents.setdefault(number, []).append(part)
-        self._follow(part.array, len(blocks))
+        on_host = [jax.device_put(array, self._host) for array in extent]
+        for kind, array in zip(self._kinds, on_host, strict=True):
+            part = Part(array, kind.entries, self._layers, sum(kind.by_device, ()))
+            self._extents.setdefault(number, []).append(part)
+        self._follow(on_host, len(blocks))
 
     def restore(self, pools: FlatPools, number: int, blocks: Sequence[int]) -> FlatPools:
         """Copy an extent to device blocks of the (donated) pools and return them.
@@ -88,7 +104,7 @@ class HostTier:
         if extent is None:
             extent = self._fetch(self._extents[number])
         pools, done = self._scatters[len(blocks)](pools, extent, np.array(blocks, np.int32))
-        self._follow(done, len(blocks))
+        self._follow([done], len(blocks))
         return pools
 
     def prefetch(self, numbers: Sequence[int]) -> None:
@@ -102,25 +118,31 @@ class HostTier:
                 with suppress(KeyError, RuntimeError):
                     self._ahead[number] = self._fetch(self._extents[number])
 
-    def _fetch(self, parts: Sequence[Part]) -> jax.Array:
-        """Start to copy an extent to the devices of this stage: its layers and heads."""
+    def _fetch(self, parts: Sequence[Part]) -> Extent:
+        """Start to copy an extent to the devices of this stage: its layers and rows."""
+        return [
+            self._fetch_kind(kind, [part for part in parts if part.entries == kind.entries])
+            for kind in self._kinds
+        ]
+
+    def _fetch_kind(self, kind: Kind, parts: Sequence[Part]) -> jax.Array:
         for part in parts:
             if part.array.sharding == self._host and part.layers == self._layers:
                 return jax.device_put(part.array, self._device)
         shards = shards_of(parts)
         made = COPIERS.map(
-            lambda heads: piece(shards, self._layers, heads, self._num_kv_heads), self._by_device
+            lambda rows: piece(shards, self._layers, rows, kind.num_rows), kind.by_device
         )
         pieces = list(made)
-        _, _, *size = pieces[0].shape
-        shape = 2 * len(self._layers), len(self._heads), *size
+        num, _, *size = pieces[0].shape
+        shape = num, sum(map(len, kind.by_device)), *size
         make: Any = jax.make_array_from_single_device_arrays
         on_devices = jax.device_put(pieces, self._devices)
         return make(shape, self._device, on_devices)
 
     def settle(self) -> None:
         """Wait for the copies that are on their way. Raises what made one of them fail."""
-        arrays = [array for array, _ in self._in_flight if not array.is_deleted()]
+        arrays = [x for some, _ in self._in_flight for x in some if not x.is_deleted()]
         self._in_flight.clear()
         self._num_in_flight = 0
         jax.block_until_ready(arrays)
@@ -129,14 +151,14 @@ class HostTier:
         """For so many more blocks on their way: forget copies that are made, and wait for some."""
         while self._in_flight:
             oldest, count = self._in_flight[0]
-            if not _is_over(oldest):
+            if not all(map(_is_over, oldest)):
                 if self._num_in_flight + num_blocks <= self._most:
                     return
                 jax.block_until_ready(oldest)
             self._in_flight.popleft()
             self._num_in_flight -= count
 
-    def _follow(self, copy: jax.Array, num_blocks: int) -> None:
+    def _follow(self, copy: Extent, num_blocks: int) -> None:
         self._in_flight.append((copy, num_blocks))
         self._num_in_flight += num_blocks
 
@@ -158,7 +180,7 @@ def compile_transfers(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Pr
         out_specs=of_extents,
     )
     scatter = of_mesh(
-        partial(_scatter_blocks, layout.model.num_layers),
+        partial(_scatter_blocks, layout),
         in_specs=(of_pools, of_extents, everywhere),
         out_specs=(of_pools, everywhere),
     )
@@ -167,31 +189,40 @@ def compile_transfers(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Pr
     for size in EXTENT_SIZES:
         blocks = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=named(mesh, everywhere))
         gathers[size] = jax.jit(gather).lower(pools, blocks).compile()
-        extent = gathers[size].out_info
-        extent = jax.ShapeDtypeStruct(extent.shape, extent.dtype, sharding=named(mesh, of_extents))
+        place = named(mesh, of_extents)
+        extent = [
+            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+            for array in gathers[size].out_info
+        ]
         scatters[size] = jax.jit(scatter, donate_argnums=0).lower(pools, extent, blocks).compile()
     return gathers, scatters
 
 
-def _gather_blocks(
-    layout: Layout, block_size: int, pools: FlatPools, blocks: jax.Array
-) -> jax.Array:
-    """On one device: blocks of all layers, `[2 * layers, heads, tokens, head_dim]`."""
+def _gather_blocks(layout: Layout, block_size: int, pools: FlatPools, blocks: jax.Array) -> Extent:
+    """On one device: blocks of all layers, each `[layers * entries, rows, tokens, width]`."""
     shaped = in_shape(pools, layout, block_size)
     kept = read_blocks(shaped, layout.model.num_layers, blocks)
-    pairs = [jnp.stack(pair, axis=1) for pair in zip(kept[::2], kept[1::2], strict=True)]
-    extent = jnp.concatenate([pair.reshape(-1, *pair.shape[2:]) for pair in pairs]).swapaxes(1, 2)
-    num, heads, *_, head_dim = extent.shape
-    return extent.reshape(num, heads, -1, head_dim)
+    by_pool = list(itertools.batched(kept, len(layout.cache.entries)))
+
+    def array(alike: tuple[int, ...]) -> jax.Array:
+        some = [jnp.stack([pool[i] for i in alike], axis=1) for pool in by_pool]
+        extent = jnp.concatenate([x.reshape(-1, *x.shape[2:]) for x in some]).swapaxes(1, 2)
+        num, rows, *_, width = extent.shape
+        return extent.reshape(num, rows, -1, width)
+
+    return [array(alike) for alike in layout.cache.alike]
 
 
 def _scatter_blocks(
-    num_layers: int, pools: FlatPools, extent: jax.Array, blocks: jax.Array
+    layout: Layout, pools: FlatPools, extent: Extent, blocks: jax.Array
 ) -> tuple[FlatPools, jax.Array]:
     """On one device: the pools with an extent in these blocks, and a number that is there then."""
-    num, heads, _, head_dim = extent.shape
-    extent = extent.reshape(num, heads, len(blocks), -1, head_dim).swapaxes(1, 2)
-    rows = extent.reshape(num_layers, 2, len(blocks), -1)
+    num_layers, by_entry = layout.model.num_layers, {}
     ends = list(itertools.accumulate(layers_of_pools(num_layers, len(pools))))
-    each = [mine[:, i] for mine in jnp.split(rows, ends[:-1]) for i in range(2)]
+    for alike, array in zip(layout.cache.alike, extent, strict=True):
+        num, rows, _, width = array.shape
+        by_block = array.reshape(num, rows, len(blocks), -1, width).swapaxes(1, 2)
+        by_pool = jnp.split(by_block.reshape(num_layers, len(alike), len(blocks), -1), ends[:-1])
+        by_entry |= {place: [x[:, i] for x in by_pool] for i, place in enumerate(alike)}
+    each = [by_entry[place][i] for i in range(len(pools)) for place in sorted(by_entry)]
     return write_blocks(pools, num_layers, blocks, each), blocks[0]

@@ -1,9 +1,10 @@
 """Extents of KV blocks in host memory, and what of them a device of any layout has to get.
 
-An extent is head-major: `[2 * layers, kv heads, blocks * block_size, head_dim]` (Seesaw, arXiv
-2503.06433), keys of a layer before its values. Each stage of its writer has a part: its layers, its
-heads, split over its devices. So what another split of layers or heads needs is found by
-addressing, and copied in runs of all tokens of a head:
+An array of an extent is row-major: `[layers * entries, rows, blocks * block_size, width]` (Seesaw,
+arXiv 2503.06433); its entries are those that look alike (`CacheSpec.alike`), one after the other
+for each layer. Each stage of its writer has a part: its layers, their rows, split over its devices.
+So what another split of layers or rows needs is found by addressing, and copied in runs of all
+tokens of a row; of keys and values these are heads:
 
     written by pp = 2, tp = 2         read by tp = 2: device 0      by pp = 2, tp = 1: device 0
 
@@ -19,16 +20,12 @@ import numpy as np
 
 
 class Part(NamedTuple):
-    """What one stage of the writer has of an extent, in `pinned_host` memory."""
+    """What one stage of the writer has of some entries of an extent, in `pinned_host` memory."""
 
-    array: jax.Array  # [2 * layers, rows of all devices, tokens, head_dim]
-    first_layer: int
-    heads: tuple[int, ...]  # the KV head of each row; devices may hold the same ones
-
-    @property
-    def layers(self) -> range:
-        """The layers of the model that it has."""
-        return range(self.first_layer, self.first_layer + self.array.shape[0] // 2)
+    array: jax.Array  # [layers * entries, rows of all devices, tokens, width]
+    entries: tuple[int, ...]  # their places in the spec
+    layers: range  # of the model
+    rows: tuple[int, ...]  # of the entries, in the order of devices, which may hold the same ones
 
 
 Extents = dict[int, list[Part]]  # by number; of all groups and stages of an engine
@@ -37,14 +34,19 @@ Extents = dict[int, list[Part]]  # by number; of all groups and stages of an eng
 class Shard(NamedTuple):
     """What one device has written of an extent; nothing is copied to look at it."""
 
-    values: np.ndarray  # [2 * layers, heads, tokens, head_dim]
+    values: np.ndarray  # [layers * entries, rows, tokens, width]
     layers: range
-    heads: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of each layer."""
+        return len(self.values) // len(self.layers)
 
     def of_layers(self, layers: range) -> np.ndarray:
-        """The keys and values of some of its layers."""
-        start = layers.start - self.layers.start
-        return self.values[2 * start : 2 * (start + len(layers))]
+        """The entries of some of its layers."""
+        start, num = layers.start - self.layers.start, self.num_entries
+        return self.values[num * start : num * (start + len(layers))]
 
 
 def shards_of(parts: Sequence[Part]) -> list[Shard]:
@@ -53,36 +55,34 @@ def shards_of(parts: Sequence[Part]) -> list[Shard]:
     for part in parts:
         for shard in part.array.addressable_shards:
             values, first = np.asarray(shard.data), shard.index[1].start or 0
-            found.append(Shard(values, part.layers, part.heads[first : first + values.shape[1]]))
+            found.append(Shard(values, part.layers, part.rows[first : first + values.shape[1]]))
     return found
 
 
-def piece(
-    shards: Sequence[Shard], layers: range, heads: Sequence[int], num_kv_heads: int
-) -> np.ndarray:
-    """What a device needs of an extent: `[2 * layers, heads, tokens, head_dim]`.
+def piece(shards: Sequence[Shard], layers: range, rows: Sequence[int], num_rows: int) -> np.ndarray:
+    """What a device needs of an extent: `[layers * entries, rows, tokens, width]`.
 
-    Where one device has written all of it, that is a view. Heads from `num_kv_heads` on are
-    padding, zeros, as no weights lead to them. Raises KeyError if the extent lacks a layer or head.
+    Where one device has written all of it, that is a view. Rows from `num_rows` on are padding,
+    zeros, as no weights lead to them. Raises KeyError if the extent lacks a layer or row.
     """
     for shard in shards:
-        row = shard.heads.index(heads[0]) if heads[0] in shard.heads else 0
-        rows = slice(row, row + len(heads))
-        if shard.heads[rows] == tuple(heads) and common(layers, shard.layers) == layers:
-            return shard.of_layers(layers)[:, rows]
-    _, _, *size = shards[0].values.shape
-    made = np.zeros((2 * len(layers), len(heads), *size), shards[0].values.dtype)
-    missing = {(layer, head) for layer in layers for head in heads if head < num_kv_heads}
+        first = shard.rows.index(rows[0]) if rows[0] in shard.rows else 0
+        found = slice(first, first + len(rows))
+        if shard.rows[found] == tuple(rows) and common(layers, shard.layers) == layers:
+            return shard.of_layers(layers)[:, found]
+    (_, _, *size), num = shards[0].values.shape, shards[0].num_entries
+    made = np.zeros((num * len(layers), len(rows), *size), shards[0].values.dtype)
+    missing = {(layer, row) for layer in layers for row in rows if row < num_rows}
     for shard in shards:
         shared = common(layers, shard.layers)
-        start = 2 * (shared.start - layers.start)
-        for row, head in enumerate(heads):
-            if head in shard.heads and (shared.start, head) in missing:
-                values = shard.of_layers(shared)[:, shard.heads.index(head)]
-                made[start : start + len(values), row] = values
-        missing -= {(layer, head) for layer in shared for head in shard.heads}
+        start = num * (shared.start - layers.start)
+        for place, row in enumerate(rows):
+            if row in shard.rows and (shared.start, row) in missing:
+                values = shard.of_layers(shared)[:, shard.rows.index(row)]
+                made[start : start + len(values), place] = values
+        missing -= {(layer, row) for layer in shared for row in shard.rows}
     if missing:
-        raise KeyError(f"The host has not all of an extent: layers and heads {sorted(missing)}.")
+        raise KeyError(f"The host has not all of an extent: layers and rows {sorted(missing)}.")
     return made
 
 

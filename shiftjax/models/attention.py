@@ -36,7 +36,6 @@ __all__ = [
     "AttentionMetadata",
     "AttentionWork",
     "divide_attention",
-    "pool_shape",
     "ragged_paged_attention",
     "row_attention",
     "write_kv",
@@ -46,7 +45,7 @@ BYTE = jnp.dtype(jnp.uint8)
 LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
 
 Blocks = Float[Array, "blocks kv_heads block_size head_dim"] | UInt8[Array, "blocks kv_heads ..."]
-LayerPool = tuple[Blocks, Blocks]  # K and V of one layer, or of several, one after the other
+LayerPool = tuple[Blocks, ...]  # K and V of one layer, or of several, one after the other
 KVScales = Float[Array, "2 kv_heads"]  # what a code of K, and of V, is in units of
 
 
@@ -120,13 +119,12 @@ class LayerTerms:
         block_size = jnp.int32(pool[0].shape[2])
         return slots if self.place is None else slots + self.place.first(pool) * block_size
 
-    def own(self, pool: LayerPool) -> tuple[jax.Array, jax.Array]:
+    def own(self, pool: LayerPool) -> LayerPool:
         """Return the layer's part of the pool: a slice, which costs nothing before a kernel."""
         if self.place is None:
             return pool
         first, count = self.place.first(pool), self.place.blocks(pool)
-        k, v = (lax.dynamic_slice_in_dim(blocks, first, count) for blocks in pool)
-        return k, v
+        return tuple(lax.dynamic_slice_in_dim(blocks, first, count) for blocks in pool)
 
 
 def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
@@ -158,13 +156,6 @@ class State(NamedTuple):
     maximum: Float[Array, "lanes kv_heads rows"]  # largest score so far
     total: Float[Array, "lanes kv_heads rows"]  # sum of exp(score - maximum)
     weighted: Float[Array, "lanes kv_heads rows head_dim"]  # the same sum, each times its value
-
-
-def pool_shape(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int
-) -> tuple[int, int, int, int]:
-    """Return the shape of one layer's K (or V) pool: a (block, head) tile is contiguous."""
-    return num_blocks, num_kv_heads, block_size, head_dim
 
 
 def write_kv(

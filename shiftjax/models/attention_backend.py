@@ -26,7 +26,6 @@ from shiftjax.models.attention import (
     LayerPool,
     LayerTerms,
     divide_attention,
-    pool_shape,
     ragged_paged_attention,
     row_attention,
     write_kv,
@@ -273,13 +272,15 @@ def pallas_attention(
 
     @jax.jit  # layers of a window share what is traced and lowered, once a step
     def attend(q, pool: LayerPool, metadata, terms: LayerTerms):
-        kv = PagedKV(*terms.own(pool), metadata.block_tables, metadata.seq_lens)
+        k, v = terms.own(pool)
+        kv = PagedKV(k, v, metadata.block_tables, metadata.seq_lens)
         work, own = metadata.work[terms.window], options(terms)
         return paged_attention.ragged_paged_attention(q, kv, work, own, config)
 
     @jax.jit
     def attend_rows(q, pool: LayerPool, block_tables, work, terms: LayerTerms):
-        kv = PagedKV(*terms.own(pool), block_tables, None)  # rows say how much they see
+        k, v = terms.own(pool)
+        kv = PagedKV(k, v, block_tables, None)  # rows say how much they see
         return decode.decode_attention(q, kv, work[terms.window], options(terms), config.decode)
 
     @jax.jit
@@ -310,8 +311,8 @@ def _why_not_traced(
     slots = np.zeros(tokens, np.int32)
     q = jax.ShapeDtypeStruct((tokens, layout.heads_per_device, head_dim), dtype)
     new = jax.ShapeDtypeStruct((tokens, layout.kv_heads_per_device, head_dim), dtype)
-    shape = pool_shape(2, layout.kv_heads_per_device, block_size, head_dim)
-    pool = (jax.ShapeDtypeStruct(shape, kv_dtype),) * 2
+    shapes = (entry.pool_shape(2, block_size) for entry in layout.cache.entries)
+    pool = tuple(jax.ShapeDtypeStruct(shape, kv_dtype) for shape in shapes)
     scales = jax.ShapeDtypeStruct((2, layout.kv_heads_per_device), jnp.float32)
     sinks = jax.ShapeDtypeStruct((layout.heads_per_device,), jnp.float32)
 

@@ -68,5 +68,5 @@ def packed_attention(
 def _no_pools(model: Llama, num_tokens: int) -> list[LayerPool]:
     """What layers are given and replace unread."""
     config, dtype = model.config, model.embed[...].dtype
-    empty = jnp.zeros((num_tokens, config.num_kv_heads, 1, config.head_dim), dtype)
-    return [(empty, empty)] * config.num_layers
+    shapes = (entry.pool_shape(num_tokens, 1) for entry in config.cache.entries)
+    return [tuple(jnp.zeros(shape, dtype) for shape in shapes)] * config.num_layers

@@ -25,7 +25,6 @@ from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
     divide_attention,
-    pool_shape,
     ragged_paged_attention,
     row_attention,
     write_kv,
@@ -62,7 +61,7 @@ def make_case(
     """
     rng = np.random.default_rng(seed)
     blocks_needed = [-(-length // block_size) for length in seq_lens]
-    shape = pool_shape(max(sum(blocks_needed) + 4, min_blocks), kv_heads, block_size, head_dim)
+    shape = max(sum(blocks_needed) + 4, min_blocks), kv_heads, block_size, head_dim
     pool = [np.full(shape, np.nan, np.float32) for _ in range(2)]
     tables = np.zeros((seqs, -(-max_len // block_size)), np.int32)
     free = iter(1 + rng.permutation(shape[0] - 1))

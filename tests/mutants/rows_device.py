@@ -183,7 +183,7 @@ VIEWS_ROWS = (
     ),
     Mutant(
         "only the first layer of a pool is moved", "mover", "shiftjax/device/pool.py",
-        "* (k.shape[0] // count)", "* 0",
+        "* (pool[0].shape[0] // count)", "* 0",
         (TEST_MOVER,), "a request that moves has the keys of one layer",
     ),
     Mutant(
@@ -251,13 +251,13 @@ EXCHANGE_ROWS = (
 MOVER_ROWS = (
     Mutant(
         "blocks of groups are laid in the order of calls", "mover", MOVER,
-        "got = got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)",
-        "got = got.transpose(2, 3, 0, 1, 4, 5).reshape(num, ways * per_call, -1)",
+        "return got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)",
+        "return got.transpose(2, 3, 0, 1, 4, 5).reshape(num, ways * per_call, -1)",
         (TEST_MOVER,), "sequences of two groups change places",
     ),
     Mutant(
         "copies of heads are taken for other heads", "mover", MOVER,
-        "got[:: shapes.copies]", "got[: shapes.parts]",
+        "got[:: ways // parts]", "got[:parts]",
         (TEST_MOVER,), "a narrow group gets one head several times",
     ),
     Mutant(
@@ -378,7 +378,7 @@ TIER_ROWS = (
     Mutant(
         "keys come back from the host as values", "host tier",
         "shiftjax/host_tier/copies_device.py",
-        "ends[:-1]) for i in range(2)]", "ends[:-1]) for i in (1, 0)]",
+        "for place in sorted(by_entry)]", "for place in sorted(by_entry)[::-1]]",
         ("tests/device/test_host_copies.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
         "a restored prefix is garbage",
     ),
