@@ -206,10 +206,6 @@ FLEETS = [
 ]
 UNREAD = [
     ({"max_draft_tokens": 4}, "max_draft_tokens has no meaning with speculation = none"),
-    (
-        {"speculation": "model", "draft_model": "x", "draft_paths": 2},
-        "draft_paths has no meaning with speculation = model",
-    ),
     ({"speculation": "ngram", "suffix_factor": 2.0}, "with speculation = ngram"),
     ({"speculation": "suffix", "prompt_lookup_max": 9}, "with speculation = suffix"),
     ({"speculation": "suffix", "draft_max_seqs": 9}, "with draft_choice = auto"),

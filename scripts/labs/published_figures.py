@@ -27,12 +27,12 @@ from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.fleet.setup import move_costs
-from shiftjax.sim.deployment import Target, cost_model, deploy, memory_of
+from shiftjax.sim.deployment import Target, cost_model, memory_of
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import choose_deployments, saturation_rate, target_from
 from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.metrics import makespan, peak_throughput, summary
-from shiftjax.sim.named import STANDARD, standard_deployments
+from shiftjax.sim.named import STANDARD, deploy, standard_deployments
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
 
@@ -220,7 +220,7 @@ def output_rates(
     one = target(model, machine, "shiftjax")
     own = {"pads_to_buckets": False, "quantising_kernels": (), "expert_skew": skew}
     one = replace(one, engine=replace(one.engine, **own))
-    deployment = deploy(one, "", (1, 1, tp), "base", max_num_seqs=2048, memory_fraction=0.95)
+    deployment = deploy(one, f"tp={tp},policy=base", max_num_seqs=2048, memory_fraction=0.95)
     for (prompt, output, count), value in zip(LENGTHS, published, strict=True):
         run = replay([TraceRequest(0.0, prompt, output)] * count, one, deployment)
         what = f"{model}, {machine.removesuffix('x8')}, TP {tp}: {prompt} in, {output} out"

@@ -32,7 +32,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, cost_model, memory_of, sum_buffers_of
-from shiftjax.sim.planning import Workload
+from shiftjax.sim.estimate import Workload
 
 if TYPE_CHECKING:
     from shiftjax.parallel.grid import Device

@@ -19,11 +19,9 @@ from shiftjax.parallel.degrees import Degrees
 from shiftjax.parallel.fleet import FleetOptions, spelled
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
-from shiftjax.sim.deployment import (
-    Target,
-    cost_model,
-)
+from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
+from shiftjax.sim.estimate import Estimate, Workload, estimate
 from shiftjax.sim.experiments import (
     SYNTHETIC,
     as_text,
@@ -33,16 +31,13 @@ from shiftjax.sim.experiments import (
     trace_from,
     write_rows,
 )
-from shiftjax.sim.fleet_planning import fleet_estimates
 from shiftjax.sim.hindsight import Oracle
-from shiftjax.sim.hosts import hosts_in_words
 from shiftjax.sim.named import Phases, standard_deployments
 from shiftjax.sim.planning import (
-    Estimate,
-    Workload,
     all_deployments,
-    estimate,
+    fleet_estimates,
     gather_in_words,
+    hosts_in_words,
     recommend,
     stages_in_words,
 )
@@ -91,7 +86,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     policy = f"--shift-threshold {best.threshold}"
     if target.machine.num_hosts > 1:  # modes between sum inside hosts, which no threshold chooses
         policy = "--policy cost"
-    print(f"\nrecommended: --sp {best.sp} --tp {best.tp} {policy}")
+    groups = f"--dp {best.dp} " if best.dp > 1 else ""
+    print(f"\nrecommended: {groups}--sp {best.sp} --tp {best.tp} {policy}")
     print(reason)
     if words := hosts_in_words(target, workload, **settings):
         print(words)
@@ -158,13 +154,13 @@ def _fleets(
     target: Target, workload: Workload, settings: Mapping[str, Any], options: FleetOptions
 ) -> list[dict[str, Any]]:
     """Print fleets of every unit size, and which one to take; their rows."""
-    estimates = [each for each in fleet_estimates(target, workload, options, **settings)]
+    estimates = fleet_estimates(target, workload, options, **settings)
     rows = [one.row() for one in estimates]
     if not rows:
         return rows
     print(f"\n{FLEET_HEADING}")
     print(as_text(rows))
-    fitting = [one for one in estimates if one.by_width[one.deployment.widths[-1]].fits]
+    fitting = [one for one in estimates if one.widest.fits]
     if fitting:
         best = max(fitting, key=lambda one: one.by_width[one.best].tokens_per_second)
         print(f"\nof fleets, --fleet --tp {best.deployment.tp} has most tokens per second")

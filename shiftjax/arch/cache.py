@@ -4,11 +4,12 @@ Who allocates, moves, counts or prices a cache asks here; what its numbers mean 
 knows. `ModelConfig.cache` is the spec of a model, `Layout.cache` what one device has of it.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:  # NumPy takes longer to import than all of a command's help
+    import numpy as np
 
-from shiftjax.arch.formats import FORMATS, Formats
+    from shiftjax.arch.formats import Formats
 
 
 class Entry(NamedTuple):
@@ -25,8 +26,10 @@ class Entry(NamedTuple):
         """Numbers of a token."""
         return self.rows * self.width
 
-    def dtype(self, default: np.dtype) -> np.dtype:
+    def dtype(self, default: "np.dtype") -> "np.dtype":
         """What its numbers are stored as, where `default` is the deployment's type."""
+        from shiftjax.arch.formats import FORMATS
+
         return FORMATS[self.format].dtype if self.format else default
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int]:
@@ -44,8 +47,10 @@ class CacheSpec(NamedTuple):
         """Numbers of a token in a layer."""
         return sum(entry.numbers for entry in self.entries)
 
-    def num_bytes(self, formats: Formats) -> int:
+    def num_bytes(self, formats: "Formats") -> int:
         """Bytes of a token in a layer."""
+        from shiftjax.arch.formats import FORMATS
+
         default = FORMATS[formats.kv].dtype
         return sum(entry.numbers * entry.dtype(default).itemsize for entry in self.entries)
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from shiftjax.core.policy import shift_threshold
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import Target, cost_model, deploy_degrees
+from shiftjax.sim.deployment import Target, cost_model
+from shiftjax.sim.estimate import Estimate, Workload, estimate
 from shiftjax.sim.metrics import summary
+from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_rates import all_degrees
-from shiftjax.sim.planning import Estimate, Workload, estimate
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, poisson, scale_rate
 
@@ -180,7 +181,7 @@ def _estimates(
             continue
         where = f"{degrees.name} on {degrees.num_devices} of {target.machine.name}"
         try:
-            deployment = deploy_degrees(target, degrees, **budgets)
+            deployment = deploy(target, degrees.name, **budgets)
         except ConfigError as error:
             reasons[where] = error.problems[0]
             continue

@@ -1,23 +1,19 @@
-"""Deployments on a modelled machine: which are compared, what they hold, how steps are chosen."""
+"""Deployments on a modelled machine: what they hold, and how steps are chosen. No JAX."""
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
-from shiftjax.config import DEFAULT_SHIFT_THRESHOLD, SERVER_BUDGETS, EngineConfig
+from shiftjax.config import EngineConfig
 from shiftjax.core.policy import Policy, make_policy, wanted_modes
-from shiftjax.costs.buckets import doubling
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
 from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment, Devices
-from shiftjax.deploy.resolve import base_rule, draft_rows, resolve, stage_problems
-from shiftjax.draft_options import NO_DRAFTS
+from shiftjax.deploy.resolve import base_rule, resolve
 from shiftjax.options import ConfigError
-from shiftjax.parallel.degrees import Degrees
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.phases.costs import Reload, check_host_links
@@ -49,39 +45,6 @@ class Target:
     def reserved_bytes(self) -> int:
         """Of a device, beside weights, temporaries and KV: the machine says, or the engine."""
         return int(self.machine.reserved_bytes or self.engine.reserved_bytes)
-
-
-def deploy(
-    target: Target,
-    name: str,
-    mesh: tuple[int, int, int],
-    policy: str,
-    *,
-    gathers: bool = False,
-    **settings: Any,
-) -> Deployment:
-    """A deployment on a mesh (DP, SP, TP) as an engine of the target's kind makes it.
-
-    `policy` chooses the mode of a step: base, shift, threshold, cost, or greedy (the mode that
-    is quicker, without a margin). With `gathers`, devices store SHIFT's weights alone. Budgets that
-    `settings` lack are a server's, not the engine's own.
-    """
-    dp, sp, tp = mesh
-    copied = "replicate" if target.engine.copies_shift_weights else "alias"
-    own: dict[str, Any] = {"threshold": DEFAULT_SHIFT_THRESHOLD, **SERVER_BUDGETS}
-    own |= {"max_model_len": target.model.max_position_embeddings} | settings
-    own.setdefault("max_draft_rows", draft_rows(own.get("drafts", NO_DRAFTS), own["max_num_seqs"]))
-    if target.engine.pads_to_buckets:
-        own["token_buckets"] = doubling(own["max_num_batched_tokens"])
-    return Deployment(
-        name=name,
-        layout=Layout(target.model, sp, tp, gathers=gathers),
-        formats=target.formats,
-        dp=dp,
-        policy=policy,
-        weights="gather" if gathers else copied,
-        **own,
-    )
 
 
 def deploy_config(target: Target, config: EngineConfig) -> Deployment:
@@ -118,28 +81,6 @@ def as_built_by(engine: EngineOverhead, deployment: Deployment) -> Deployment:
     if engine.copies_shift_weights and deployment.weights == "alias" and not deployment.widths:
         deployment = replace(deployment, weights="replicate")
     return deployment
-
-
-def deploy_degrees(target: Target, degrees: Degrees, **settings: Any) -> Deployment:
-    """Groups of these degrees; as many as the machine holds, where `dp` is 1. With SP they shift.
-
-    Raises ConfigError where the devices or the model cannot be cut so.
-    """
-    dp, pp, sp, tp = degrees
-    problems = stage_problems(pp, target.model)
-    num_devices = target.machine.num_devices
-    groups, rest = divmod(num_devices, pp * sp * tp)
-    if rest or not groups or groups % dp:
-        problems.append(f"{num_devices} devices cannot be cut into {degrees.name}")
-    if sp * tp > target.model.num_heads:
-        problems.append(f"sp * tp = {sp * tp} is more than {target.model.num_heads} query heads")
-    if pp > 1 and settings.get("drafts", NO_DRAFTS).speculation != "none":
-        problems.append("drafts keep all stages but one waiting: drop them")
-    if problems:
-        raise ConfigError([f"{degrees.name}: {problem}" for problem in problems])
-    dp = groups if dp == 1 else dp
-    policy = "threshold" if sp > 1 else "base"
-    return deploy(target, degrees.name, (dp, sp, tp), policy, pp=pp, **settings)
 
 
 def cost_model(target: Target, deployment: Deployment) -> GroupCosts:
@@ -198,17 +139,6 @@ def reload_of(target: Target, deployment: Deployment) -> Reload:
     if not target.model.has_codes:
         formats = replace(formats, weights=formats.activations)
     return Reload(layouts, formats, target.machine, pool)
-
-
-def deploy_gathered(target: Target, name: str, policy: str = "cost", **settings: Any) -> Deployment:
-    """All devices as one group with SP alone, whose base steps gather their weights.
-
-    Raises ConfigError where the model has too few heads for that.
-    """
-    devices, heads = target.machine.num_devices, target.model.num_heads
-    if devices > heads:
-        raise ConfigError([f"{name}: sp = {devices} is more than {heads} query heads"])
-    return deploy(target, name, (1, devices, 1), policy, gathers=True, **settings)
 
 
 def least_tp(target: Target) -> int:

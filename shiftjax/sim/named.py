@@ -83,12 +83,18 @@ def deploy_named(target: Target, text: str, **budgets: Any) -> Deployment | Phas
         raise ConfigError([f"{text}: {problem}" for problem in error.problems]) from None
 
 
+def deploy(target: Target, text: str, **budgets: Any) -> Deployment:
+    """As `deploy_named`, for a name without phases."""
+    found = deploy_named(target, text, **budgets)
+    assert isinstance(found, Deployment), text
+    return found
+
+
 def standard_deployments(
     target: Target, names: Sequence[str] = STANDARD, **budgets: Any
 ) -> dict[str, Deployment]:
     """The configurations that are compared, by name, but for those of phases."""
-    found = {name: deploy_named(target, name, **budgets) for name in names}
-    return {name: each for name, each in found.items() if isinstance(each, Deployment)}
+    return {name: deploy(target, name, **budgets) for name in names}
 
 
 def fragment_of(target: Target, text: str) -> Fragment:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.costs import check_host_links
-from shiftjax.sim.deployment import Target, deploy_degrees
+from shiftjax.sim.deployment import Target
+from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_rates import (
     Batch,
     Phased,
@@ -102,7 +103,7 @@ def _rates(
 ) -> Iterator[tuple[Degrees, Rates]]:
     """Of all that fit."""
     for degrees in all_degrees(target):
-        rates = rates_of(target, deploy_degrees(target, degrees, **budgets), batch)
+        rates = rates_of(target, deploy(target, degrees.name, **budgets), batch)
         if rates is not None:
             yield degrees, rates
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.stages import GroupCosts
@@ -72,8 +73,13 @@ def all_degrees(target: Target) -> list[Degrees]:
         for pp in sizes
         for sp in sizes
         for tp in sizes
-        if devices % (pp * sp * tp) == 0 and pp <= most and sp * tp <= model.num_heads
+        if devices % (pp * sp * tp) == 0 and pp <= most and sp * tp <= most_parts(model)
     ]
+
+
+def most_parts(model: ModelConfig) -> int:
+    """Devices that a group can have, so that each has a query head, and an expert."""
+    return min(model.num_heads, model.experts.num if model.experts else model.num_heads)
 
 
 def rates_of(target: Target, deployment: Deployment, batch: Batch) -> Rates | None:

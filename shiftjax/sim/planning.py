@@ -1,166 +1,49 @@
-"""Which deployments fit a machine and what each would do, in closed form. No JAX."""
+"""Which deployments a machine offers, and which one to take, in words. No JAX."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shiftjax.core.policy import shift_threshold
-from shiftjax.costs.memory import Memory
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
-from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import (
-    Target,
-    cost_model,
-    deploy,
-    deploy_degrees,
-    deploy_gathered,
-    least_tp,
-    memory_of,
-    modes_of,
-)
-from shiftjax.sim.phase_rates import Batch, all_degrees, mixed_rate
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The requests that a plan is made for, all alike."""
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One deployment under one workload. A deployment that shifts takes the better mode."""
-
-    deployment: Deployment
-    memory: Memory
-    fits: bool
-    ttft_seconds: float  # one request alone
-    tpot_seconds: float  # one request alone
-    tokens_per_second: float  # input and output, saturated, all replicas
-
-    def row(self) -> dict[str, Any]:
-        """For a table or a file."""
-        memory, gigabyte = self.memory, 1e9
-        return {
-            "name": self.deployment.name,
-            "dp": self.deployment.dp,
-            "pp": self.deployment.pp,
-            "sp": self.deployment.sp,
-            "tp": self.deployment.tp,
-            "fits": self.fits,
-            "weights_gb": memory.weight_bytes / gigabyte,
-            "shift_copy_gb": memory.shift_weight_bytes / gigabyte,
-            "workspace_gb": memory.workspace_bytes / gigabyte,
-            "kv_gb": memory.kv_bytes / gigabyte,
-            "kv_tokens": memory.num_kv_tokens * self.deployment.dp,
-            "ttft_seconds": self.ttft_seconds,
-            "tpot_seconds": self.tpot_seconds,
-            "tokens_per_second": self.tokens_per_second,
-        }
-
-
-def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:
-    """What a deployment can hold and how quick it is; of a pipeline, its fullest stage."""
-    memory, costs = memory_of(target, deployment), cost_model(target, deployment)
-    prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
-    fits = memory.num_kv_tokens >= prompt + output
-    if not fits:
-        return Estimate(deployment, memory, False, 0.0, 0.0, 0.0)
-    decode = Work.decode(1, prompt + output // 2)
-    modes = modes_of(costs, deployment)
-    return Estimate(
-        deployment,
-        memory,
-        True,
-        ttft_seconds=_prefill_seconds(costs, deployment, prompt),
-        tpot_seconds=min(_seconds_alone(costs, mode, decode) for mode in modes),
-        tokens_per_second=saturated_tokens_per_second(costs, deployment, memory, workload),
-    )
-
-
-def _prefill_seconds(costs: GroupCosts, deployment: Deployment, num_tokens: int) -> float:
-    """A prompt alone, in chunks of the step's budget, which follow each other through stages."""
-    total, start, modes = 0.0, 0, modes_of(costs, deployment)
-    while start < num_tokens:
-        chunk = min(num_tokens - start, deployment.max_num_batched_tokens)
-        work = Work.prefill(chunk, start)
-        start += chunk
-        is_last = start == num_tokens
-        seconds = (
-            _seconds_alone(costs, mode, work) if is_last else costs.seconds(mode, work)
-            for mode in modes
-        )
-        total += min(seconds)
-    return total
-
-
-def _seconds_alone(costs: GroupCosts, mode: Mode, work: Work) -> float:
-    """Of a step that the next one needs the result of, in all stages."""
-    device, host = costs.device_seconds(mode, work), costs.host_seconds(work)
-    return max(device, host) if costs.engine.overlaps else device + host
-
-
-def saturated_tokens_per_second(
-    costs: GroupCosts, deployment: Deployment, memory: Memory, workload: Workload
-) -> float:
-    """Throughput of a stream that never ends, of all replicas.
-
-    As many sequences run as there are seats and KV for, a sequence holding half its output on
-    average; or fewer, where more would be padded to a step that is slower by more. What a step
-    holds is in `phase_rates.mixed_rate`.
-    """
-    batch = Batch.of([(workload.num_prompt_tokens, workload.num_output_tokens)])
-    fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs) / deployment.pp
-    fits = max(1.0, min(fits, deployment.max_num_batched_tokens / 2))
-    sizes = {fits, *(size for size in deployment.step_sizes if size < fits)}
-    rate = max(mixed_rate(costs, deployment, batch, size) for size in sizes)
-    return rate * (workload.num_prompt_tokens + workload.num_output_tokens)
+from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.sim.deployment import Target, cost_model, least_tp, memory_of
+from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate, fleet_estimate
+from shiftjax.sim.named import FLEET, deploy
+from shiftjax.sim.phase_rates import all_degrees, most_parts
 
 
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     """Every (dp, sp, tp) of the machine with powers of two, and stages; those with SP shift.
 
-    Stages are as many as divide the layers, each with TP alone. Where only TP over all devices has
-    room for the weights, there is SP with gathered ones, too.
+    Stages are as many as divide the layers, each with TP alone; with drafts there are none. Where
+    only TP over all devices has room for the weights, there is SP with gathered ones, too.
     """
-    devices = target.machine.num_devices
-    sizes = [size for size in (2**k for k in range(devices.bit_length())) if devices % size == 0]
-    most = target.model.num_heads
-    return (
-        [
-            deploy(
-                target,
-                f"dp{devices // (sp * tp)} sp{sp} tp{tp}",
-                (devices // (sp * tp), sp, tp),
-                "greedy" if sp > 1 else "base",
-                **budgets,
-            )
-            for sp in sizes
-            for tp in sizes
-            if devices % (sp * tp) == 0 and sp * tp <= most
-        ]
-        + [
-            deploy_degrees(target, degrees, **budgets)
-            for degrees in all_degrees(target)
-            if degrees.pp > 1 and degrees.sp == 1 and target.model.num_layers % degrees.pp == 0
-        ]
-        + gathered_deployments(target, **budgets)
-    )
+    found, drafts = [], budgets.get("drafts", NO_DRAFTS)
+    for degrees in all_degrees(target):
+        dp, pp, sp, tp = degrees
+        if pp == 1:
+            policy = ",policy=greedy" if sp > 1 else ""
+            plain = deploy(target, degrees.name + policy, **budgets)
+            found.append(replace(plain, name=f"dp{dp} sp{sp} tp{tp}"))
+        elif sp == 1 and target.model.num_layers % pp == 0 and drafts.speculation == "none":
+            found.append(deploy(target, degrees.name, **budgets))
+    return found + gathered_deployments(target, **budgets)
 
 
 def gathered_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     """SP over all devices with gathered weights, if the weights leave it no room otherwise."""
-    devices, name = target.machine.num_devices, f"gather sp{target.machine.num_devices}"
+    devices = target.machine.num_devices
     try:
-        leaves_none = 1 < devices == least_tp(target)
-        return [deploy_gathered(target, name, "greedy", **budgets)] if leaves_none else []
+        if not 1 < devices == least_tp(target):
+            return []
+        gathered = deploy(target, "gather,policy=greedy", **budgets)
     except ConfigError:  # they fit nowhere, or there are too few heads
         return []
+    return [replace(gathered, name=f"gather sp{devices}")]
 
 
 def gather_in_words(target: Target, **budgets: Any) -> str:
@@ -179,6 +62,20 @@ def gather_in_words(target: Target, **budgets: Any) -> str:
         saved = 1 - costs.device_seconds(base, work) / costs.device_seconds(shift, work)
         return f"{text}: {saved:.0%} less time for a step of {most:,}"
     return ""
+
+
+def fleet_estimates(
+    target: Target, workload: Workload, options: FleetOptions = NO_FLEET, **budgets: Any
+) -> list[FleetEstimate]:
+    """A fleet for every unit size whose widths can share what units hold, the smallest first."""
+    found = []
+    for tp in (1 << i for i in range(target.machine.num_devices.bit_length() - 1)):
+        try:
+            deployment = deploy(target, f"{FLEET}:tp{tp}", fleet=options, **budgets)
+        except ConfigError:
+            continue
+        found.append(fleet_estimate(target, deployment, workload))
+    return found
 
 
 def stages_in_words(estimates: Sequence[Estimate]) -> str:
@@ -206,16 +103,16 @@ def recommend(target: Target, workload: Workload, **budgets: Any) -> tuple[Deplo
 
     TP is the least that leaves room for one request; None where no TP does.
     """
-    tp, num = least_tp(target), target.machine.num_devices
-    needed = workload.num_prompt_tokens + workload.num_output_tokens
-    while True:
-        shifting = deploy(target, "recommended", (1, num // tp, tp), "threshold", **budgets)
+    num, most = target.machine.num_devices, most_parts(target.model)
+    size = max(size for size in range(1, min(num, most) + 1) if num % size == 0)
+    for tp in (tp for tp in range(least_tp(target), size + 1) if size % tp == 0):
+        degrees = f"dp={num // size},sp={size // tp},tp={tp},policy=threshold"
+        shifting = replace(deploy(target, degrees, **budgets), name="recommended")
         memory, costs = memory_of(target, shifting), cost_model(target, shifting)
-        if memory.num_kv_tokens >= needed:
+        if memory.num_kv_tokens >= workload.num_tokens:
             break
-        if tp == num:
-            return None
-        tp = next(larger for larger in range(tp + 1, num + 1) if num % larger == 0)
+    else:
+        return None
     threshold = shift_threshold(costs) if shifting.sp > 1 else 0
     weights = (memory.weight_bytes + memory.shift_weight_bytes) / 1e9
     reason = (
@@ -225,3 +122,51 @@ def recommend(target: Target, workload: Workload, **budgets: Any) -> tuple[Deplo
         f"moves per token shrinks with SP. Steps of up to {threshold} tokens are quicker in SHIFT."
     )
     return replace(shifting, threshold=threshold), reason
+
+
+# ------------------------------------------------------------------ several hosts
+
+
+def hosts_in_words(target: Target, workload: Workload, **budgets: Any) -> str:
+    """One engine over all hosts, or a server on each behind a router; "" of one host.
+
+    A replica on each host moves nothing between hosts, so it is better wherever it can be had: one
+    engine is for a model that no host holds, and for a request whose KV none does.
+    """
+    hosts = target.machine.num_hosts
+    if hosts == 1:
+        return ""
+    over_all = _recommended(target, workload, **budgets)
+    alone = _recommended(replace(target, machine=target.machine.one_host), workload, **budgets)
+    if over_all is None:
+        return ""
+    if alone is None:
+        words = f"a request of {workload.num_tokens:,} tokens"
+        return f"one engine over {hosts} hosts: no host alone has room for the model and {words}"
+    own, room = alone.deployment, over_all.memory.num_kv_tokens
+    longest = alone.memory.num_kv_tokens
+    limit = f"is for requests of more than {longest:,} tokens: it holds {room:,}"
+    if min(room, target.model.max_position_embeddings) <= longest:
+        limit = "has room for no longer requests"
+    return (
+        f"replicas: a server on each of {hosts} hosts (--sp {own.sp} --tp {own.tp}) behind a "
+        f"router has {_figures(alone, hosts)}; one engine over all of them has "
+        f"{_figures(over_all)}, and {limit}"
+    )
+
+
+def _figures(one: Estimate, times: int = 1) -> str:
+    return (
+        f"{times * one.tokens_per_second:,.0f} tokens/s when full, and for a request alone "
+        f"{1e3 * one.ttft_seconds:.0f} ms to the first token, {1e3 * one.tpot_seconds:.1f} ms "
+        "for each after it"
+    )
+
+
+def _recommended(target: Target, workload: Workload, **budgets: Any) -> Estimate | None:
+    """What a plan recommends, with all modes to choose from; None: there is no room."""
+    try:
+        found = recommend(target, workload, **budgets)
+    except ConfigError:  # not even the weights fit
+        return None
+    return found and estimate(target, replace(found[0], policy="cost"), workload)

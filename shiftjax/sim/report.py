@@ -15,6 +15,7 @@ from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import spelled
 from shiftjax.sim.advice import Trial
+from shiftjax.sim.estimate import Estimate
 from shiftjax.sim.experiments import SweepPoint
 from shiftjax.sim.metrics import (
     arrangements,
@@ -25,7 +26,6 @@ from shiftjax.sim.metrics import (
     shares,
     throughput_over_time,
 )
-from shiftjax.sim.planning import Estimate
 from shiftjax.sim.replay import Replay
 
 if TYPE_CHECKING:

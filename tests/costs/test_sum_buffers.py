@@ -9,7 +9,8 @@ from shiftjax.costs.buckets import doubling, make_buckets
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.sum_buffers import MOST_BYTES, PIECE_BYTES, buffer_bytes, sum_buffer_bytes
 from shiftjax.parallel.layout import Layout
-from shiftjax.sim.deployment import Target, deploy, memory_of, sum_buffers_of
+from shiftjax.sim.deployment import Target, memory_of, sum_buffers_of
+from shiftjax.sim.named import deploy
 
 MODEL, MIB = PRESETS["llama-70b"], 1 << 20
 
@@ -46,7 +47,7 @@ def test_sums_of_small_steps_of_a_70b():
 def test_plans_leave_room_for_them(machine, engine, pieces):
     target = Target(MODEL, load_machine(machine), load_engine(engine), Formats())
     settings = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
-    deployment = deploy(target, "tp", (1, 1, 8), "shift", **settings)
+    deployment = deploy(target, "tp=8,policy=shift", **settings)
     held = sum_buffers_of(target, deployment)
     assert held == (161 * pieces + 11 * SAMPLED * (pieces > 0)) * PIECE_BYTES  # 5.4 GB
     least = target.reserved_bytes + held

@@ -7,9 +7,9 @@ import pytest
 
 from shiftjax.options import ConfigError
 from shiftjax.sim.advice import Goal, Load, advise, even_load, in_words, load_of
+from shiftjax.sim.estimate import Workload
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.metrics import summary
-from shiftjax.sim.planning import Workload
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, poisson
 

@@ -1,25 +1,27 @@
 """The best deployment of every window, in hindsight."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import deploy
 from shiftjax.sim.experiments import choose_deployments, sweep, target_from
 from shiftjax.sim.hindsight import Oracle, best_in_hindsight, oracle_of
 from shiftjax.sim.metrics import summary
+from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import Replay, RequestRecord, StepRecord
 from shiftjax.sim.trace import TraceRequest
 
 TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
-MESHES = {"a": (1, 8, 1), "b": (8, 1, 1), "c": (1, 1, 8)}
-MODE = next(iter(deploy(TARGET, "a", (1, 8, 1), "base").layout.modes))
+MESHES = {"a": "sp8", "b": "dp8", "c": "tp8"}
+MODE = next(iter(deploy(TARGET, "sp8").layout.modes))
 
 
 def replayed(name, arrivals, completions, num_refused=0):
     """Each request, and a step that ends when it comes."""
-    deployment = deploy(TARGET, name, MESHES[name], "base")
+    deployment = replace(deploy(TARGET, MESHES[name]), name=name)
     requests = [
         RequestRecord(arrival, 0.0, completion, 0.0, completion, 10, 1, 0)
         for arrival, completion in zip(arrivals, completions, strict=True)
@@ -73,7 +75,7 @@ def test_an_oracle_knows_every_way_to_cut_the_machine():
 
 
 def test_a_sweep_compares_an_oracle_with_all_that_was_served(monkeypatch):
-    few = Oracle((deploy(TARGET, "dp8", (8, 1, 1), "base"),))
+    few = Oracle((deploy(TARGET, "dp8"),))
     monkeypatch.setattr("shiftjax.sim.experiments.oracle_of", lambda target, **budgets: few)
     deployments = choose_deployments(TARGET, ["oracle", "tp"])
     trace = [TraceRequest(0.0, 500, 30)] + [TraceRequest(100.0, 8000, 2)] * 16

@@ -10,10 +10,11 @@ from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.sim.backend import make_engine
-from shiftjax.sim.deployment import cost_model, deploy, deploy_config, memory_of
+from shiftjax.sim.deployment import cost_model, deploy_config, memory_of
 from shiftjax.sim.devices import Clock
+from shiftjax.sim.estimate import Workload, estimate
 from shiftjax.sim.experiments import target_from
-from shiftjax.sim.planning import Workload, estimate
+from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest
 from shiftjax.weights.resolve import open_source, resolve_model
@@ -58,7 +59,7 @@ def test_blocks_are_those_that_fit_the_machine_and_could_be_used():
 
 def test_a_server_is_assumed_where_no_settings_are_given():
     assert SERVER_BUDGETS == {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
-    server = deploy(GPUS, "sp", (1, 8, 1), "base")
+    server = deploy(GPUS, "sp=8,tp=1,policy=base")
     assert (server.max_num_seqs, server.max_num_batched_tokens) == (256, 8192)
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.sim.deployment import cost_model, deploy_degrees
+from shiftjax.sim.deployment import cost_model
 from shiftjax.sim.experiments import target_from
+from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_choice import LEAST_GAIN, choose_phases
 from shiftjax.sim.phase_rates import Batch, _most_of, all_degrees, phased, rates_of, static_seconds
 
@@ -27,7 +28,7 @@ def target(machine="a10x8", model="codellama-34b", engine="vllm"):
 
 
 def rates(one, degrees, lengths=ARTICLES):
-    found = rates_of(one, deploy_degrees(one, degrees), Batch.of(lengths))
+    found = rates_of(one, deploy(one, degrees.name), Batch.of(lengths))
     assert found is not None
     return found
 
@@ -42,7 +43,7 @@ def test_a_batch_by_its_means():
 
 def test_one_stage_computes_prompts_as_a_plain_replica():
     one, degrees = target("a100x8", "llama-8b"), Degrees(4, tp=2)
-    costs = cost_model(one, deploy_degrees(one, degrees))
+    costs = cost_model(one, deploy(one, degrees.name))
     work = Work(8192, 3, 3, 0, 8192, 8192 * 1500)
     expected = 4 * 8192 / costs.seconds(costs.layout.shift, work)
     assert rates(one, degrees).prefill == pytest.approx(expected)
@@ -59,7 +60,7 @@ def test_stages_share_the_layers_and_pay_for_the_sending():
 
 def test_weights_that_leave_no_room_decode_nothing():
     one = target()
-    assert rates_of(one, deploy_degrees(one, Degrees(8)), Batch.of(ARTICLES)) is None
+    assert rates_of(one, deploy(one, "dp8"), Batch.of(ARTICLES)) is None
     with pytest.raises(ConfigError, match="does not fit l4x8 in any number of stages"):
         choose_phases(target("l4x8", "llama-405b"), ARTICLES, HOST)
 
@@ -70,7 +71,7 @@ def test_weights_that_leave_no_room_decode_nothing():
 def test_a_round_of_decodes_takes_as_long_as_in_a_replay_by_hand(num, degrees, engine):
     """Pipelined decodes: the micro-batches share the stages, and one alone waits for its tokens."""
     one, lengths = target("a100x8", "llama-8b", engine), [(512, 100)] * num
-    found, costs = rates(one, degrees, lengths), cost_model(one, deploy_degrees(one, degrees))
+    found, costs = rates(one, degrees, lengths), cost_model(one, deploy(one, degrees.name))
     batches = min(degrees.pp, num)
     work = Work.decode(math.ceil(num / batches), round(Batch.of(lengths).resident))
     stages, host = costs.stage_seconds(costs.layout.shift, work), costs.host_seconds(work)
@@ -87,7 +88,7 @@ def test_a_round_of_decodes_takes_as_long_as_in_a_replay_by_hand(num, degrees, e
 def test_a_batch_of_prompts_takes_as_long_as_in_a_replay_by_hand(degrees, engine):
     """Pipelined prompts: full steps at the interval, and the stages fill and empty once."""
     one = target("a100x8", "llama-8b", engine)
-    deployment = deploy_degrees(one, degrees)
+    deployment = deploy(one, degrees.name)
     tokens, costs = deployment.max_num_batched_tokens, cost_model(one, deployment)
     lengths = [(tokens, 1)] * 16
     work = Work(tokens, 1, 1, 0, tokens, tokens * tokens // 2)

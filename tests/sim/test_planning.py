@@ -8,15 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.costs.machine_files import machine_names
+from shiftjax.draft_options import DraftOptions
 from shiftjax.sim.deployment import cost_model, memory_of
+from shiftjax.sim.estimate import Workload, estimate, saturated_tokens_per_second
 from shiftjax.sim.experiments import saturation_rate, target_from
 from shiftjax.sim.named import standard_deployments
-from shiftjax.sim.planning import (
-    Workload,
-    all_deployments,
-    estimate,
-    saturated_tokens_per_second,
-)
+from shiftjax.sim.planning import all_deployments, recommend
 
 BUDGETS = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 ASKED = (  # each model, machine and engine with several of the others
@@ -41,6 +38,18 @@ def test_plan_and_replay_agree(model, machine, engine, dtype):
         planned = saturated_tokens_per_second(costs, deployment, memory, workload)
         replayed = saturation_rate(target, deployment, prompt, output) * (prompt + output)
         assert planned == pytest.approx(replayed, rel=0.1), name
+
+
+def test_a_group_is_no_wider_than_the_model_has_query_heads():
+    target = target_from({"model": "smollm2-135m", "machine": "h200x8", "hosts": 2})
+    best, _ = recommend(target, Workload(1000, 100)) or (None, "")
+    assert best is not None and (best.dp, best.sp, best.tp) == (2, 8, 1)  # 9 heads, 16 devices
+
+
+def test_with_drafts_there_are_no_stages():
+    target = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
+    found = all_deployments(target, drafts=DraftOptions(speculation="suffix"))
+    assert {each.pp for each in found} == {1} < {each.pp for each in all_deployments(target)}
 
 
 MORE = {

@@ -7,9 +7,9 @@ import pytest
 
 from shiftjax.costs.work import Work
 from shiftjax.sim.deployment import cost_model, memory_of
+from shiftjax.sim.estimate import Workload, saturated_tokens_per_second
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.named import standard_deployments
-from shiftjax.sim.planning import Workload, saturated_tokens_per_second
 
 NAMES = {"model": "llama-70b", "machine": "h200x8", "engine": "vllm", "dtype": "fp8"}
 LLAMA = target_from(NAMES)

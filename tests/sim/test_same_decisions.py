@@ -17,8 +17,9 @@ from shiftjax.core.policy import ThresholdPolicy
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.sim.deployment import Target, cost_model, deploy
+from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.devices import Clock, CostRunner, Handle
+from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import serve
 
 PROMPTS = [[5, 6, 7] * 4, [5, 6, 7] * 8, [9] * 20, [5, 6, 7] * 4 + [1], [3] * 30, [8, 2] * 9]
@@ -92,7 +93,7 @@ def test_the_simulator_makes_the_plans_of_the_device_engine(dp):
     no_host = {"host_seconds": 0.0, "host_seconds_per_sequence": 0.0}
     engine = replace(load_engine("shiftjax"), **no_host)  # the step times are all there is
     target = Target(built.deployment.layout.model, load_machine("cpu"), engine, Formats())
-    costs = cost_model(target, deploy(target, "", (dp, 2, 2), "threshold", max_num_seqs=6))
+    costs = cost_model(target, deploy(target, f"dp={dp},sp=2,tp=2", max_num_seqs=6))
     clock = Clock()
     simulated = record(
         built.engine, [CostRunner(costs, clock, step_seconds) for _ in range(dp)], clock

@@ -21,7 +21,7 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.sim.backend import make_engine
-from shiftjax.sim.deployment import cost_model, deploy_config, deploy_gathered, memory_of
+from shiftjax.sim.deployment import cost_model, deploy_config, memory_of
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.planning import gather_in_words, gathered_deployments
@@ -146,4 +146,4 @@ def test_it_is_offered_where_the_weights_leave_sp_no_room():
     small = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
     assert gather_in_words(small) == "" and not gathered_deployments(small)
     (named,) = choose_deployments(LARGE, ["gather"])
-    assert named == replace(deploy_gathered(LARGE, "gather"), threshold=None)  # by cost
+    assert named == replace(offered, name="gather", policy="cost")

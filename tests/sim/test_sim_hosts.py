@@ -18,10 +18,11 @@ from shiftjax.device.choosers import known_costs
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, deploy, modes_of
-from shiftjax.sim.hosts import hosts_in_words
+from shiftjax.sim.deployment import Target, cost_model, modes_of
+from shiftjax.sim.estimate import Workload
 from shiftjax.sim.models import find_model
-from shiftjax.sim.planning import Workload
+from shiftjax.sim.named import deploy
+from shiftjax.sim.planning import hosts_in_words
 
 TWO = load_machine("h200x8", hosts=2)
 BASE, INSIDE, SHIFT = Mode(8, 8), Mode(8, 2), Mode(8, 1)  # INSIDE: TP=8 on each host
@@ -35,7 +36,7 @@ def on(machine: Machine) -> Target:
 def chosen(machine: Machine) -> tuple[dict[int, Mode], set[Mode]]:
     """The mode of steps by their tokens, and all modes that are compiled, of Llama-70B."""
     target = on(machine)
-    deployment = deploy(target, "cost", (1, 8, 2), "cost")
+    deployment = deploy(target, "sp=8,tp=2,policy=cost")
     costs = cost_model(target, deployment)
     policy, modes = CostPolicy(costs), modes_of(costs, deployment)
     found = {n: policy.mode_of(Work.prefill(n), modes, 0, None) for n in (8, 512, 8192)}
@@ -62,7 +63,7 @@ def test_an_engine_over_hosts_decides_by_the_links_that_it_has(monkeypatch):
     """Of 8 devices a host of the file's machine, this one has 4."""
     for name, count in (("process_count", 2), ("local_device_count", 4), ("device_count", 8)):
         monkeypatch.setattr(jax, name, lambda count=count: count)
-    deployment = deploy(on(TWO), "cost", (1, 4, 2), "cost")
+    deployment = deploy(on(TWO), "sp=4,tp=2,policy=cost")
     costs = known_costs(deployment, SimpleNamespace(device_kind="NVIDIA H200"))
     assert costs.machine.num_hosts == 2 and costs.machine.devices_per_host == 4
     between = replace(costs.machine, network=(Transfer(1.0, 1.0),))
@@ -72,7 +73,8 @@ def test_an_engine_over_hosts_decides_by_the_links_that_it_has(monkeypatch):
 
 def test_without_a_network_drafts_do_without_costs_and_the_policy_cannot(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    deployment, device = deploy(on(TWO), "x", (1, 4, 2), "base"), SimpleNamespace(device_kind="cpu")
+    deployment = deploy(on(TWO), "sp=4,tp=2,policy=base")
+    device = SimpleNamespace(device_kind="cpu")
     drafting = replace(deployment, drafts=DraftOptions(speculation="ngram"))
     assert drafting.drafts.draft_choice == "auto"
     assert known_costs(drafting, device) is None
@@ -81,7 +83,7 @@ def test_without_a_network_drafts_do_without_costs_and_the_policy_cannot(monkeyp
 
 
 def test_stages_on_several_hosts_hand_over_by_the_network():
-    deployment = deploy(on(TWO), "pp2tp8", (1, 1, 8), "base", pp=2)
+    deployment = deploy(on(TWO), "pp2tp8")
     costs, num_bytes = cost_model(on(TWO), deployment), 4096 * 8192 * 2 / 8  # bf16, of a device
     assert isinstance(costs, PipelineCosts)
     assert costs.send_seconds(Work.prefill(4096)) == pytest.approx(19e-6 + num_bytes / 47e9)

@@ -12,11 +12,11 @@ from shiftjax.host_tier.extents import Offload, Restore
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.control import PHASES
-from shiftjax.sim.deployment import deploy_degrees, reload_of
+from shiftjax.sim.deployment import reload_of
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.host_link import HostLink, Stored
 from shiftjax.sim.metrics import makespan, phase_shares, phase_spans, summary
-from shiftjax.sim.named import Phases, deploy_named
+from shiftjax.sim.named import Phases, deploy, deploy_named
 from shiftjax.sim.phase_rates import Batch, phased, rates_of
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest
@@ -115,7 +115,7 @@ def test_closed_forms_agree_with_the_replay(engine, lengths):
     batch = Batch.of([lengths] * count)
     pair = Degrees(pp=8), Degrees(tp=8)
     result = run(one, "pp8:tp8", [lengths] * count, 2 * HOST)
-    rates = [rates_of(one, deploy_degrees(one, each), batch) for each in pair]
+    rates = [rates_of(one, deploy(one, each.name), batch) for each in pair]
     assert rates[0] is not None and rates[1] is not None
     closed = phased(rates[0], rates[1], batch, 2 * HOST)
     assert closed is not None

@@ -8,11 +8,11 @@ from shiftjax.core.policy import work_of
 from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
-from shiftjax.parallel.degrees import Degrees, parse_degrees
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, deploy_degrees
+from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.devices import Clock, CostRunner
 from shiftjax.sim.experiments import choose_deployments, target_from
+from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest
 
@@ -58,7 +58,7 @@ def test_names_that_cannot_be_deployed(name, words):
 
 
 def test_a_step_begins_in_a_stage_when_both_before_it_have_ended():
-    deployment = deploy_degrees(target(), Degrees(pp=4, tp=2), **SMALL)
+    deployment = deploy(target(), "pp4tp2", **SMALL)
     costs = cost_model(target(), deployment)
     free = {"host_seconds_distributed": 0.0, "host_seconds_per_sequence": 0.0}
     engine = replace(target().engine, host_seconds=0.0, **free)
@@ -78,7 +78,7 @@ def test_a_step_begins_in_a_stage_when_both_before_it_have_ended():
 @pytest.mark.parametrize("name", ["pp8", "pp4tp2"])
 def test_decodes_in_steady_state_take_the_interval_of_the_closed_form(name, engine):
     of = target(engine)
-    deployment, prompt, output = deploy_degrees(of, parse_degrees(name), **SMALL), 64, 200
+    deployment, prompt, output = deploy(of, name, **SMALL), 64, 200
     result = replay(batch(64, prompt, output), of, deployment)
     costs = cost_model(of, deployment)
     decodes = [step for step in result.steps if step.num_tokens == 64 // deployment.pp]
@@ -91,7 +91,7 @@ def test_decodes_in_steady_state_take_the_interval_of_the_closed_form(name, engi
 @pytest.mark.parametrize("engine", ["shiftjax", "vllm"])
 def test_prompts_in_steady_state_take_the_interval_of_the_closed_form(engine):
     of = target(engine)
-    deployment = deploy_degrees(of, Degrees(pp=8), **SMALL)
+    deployment = deploy(of, "pp8", **SMALL)
     result = replay(batch(64, 512, 1), of, deployment)
     costs = cost_model(of, deployment)
     interval = (result.steps[-1].done - result.steps[8].done) / (len(result.steps) - 9)
@@ -101,7 +101,7 @@ def test_prompts_in_steady_state_take_the_interval_of_the_closed_form(engine):
 
 def test_one_request_waits_for_all_stages():
     of = target()
-    deployment = deploy_degrees(of, Degrees(pp=8), **SMALL)
+    deployment = deploy(of, "pp8", **SMALL)
     (one,) = replay(batch(1, 100, 50), of, deployment).requests
     costs = cost_model(of, deployment)
     assert one.tpot is not None

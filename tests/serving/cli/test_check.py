@@ -22,8 +22,9 @@ from shiftjax.deploy.deployment import Devices
 from shiftjax.deploy.resolve import resolve
 from shiftjax.model_files import open_files
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import deploy, memory_of
+from shiftjax.sim.deployment import memory_of
 from shiftjax.sim.experiments import target_from
+from shiftjax.sim.named import deploy
 from shiftjax.weights.resolve import open_source, resolve_model
 
 
@@ -46,7 +47,7 @@ def test_check_and_plan_agree_on_the_weights(sp, tp, weights, engine):
     options = {"max_model_len": 512, "num_blocks": 64, "dtype": "bfloat16", "weights": weights}
     config = EngineConfig.from_options(model="random:llama-70b", sp=sp, tp=tp, **options)
     target = target_from({"model": "llama-70b", "machine": "h200x8", "engine": engine})
-    planned = memory_of(target, deploy(target, "", (1, sp, tp), "threshold"))
+    planned = memory_of(target, deploy(target, f"sp={sp},tp={tp},policy=threshold"))
     held = planned.weight_bytes + planned.shift_weight_bytes
     assert make_plan(config, open_files(config))["weights"] == f"{held / 2**20:,.1f} MiB"
 

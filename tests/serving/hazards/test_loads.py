@@ -14,9 +14,9 @@ from serving.bench.client import Sample, complete, parse_url
 from serving.bench.load import Outcome, closed_loop, numbers_for, open_loop, run_load
 from serving.bench.report import queue_times, summary
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import deploy
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.metrics import summary as simulated_summary
+from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import Replay, RequestRecord, StepRecord
 from shiftjax.sim.trace import TraceRequest
 
@@ -119,7 +119,7 @@ def test_a_served_and_a_simulated_run_have_the_same_columns():
     records = [RequestRecord(t, 0.1, 0.5, 0.5, 3.0, 3, 5, 0) for t in (0.0, 1.0)]
     steps = [StepRecord(4.0, 1.0, 16, 0, Mode(1, 1))]
     target = target_from({"model": "tiny", "machine": "cpu"})
-    deployment = deploy(target, "tp", (1, 1, 8), "base")
+    deployment = deploy(target, "tp")
     simulated = simulated_summary(Replay(deployment, records, steps, 1, 0, 0))
     only_served = {f"itl_p{p}_seconds" for p in (50, 90, 99)}
     assert set(served) - set(simulated) == only_served
