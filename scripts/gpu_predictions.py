@@ -170,7 +170,7 @@ def _seconds(costs: CostModel, work: Work) -> float:
 
 def _kv_bytes(model: ModelConfig, batch: int) -> int:
     """Bytes of keys and values that a decode step reads at 1,024 tokens a sequence."""
-    return 2 * BF16_BYTES * model.num_layers * model.num_kv_heads * model.head_dim * batch * 1024
+    return BF16_BYTES * model.num_layers * model.cache.numbers * batch * 1024
 
 
 def _apart_seconds(options: Mapping[str, str], model: ModelConfig, machine: Machine) -> float:

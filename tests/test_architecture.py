@@ -99,6 +99,26 @@ INSTALLED_AS = {
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+# Who may speak of KV heads. All others ask for the entries of a cache (`shiftjax/arch/cache.py`).
+KV_HEADS = re.compile(r"kv[ _-]head", re.IGNORECASE)
+KNOW_KV_HEADS = {
+    *(f"shiftjax.arch.{name}" for name in ("cache", "config", "presets", "weights")),
+    *("shiftjax.parallel.layout", "shiftjax.parallel.stored"),
+    *(f"shiftjax.weights.{name}" for name in ("encoder_config", "gguf_config", "hf_config")),
+    *(f"shiftjax.weights.{name}" for name in ("hf_names", "kv_scales", "quantised")),
+    "shiftjax.device.place",  # which reads such weights
+    *(
+        f"shiftjax.models.{name}"
+        for name in ("attention", "attention_backend", "exchange", "llama")
+    ),
+    # attention kernels by themselves
+    *(f"shiftjax.device.{name}" for name in ("attention_check", "attention_steps", "write_cases")),
+    *("shiftjax.sim.measured_kernels", "serving.bench.kernels"),
+    # what users are told of their padding
+    *("shiftjax.deploy.resolve", "serving.cli.check"),
+}
+
+
 def find_modules(root: Path) -> dict[str, ast.Module]:
     """The parsed modules of the shipped code, by dotted name."""
     modules = {}
@@ -294,6 +314,14 @@ def test_the_core_names_no_feature():
     files = (ROOT / "shiftjax" / "core").glob("*.py")
     found = {path.stem: len(FEATURES.findall(path.read_text("utf-8"))) for path in files}
     assert {name: count for name, count in found.items() if count} == STILL_NAMED
+
+
+def test_few_modules_know_kv_heads():
+    paths = [path for top in ("shiftjax", "serving") for path in (ROOT / top).rglob("*.py")]
+    found = [path for path in paths if KV_HEADS.search(path.read_text("utf-8"))]
+    assert {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found
+    } == KNOW_KV_HEADS
 
 
 def test_package_files_are_light(modules):

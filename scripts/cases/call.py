@@ -38,6 +38,7 @@ def shapes_of(model: str, devices: int, machine: str) -> dict[str, tuple[Any, An
     from shiftjax.arch.formats import formats_of
     from shiftjax.arch.presets import PRESETS
     from shiftjax.costs.machine_files import load_machine
+    from shiftjax.costs.memory import kv_token_bytes
     from shiftjax.device.mesh import make_mesh
     from shiftjax.device.mode_weights import ModeWeights
     from shiftjax.device.place import define
@@ -48,7 +49,7 @@ def shapes_of(model: str, devices: int, machine: str) -> dict[str, tuple[Any, An
     mesh = make_mesh(jax.devices()[:devices], 1, devices)
     weights = ModeWeights(define(layout, formats_of("bfloat16")), layout, "alias")
     joined = weights._replace(is_joined=True)
-    token_bytes = 4 * layout.kv_heads_per_device * layout.model.head_dim * layout.model.num_layers
+    token_bytes = kv_token_bytes(layout, formats_of("bfloat16"))
     num_blocks = int(KV_SHARE * load_machine(machine).memory_bytes / (16 * token_bytes))
     pools = abstract_pools(mesh, layout, num_blocks, 16, np.dtype("bfloat16"))
     each = [pools[0]] * layout.model.num_layers

@@ -118,7 +118,7 @@ def _weights(model: ModelConfig) -> int:
 
 def decode_bytes(model: ModelConfig, num_steps: int, contexts: list[int]) -> int:
     """Read by `num_steps` steps that between them decode a token for each context; bfloat16."""
-    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    kv = model.num_layers * model.cache.numbers
     return BF16_BYTES * (num_steps * _weights(model) + kv * sum(contexts))
 
 

@@ -16,7 +16,7 @@ mixture of experts
     E experts of which a token uses k, E / P of them on a device in every mode. The products are
     those of the device with the most to do (`experts.py`), of all n tokens: A experts are read, and
     n k / P pairs of tokens and experts, or more, are multiplied with them.
-attention, per device and layer with h/P query and m KV heads, and a fixed time (`kernels.py`)
+attention (`kernels.py`), per device and layer with h/P query heads, m cached, and a fixed time
     decode  reads the context: per token of it what a layer caches, 2 m D b bytes
     chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2,
             and half a tile's more of each token, as tiles on the diagonal are half masked; queries

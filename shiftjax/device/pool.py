@@ -114,9 +114,9 @@ def write_blocks(
         new = new.reshape(-1, *new.shape[2:])
         return rows.set(new, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    numbers, rest = _in_pools(pools, num_layers, blocks), iter(contents)
+    numbers, given = _in_pools(pools, num_layers, blocks), iter(contents)
     return [
-        tuple(put(array, each, next(rest)) for array in pool)
+        tuple(put(array, each, next(given)) for array in pool)
         for pool, each in zip(pools, numbers, strict=True)
     ]
 

@@ -131,7 +131,7 @@ class FleetEstimate(NamedTuple):
     regimes: dict[int, int]  # the most decoding sequences that each width is quickest for
     num_programs: dict[int, int]  # steps to compile, by width; others of a width are loaded
     num_moves: int  # programs that move blocks: two of every pair of widths, one of every width
-    padding: tuple[float, float]  # more query heads, more KV heads than a unit alone would have
+    padding: tuple[float, float]  # more query heads, a larger cache than a unit alone would have
 
     @property
     def best(self) -> int:
@@ -191,7 +191,7 @@ def fleet_estimate(target: Target, deployment: Deployment, workload: Workload) -
         widths * widths,
         (
             layout.num_heads / alone.num_heads - 1,
-            layout.kv_heads_per_device / alone.kv_heads_per_device - 1,
+            layout.cache.numbers / alone.cache.numbers - 1,
         ),
     )
 

@@ -24,6 +24,7 @@ TEST_JOINED = "tests/device/test_joined.py"
 TEST_EXCHANGE = "tests/models/test_exchange.py"
 TEST_MOVER = "tests/device/test_mover.py"
 SWIFTKV = "tests/models/test_swiftkv.py"
+CACHE_SPEC = "tests/device/test_cache_spec.py"
 QUANTISED = "tests/weights/test_quantised_checkpoints.py"
 
 SAMPLER_ROWS = (
@@ -381,6 +382,18 @@ TIER_ROWS = (
         "for place in sorted(by_entry)]", "for place in sorted(by_entry)[::-1]]",
         ("tests/device/test_host_copies.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
         "a restored prefix is garbage",
+    ),
+    Mutant(
+        "an entry comes back from the host as another", "host tier",
+        "shiftjax/host_tier/copies_device.py",
+        "for part in parts if part.entries == kind.entries]", "for part in parts]",
+        (CACHE_SPEC,), "a restored prefix of latents is garbage",
+    ),
+    Mutant(
+        "entries that are not split have one row a KV head", "host tier", LAYOUT,
+        "return list(range(entry.rows)) if entry.axis is None else self.kv_heads_of(device)",
+        "return self.kv_heads_of(device)",
+        (CACHE_SPEC,), "devices keep a part of what each needs whole",
     ),
 )  # fmt: skip
 ROWS: tuple[Mutant, ...] = (
