@@ -16,6 +16,8 @@ from shiftjax.draft_options import DraftOptions
 from shiftjax.options import (
     ConfigError,
     Setting,
+    control,
+    controls_of,
     num_bytes_of,
     option,
     problem_with,
@@ -155,10 +157,13 @@ class ParallelOptions:
     devices: int | None = option(
         None, "devices to use; on CPU that many virtual ones are made", low=1, high=1024
     )
-    weights: Literal["alias", "slice", "replicate", "gather"] = option(
+    weights: Literal["alias", "gather"] = option(
         "alias",
-        "shift weights: a view of the base weights, a slice taken in the step, or a second copy; "
-        "gather: these alone are stored, and base steps gather them, layer by layer",
+        "shift weights: a view of the base weights; gather: these alone are stored, and base steps "
+        "gather them, layer by layer",
+    )
+    shift_weights: Literal["slice", "replicate"] | None = control(
+        None, "baselines of alias: a slice that is taken in the step, or a second copy"
     )
 
     @property
@@ -307,18 +312,25 @@ class EngineConfig:
     fleet: FleetOptions = field(default_factory=FleetOptions)
 
     def __post_init__(self) -> None:
-        options = self.flat()
-        broken = {n: p for n, v in options.items() if (p := problem_with(SETTINGS[n], v))}
+        options, known = self.flat() | self.controls(), {**SETTINGS, **CONTROLS}
+        broken = {n: p for n, v in options.items() if (p := problem_with(known[n], v))}
         problems = [f"{name}: {problem}" for name, problem in broken.items()]
         problems += rule_problems(options, broken)
         if problems:
             raise ConfigError(problems)
 
     @classmethod
-    def from_options(cls, **options: Any) -> "EngineConfig":
-        """A config from the flat names that `LLM` takes; raises ConfigError with all problems."""
+    def from_options(
+        cls, *, controls: Any = types.MappingProxyType({}), **options: Any
+    ) -> "EngineConfig":
+        """A config from the flat names that `LLM` takes; raises ConfigError with all problems.
+
+        `controls` maps names of fields that are no settings to values, see `options.control`.
+        """
         problems = [unknown_name(name, SETTINGS) for name in options if name not in SETTINGS]
+        problems += [unknown_name(n, CONTROLS, "control") for n in controls if n not in CONTROLS]
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
+        values |= controls
         try:
             config = cls(**{name: _part(part, values) for name, part in PARTS.items()})
         except ConfigError as error:
@@ -337,8 +349,15 @@ class EngineConfig:
 
     def flat(self) -> dict[str, Any]:
         """Every setting by its flat name, in the order of the fields."""
-        parts = (getattr(self, name) for name in PARTS)
-        return {f.name: getattr(part, f.name) for part in parts for f in fields(part)}
+        return self._values(settings_of)
+
+    def controls(self) -> dict[str, Any]:
+        """Every field that is no setting."""
+        return self._values(controls_of)
+
+    def _values(self, fields_of: Callable[[type], Mapping[str, Setting]]) -> dict[str, Any]:
+        parts = ((getattr(self, name), part) for name, part in PARTS.items())
+        return {name: getattr(one, name) for one, part in parts for name in fields_of(part)}
 
 
 def _part(part: type, values: Mapping[str, Any]) -> Any:
@@ -350,6 +369,9 @@ PARTS: Mapping[str, type] = types.MappingProxyType(
 )
 SETTINGS: Mapping[str, Setting] = types.MappingProxyType(
     {name: setting for part in PARTS.values() for name, setting in settings_of(part).items()}
+)
+CONTROLS: Mapping[str, Setting] = types.MappingProxyType(
+    {name: each for part in PARTS.values() for name, each in controls_of(part).items()}
 )
 
 
@@ -368,14 +390,16 @@ def budget_holds_the_decodes(max_num_batched_tokens: int, max_num_seqs: int) -> 
     )
 
 
-def _fleet_has_its_own_degrees(fleet: bool, dp: int, sp: int | None, weights: str) -> str | None:
+def _fleet_has_its_own_degrees(
+    fleet: bool, dp: int, sp: int | None, weights: str, shift_weights: str | None
+) -> str | None:
     if not fleet:
         return None
     if dp != 1 or sp is not None:
         given = f"dp = {dp}" if dp != 1 else f"sp = {sp}"
         return f"{given} has no meaning with fleet: groups are formed while serving; drop it"
-    if weights != "alias":
-        return f"weights = {weights} cannot be had with fleet: groups of all widths view one copy"
+    if (given := shift_weights or weights) != "alias":
+        return f"weights = {given} cannot be had with fleet: groups of all widths view one copy"
     return None
 
 
@@ -441,6 +465,7 @@ def _machine_is_used(
     machine: str | None,
     speculation: str,
     draft_choice: str,
+    fixed_drafts: bool,
     fleet: bool,
     fleet_policy: str,
     phases: str | None,
@@ -449,7 +474,7 @@ def _machine_is_used(
 ) -> str | None:
     has_number = shift_threshold is not None or weights != "gather"
     steps_by_cost = POLICIES[policy].needs_costs(0 if has_number else None)
-    drafts_by_cost = speculation != "none" and draft_choice in ("auto", "cost")
+    drafts_by_cost = speculation != "none" and draft_choice != "fill" and not fixed_drafts
     fleet_by_cost = fleet and fleet_policy == "cost"
     chosen_by_cost = drafts_by_cost or fleet_by_cost or phases == AUTO_PHASES
     if machine is None or chosen_by_cost or steps_by_cost:
@@ -564,15 +589,15 @@ _READ_WITH = {  # beginnings of names of draft settings: the setting and the val
     "prompt_lookup_": ("speculation", ("ngram",)),
     "draft_model": ("speculation", ("model", "hybrid")),
     "draft_vocab": ("speculation", ("model", "hybrid")),
-    "draft_max_seqs": ("draft_choice", ("fixed",)),
-    "draft_off_seqs": ("draft_choice", ("fixed",)),
+    "draft_max_seqs": ("fixed_drafts", (True,)),
+    "draft_off_seqs": ("fixed_drafts", (True,)),
 }
 
 
 def _unused_draft_settings(options: Mapping[str, Any]) -> list[str]:
     """What is set, but read by another way of drafting only."""
     problems = []
-    for name, setting in settings_of(DraftOptions).items():
+    for name, setting in {**settings_of(DraftOptions), **controls_of(DraftOptions)}.items():
         pairs = [pair for start, pair in _READ_WITH.items() if name.startswith(start)]
         reader, values = pairs[0] if pairs else ("speculation", ())
         given = options[reader]

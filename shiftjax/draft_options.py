@@ -1,9 +1,9 @@
-"""The settings of drafting. No JAX."""
+"""The settings of drafting, and its limits (`--speculative-config` sets these, too). No JAX."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from shiftjax.options import option
+from shiftjax.options import control, option
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,36 @@ class DraftOptions:
     max_draft_tokens: int = option(
         16, "guesses for a sequence in a step", flags=("--num-speculative-tokens",), low=1, high=256
     )
-    draft_choice: Literal["auto", "fill", "cost", "fixed"] = option(
+    draft_choice: Literal["auto", "fill", "cost"] = option(
         "auto",
-        "how many guesses: what a step pads anyway (fill), what pays by the cost model (cost), or "
-        "as many as there are (fixed); auto: cost where the machine is known, else fill",
+        "how many guesses: what a step pads anyway (fill), or what pays by the cost model (cost); "
+        "auto: cost where the machine is known, else fill",
     )
-    max_draft_rows: int | None = option(
+    suffix_corpus_tokens: int = option(
+        200_000, "tokens of finished outputs that suffix keeps; 0: none", low=0, high=1 << 28
+    )
+    suffix_min_prob: float = control(
+        0.1, "a guess ends where its estimated probability falls below", low=0.0, high=1.0
+    )
+    suffix_factor: float = control(
+        1.0, "a guess has at most factor * match + offset tokens", low=0.0, high=64.0
+    )
+    suffix_offset: float = control(8.0, "see suffix_factor", low=0.0, high=256.0)
+    suffix_max_match: int = control(32, "longer matches count as this long", low=4, high=1024)
+    prompt_lookup_min: int = control(2, "tokens of ngram's shortest key", low=1, high=32)
+    prompt_lookup_max: int = control(5, "tokens of ngram's longest key", low=1, high=32)
+    max_draft_rows: int | None = control(
         None,
         "logit rows of a step with guesses; default: 4 * max_num_seqs, 256 at most",
         low=1,
         high=4096,
     )
-    suffix_corpus_tokens: int = option(
-        200_000, "tokens of finished outputs that suffix keeps; 0: none", low=0, high=1 << 28
+    fixed_drafts: bool = control(False, "whole drafts whatever they cost, as other engines have")
+    draft_max_seqs: int = control(
+        64, "fixed_drafts: only the first so many sequences guess; 0: all", low=0, high=4096
     )
-    suffix_min_prob: float = option(
-        0.1, "a guess ends where its estimated probability falls below", low=0.0, high=1.0
-    )
-    suffix_factor: float = option(
-        1.0, "a guess has at most factor * match + offset tokens", low=0.0, high=64.0
-    )
-    suffix_offset: float = option(8.0, "see suffix_factor", low=0.0, high=256.0)
-    suffix_max_match: int = option(32, "longer matches count as this long", low=4, high=1024)
-    prompt_lookup_min: int = option(2, "tokens of ngram's shortest key", low=1, high=32)
-    prompt_lookup_max: int = option(5, "tokens of ngram's longest key", low=1, high=32)
-    draft_max_seqs: int = option(
-        64, "draft_choice = fixed: only the first so many sequences guess; 0: all", low=0, high=4096
-    )
-    draft_off_seqs: int = option(
-        0, "draft_choice = fixed: nobody guesses when so many run; 0: always", low=0, high=4096
+    draft_off_seqs: int = control(
+        0, "fixed_drafts: nobody guesses when so many run; 0: always", low=0, high=4096
     )
 
     @property

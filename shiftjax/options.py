@@ -37,6 +37,15 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def control(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field that is no setting: no flag, variable or file sets it.
+
+    It is a baseline that tests and benchmarks measure against, or a limit that they vary.
+    """
+    metadata = {"help": help, "low": low, "high": high, "is_control": True}
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One field as the outside sees it."""
@@ -55,9 +64,22 @@ class Setting:
 
 
 def settings_of(options: type) -> dict[str, Setting]:
-    """The fields of a dataclass, whether declared with `option` or plainly."""
+    """The fields of a dataclass that are settings, whether declared with `option` or plainly."""
+    return _fields_of(options, is_control=False)
+
+
+def controls_of(options: type) -> dict[str, Setting]:
+    """The fields of a dataclass that are declared with `control`, to be checked as settings are."""
+    return _fields_of(options, is_control=True)
+
+
+def _fields_of(options: type, is_control: bool) -> dict[str, Setting]:
     hints = get_type_hints(options)
-    return {f.name: _setting(f, hints[f.name]) for f in fields(options)}
+    return {
+        f.name: _setting(f, hints[f.name])
+        for f in fields(options)
+        if f.metadata.get("is_control", False) == is_control
+    }
 
 
 def _setting(f: Any, hint: Any) -> Setting:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shiftjax.config import PARTS, SETTINGS, EngineConfig, rule_problems
+from shiftjax.config import CONTROLS, PARTS, SETTINGS, EngineConfig, rule_problems
 from shiftjax.options import (
     ConfigError,
     Setting,
@@ -70,24 +70,32 @@ def resolve_with(
     environ: Mapping[str, str] | None = None,
     yaml_text: str = "",
     yaml_name: str = "config",
+    controls: Mapping[str, Any] | None = None,
 ) -> tuple[EngineConfig, dict[str, Any]]:
-    """Like `resolve`, from sources that also hold `others`, whose values come beside the config."""
+    """Like `resolve`, from sources that also hold `others`, whose values come beside the config.
+
+    `controls` are those of the config.
+    """
     settings = {**SETTINGS, **others}
     from_file, problems = read_yaml(yaml_text, yaml_name, settings)
     from_environ, unknown = read_environ(os.environ if environ is None else environ, settings)
     problems += unknown
     given = [*from_file, *from_environ, *read_flags(flags, settings)]
-    wrong = [(g, p) for g in given if (p := problem_with(settings[g.name], g.value))]
+    controls = controls or {}
+    limits = [Given(name, value, name) for name, value in controls.items()]
+    known = {**settings, **CONTROLS}
+    wrong = [(g, p) for g in given + limits if (p := problem_with(known[g.name], g.value))]
     problems += [f"{g.label}: {problem}" for g, problem in wrong]
-    options = {name: setting.default for name, setting in settings.items()}
-    options |= {g.name: g.value for g in given}
+    options = {name: setting.default for name, setting in known.items()}
+    options |= {g.name: g.value for g in given + limits}
     if options["hosts"] is None:
         options |= hosts_of(environ, options, problems)
     problems += rule_problems(options, {g.name for g, _ in wrong})
     if problems:
         raise ConfigError(problems)
     rest = {name: options.pop(name) for name in others}
-    return EngineConfig.from_options(**options), rest
+    options = {name: value for name, value in options.items() if name in SETTINGS}
+    return EngineConfig.from_options(controls=controls, **options), rest
 
 
 def read_flags(flags: Mapping[str, str], settings: Mapping[str, Setting] = SETTINGS) -> list[Given]:
@@ -195,7 +203,7 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
 
 
 def dump_yaml(config: EngineConfig) -> str:
-    """The config as a YAML file that gives the same config again."""
+    """The config as a YAML file that gives the same settings again; it has no controls."""
     flat = config.flat()
     lines = []
     for name, part in PARTS.items():

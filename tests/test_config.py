@@ -7,8 +7,10 @@ import sys
 from dataclasses import FrozenInstanceError
 
 import pytest
+import yaml
 
 from shiftjax.config import (
+    CONTROLS,
     RULES,
     SETTINGS,
     CacheOptions,
@@ -77,7 +79,7 @@ def test_defaults_are_valid_and_frozen():
         ("dp", 0, "must be at least 1"),
         ("devices", 0, "must be at least 1"),
         ("devices", 10**30, "must be at most 1024, got a number of 100 bits"),
-        ("weights", "copy", "must be one of alias, slice, replicate, gather"),
+        ("weights", "copy", "must be one of alias, gather"),
         ("block_size", 0, "must be"),
         ("block_size", 24, "must be a power of two, got 24"),
         ("block_size", 1024, "must be at most 512"),
@@ -176,29 +178,26 @@ BROKEN_RULES = [
     ({"num_blocks": 5, "max_model_len": 65}, "hold 64 tokens (block 0 is reserved), less than"),
     ({"token_buckets": [64, 512]}, "token_buckets end at 512, but a step may have"),
     ({"machine": "h200x8", "speculation": "suffix", "draft_choice": "fill"}, "has no meaning"),
-    ({"speculation": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min = 6 is above"),
+    (
+        {"speculation": "ngram", "controls": {"prompt_lookup_min": 6}},
+        "prompt_lookup_min = 6 is above",
+    ),
     ({"speculation": "hybrid"}, "speculation = hybrid needs draft_model"),
     ({"fleet": True, "sp": 2}, "sp = 2 has no meaning with fleet: groups are formed while"),
-    ({"fleet": True, "weights": "slice"}, "weights = slice cannot be had with fleet"),
+    ({"fleet": True, "weights": "gather"}, "weights = gather cannot be had with fleet"),
 ]
 FLEETS = [
-    ({"switch": "soft"}, "switch has no meaning without fleet"),
+    ({"controls": {"switch": "soft"}}, "switch has no meaning without fleet"),
+    ({"fleet": True, "controls": {"shift_weights": "slice"}}, "weights = slice cannot be had with"),
     ({"fleet": True, "bind_at": 0.5}, "bind_at has no meaning with fleet_policy = cost"),
     ({"fleet": True, "release_at": 9.0}, "release_at has no meaning with fleet_policy = cost"),
-    ({"fleet": True, "bind_width": 2}, "bind_width has no meaning without bind_priorities"),
-    ({"fleet": True, "max_pause_seconds": 1.0}, "has no meaning with switch = move"),
-    ({"fleet": True, "fleet_policy": "priority"}, "needs bind_priorities"),
     ({"fleet": True, "fleet_policy": "load", "bind_at": 4.0}, "bind_at = 4.0 is not below"),
     (
-        {"fleet": True, "fleet_policy": "fixed:2+2", "switch": "hard"},
+        {"fleet": True, "fleet_policy": "fixed:2+2", "controls": {"switch": "hard"}},
         "switch has no meaning with fleet_policy = fixed:2+2",
     ),
     (
-        {"fleet": True, "fleet_policy": "fixed:2+2", "bind_priorities": [0]},
-        "bind_priorities has no meaning with fleet_policy = fixed:2+2",
-    ),
-    (
-        {"fleet": True, "fleet_policy": "context", "switch": "auto"},
+        {"fleet": True, "fleet_policy": "context", "controls": {"switch": "auto"}},
         "switch = auto needs fleet_policy = cost",
     ),
     ({"fleet": True, "fleet_policy": "fastest"}, "must be one of cost, load, priority, context"),
@@ -206,12 +205,25 @@ FLEETS = [
 ]
 UNREAD = [
     ({"max_draft_tokens": 4}, "max_draft_tokens has no meaning with speculation = none"),
-    ({"speculation": "ngram", "suffix_factor": 2.0}, "with speculation = ngram"),
-    ({"speculation": "suffix", "prompt_lookup_max": 9}, "with speculation = suffix"),
-    ({"speculation": "suffix", "draft_max_seqs": 9}, "with draft_choice = auto"),
+    (
+        {"speculation": "ngram", "suffix_corpus_tokens": 9},
+        "suffix_corpus_tokens has no meaning with speculation = ngram",
+    ),
+    (
+        {"speculation": "ngram", "controls": {"suffix_factor": 2.0}},
+        "with speculation = ngram",
+    ),
+    (
+        {"speculation": "suffix", "controls": {"prompt_lookup_max": 9}},
+        "with speculation = suffix",
+    ),
+    (
+        {"speculation": "suffix", "controls": {"draft_max_seqs": 9}},
+        "with fixed_drafts = False",
+    ),
     ({"speculation": "suffix", "draft_model": "x"}, "draft_model has no meaning with speculation"),
     (
-        {"speculation": "model", "draft_model": "x", "suffix_factor": 2.0},
+        {"speculation": "model", "draft_model": "x", "controls": {"suffix_factor": 2.0}},
         "with speculation = model",
     ),
 ]
@@ -234,8 +246,9 @@ def test_options_that_contradict_each_other_are_one_line(options, fragment):
 
 def test_every_rule_is_tried_above():
     seen = set()
-    for options, _ in BROKEN_RULES:
-        defaults = {name: setting.default for name, setting in SETTINGS.items()}
+    for given, _ in BROKEN_RULES:
+        defaults = {n: setting.default for n, setting in {**SETTINGS, **CONTROLS}.items()}
+        options = given | given.get("controls", {})
         (problem,) = rule_problems(defaults | options)
         for rule in RULES:
             names = rule.__code__.co_varnames[: rule.__code__.co_argcount]
@@ -257,13 +270,31 @@ def test_every_rule_is_tried_above():
         {"memory_fraction": 1},
         {"shift_threshold": 0},
         {"fleet": True, "devices": 8, "tp": 2, "machine": "h200x8"},
-        {"fleet": True, "fleet_policy": "load", "bind_at": 3.9, "switch": "hard"},
-        {"fleet": True, "fleet_policy": "context", "bind_priorities": [-1], "bind_width": 2},
-        {"fleet": True, "switch": "auto", "max_pause_seconds": 0},
+        {"fleet": True, "fleet_policy": "load", "bind_at": 3.9, "controls": {"switch": "hard"}},
+        {"fleet": True, "fleet_policy": "priority"},
+        {"fleet": True, "controls": {"switch": "auto"}},
     ],
 )
 def test_options_at_their_bounds_are_accepted(options):
     EngineConfig.from_options(**options)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_is_no_setting_is_set_by_the_builder_alone(name):
+    value = CONTROLS[name].choices[0] if CONTROLS[name].choices else 1
+    text = {name: str(value)}
+    for use in (
+        lambda: EngineConfig.from_options(**{name: value}),
+        lambda: resolve({}, {f"SHIFTJAX_{name.upper()}": str(value)}),
+        lambda: resolve({}, {}, yaml.safe_dump(text)),
+    ):
+        with pytest.raises(ConfigError, match="unknown"):
+            use()
+    assert name not in yaml.safe_load(dump_yaml(EngineConfig()))
+    with pytest.raises(ConfigError, match=f"{name}: must be"):
+        EngineConfig.from_options(controls={name: "x"})
+    with pytest.raises(ConfigError, match="unknown control 'x'"):
+        EngineConfig.from_options(controls={"x": 1})
 
 
 def test_a_rule_is_not_applied_to_a_broken_value():

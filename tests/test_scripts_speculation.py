@@ -147,7 +147,7 @@ def test_every_engine_has_the_settings_of_its_name():
     assert list(configs) == list(bench.ENGINES)
     assert configs["hybrid"].drafts.draft_model == "a speculator"
     assert configs["suffix"].drafts.draft_choice == "auto"
-    assert configs["fixed8"].drafts.draft_choice == "fixed"
+    assert configs["fixed8"].drafts.fixed_drafts
     assert configs["fixed8"].drafts.max_draft_tokens == 8
     assert configs["cost"].drafts.draft_choice == "cost"
     assert not any(config.cache.prefix_caching for config in configs.values())

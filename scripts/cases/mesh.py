@@ -24,7 +24,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 128, 48
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case: the engine's settings of the same names."""
+    """Add the options of this case: settings of the engine, and the baselines of its weights."""
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -62,7 +62,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         arguments.model,
         sp=arguments.sp,
         tp=arguments.tp,
-        weights=arguments.weights,
+        controls={} if arguments.weights == "alias" else {"shift_weights": arguments.weights},
         policy=arguments.policy,
         max_model_len=512,
         max_num_seqs=batch,

@@ -63,7 +63,10 @@ ENGINES: dict[str, dict] = {
     "suffix": {"speculation": "suffix"},
     **{c: {"speculation": "suffix", "draft_choice": c} for c in ("fill", "cost")},
     **{
-        f"{FIXED}{n}": {"speculation": "suffix", "draft_choice": "fixed", "max_draft_tokens": n}
+        f"{FIXED}{n}": {
+            **{"speculation": "suffix", "max_draft_tokens": n},
+            "controls": {"fixed_drafts": True},
+        }
         for n in (4, 8, 16)
     },
     "model": {"speculation": "model"},

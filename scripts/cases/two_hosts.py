@@ -56,8 +56,7 @@ OPTIONS: dict[str, Any] = {
     "token_buckets": (32,),
     "cache_dir": "none",
     "speculation": "ngram",
-    "prompt_lookup_min": 1,
-    "draft_choice": "fixed",
+    "controls": {"prompt_lookup_min": 1, "fixed_drafts": True},
     "tp": 2,
 }
 ABORTED = 2  # of the requests, in turn 4

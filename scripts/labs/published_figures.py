@@ -156,7 +156,7 @@ def suffix() -> Iterator[Figure]:
     so nothing but the first figure tests the model.
     """
     llama = target("llama-70b", "h100x8", dtype="bfloat16")
-    drafts = DraftOptions(speculation="suffix", draft_choice="fixed")
+    drafts = DraftOptions(speculation="suffix", fixed_drafts=True)
     plain, drafting = (
         standard_deployments(llama, ("tp",), drafts=each)["tp"] for each in (NO_DRAFTS, drafts)
     )

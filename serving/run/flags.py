@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from serving.run import speculative_config
 from serving.server.options import SERVER_SETTINGS, ServerOptions, server_problems
-from shiftjax.config import PARTS, SETTINGS, EngineConfig
+from shiftjax.config import CONTROLS, PARTS, SETTINGS, EngineConfig
 from shiftjax.core.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
 from shiftjax.parallel.fleet import FleetOptions
@@ -175,15 +175,17 @@ def _config_from(arguments: argparse.Namespace) -> EngineConfig:
     Every command reads both, so that one file and one environment do for all.
     """
     given = {name: getattr(arguments, name, None) for name in (*SETTINGS, *SERVER_SETTINGS)}
+    controls = {}
     if arguments.speculative_config is not None:
-        given |= _speculative(arguments.speculative_config, given)
-    config, arguments.server = read_settings(given, arguments.config)
+        found = speculative_config.translated(arguments.speculative_config)
+        controls = {n: from_text(CONTROLS[n], str(v)) for n, v in found.items() if n in CONTROLS}
+        given |= _unless_twice({n: v for n, v in found.items() if n not in CONTROLS}, given)
+    config, arguments.server = read_settings(given, arguments.config, controls)
     return config
 
 
-def _speculative(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _unless_twice(settings: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `--speculative-config`, none of which another flag may give, too."""
-    settings = speculative_config.translated(text)
     twice = [SETTINGS[name].flags[0] for name in settings if given[name] is not None]
     if twice:
         lines = [f"{flag} and {speculative_config.FLAG} say the same: drop one" for flag in twice]
@@ -191,13 +193,15 @@ def _speculative(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def read_settings(given: Mapping[str, Any], path: str | None) -> tuple[EngineConfig, ServerOptions]:
+def read_settings(
+    given: Mapping[str, Any], path: str | None, controls: Mapping[str, Any] | None = None
+) -> tuple[EngineConfig, ServerOptions]:
     """Settings from flags, those that are not None, from the environment and from a file."""
     from shiftjax.settings import read_config_file, resolve_with
 
     flags = {name: str(value) for name, value in given.items() if value is not None}
     text = read_config_file(path) if path else ""
-    config, rest = resolve_with(SERVER_SETTINGS, flags, None, text, str(path))
+    config, rest = resolve_with(SERVER_SETTINGS, flags, None, text, str(path), controls)
     server = ServerOptions(**rest)
     problems = server_problems(server)
     if problems:

@@ -1,4 +1,4 @@
-"""`--speculative-config`: vLLM's and Arctic Inference's names for drafts as settings of ours.
+"""`--speculative-config`: vLLM's and Arctic Inference's names for drafts, as fields of ours.
 
 https://docs.vllm.ai/en/latest/features/spec_decode (method, num_speculative_tokens, ...) and
 Arctic Inference's documentation of suffix decoding.
@@ -39,7 +39,7 @@ NAMES: Mapping[str, str] = {
 
 
 def translated(text: str) -> dict[str, Any]:
-    """Our settings by name, from the JSON object of the flag; bounds are checked as for flags.
+    """Our settings and limits by name, from the flag's JSON object; their bounds are not checked.
 
     Raises ConfigError with a sentence for every name and method that is not here.
     """
@@ -93,7 +93,7 @@ def _implied(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What goes without saying there: caps are of fixed lengths, one bound of a key is both."""
     implied = {}
     if settings.keys() & {"draft_max_seqs", "draft_off_seqs"}:
-        implied["draft_choice"] = "fixed"
+        implied["fixed_drafts"] = True
     least, most = settings.get("prompt_lookup_min"), settings.get("prompt_lookup_max")
     if (least is None) != (most is None):
         both = most if least is None else least

@@ -15,7 +15,7 @@ from shiftjax.costs.memory import (
 )
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.draft_options import DraftOptions
-from shiftjax.options import ConfigError, shown
+from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import (
     FIXED,
     widths_of,
@@ -92,7 +92,7 @@ def resolve(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         token_buckets=sizes,
-        weights=config.parallel.weights,
+        weights=config.parallel.shift_weights or config.parallel.weights,
         attention=config.compile.attention,
         block_size=block_size,
         num_blocks=cache.num_blocks or 0,
@@ -147,10 +147,6 @@ def fleet_degrees(
         for width in widths
         if units % width
     ]
-    bind_width = config.fleet.bind_width
-    if bind_width is not None and bind_width not in widths:
-        given = f"bind_width = {bind_width} is none of the widths {shown(widths)}"
-        problems.append(f"{given} of its groups")
     problems += widths_problems(Layout(model, widths[0], tp, widths[-1]), widths)
     if problems:
         raise ConfigError(problems)

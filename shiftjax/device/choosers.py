@@ -51,7 +51,8 @@ def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     Raises ConfigError for an unknown machine that something needs; drafts can do without.
     """
     machine = deployment.machine
-    choice, drafts = deployment.drafts.draft_choice, deployment.drafts.speculation != "none"
+    choice = deployment.drafts.draft_choice
+    drafts = deployment.drafts.speculation != "none" and not deployment.drafts.fixed_drafts
     is_needed = deployment.needs_costs or (drafts and choice == "cost")
     is_needed |= bool(deployment.widths) and deployment.fleet.fleet_policy == "cost"
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE

@@ -78,7 +78,7 @@ def row_view(shard: jax.Array, start: int, rows: int, name: str) -> jax.Array:
             [
                 f"{name}: rows {start}..{start + rows} at byte {offset} of the base shard cannot "
                 f"be viewed in place (the backend wants {ALIGNMENT_BYTES}-byte alignment); "
-                "use weights=slice or weights=replicate"
+                "use weights=gather, or other degrees"
             ]
         )
     return view

@@ -45,7 +45,7 @@ def choose(
 
     What the rules say of the other arguments: `fixed`, `fill`, `by_cost`.
     """
-    if options.draft_choice == "fixed":
+    if options.fixed_drafts:
         return fixed(candidates, room, num_running, options.draft_max_seqs, options.draft_off_seqs)
     if options.draft_choice != "fill" and seconds:
         return by_cost(candidates, room, seconds, drafting_seconds)

@@ -5,7 +5,7 @@ All of them let a request have the width that it needs: because its context fits
 They differ in what they do with the rest of the load.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -113,7 +113,7 @@ class NeedPolicy:
     """
 
     widths: tuple[int, ...]
-    priorities: frozenset[int] = frozenset()
+    priorities: Container[int] = ()
     bind_width: int = 1
     widens: ClassVar[bool] = True
 

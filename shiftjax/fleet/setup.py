@@ -23,6 +23,8 @@ from shiftjax.fleet.policy import (
 from shiftjax.fleet.switching import Steps
 from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
 
+URGENT = range(-(1 << 31), 0)  # priorities that get the widest group with fleet_policy = priority
+
 
 def make_fleet(
     deployment: Deployment,
@@ -57,7 +59,6 @@ def make_fleet(
         mover,
         deployment.limits,
         switch=options.switch,
-        max_pause_seconds=options.max_pause_seconds,
         block_bytes=deployment.block_bytes * deployment.tp,
         **timed,
     )
@@ -86,12 +87,8 @@ def make_fleet_policy(
 ) -> FleetPolicy:
     """The policy that the settings name."""
     options, widths = deployment.fleet, deployment.widths
-    needs = NeedPolicy(
-        widths,
-        frozenset(options.bind_priorities or ()),
-        options.bind_width or widths[-1],
-    )
     name = options.fleet_policy
+    needs = NeedPolicy(widths, URGENT if name == "priority" else (), widths[-1])
     if deployment.fixed is not None:
         return FixedArrangement(deployment.fixed)
     if name == "load":

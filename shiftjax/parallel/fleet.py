@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from shiftjax.options import option, settings_of, shown
+from shiftjax.options import control, controls_of, option, settings_of, shown
 from shiftjax.parallel.grid import Group
 
 Arrangement = tuple[Group, ...]  # by first unit
@@ -47,26 +47,14 @@ class FleetOptions:
         "which groups there shall be: cost, load, priority, context, or fixed:4+2+1+1",
         check=_policy,
     )
-    switch: Literal["auto", "move", "soft", "hard", "sequential"] = option(
-        "move", "what becomes of running requests when groups are bound into a wider one"
-    )
     bind_at: float = option(
         1.0, "policy load: with so few requests per unit all form one group", low=0.0, high=1e6
     )
     release_at: float = option(
         4.0, "policy load: with so many requests per unit each is a group", low=0.0, high=1e6
     )
-    bind_priorities: tuple[int, ...] | None = option(
-        None, "priorities whose requests get a group of bind_width units"
-    )
-    bind_width: int | None = option(
-        None, "units of the group for bind_priorities; default: the widest", low=1, high=1024
-    )
-    max_pause_seconds: float = option(
-        10.0,
-        "switch soft, hard, sequential: the longest that requests wait for others to give way",
-        low=0.0,
-        high=1e6,
+    switch: Literal["auto", "move", "soft", "hard", "sequential"] = control(
+        "move", "what becomes of running requests when groups are bound into a wider one"
     )
 
 
@@ -74,9 +62,7 @@ NO_FLEET = FleetOptions()
 _READ_WITH = {  # settings of a fleet: the setting and the values that read them
     "bind_at": ("fleet_policy", ("load",)),
     "release_at": ("fleet_policy", ("load",)),
-    "bind_priorities": ("fleet_policy", FLEET_POLICIES),
     "switch": ("fleet_policy", FLEET_POLICIES),
-    "max_pause_seconds": ("switch", ("auto", "soft", "hard", "sequential")),
 }
 
 
@@ -84,7 +70,7 @@ def fleet_problems(options: Mapping[str, Any]) -> list[str]:
     """What is wrong between the settings of a fleet: what is set, but read with others only."""
     given = [
         name
-        for name, setting in settings_of(FleetOptions).items()
+        for name, setting in {**settings_of(FleetOptions), **controls_of(FleetOptions)}.items()
         if name != "fleet" and options[name] != setting.default
     ]
     if not options["fleet"]:
@@ -94,11 +80,7 @@ def fleet_problems(options: Mapping[str, Any]) -> list[str]:
         reader, values = _READ_WITH.get(name, ("fleet", (True,)))
         if options[reader] not in values:
             problems.append(f"{name} has no meaning with {reader} = {options[reader]}: drop one")
-    policy, priorities = options["fleet_policy"], options["bind_priorities"]
-    if policy == "priority" and not priorities:
-        problems.append("fleet_policy = priority needs bind_priorities, those that get a group")
-    if options["bind_width"] is not None and priorities is None:
-        problems.append("bind_width has no meaning without bind_priorities: drop it")
+    policy = options["fleet_policy"]
     if options["switch"] == "auto" and policy in ("load", "priority", "context"):
         words = "which predicts what each kind of switching costs"
         problems.append(f"switch = auto needs fleet_policy = cost, {words}")
@@ -113,7 +95,7 @@ def without_unread(options: FleetOptions) -> FleetOptions:
     for name, (reader, values) in _READ_WITH.items():
         if getattr(options, reader) not in values:
             options = replace(options, **{name: getattr(NO_FLEET, name)})
-    return options if options.bind_priorities else replace(options, bind_width=None)
+    return options
 
 
 class Change(NamedTuple):

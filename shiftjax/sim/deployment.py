@@ -19,9 +19,7 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.phases.costs import Reload, check_host_links
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
-SIMULATED = MappingProxyType(
-    {"weights": ("alias", "gather"), "deterministic": (False,), "phases": (None,)}
-)
+SIMULATED = MappingProxyType({"deterministic": (False,), "phases": (None,)})
 """Settings of which the replay knows these values."""
 
 
@@ -185,9 +183,9 @@ def drafting_of(
     if acceptance is None:
         raise ConfigError(["drafts are simulated with an acceptance: how often they are right"])
     if not deployment.token_buckets and not deployment.needs_costs:
-        if options.draft_choice == "fill":
+        if options.draft_choice == "fill" and not options.fixed_drafts:
             raise ConfigError(
                 [f"{target.engine.name} pads no steps: draft_choice = fill does nothing"]
             )
-        options = replace(options, draft_choice="fixed")
+        options = replace(options, fixed_drafts=True)
     return ModelledDrafting(options, acceptance, target.engine.draft_seconds)

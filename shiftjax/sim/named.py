@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args, get_type_hints
 
-from shiftjax.config import SERVER_BUDGETS, SETTINGS, EngineConfig
+from shiftjax.config import CONTROLS, SERVER_BUDGETS, SETTINGS, EngineConfig
 from shiftjax.core.policy import POLICIES
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve, stage_problems
@@ -28,7 +28,7 @@ from shiftjax.phases.costs import check_host_links
 from shiftjax.phases.setup import merge_phases, resolve_phases
 from shiftjax.sim.deployment import Target, as_built_by, least_tp
 
-Fragment = dict[str, Any]  # settings by their names
+Fragment = dict[str, Any]  # settings, and controls, by their names
 FLEET = "fleet"
 FLEET_WORDS: Mapping[str, Fragment] = {
     **{name: {"policy": name} for name in ("greedy", "threshold", "shift")},
@@ -166,7 +166,9 @@ def _deploy(
     policy = POLICIES.get(str(fragment.get("policy")))
     is_simulated = policy is not None and policy.is_simulated
     known = fragment | ({"policy": "cost"} if is_simulated else {})
-    config = merge_phases(EngineConfig.from_options(**_shared(target, known, budgets) | known))
+    options = _shared(target, known, budgets) | known
+    controls = {name: options.pop(name) for name in CONTROLS if name in options}
+    config = merge_phases(EngineConfig.from_options(controls=controls, **options))
     if target.machine.num_hosts > 1 and (config.fleet.fleet or config.parallel.phases):
         raise ConfigError([ONE_HOST])
     if config.parallel.phases:

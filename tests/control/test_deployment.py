@@ -167,7 +167,6 @@ def test_a_request_may_want_what_some_group_can_give(options, widths, widest, nu
         ({"fleet_policy": "fixed:1+4+2+1"}, "a group of 4 cannot begin at unit 1"),
         ({"fleet_policy": "fixed:wide"}, "'wide' is no arrangement"),
         ({"fleet_policy": "fixed:5+3"}, "no groups of 5 units"),
-        ({"bind_priorities": (1,), "bind_width": 3}, "bind_width = 3 is none of the widths"),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(options, problem):

@@ -246,7 +246,7 @@ def test_drafts_know_prompts_from_outputs_after_a_move():
     engine = make_fleet(num_blocks=120, max_draft_rows=12)
     for lane in engine.lanes:
         prices = Prices((32,), engine.policy, lane.modes, None)
-        drafting = Drafting(DraftOptions(speculation="suffix", draft_choice="fixed"))
+        drafting = Drafting(DraftOptions(speculation="suffix", fixed_drafts=True))
         lane.scheduler.lookahead = Speculation(drafting, prices, max_rows=12)
     request = make_request("a", [1, 2, 3, 4] * 3, n=3, max_tokens=30, ignore_eos=True)
     engine.add_request(request)

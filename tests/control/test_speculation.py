@@ -35,8 +35,9 @@ from shiftjax.sim.echo import echo_token
 class Guesses(Drafting):
     """Drafts that are right in `quality` of ten tokens; None: right up to `wrong_at`."""
 
-    def __init__(self, quality: int | None = 10, wrong_at: int = 99, most: int = 8, choice="fixed"):
-        super().__init__(DraftOptions(draft_choice=choice, draft_max_seqs=0))
+    def __init__(self, quality: int | None = 10, wrong_at: int = 99, most: int = 8, choice=None):
+        rule = {"draft_choice": choice} if choice else {"fixed_drafts": True}
+        super().__init__(DraftOptions(draft_max_seqs=0, **rule))
         self.quality, self.wrong_at, self.most, self.count = quality, wrong_at, most, 0
         self.known: dict[SequenceState, list[int]] = {}
         self.ended: dict[SequenceState, bool] = {}
@@ -296,9 +297,10 @@ def test_without_drafts_a_group_plans_ahead_again():
     assert 8 <= sum(late) <= 10 + trials
 
 
-def with_model(engine: Engine, choice: str = "fixed", overlap: bool = True) -> Engine:
+def with_model(engine: Engine, choice: str | None = None, overlap: bool = True) -> Engine:
     """Let the runner guess three tokens, all of them right."""
-    options = DraftOptions("model", draft_model="echo", draft_choice=choice, draft_max_seqs=0)
+    rule = {"draft_choice": choice} if choice else {"fixed_drafts": True}
+    options = DraftOptions("model", draft_model="echo", draft_max_seqs=0, **rule)
     for lane in engine.lanes:
         config = lane.scheduler.config
         lane.scheduler.lookahead = Speculation(
@@ -356,7 +358,7 @@ def test_only_what_ends_by_itself_is_learned_from():
 
 @pytest.mark.parametrize(("salt", "is_known"), [("mine", True), ("theirs", False)])
 def test_nobody_guesses_from_what_another_salt_was_answered(salt, is_known):
-    options = DraftOptions(speculation="suffix", draft_choice="fixed", draft_max_seqs=0)
+    options = DraftOptions(speculation="suffix", fixed_drafts=True, draft_max_seqs=0)
     engine = let_draft(make_engine(prefix_caching=False), Drafting(options))
     asked = make_request("a", [1, 2], seed=1, max_tokens=30, ignore_eos=True)
     (first,) = generate(engine, replace(asked, cache_salt="mine")).values()

@@ -25,7 +25,7 @@ class Known(Drafting):
     """Drafts what is known to come, but for tokens whose number `is_wrong`."""
 
     def __init__(self, known, is_wrong):
-        super().__init__(DraftOptions(speculation="suffix", draft_choice="fixed"))
+        super().__init__(DraftOptions(speculation="suffix", fixed_drafts=True))
         self.known, self.is_wrong, self.count = known, is_wrong, 0
 
     def draft(self, name, most):
@@ -45,7 +45,8 @@ class Known(Drafting):
 )
 def built(request):
     directory, config, tensors = checkpoint()
-    options = {"num_blocks": CROWDED, "speculation": "suffix", "max_draft_rows": 24}
+    options = {"num_blocks": CROWDED, "speculation": "suffix"}
+    options["controls"] = {"max_draft_rows": 24}
     options["token_buckets"] = [8, 32] if request.param == (2, 2) else [32]
     made = make(directory, *request.param, whole=True, **options)
     (runner,) = made.runners
@@ -106,7 +107,7 @@ def test_drafted_rows_pass_late_layers_too():
     """SwiftKV: every row of a draft attends alone, in early layers and in late ones."""
     layers = {"num_hidden_layers": 2, "num_key_value_layers": 1}
     directory, config, tensors = checkpoint(model_type="llama_swiftkv", **layers)
-    made = make(directory, 2, 1, speculation="suffix", max_draft_rows=24)
+    made = make(directory, 2, 1, speculation="suffix", controls={"max_draft_rows": 24})
     made.engine.policy = RandomPolicy(5)
     prompts = prompts_with_shared_prefixes(2, 4)
     expected = [numpy_llama.greedy(config, tensors, p, OUTPUT_TOKENS) for p in prompts]
@@ -167,7 +168,7 @@ def test_real_drafters_change_nothing_and_save_steps(built, speculation):
     made.engine.policy = RandomPolicy(5)
     prompts = [[5, 6, 7, 8] * 5, [9, 10] * 8, [20, 21, 22] * 6]
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    options = DraftOptions(speculation=speculation, draft_choice="fixed")
+    options = DraftOptions(speculation=speculation, fixed_drafts=True)
     stats = let_draft(made, Drafting(options)).stats
     for _ in range(2):
         events = run(made.engine, prompts, [sampling] * 3)

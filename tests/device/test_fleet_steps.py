@@ -61,7 +61,8 @@ def built(shape) -> Built:
     """A unit's pool holds one long sequence or two short ones, so that some are preempted."""
     overrides, units, tp, widths = SHAPES[shape]
     directory, *_ = checkpoint(**overrides)
-    drafts = {"speculation": "suffix", "max_draft_rows": 12, "draft_choice": "fixed"}
+    controls = {"max_draft_rows": 12, "fixed_drafts": True}
+    drafts = {"speculation": "suffix", "controls": controls}
     return make(
         directory,
         None,

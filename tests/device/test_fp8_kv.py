@@ -67,7 +67,7 @@ def test_whatever_moves_codes_changes_no_token():
     directory, *_ = scaled_checkpoint()
     prompts = crowd(3, count=6)
     options = {"preemption": "swap", "host_memory": "300KB", "num_blocks": 28, "max_model_len": 96}
-    options |= {"speculation": "ngram", "draft_choice": "fixed"}
+    options |= {"speculation": "ngram", "controls": {"fixed_drafts": True}}
     built = make(directory, 2, 1, kv_cache_dtype="fp8", **options)
     name = identify_scales(HuggingFaceSource(directory))
     assert built.deployment.budgets.kv == f"fp8 {name}"

@@ -60,10 +60,10 @@ def test_logits_are_those_of_the_same_codes_in_numpy(sp, tp):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("sp", "tp", "weights"), [(4, 2, "alias"), (3, 2, "slice")])
-def test_tokens_do_not_depend_on_the_mode_or_the_batch(sp, tp, weights):
+@pytest.mark.parametrize(("sp", "tp", "controls"), [(4, 2, {}), (3, 2, {"shift_weights": "slice"})])
+def test_tokens_do_not_depend_on_the_mode_or_the_batch(sp, tp, controls):
     directory, *_ = checkpoint()
-    built = make(directory, sp, tp, weights=weights, quantization="fp8", num_blocks=42)
+    built = make(directory, sp, tp, controls=controls, quantization="fp8", num_blocks=42)
     prompts = [PROMPT[i:] + PROMPT[: i + 3] for i in range(8)]
     sampling = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(prompts)
     texts = []

@@ -95,7 +95,8 @@ def built(request):
     if config is MLP:
         tensors = knowing_pairs(config, expected_outputs(**overrides)[1])
     where = numpy_speculator.save(Path(tempfile.mkdtemp()), config, tensors)
-    options = {"speculation": "hybrid", "draft_model": str(where), "max_draft_rows": 24}
+    options = {"speculation": "hybrid", "draft_model": str(where)}
+    options["controls"] = {"max_draft_rows": 24}
     options |= {"draft_choice": "fill", "token_buckets": [8, 32] if sp == 2 else [32]}
     made = make(directory, sp, tp, whole=True, num_blocks=CROWDED, policy="cost", **options)
     (runner,) = made.runners
@@ -106,7 +107,7 @@ def built(request):
 
 
 def draft_by(built, speculation: str) -> Recorded:
-    options = DraftOptions(speculation, "-", draft_choice="fixed", draft_max_seqs=0)
+    options = DraftOptions(speculation, "-", fixed_drafts=True, draft_max_seqs=0)
     drafting = Recorded(options)
     let_draft(built[0], drafting, num_guesses=3)
     return drafting

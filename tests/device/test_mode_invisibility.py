@@ -162,7 +162,7 @@ def test_swapped_sequences_come_back_as_they_were(overlap):
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])
 def test_other_weight_strategies_give_the_same_tokens(strategy):
     directory, config, tensors = checkpoint()
-    built = make(directory, 3, 2, num_blocks=CROWDED, weights=strategy)
+    built = make(directory, 3, 2, num_blocks=CROWDED, controls={"shift_weights": strategy})
     built.engine.policy = RandomPolicy(6)
     prompts = prompts_with_shared_prefixes(5, 4)
     events = run(built.engine, prompts, [greedy()] * len(prompts))

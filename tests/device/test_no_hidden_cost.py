@@ -38,11 +38,12 @@ ODD = {"hidden_size": 80, "intermediate_size": 272, "vocab_size": 331, "head_dim
 
 
 @cache
-def runner_of(sp: int, tp: int, **options):
+def runner_of(sp: int, tp: int, shift_weights: str | None = None, **options):
     """A runner of one small bucket, shared by the tests that only look at it."""
     directory, _, _ = checkpoint(**ODD)
     options = {"token_buckets": (24,), "max_num_batched_tokens": 24} | options
-    return make(directory, sp, tp, **options).runners[0]
+    controls = {"shift_weights": shift_weights}
+    return make(directory, sp, tp, controls=controls, **options).runners[0]
 
 
 def buffers(tree) -> dict:
@@ -182,7 +183,7 @@ def moves_in_shift(runner, weights: set[tuple[int, int]]) -> list[Instruction]:
 
 @pytest.mark.costs(8)
 def test_the_shift_step_reads_its_weights_in_place():
-    aliased, sliced = runner_of(4, 2), runner_of(4, 2, weights="slice")
+    aliased, sliced = runner_of(4, 2), runner_of(4, 2, shift_weights="slice")
     weights = matrices(aliased.step, aliased.memory.params(aliased.step.layout.shift))
     assert moves_in_shift(aliased, weights) == []
     # The control: slicing in the step shows, in its text and in its temporary memory.

@@ -68,5 +68,5 @@ def test_views_stay_put_through_steps_that_donate_something_else(make):
 
 def test_a_view_that_would_be_a_copy_is_refused():
     base, _ = placed((8, 3), jnp.float32)  # rows of 12 bytes: no row but the first is aligned
-    with pytest.raises(ConfigError, match=r"q: rows 1\.\.3 at byte 12 .* weights=replicate"):
+    with pytest.raises(ConfigError, match=r"q: rows 1\.\.3 at byte 12 .* weights=gather"):
         row_view(base, 1, 2, "q")

@@ -101,7 +101,8 @@ def test_the_fixed_rule_has_two_caps():
 
 @pytest.mark.parametrize("rule", ["fill", "cost", "fixed"])
 def test_the_setting_picks_the_rule(rule):
-    options = DraftOptions(speculation="suffix", draft_choice=rule, draft_max_seqs=1)
+    chosen = {"fixed_drafts": True} if rule == "fixed" else {"draft_choice": rule}
+    options = DraftOptions(speculation="suffix", draft_max_seqs=1, **chosen)
     candidates = [("a", [0.9, 0.1]), ("b", [0.8, 0.7])]
     room = Room(1, 9, 9, (3, 4))
     expected = {"fill": {"a": 1, "b": 1}, "cost": {"a": 1, "b": 2}, "fixed": {"a": 2}}
@@ -119,6 +120,7 @@ def test_the_cost_rule_without_a_cost_model_fills():
 )
 def test_without_room_there_are_no_drafts(room):
     for rule in ("fill", "cost", "fixed"):
-        options = DraftOptions(speculation="suffix", draft_choice=rule)
+        chosen = {"fixed_drafts": True} if rule == "fixed" else {"draft_choice": rule}
+        options = DraftOptions(speculation="suffix", **chosen)
         found = choose(options, [("a", [0.9])], room, num_running=1, seconds=lambda tokens: 1.0)
         assert found == {}

@@ -147,7 +147,6 @@ def test_nobody_can_say_how_likely_made_up_tokens_are(live):
         ({"speculation": "ngram"}, "speculation = ngram cannot be had on simulated devices"),
         ({"task": "embed"}, "task = embed cannot be had"),
         ({"phases": "pp8:tp8"}, "phases = pp8:tp8 cannot be had"),
-        ({"weights": "replicate"}, "weights = replicate is not simulated"),
         ({"policy": "cost", "machine": "l4x8"}, "machine = l4x8 is not simulated on h200x8"),
         ({"devices": 16}, "16"),
     ],

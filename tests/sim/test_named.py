@@ -27,7 +27,10 @@ def settings(text: str) -> Deployment:
         ("policy=shift,tp=8", {"policy": "shift", "tp": 8}),
         ("shift,tp=2", {"tp": 2}),
         ("sp,sp=2,tp=4,dtype=float16", {"policy": "base", "sp": 2, "tp": 4, "dtype": "float16"}),
-        ("fleet,tp=2,switch=soft", {"fleet": True, "policy": "cost", "tp": 2, "switch": "soft"}),
+        (
+            "fleet:soft,tp=2",
+            {"fleet": True, "policy": "cost", "tp": 2, "controls": {"switch": "soft"}},
+        ),
         ("cost,num_blocks=99", {"policy": "cost", "num_blocks": 99}),
         ("fleet:load:tp2", {"fleet": True, "policy": "cost", "fleet_policy": "load", "tp": 2}),
         ("tp=8,token_buckets=16,8192", {"tp": 8, "token_buckets": (16, 8192)}),
@@ -77,10 +80,10 @@ def test_the_problems_of_all_names_are_told():
 
 
 def test_a_budget_reaches_the_names_that_read_it_and_no_others():
-    options = FleetOptions(fleet=True, switch="soft", max_pause_seconds=2.0)
+    options = FleetOptions(fleet=True, switch="soft")
     budgets = {"threshold": 9, "fleet": options, "host_bytes": 1 << 30}
     found = standard_deployments(TARGET, ("sp", "shift", "fleet", "fleet:4+4"), **budgets)
     assert (found["shift"].threshold, found["sp"].threshold) == (9, 256)
-    assert found["fleet"].fleet.max_pause_seconds == 2.0
+    assert found["fleet"].fleet == options
     assert found["fleet:4+4"].fleet == FleetOptions(fleet=True, fleet_policy="fixed:4+4")
     assert {each.host_bytes for each in found.values()} == {0}

@@ -93,7 +93,6 @@ def test_a_host_tier_is_simulated():
     ("options", "fragment"),
     [
         ({"phases": "pp8:tp8"}, "phases = pp8:tp8 is not simulated"),
-        ({"weights": "replicate"}, "weights = replicate is not simulated"),
         ({"policy": "cost", "machine": "cpu"}, "machine = cpu is not simulated on h200x8"),
         ({"devices": 16}, "16 devices are asked for, but this machine has 8"),
         ({"sp": 8, "tp": 1, "num_blocks": 10**6}, "num_blocks = 1000000 take"),

@@ -38,9 +38,10 @@ SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 def deployment(name: str, choice: str | None, target: Target = H200, most: int = 16):
     drafts = {}
     if choice is not None:
-        options = {"draft_choice": choice, "max_draft_tokens": most}
-        options |= {"draft_max_seqs": 0} if choice == "fixed" else {}
-        drafts = {"drafts": DraftOptions(speculation="suffix", **options)}
+        fixed = {"fixed_drafts": True, "draft_max_seqs": 0}
+        options = fixed if choice == "fixed" else {"draft_choice": choice}
+        options = DraftOptions(speculation="suffix", max_draft_tokens=most, **options)
+        drafts = {"drafts": options}
     return standard_deployments(target, (name,), **SMALL, **drafts)[name]
 
 

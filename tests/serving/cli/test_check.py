@@ -41,10 +41,13 @@ def test_check_prints_the_plan(capsys):
     assert rows["weights"] == "145.2 MiB"  # what loading puts on a device: 152.2 MB
 
 
-@pytest.mark.parametrize(("weights", "engine"), [("alias", "shiftjax"), ("replicate", "vllm")])
+COPIES = {"shift_weights": "replicate"}
+
+
+@pytest.mark.parametrize(("controls", "engine"), [({}, "shiftjax"), (COPIES, "vllm")])
 @pytest.mark.parametrize(("sp", "tp"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-def test_check_and_plan_agree_on_the_weights(sp, tp, weights, engine):
-    options = {"max_model_len": 512, "num_blocks": 64, "dtype": "bfloat16", "weights": weights}
+def test_check_and_plan_agree_on_the_weights(sp, tp, controls, engine):
+    options = {"max_model_len": 512, "num_blocks": 64, "dtype": "bfloat16", "controls": controls}
     config = EngineConfig.from_options(model="random:llama-70b", sp=sp, tp=tp, **options)
     target = target_from({"model": "llama-70b", "machine": "h200x8", "engine": engine})
     planned = memory_of(target, deploy(target, f"sp={sp},tp={tp},policy=threshold"))
@@ -53,9 +56,9 @@ def test_check_and_plan_agree_on_the_weights(sp, tp, weights, engine):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("weights", ["alias", "replicate"])
-def test_check_says_what_the_engine_then_has(weights):
-    options = {"weights": weights, "num_blocks": 40, "max_model_len": 64, "cache_dir": "none"}
+@pytest.mark.parametrize("controls", [{}, COPIES])
+def test_check_says_what_the_engine_then_has(controls):
+    options = {"controls": controls, "num_blocks": 40, "max_model_len": 64, "cache_dir": "none"}
     model = {"model": "random:tiny", "sp": 2, "tp": 2, "token_buckets": [8, 64]}
     config = EngineConfig.from_options(
         **model, **options, max_num_seqs=4, max_num_batched_tokens=64

@@ -239,8 +239,8 @@ def test_a_fault_needs_permission(model, cache_dir, monkeypatch):
 @pytest.mark.thorough
 def test_a_server_that_drafts_says_the_same(model, cache_dir, expected):
     """Later answers are copied from the first, which the corpus has, whatever steps take here."""
-    flags = "--speculation=suffix", "--max-draft-rows=4", "--draft-choice=fixed"
-    with serve(model[0], cache_dir, *flags) as served:
+    drafts = '{"method": "suffix", "disable_by_batch_size": 64}'  # whatever steps take
+    with serve(model[0], cache_dir, f"--speculative-config={drafts}") as served:
         served.wait_for("/health/ready", 200)
         for _ in range(3):
             assert served.tokens() == expected

@@ -4,11 +4,14 @@ import pytest
 import yaml
 from kit import run_command
 
+from serving.cli.main import make_parser
+from serving.run.flags import parse_args, settle
 
-def printed(capsys, *flags: str) -> dict:
-    code, out, err = run_command(capsys, "check", "--print-config", *flags)
-    assert code == 0, err
-    return yaml.safe_load(out)
+
+def fields_of(*flags: str) -> dict:
+    """All settings and controls of the engine, by name."""
+    config, _ = settle(parse_args(make_parser(), ["check", *flags]))
+    return config.flat() | config.controls()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,7 @@ def printed(capsys, *flags: str) -> dict:
             {
                 "speculation": "suffix",
                 "suffix_offset": 1.0,
-                "draft_choice": "fixed",
+                "fixed_drafts": True,
                 "draft_max_seqs": 32,
                 "draft_off_seqs": 48,
             },
@@ -57,9 +60,16 @@ def printed(capsys, *flags: str) -> dict:
         ),
     ],
 )
-def test_names_of_others_are_settings_of_ours(capsys, text, expected):
-    plain = printed(capsys)
-    assert printed(capsys, "--speculative-config", text) == plain | expected
+def test_names_of_others_are_settings_and_limits_of_ours(text, expected):
+    assert fields_of("--speculative-config", text) == fields_of() | expected
+
+
+def test_a_config_that_is_printed_has_the_settings_alone(capsys):
+    text = '{"method": "suffix", "suffix_max_spec_factor": 2}'
+    code, out, _ = run_command(capsys, "check", "--print-config", "--speculative-config", text)
+    printed = yaml.safe_load(out)
+    assert code == 0 and printed["speculation"] == "suffix"
+    assert "suffix_factor" not in printed
 
 
 @pytest.mark.parametrize(
@@ -77,6 +87,8 @@ def test_names_of_others_are_settings_of_ours(capsys, text, expected):
         ('{"method": "ngram", "num_speculative_tokens": "many"}', "must be a whole number"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "must be at least 1"),
         ('{"method": "ngram", "suffix_max_spec_factor": 2}', "has no meaning with speculation"),
+        ('{"method": "suffix", "suffix_max_spec_factor": 65}', "suffix_factor: must be at most 64"),
+        ('{"method": "suffix", "suffix_max_spec_factor": "x"}', "suffix_factor: must be a number"),
         (
             '{"method": "suffix", "suffix_max_spec_factor": 2, '
             '"suffix_decoding_max_spec_factor": 2}',

@@ -140,7 +140,7 @@ class Oracle(Drafting):
     """Knows what will be said, but for the token at `wrong_at` of every draft."""
 
     def __init__(self, output: list[int], wrong_at: int, shift: int):
-        super().__init__(DraftOptions(draft_choice="fixed", draft_max_seqs=0))
+        super().__init__(DraftOptions(fixed_drafts=True, draft_max_seqs=0))
         self.output, self.wrong_at, self.shift = output, wrong_at, shift
 
     def draft(self, name, most):
