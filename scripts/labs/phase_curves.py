@@ -97,14 +97,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a page of plots")
     arguments = parser.parse_args()
     target = target_from(vars(arguments))
-    report = Report(f"stages and phases: {target.model.name} on {target.machine.name}")
+    title, out = f"stages and phases: {target.model.name} on {target.machine.name}", arguments.out
+    report = Report(title, out) if out else None
     for name, rows in sweep(target):
         print(as_text(rows), "\n")
-        if arguments.out:
+        if report:
+            write_rows(out, name.replace(" ", "_"), rows)
             curves(report, name, rows)
-            write_rows(arguments.out, name.replace(" ", "_"), rows)
-    if arguments.out:
-        report.save(arguments.out / "report.html")
+    if report:
+        report.save()
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.options import ConfigError
 from shiftjax.sim.advice import Advice, Goal, Load, advise, in_words
 from shiftjax.sim.deployment import Target
-from shiftjax.sim.experiments import as_text, write_rows
+from shiftjax.sim.experiments import as_text
 from shiftjax.sim.report import Report, pareto
 from shiftjax.sim.trace import MOST_CV
 
@@ -67,7 +68,7 @@ def least_gpus(
         print(as_text(rows), end="\n\n")
     print(in_words(advice, prices))
     if arguments.out:
-        _write(arguments, advice, load, prices, rows)
+        _write(arguments.out, advice, load, prices)
     return 0 if advice.best else 1
 
 
@@ -90,15 +91,8 @@ def _prices(text: str | None, machines: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def _write(
-    arguments: argparse.Namespace,
-    advice: Advice,
-    load: Load,
-    prices: Mapping[str, float],
-    rows: Sequence[Mapping[str, Any]],
-) -> None:
-    out = arguments.out
-    write_rows(out, "trials", rows)
+def _write(out: Path, advice: Advice, load: Load, prices: Mapping[str, float]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     data = {
         "goal": advice.goal._asdict(),
         "mean_lengths": vars(load.mean),
@@ -107,9 +101,9 @@ def _write(
         "not_tried": advice.reasons,
     }
     (out / "advice.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    report = Report("the least GPUs for a load")
+    report = Report("the least GPUs for a load", out)
     report.text(in_words(advice, prices))
-    report.table("tried", rows)
-    if rows:
+    report.table("tried", [trial.row(prices) for trial in advice.trials], "trials")
+    if advice.trials:
         report.plot("tokens per second of a device and of a user", pareto(advice.trials))
-    report.save(out / "report.html")
+    report.save()

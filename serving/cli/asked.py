@@ -12,7 +12,7 @@ from serving.cli.measured import with_kernels
 from serving.cli.mesh_flags import MODEL
 from serving.run.flags import read_settings
 from serving.run.model_config import model_of
-from shiftjax.config import SERVER_BUDGETS, CacheOptions, EngineConfig, SchedulerOptions
+from shiftjax.config import SERVER_BUDGETS, SETTINGS, EngineConfig, budget_holds_the_decodes
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
@@ -20,10 +20,7 @@ from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
 from shiftjax.sim.deployment import Target, deploy_config
 from shiftjax.sim.experiments import target_from, target_of
 
-BUDGETS = {
-    name: (settings_of(SchedulerOptions) | settings_of(CacheOptions))[name]
-    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")
-}
+BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")
 FLAGS = ("model", "dtype", "kv_cache_dtype", "shift_threshold", *BUDGETS)
 DRAFTS = DraftOptions(speculation="suffix")
@@ -69,10 +66,15 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
 def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:
     """Those of the settings, but for flags. Raises ConfigError."""
     given = {n: from_text(FLEET_SETTINGS[n], text) for n, text in fleet_flags(arguments).items()}
-    problems = ((name, problem_with(FLEET_SETTINGS[name], value)) for name, value in given.items())
+    _check(given)
+    return replace(config.fleet, fleet=True, **given)
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for values that the settings of these names cannot have."""
+    problems = ((name, problem_with(SETTINGS[name], value)) for name, value in values.items())
     if wrong := [f"{name} {problem}" for name, problem in problems if problem]:
         raise ConfigError(wrong)
-    return replace(config.fleet, fleet=True, **given)
 
 
 def fleet_flags(arguments: argparse.Namespace) -> dict[str, str]:
@@ -82,16 +84,11 @@ def fleet_flags(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _settings(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the deployments to compare, from flags alone."""
+    """Settings of the deployments to compare, from flags alone. Raises ConfigError."""
     known = {"shift_threshold": "threshold"} | {name: name for name in SHARED}
-    settings = {known[name]: value for name, value in flags.items() if name in known}
-    budgets = {**SERVER_BUDGETS, **settings}
-    problems = (
-        (name, problem_with(BUDGETS[name], budgets[name])) for name in BUDGETS & budgets.keys()
-    )
-    wrong = [f"{name} {problem}" for name, problem in sorted(problems) if problem]
-    if not wrong and budgets["max_num_batched_tokens"] < budgets["max_num_seqs"]:
-        wrong.append("max_num_batched_tokens must be at least max_num_seqs")
-    if wrong:
-        raise ConfigError(wrong)
-    return settings
+    budgets = {**SERVER_BUDGETS, **{name: flags[name] for name in BUDGETS if name in flags}}
+    _check(budgets)
+    sizes = budgets["max_num_batched_tokens"], budgets["max_num_seqs"]
+    if problem := budget_holds_the_decodes(*sizes):
+        raise ConfigError([problem])
+    return {known[name]: value for name, value in flags.items() if name in known}

@@ -46,7 +46,6 @@ from shiftjax.sim.experiments import (
     sweep,
     target_from,
     trace_from,
-    write_rows,
 )
 from shiftjax.sim.report import Report, side_by_side
 from shiftjax.sim.trace import TraceRequest
@@ -112,15 +111,14 @@ def run_file(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     """Run all experiments of a file; exit code 1 if tokens or bytes disagree somewhere."""
     path, out = arguments.file, arguments.out
     options = _checked(_read(path), PARTS, str(path))
-    report, all_agree = Report(str(options.get("title", path.stem))), True
+    report, all_agree = Report(str(options.get("title", path.stem)), out), True
     if "measured" in options:
         measured = _checked(options["measured"], SHARED, "measured")
         all_agree = _measured(measured, out, report)
     for number, values in enumerate(options.get("modelled", []), 1):
         experiment = _checked(values, MODELLED, f"modelled {number}", NEEDED)
-        _modelled(experiment, f"modelled-{number}", out, report)
-    out.mkdir(parents=True, exist_ok=True)
-    report.save(out / "report.html")
+        _modelled(experiment, f"modelled-{number}", report)
+    report.save()
     print(f"wrote {out / 'report.html'}")
     return 0 if all_agree else 1
 
@@ -153,7 +151,7 @@ def _checked(
 # ------------------------------------------------------------------ modelled
 
 
-def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Report) -> None:
+def _modelled(experiment: Mapping[str, Any], name: str, report: Report) -> None:
     target = target_from({**experiment, "model": model_of(str(experiment["model"]))})
     budgets = {name: experiment[name] for name in BUDGETS if name in experiment}
     acceptance, drafts = None, {}
@@ -163,9 +161,8 @@ def _modelled(experiment: Mapping[str, Any], name: str, out: Path, report: Repor
     deployments = choose_deployments(target, experiment["compare"], **budgets, **drafts)
     requests, rates = trace_from(experiment["trace"]), experiment["rates"]
     points = sweep(requests, target, deployments, rates, acceptance)
-    write_rows(out, name, [point.row() for point in points])
     heading = f"{target.model.name} on {target.machine.name}, {target.engine.name}"
-    report.sweep(heading, points, ("ttft",))
+    report.sweep(heading, points, ("ttft",), name)
 
 
 # ------------------------------------------------------------------ measured
@@ -181,11 +178,10 @@ def _measured(options: Mapping[str, Any], out: Path, report: Report) -> bool:
         rows.append(row)
         programs += moved
     print(as_text(rows))
-    write_rows(out, "measured", rows)
-    write_rows(out, "programs", programs)
-    report.table("measured on this machine, beside what was predicted", rows)
+    report.table("measured on this machine, beside what was predicted", rows, "measured")
     report.plot("measured and predicted", side_by_side(rows, TIMES))
-    report.table("compiled steps: bytes of collectives and temporaries of a device", programs)
+    heading = "compiled steps: bytes of collectives and temporaries of a device"
+    report.table(heading, programs, "programs")
     report.text(NOT_COMPARED)
     return agree(rows)
 

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from serving.bench.flags import meshes_of
@@ -89,21 +90,18 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     groups = f"--dp {best.dp} " if best.dp > 1 else ""
     print(f"\nrecommended: {groups}--sp {best.sp} --tp {best.tp} {policy}")
     print(reason)
-    if words := hosts_in_words(target, workload, **settings):
-        print(words)
-    if words := gather_in_words(target, **settings):
-        print(words)
-    if words := stages_in_words(estimates):
+    more = hosts_in_words(target, workload, **settings), gather_in_words(target, **settings)
+    for words in filter(None, (*more, stages_in_words(estimates))):
         print(words)
     fleets = _fleets(target, workload, settings, options)
     compiled, kernels = _compile(target, to_compile, workload)
     if arguments.out:
-        write_rows(arguments.out, "plan", rows)
-        write_rows(arguments.out, "fleets", fleets)
+        report = _plan_report(target, estimates, arguments.out)
+        report.table("fleets", fleets, "fleets")
         if compiled:
-            write_rows(arguments.out, "compiled", compiled)
+            report.table("compiled", compiled, "compiled")
             write_rows(arguments.out, "kernels", kernels)
-        _plan_report(target, estimates).save(arguments.out / "report.html")
+        report.save()
     return 0
 
 
@@ -205,18 +203,15 @@ def _compile(
     for row in rows:
         names = ("sp", "tp", "step", "tokens")
         ours = [one for one in kernels if all(one[name] == row[name] for name in names)]
-        print(
-            as_text(
-                [{k: v for k, v in one.items() if k != "result"} for one in ours[:MOST_KERNELS]]
-            )
-        )
+        shown = [{k: v for k, v in one.items() if k != "result"} for one in ours[:MOST_KERNELS]]
+        print(as_text(shown))
     return rows, kernels
 
 
-def _plan_report(target: Target, estimates: Sequence[Estimate]) -> Report:
-    machine, deployment = target.machine, standard_deployments(target)["shift"]
-    report = Report(f"{target.model.name} on {machine.name}")
-    report.table("deployments", [one.row() for one in estimates])
+def _plan_report(target: Target, estimates: Sequence[Estimate], out: Path) -> Report:
+    deployment = standard_deployments(target, ("shift",))["shift"]
+    report = Report(f"{target.model.name} on {target.machine.name}", out)
+    report.table("deployments", [one.row() for one in estimates], "plan")
     report.plot("memory", memory_bars(estimates))
     rows = breakdown_by_context(target, deployment, CONTEXTS)
     report.plot("a prompt's time by context", breakdown_bars(rows))
@@ -249,12 +244,10 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     shown = [_shown(row, words, more) for row, words in zip(rows, meanings, strict=True)]
     print(as_text(shown))
     if arguments.out:
-        write_rows(arguments.out, "simulate", rows)
-        report = Report(f"{arguments.trace}: {target.model.name} on {target.machine.name}")
-        report.sweep("deployments", points, METRICS)
-        report.fleets([point for point in points if point.replay.fleet])
-        report.phases([point for point in points if point.replay.phases])
-        report.save(arguments.out / "report.html")
+        title = f"{arguments.trace}: {target.model.name} on {target.machine.name}"
+        report = Report(title, arguments.out)
+        report.sweep("deployments", points, METRICS, "simulate")
+        report.save()
     return 0
 
 

@@ -16,7 +16,7 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import spelled
 from shiftjax.sim.advice import Trial
 from shiftjax.sim.estimate import Estimate
-from shiftjax.sim.experiments import SweepPoint
+from shiftjax.sim.experiments import SweepPoint, write_rows
 from shiftjax.sim.metrics import (
     arrangements,
     longest_mode,
@@ -45,15 +45,21 @@ text-align:right}}</style><h1>{title}</h1>{body}"""
 
 
 class Report:
-    """Sections in order; `save` writes one page that needs nothing beside it, and its images."""
+    """Sections in order; `save` writes one page that needs nothing beside it, and its images.
 
-    def __init__(self, title: str):
+    All files go to `directory`.
+    """
+
+    def __init__(self, title: str, directory: Path):
         self.title = title
+        self._directory = directory
         self._parts: list[str] = []
         self._images: dict[str, bytes] = {}  # by the name of a file
 
-    def table(self, heading: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add a table; columns are those of the first row."""
+    def table(self, heading: str, rows: Sequence[Mapping[str, Any]], name: str = "") -> None:
+        """Add a table with the columns of the first row; files of this name have the rows, too."""
+        if name:
+            write_rows(self._directory, name, rows)
         if not rows:
             return
         columns = list(rows[0])
@@ -79,23 +85,30 @@ class Report:
         image = f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(heading)}">'
         self._parts.append(f"<h2>{html.escape(heading)}</h2>{image}")
 
-    def sweep(self, heading: str, points: Sequence[SweepPoint], metrics: Sequence[str]) -> None:
-        """Add the rows of a sweep, its metrics by rate, and its last rate over time."""
+    def sweep(
+        self, heading: str, points: Sequence[SweepPoint], metrics: Sequence[str], name: str
+    ) -> None:
+        """Add the rows of a sweep, its metrics by rate, and its last rate over time.
+
+        Then what became of fleets and of phases, where there are any. Files of this name have the
+        rows, too.
+        """
         rows = [point.row() for point in points]
         last = [point.replay for point in points if point.rate == points[-1].rate]
-        self.table(heading, rows)
+        self.table(heading, rows, name)
         if len(last) < len(points):
             self.plot(f"{heading}: latency and throughput", frontier(rows))
             for metric in metrics:
                 self.plot(f"{heading}: {metric} by rate", percentiles_by_rate(rows, metric))
         self.plot(f"{heading}: throughput over time, at the last rate", time_lines(last))
+        self._fleets([replay for replay in last if replay.fleet])
+        self._phases([replay for replay in last if replay.phases])
 
-    def fleets(self, points: Sequence[SweepPoint]) -> None:
+    def _fleets(self, last: Sequence[Replay]) -> None:
         """Add what became of the groups of every fleet, at the last rate, and how long who waited.
 
         Of all changes the first `MOST_CHANGES`.
         """
-        last = [point.replay for point in points if point.rate == points[-1].rate]
         for replay in last:
             heading = f"{replay.deployment.name}: arrangements"
             rows = [{"arrangement": name, "share": share} for name, share in shares(replay).items()]
@@ -116,9 +129,8 @@ class Report:
             self.table(f"{replay.deployment.name}: changes", changes)
         self.table("queue by priority", [row for each in last for row in queue_by_priority(each)])
 
-    def phases(self, points: Sequence[SweepPoint]) -> None:
+    def _phases(self, last: Sequence[Replay]) -> None:
         """Add when every engine in phases was in which, at the last rate, and its switches."""
-        last = [point.replay for point in points if point.rate == points[-1].rate]
         if not last:
             return
         self.plot("phases over time", phase_strips(last))
@@ -127,12 +139,13 @@ class Report:
             rows = [each._asdict() for each in switches[:MOST_CHANGES]]
             self.table(f"{replay.deployment.name}: switches", rows)
 
-    def save(self, path: Path) -> None:
+    def save(self) -> None:
         """Write the page, and beside it every image as a file of its own."""
+        self._directory.mkdir(parents=True, exist_ok=True)
         for name, image in self._images.items():
-            (path.parent / name).write_bytes(image)
+            (self._directory / name).write_bytes(image)
         page = PAGE.format(title=html.escape(self.title), body="".join(self._parts))
-        path.write_text(page, encoding="utf-8")
+        (self._directory / "report.html").write_text(page, encoding="utf-8")
 
 
 def _shown(value: Any) -> str:
