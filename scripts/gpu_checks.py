@@ -35,7 +35,8 @@ from pallas_kernels.rows import Rows
 from pallas_kernels.step_work import KernelConfig, StepWork, divide_step
 from pallas_kernels.tuned import safe_config
 from shiftjax.device import write_cases
-from shiftjax.device.attention_steps import Shape, look, look_up, on_edges, wrapping_tokens
+from shiftjax.device.attention_steps import Shape, make_inputs, wrapping_tokens
+from shiftjax.device.attention_steps import Step as CheckedStep
 from shiftjax.device.views import dlpack_view
 
 SMALL_WRITE = 32  # tokens
@@ -137,6 +138,13 @@ def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
     return AttentionOptions(kernel.head_dim**-0.5, *limits, kernel.scales, sinks, interpret)
 
 
+def shape_of(kernel: Kernel, bucket: tuple[int, ...]) -> Shape:
+    """Return what the check before serving calls this configuration, in its plainest form."""
+    kv = "fp8" if kernel.kv_dtype == FP8_DTYPE else jnp.dtype(kernel.kv_dtype).name
+    sizes = *kernel.heads, kernel.head_dim, kernel.block_size
+    return Shape(*sizes, (kernel.sliding_window,), jnp.dtype(kernel.dtype).name, kv, bucket)
+
+
 class Arrays(NamedTuple):
     """A step, padded to what the largest of all steps needs, and its result in float64."""
 
@@ -158,25 +166,16 @@ def padded(steps: Steps, block_size: int) -> tuple[int, int, int, int]:
 @lru_cache(maxsize=8)  # the steps of one shape: they are large
 def make_arrays(kernel: Kernel, steps: Steps, name: str) -> Arrays:
     """Make random arrays, the unused slots of whose pools are NaN."""
-    rng, step = np.random.default_rng(0), dict(steps)[name]
-    heads, kv_heads = kernel.heads
+    new, contexts = zip(*dict(steps)[name], strict=True)
     seqs, tokens, columns, blocks = padded(steps, kernel.block_size)
-    new, lens = np.zeros((2, seqs), np.int32)
-    new[: len(step)], lens[: len(step)] = zip(*step, strict=True)
-    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    bucket = tokens, seqs, seqs
+    made = make_inputs(shape_of(kernel, bucket), CheckedStep(name, bucket, new, contexts, 0))
     tables = np.zeros((seqs, columns), np.int32)
-    is_used = np.arange(columns) < -(-lens[:, None] // kernel.block_size)
-    tables[is_used] = 1 + rng.permutation(blocks - 1)[: is_used.sum()]
-    shape = (blocks, kv_heads, kernel.block_size, kernel.head_dim)
-    k_pool, v_pool = (np.full(shape, np.nan, kernel.kv_dtype) for _ in "kv")
-    for table, length in zip(tables, lens, strict=True):
-        block, offset = np.divmod(np.arange(length), kernel.block_size)
-        k, v = rng.standard_normal((2, length, kv_heads, kernel.head_dim), np.float32)
-        look_up(k, on_edges(int(length), (kernel.sliding_window,)))
-        k_pool[table[block], :, offset], v_pool[table[block], :, offset] = k, v
-    q = rng.standard_normal((tokens, heads, kernel.head_dim))
-    look(q)
-    arrays = q.astype(kernel.dtype), PagedKV(k_pool, v_pool, tables, lens), starts
+    tables[:, : made.tables.shape[1]] = made.tables
+    pools = [np.full((blocks, *pool.shape[1:]), np.nan, pool.dtype) for pool in made.pool]
+    for pool, part in zip(pools, made.pool, strict=True):
+        pool[: len(part)] = part
+    arrays = made.q, PagedKV(*pools, tables, made.lens), made.starts
     expected = reference.ragged_paged_attention(*arrays, options_of(kernel))
     return Arrays(*arrays, expected)
 
@@ -220,24 +219,16 @@ def judgement(runs: list[np.ndarray], expected: np.ndarray, limit: float) -> dic
 
 def judged_write(kernel: Kernel, interpret: Any) -> dict[str, Any]:
     """Write codes of keys and values some times: what is wrong with them, against NumPy's."""
-    names = jnp.dtype(kernel.dtype).name, "fp8"
-    sizes = *kernel.heads, kernel.head_dim, kernel.block_size
     bucket = (SMALL_WRITE if interpret else write_cases.MOST_TOKENS, 8, 8)
-    arrays = write_cases.make_arrays(Shape(*sizes, (None,), *names, bucket))
+    arrays = write_cases.make_arrays(shape_of(kernel, bucket))
 
     def write(arrays: write_cases.Arrays) -> jax.Array:
         pool = kv_write.write_kv(*arrays[:4], scales=arrays.scales, interpret=interpret)
         return jax.lax.bitcast_convert_type(jnp.stack(pool), jnp.uint8)
 
-    expected = np.stack(arrays.pool)
-    block, offset = np.divmod(arrays.slots, kernel.block_size)
-    for pool, new, scale in zip(expected, (arrays.k, arrays.v), arrays.scales, strict=True):
-        largest = float(jnp.finfo(FP8_DTYPE).max)
-        codes = np.clip(new.astype(np.float32) / scale[:, None], -largest, largest)
-        pool[block, :, offset] = codes.astype(FP8_DTYPE)
     placed, run = jax.device_put(arrays), jax.jit(write)
     runs = [np.asarray(run(placed)) for _ in range(RUNS)]
-    wrong = write_cases.wrong_with_codes(runs, expected.view(np.uint8))
+    wrong = write_cases.wrong_with_codes(runs, write_cases.expected_codes(arrays))
     return {"wrong": wrong, "right": wrong is None}
 
 

@@ -239,8 +239,8 @@ def test_codes_are_what_their_description_says():
 @pytest.mark.parametrize("wrong", ["", "scale", "slot"])
 def test_a_write_of_codes_is_judged(wrong):
     def write(pool, k, v, slots, *, scales):
-        factors = (scales[0], scales[1] * (1.13 if wrong == "scale" else 1))
-        by_head = jnp.repeat(jnp.array(factors)[:, None], k.shape[1], axis=1)
+        factors = jnp.array([[1.0], [1.13 if wrong == "scale" else 1.0]])
+        by_head = jnp.asarray(scales * factors, jnp.float32)
         return write_kv(pool, k, v, slots.at[0].add(wrong == "slot"), by_head)
 
     assert gpu_writes.is_right(gpu_writes.DRY["dry"], write) is not bool(wrong)

@@ -34,13 +34,14 @@ class Arrays(NamedTuple):
     scales: Any  # [2, kv_heads]
 
 
-def make_arrays(shape: Shape) -> Arrays:
+def make_arrays(shape: Shape, most_tokens: int = MOST_TOKENS) -> Arrays:
     """Draw tokens that fill no tile of the kernel, their slots, and scales of each head.
 
-    Some numbers are beyond the largest code; every eighth token is padding.
+    Tokens are one less than those of the bucket, or than the most. Some numbers are beyond the
+    largest code; every eighth token is padding.
     """
     rng, size = np.random.default_rng(0), shape.block_size
-    tokens = min(shape.bucket[0], MOST_TOKENS) - 1
+    tokens = min(shape.bucket[0], most_tokens) - 1
     blocks = 2 + -(-tokens // size)  # the null block, and room for slots that are left alone
     k_pool, v_pool = shape.pool(blocks)
     k, v = rng.standard_normal((2, tokens, shape.kv_heads, shape.head_dim), np.float32)
@@ -51,6 +52,17 @@ def make_arrays(shape: Shape) -> Arrays:
     scales = 2 ** rng.uniform(-1, 1, (2, shape.kv_heads)).astype(np.float32)
     dtype = FORMATS[shape.dtype].dtype
     return Arrays((k_pool, v_pool), k.astype(dtype), v.astype(dtype), slots, scales)
+
+
+def expected_codes(arrays: Arrays) -> np.ndarray:
+    """Return the bytes of both pools after the write, [2, *pool], as NumPy has them."""
+    pools = np.stack(arrays.pool)
+    largest, size = float(jnp.finfo(pools.dtype).max), pools.shape[3]
+    block, offset = np.divmod(arrays.slots, size)
+    for pool, new, scale in zip(pools, (arrays.k, arrays.v), arrays.scales, strict=True):
+        codes = np.clip(new.astype(np.float32) / scale[:, None], -largest, largest)
+        pool[block, :, offset] = codes.astype(pools.dtype)
+    return pools.view(np.uint8)
 
 
 def outputs_of(
