@@ -27,7 +27,7 @@ from shiftjax.parallel.fleet import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.columns import percentiles
-from shiftjax.sim.trace import TraceRequest, on_off
+from shiftjax.sim.trace import TraceRequest, on_off_times, requests_at
 from shiftjax.weights.resolve import open_source, resolve_model
 
 UNITS, WIDTHS = 8, (1, 2, 4, 8)
@@ -192,7 +192,8 @@ def quiet_burst_quiet(
 ) -> list[TraceRequest]:
     """Thirds of one length: quiet requests per second, then those of a burst, then quiet again."""
     third = seconds / 3
-    return on_off(quiet, burst, 2 * third, third, seconds, prompt, output, seed)
+    times = on_off_times(quiet, burst, 2 * third, third, seconds, seed)
+    return requests_at(times, prompt, output, seed=seed)
 
 
 # ---------------------------------------------------------------------- runs

@@ -34,12 +34,12 @@ from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.metrics import makespan, peak_throughput, summary
 from shiftjax.sim.named import STANDARD, deploy, standard_deployments
 from shiftjax.sim.replay import replay
-from shiftjax.sim.trace import TraceRequest, load_trace, on_off, window
+from shiftjax.sim.trace import TraceRequest, load_trace, on_off_times, requests_at, window
 
 PROMPT, OUTPUT = 4096, 250
-BURSTS = on_off(1, 10, 120, 30, 600, PROMPT, OUTPUT)
+BURSTS = requests_at(on_off_times(1, 10, 120, 30, 600), PROMPT, OUTPUT)
 FLYING_QUIET = 45.0  # seconds before the first burst
-FLYING = on_off(2, 20, 60, 60 - FLYING_QUIET, 120, PROMPT, OUTPUT)
+FLYING = requests_at(on_off_times(2, 20, 60, 60 - FLYING_QUIET, 120), PROMPT, OUTPUT)
 NAMES = ("dp", "tp", "shift")
 Figure = tuple[str, float, float]  # what, published, simulated
 

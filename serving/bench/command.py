@@ -14,7 +14,14 @@ from serving.run.progress import print_table
 from shiftjax.config import EngineConfig
 from shiftjax.core.sampling_params import SamplingParams
 from shiftjax.options import ConfigError
-from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, scale_rate, window
+from shiftjax.sim.trace import (
+    TraceRequest,
+    arrival_times,
+    load_trace,
+    requests_at,
+    scale_rate,
+    window,
+)
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
@@ -49,7 +56,7 @@ def _requests(arguments: argparse.Namespace) -> list[TraceRequest]:
     if kind == "clients":
         return [TraceRequest(0.0, *lengths)] * values["requests"]
     rate, cv, seconds, seed = (values[name] for name in ("rate", "cv", "seconds", "load_seed"))
-    return gamma_bursty(rate, cv, seconds, *lengths, seed)
+    return requests_at(arrival_times(rate, seconds, cv, seed), *lengths, seed=seed)
 
 
 def _load(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:

@@ -23,14 +23,22 @@ from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.models import find_model
 from shiftjax.sim.named import Phases, deploy_named
 from shiftjax.sim.replay import Replay, replay
-from shiftjax.sim.trace import TraceRequest, gamma_bursty, load_trace, on_off, poisson, scale_rate
+from shiftjax.sim.trace import (
+    TraceRequest,
+    arrival_times,
+    load_trace,
+    on_off_times,
+    requests_at,
+    scale_rate,
+)
 from shiftjax.sim.trace import window as cut_window
 
-SYNTHETIC: Mapping[str, Callable[..., list[TraceRequest]]] = {
-    "poisson": poisson,
-    "gamma": gamma_bursty,
-    "on_off": on_off,
+SYNTHETIC: Mapping[str, Callable[..., list[float]]] = {
+    "poisson": lambda rate, seconds, seed=0: arrival_times(rate, seconds, seed=seed),
+    "gamma": lambda rate, cv, seconds, seed=0: arrival_times(rate, seconds, cv, seed),
+    "on_off": on_off_times,
 }
+"""Moments of arrival; the other arguments of a synthetic trace are those of `requests_at`."""
 
 
 def target_from(options: Mapping[str, Any]) -> Target:
@@ -197,13 +205,18 @@ def _from_file(options: Mapping[str, Any]) -> list[TraceRequest]:
 def _synthetic(kind: str, **arguments: Any) -> list[TraceRequest]:
     if not isinstance(kind, str) or kind not in SYNTHETIC:
         raise ConfigError([unknown_name(str(kind), SYNTHETIC, "kind of trace")])
-    known = inspect.signature(SYNTHETIC[kind]).parameters
+    of_times = inspect.signature(SYNTHETIC[kind]).parameters
+    of_lengths = dict(inspect.signature(requests_at).parameters)
+    del of_lengths["times"]
+    known = of_lengths | of_times
     needed = [name for name, each in known.items() if each.default is each.empty]
     wrong = [unknown_name(name, known, f"argument of {kind}") for name in arguments.keys() - known]
     wrong += [f"{kind} needs {name}" for name in needed if name not in arguments]
     if wrong:
         raise ConfigError([f"trace: {problem}" for problem in sorted(wrong)])
-    return SYNTHETIC[kind](**arguments)
+    times = SYNTHETIC[kind](**{n: value for n, value in arguments.items() if n in of_times})
+    lengths = {name: value for name, value in arguments.items() if name in of_lengths}
+    return requests_at(times, **lengths)
 
 
 # ------------------------------------------------------------------ files

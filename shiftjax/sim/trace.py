@@ -240,6 +240,23 @@ def _maker(
     return lambda at: TraceRequest(at, drawn(prompt), drawn(output))
 
 
+def requests_at(
+    times: Iterable[float],
+    prompt_tokens: float,
+    output_tokens: float,
+    length_cv: float = 0.0,
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """A request at each moment; lengths are all alike, or log-normal around these means.
+
+    Raises:
+        ValueError: a length is not above 0 or too large, or `length_cv` is no coefficient of
+            variation from 0 to `MOST_CV`.
+    """
+    make = _maker(prompt_tokens, output_tokens, length_cv, seed)
+    return [make(at) for at in times]
+
+
 def poisson(
     rate: float,
     seconds: float,
@@ -248,32 +265,19 @@ def poisson(
     seed: int = 0,
     length_cv: float = 0.0,
 ) -> list[TraceRequest]:
-    """Independent arrivals at `rate` per second; lengths as those of `gamma_bursty`."""
-    return gamma_bursty(rate, 1.0, seconds, prompt_tokens, output_tokens, seed, length_cv)
+    """Independent arrivals at `rate` per second; lengths as those of `requests_at`."""
+    times = arrival_times(rate, seconds, seed=seed)
+    return requests_at(times, prompt_tokens, output_tokens, length_cv, seed)
 
 
-def gamma_bursty(
-    rate: float,
-    cv: float,
-    seconds: float,
-    prompt_tokens: float,
-    output_tokens: float,
-    seed: int = 0,
-    length_cv: float = 0.0,
-) -> list[TraceRequest]:
-    """Gamma-distributed gaps with coefficient of variation `cv`: 1 is Poisson, more is bursty.
+def arrival_times(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[float]:
+    """Moments whose gaps are gamma-distributed: `cv` = 1 is Poisson, more is bursty.
 
-    Lengths are all alike, or log-normal with the coefficient of variation `length_cv`.
+    `rate` is per second, `cv` the gaps' coefficient of variation.
 
     Raises:
         ValueError: an argument is not above 0, or too large.
     """
-    make = _maker(prompt_tokens, output_tokens, length_cv, seed)
-    return [make(at) for at in arrival_times(rate, seconds, cv, seed)]
-
-
-def arrival_times(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[float]:
-    """The moments of `gamma_bursty`. Raises ValueError."""
     _above_zero(rate=rate, cv=cv, seconds=seconds)
     _check_number(rate, seconds)
     if cv > MOST_CV:
@@ -285,35 +289,29 @@ def arrival_times(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -
     return times
 
 
-def on_off(
+def on_off_times(
     quiet_rate: float,
     burst_rate: float,
     period_seconds: float,
     burst_seconds: float,
     seconds: float,
-    prompt_tokens: float,
-    output_tokens: float,
     seed: int = 0,
-    length_cv: float = 0.0,
-) -> list[TraceRequest]:
-    """Poisson at a quiet rate; the last `burst_seconds` of every period at a burst's.
-
-    Lengths as those of `gamma_bursty`.
+) -> list[float]:
+    """Moments, Poisson at a quiet rate; the last `burst_seconds` of every period at a burst's.
 
     Raises:
         ValueError: an argument is not above 0, or the burst is longer than its period.
     """
     _above_zero(quiet_rate=quiet_rate, burst_rate=burst_rate, burst_seconds=burst_seconds)
     _above_zero(period_seconds=period_seconds, seconds=seconds)
-    make = _maker(prompt_tokens, output_tokens, length_cv, seed)
-    _check_number(max(quiet_rate, burst_rate), seconds)
+    most = max(quiet_rate, burst_rate)
+    _check_number(most, seconds)
     if burst_seconds > period_seconds:
         raise ValueError(f"a burst of {burst_seconds:g} s in a period of {period_seconds:g} s")
     rng, at = random.Random(seed), 0.0
-    most = max(quiet_rate, burst_rate)
-    requests = []
+    times = []
     while (at := at + rng.expovariate(most)) < seconds:  # thinning
         is_burst = at % period_seconds >= period_seconds - burst_seconds
         if rng.random() * most < (burst_rate if is_burst else quiet_rate):
-            requests.append(make(at))
-    return requests
+            times.append(at)
+    return times

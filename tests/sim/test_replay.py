@@ -23,7 +23,7 @@ from shiftjax.sim.metrics import (
 from shiftjax.sim.models import find_model
 from shiftjax.sim.named import standard_deployments
 from shiftjax.sim.replay import Replay, StepRecord, replay
-from shiftjax.sim.trace import TraceRequest, gamma_bursty, poisson, scale_rate
+from shiftjax.sim.trace import TraceRequest, arrival_times, poisson, requests_at, scale_rate
 
 
 def target(engine="vllm", model="llama-70b", machine="h200x8"):
@@ -65,7 +65,7 @@ def test_a_host_that_overlaps_is_hidden_behind_the_devices():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_request_ends_and_every_token_is_counted(name):
-    trace = gamma_bursty(3.0, 3.0, 20.0, 600, 40, seed=2)
+    trace = requests_at(arrival_times(3.0, 20.0, 3.0, seed=2), 600, 40)
     result = replay(trace, VLLM, DEPLOYMENTS[name])
     assert len(result.requests) == len(trace) and result.num_refused == 0
     computed = sum(step.num_tokens for step in result.steps)

@@ -30,7 +30,7 @@ from shiftjax.sim.metrics import arrangements, makespan, queue_by_priority, shar
 from shiftjax.sim.named import deploy_named, standard_deployments
 from shiftjax.sim.planning import fleet_estimates
 from shiftjax.sim.replay import FleetRun, Replay, replay
-from shiftjax.sim.trace import TraceRequest, on_off, poisson
+from shiftjax.sim.trace import TraceRequest, on_off_times, poisson, requests_at
 
 CODES = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
 # A fleet's codes are cut for its widest groups, so a narrow one adds the sums of more blocks than a
@@ -38,8 +38,8 @@ CODES = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
 TARGET = replace(CODES, engine=replace(CODES.engine, quantising_kernels=()))
 SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 OPTIONS = FleetOptions(release_at=2.0)
-BURSTS = on_off(1.0, 20.0, 6.0, 2.0, 12.0, 1024, 60)
-DECODES = on_off(2.0, 60.0, 6.0, 1.5, 9.0, 128, 200)
+BURSTS = requests_at(on_off_times(1.0, 20.0, 6.0, 2.0, 12.0), 1024, 60)
+DECODES = requests_at(on_off_times(2.0, 60.0, 6.0, 1.5, 9.0), 128, 200)
 
 
 def fleet(name="fleet", target=TARGET, **settings):

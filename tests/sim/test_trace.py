@@ -9,10 +9,11 @@ import pytest
 from shiftjax.options import ConfigError
 from shiftjax.sim.trace import (
     TraceRequest,
-    gamma_bursty,
+    arrival_times,
     load_trace,
-    on_off,
+    on_off_times,
     poisson,
+    requests_at,
     scale_rate,
     window,
 )
@@ -115,19 +116,19 @@ def test_windows_and_rates():
     ("make", "fragment"),
     [
         (lambda: poisson(-1.0, 10.0, 8, 4), "rate must be above 0 and finite, got -1"),
-        (lambda: gamma_bursty(1.0, 0.0, 10.0, 8, 4), "cv must be above 0"),
+        (lambda: arrival_times(1.0, 10.0, 0.0), "cv must be above 0"),
         (lambda: poisson(1.0, 10.0, 0, 4), "prompt_tokens must be above 0"),
         (lambda: poisson(1.0, 10.0, 8, 1.5), "must be whole and at most"),
         (lambda: poisson(math.nan, 10.0, 8, 4), "rate must be above 0 and finite, got nan"),
         (lambda: poisson(math.inf, 10.0, 8, 4), "rate must be above 0 and finite, got inf"),
         (lambda: poisson("fast", 10.0, 8, 4), "rate must be a number, got 'fast'"),
         (lambda: poisson(1e9, 1e9, 8, 4), "are more than 10,000,000 requests"),
-        (lambda: gamma_bursty(1.0, 1e9, 10.0, 8, 4), "cv must be at most 100"),
+        (lambda: arrival_times(1.0, 10.0, 1e9), "cv must be at most 100"),
         (lambda: poisson(1.0, 10.0, 8, 4, length_cv=-1), "length_cv must be a number from 0 to"),
         (lambda: poisson(1.0, 10.0, 8, 4, length_cv="x"), "length_cv must be a number from 0 to"),
-        (lambda: on_off(1.0, 2.0, math.nan, 1.0, 20.0, 8, 4), "period_seconds must be above 0"),
+        (lambda: on_off_times(1.0, 2.0, math.nan, 1.0, 20.0), "period_seconds must be above 0"),
         (lambda: window([], math.nan, 5.0), "a window of 5 s from nan s on"),
-        (lambda: on_off(1.0, 2.0, 10.0, 11.0, 20.0, 8, 4), "a burst of 11 s in a period of 10 s"),
+        (lambda: on_off_times(1.0, 2.0, 10.0, 11.0, 20.0), "a burst of 11 s in a period of 10 s"),
         (lambda: window([], -1.0, 5.0), "a window of 5 s from -1 s on"),
     ],
 )
@@ -138,7 +139,7 @@ def test_arguments_that_make_no_trace_are_refused(make, fragment):
 
 @pytest.mark.parametrize("cv", [1.0, 3.0])
 def test_gaps_have_the_mean_and_the_spread_that_was_asked_for(cv):
-    arrivals = [r.arrival_seconds for r in gamma_bursty(50.0, cv, 1000.0, 8, 4)]
+    arrivals = arrival_times(50.0, 1000.0, cv)
     gaps = [b - a for a, b in itertools.pairwise(arrivals)]
     assert 1 / statistics.mean(gaps) == pytest.approx(50.0, rel=0.05)
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(cv, rel=0.05)
@@ -169,7 +170,7 @@ def test_the_same_seed_gives_the_same_trace():
 
 
 def test_bursts_come_at_the_end_of_every_period():
-    requests = on_off(2.0, 40.0, 10.0, 3.0, 1000.0, 8, 4)
+    requests = requests_at(on_off_times(2.0, 40.0, 10.0, 3.0, 1000.0), 8, 4)
     burst = sum(r.arrival_seconds % 10 >= 7 for r in requests)
     assert burst == pytest.approx(40 * 300, rel=0.05)
     assert len(requests) - burst == pytest.approx(2 * 700, rel=0.1)
