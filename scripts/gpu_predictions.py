@@ -27,6 +27,7 @@ from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
 
 COPY, GEMM = 0.9, 0.79  # shares of the data sheet: 3.0 TB/s and 780 TFLOP/s of an H100 SXM
 LAUNCH_US = (0.8, 2.0, 4.0)  # `kernel_seconds` of the machines; XLA's graphs may be quicker
@@ -161,7 +162,7 @@ def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[f
 
 def _costs(name: str, machine: Machine, devices: int = 1) -> CostModel:
     """The model of costs of a preset in bfloat16 at TP = `devices`, from which `plan` predicts."""
-    return CostModel(PRESETS[name], 1, devices, machine, load_engine("shiftjax"), Formats())
+    return CostModel(Layout(PRESETS[name], 1, devices), machine, load_engine("shiftjax"), Formats())
 
 
 def _seconds(costs: CostModel, work: Work) -> float:
@@ -237,7 +238,7 @@ def _large_engines(machine: Machine) -> list[dict[str, Any]]:
         if model is None:
             continue
         formats = formats_with(options)
-        costs = CostModel(model, 1, 1, machine, load_engine("shiftjax"), formats)
+        costs = CostModel(Layout(model, 1, 1), machine, load_engine("shiftjax"), formats)
         works = {f"decode of {n}": Work.decode(n, context) for n in batches}
         works |= {f"prefill of {n:,}": Work.prefill(n) for n in prompts}
         for name, work in works.items():

@@ -114,22 +114,23 @@ def batch_at(features: Features, rows: np.ndarray, table: np.ndarray) -> Batch:
     return Batch(*map(jnp.asarray, (features.hidden[at], given, counts.astype(np.float32))))
 
 
+class Training(NamedTuple):
+    """How long and how boldly to train."""
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+
+
 def train(
-    features: Features,
-    table: np.ndarray,
-    head: np.ndarray,
-    weights: Weights,
-    *,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
-    seed: int = 0,
+    features: Features, table: np.ndarray, head: np.ndarray, weights: Weights, training: Training
 ) -> Iterator[tuple[Weights, np.ndarray]]:
     """Yield the weights after each epoch, and its mean losses `[drafts]`.
 
     AdamW, whose rate rises over 100 steps, or a tenth of all, and falls as a cosine.
     """
-    rows, rng = np.flatnonzero(features.left > 0), np.random.default_rng(seed)
+    rows, rng = np.flatnonzero(features.left > 0), np.random.default_rng(0)
+    epochs, batch_size, learning_rate = training
     per_epoch = max(1, len(rows) // batch_size)
     steps = max(1, epochs * per_epoch)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(100, steps // 10), steps)
@@ -235,9 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     table = np.asarray(source.read(EMBEDDING), np.float32)
     head = source.read(head_name(source.config), np.s_[: args.draft_vocab,]).astype(np.float32)
     with timed("training", seconds):
-        settings = {"epochs": args.epochs, "batch_size": args.batch, "learning_rate": args.rate}
+        settings = Training(args.epochs, args.batch, args.rate)
         weights = initial_weights(learn, table, head)
-        for trained, loss in train(learn, table, head, weights, **settings):
+        for trained, loss in train(learn, table, head, weights, settings):
             print(f"losses {loss.round(3)}", file=sys.stderr)
             weights = trained
         export(weights, jnp.asarray(table), source.config, args.output)

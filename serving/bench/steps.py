@@ -35,6 +35,7 @@ from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine
 from shiftjax.costs.step import CostModel
 from shiftjax.options import ConfigError, shown
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
 from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.fit import CostsOf, Point, errors, fit_machine
 
@@ -212,7 +213,7 @@ def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     engine = load_engine("shiftjax")
 
     def costs_of(machine: Machine, sp: int, tp: int) -> CostModel:
-        return CostModel(shape, sp, tp, machine, engine, formats, layouts[sp, tp])
+        return CostModel(Layout(shape, sp, tp), machine, engine, formats, layouts[sp, tp])
 
     _save_points(out.with_suffix(".jsonl"), measured, switches)
     start = replace(load_machine(machine_of(kind)), num_devices=devices)

@@ -39,6 +39,15 @@ def expert_numbers(pairs: float, num_tokens: int, per_token: int, hidden: int, i
     return int(pairs * (3 * inner + 2 * hidden)) + num_tokens * (per_token + 1) * hidden
 
 
+class Product(NamedTuple):
+    """So many products [rows, inner] x [inner, columns] in one kernel."""
+
+    rows: float
+    inner: int
+    columns: int
+    repeats: float = 1.0
+
+
 class KernelCosts(NamedTuple):
     """Predicts the kernels of a machine, with numbers in these formats.
 
@@ -68,12 +77,13 @@ class KernelCosts(NamedTuple):
 
     def product(self, rows: float, inner: int, columns: int) -> float:
         """Seconds of a product with a weight of the layers."""
-        return self._product(rows, inner, columns, self.formats.weights, self.product_format)
+        sizes = Product(rows, inner, columns)
+        return self._product(sizes, self.formats.weights, self.product_format)
 
     def head(self, rows: int, inner: int, columns: int) -> float:
         """Seconds of the LM head's: its weight has the activations' format, logits are float32."""
         fmt = self.formats.activations
-        return self._product(rows, inner, columns, fmt, fmt, output=LOGIT_BYTES)
+        return self._product(Product(rows, inner, columns), fmt, fmt, output=LOGIT_BYTES)
 
     def experts(
         self, load: Load, hidden: int, inner: int, cut: "CutExperts | None" = None
@@ -85,9 +95,13 @@ class KernelCosts(NamedTuple):
         fmt, rows = self.product_format, load.pairs / load.experts
         share = of_format(self.machine.expert_efficiency, fmt)
         readings = cut.readings(load) if cut else (1.0, 1.0)
+        products = (
+            Product(rows, hidden, 2 * inner, load.experts),
+            Product(rows, inner, hidden, load.experts),
+        )
         return sum(
-            self._product(rows, *sizes, self.formats.weights, fmt, load.experts, share, reading)
-            for sizes, reading in zip(((hidden, 2 * inner), (inner, hidden)), readings, strict=True)
+            self._product(sizes, self.formats.weights, fmt, share, reading)
+            for sizes, reading in zip(products, readings, strict=True)
         )
 
     def cut_experts(self, hidden: int, inner: int, mean_pairs: float, own: int) -> "CutExperts":
@@ -98,16 +112,14 @@ class KernelCosts(NamedTuple):
 
     def _product(
         self,
-        rows: float,
-        inner: int,
-        columns: int,
+        product: "Product",
         stored: str,
         fmt: str,
-        count: float = 1.0,
         share: float = 1.0,
         reading: float = 1.0,
         output: int = 0,
     ) -> float:
+        rows, inner, columns, count = product
         computing = matmul_seconds(self.machine, rows, inner, columns, fmt, count) / share
         width = FORMATS[stored].num_bytes
         output = output or self.formats.activation_bytes

@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shiftjax.arch.config import Experts, ModelConfig
+from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
@@ -80,7 +80,7 @@ class StepCost(NamedTuple):
 
 
 class CostModel:
-    """Predicts the steps of one group: a model on SP x TP devices of a machine.
+    """Predicts the steps of one group: a model on the devices of a layout, of a machine.
 
     With `buckets` (all that are compiled), a step costs what the smallest that holds it costs.
     Virtual devices that share a processor take turns: a matrix product computes on all of its
@@ -91,44 +91,27 @@ class CostModel:
 
     def __init__(
         self,
-        model: ModelConfig,
-        sp: int,
-        tp: int,
-        machine: Machine,
-        engine: EngineOverhead,
-        formats: Formats,
-        buckets: Sequence[Bucket] = (),
-        widest: int = 0,
-        gathers: bool = False,
-    ):
-        self.buckets = sorted(buckets)
-        self.model, self.machine, self.engine, self.formats = model, machine, engine, formats
-        self.layout = Layout(model, sp, tp, widest, gathers)
-        self._by_tokens: dict[tuple[Mode, int], StepCost] = {}
-        self._by_rows: dict[tuple[Mode, int], StepCost] = {}
-        self._contention = sp * tp if machine.shared_cores else 1
-        self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
-        self.kernels = KernelCosts(machine, formats, self._contention, self._queueing)
-        layout, late = self.layout, model.num_early_layers
-        self._attention = self.kernels.attention(
-            layout.heads_per_device, model.head_dim, layout.cache
-        )
-        windows = [kind.sliding_window for kind in model.kinds]
-        self._early_windows, self._late_windows = Counter(windows[:late]), Counter(windows[late:])
-
-    @classmethod
-    def of(
-        cls,
         layout: Layout,
         machine: Machine,
         engine: EngineOverhead,
         formats: Formats,
         buckets: Sequence[Bucket] = (),
-    ) -> "CostModel":
-        """The same for a layout, padded as it is."""
-        sizes = layout.model, layout.sp, layout.tp
-        own = layout.widest, layout.gathers
-        return cls(*sizes, machine, engine, formats, buckets, *own)
+    ):
+        model, parts = layout.model, layout.sp * layout.tp
+        self.buckets = sorted(buckets)
+        self.model, self.machine, self.engine, self.formats = model, machine, engine, formats
+        self.layout = layout
+        self._by_tokens: dict[tuple[Mode, int], StepCost] = {}
+        self._by_rows: dict[tuple[Mode, int], StepCost] = {}
+        self._contention = parts if machine.shared_cores else 1
+        self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
+        self.kernels = KernelCosts(machine, formats, self._contention, self._queueing)
+        late = model.num_early_layers
+        self._attention = self.kernels.attention(
+            layout.heads_per_device, model.head_dim, layout.cache
+        )
+        windows = [kind.sliding_window for kind in model.kinds]
+        self._early_windows, self._late_windows = Counter(windows[:late]), Counter(windows[late:])
 
     @property
     def stages(self) -> list["CostModel"]:

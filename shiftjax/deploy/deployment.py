@@ -256,7 +256,7 @@ class Deployment:
     def costs(self, machine: Machine, engine: EngineOverhead) -> GroupCosts:
         """The seconds of a group's steps on a machine, whatever stages it has."""
         stages = [
-            CostModel.of(stage.layout, machine, engine, self.formats, stage.buckets)
+            CostModel(stage.layout, machine, engine, self.formats, stage.buckets)
             for stage in self.stages
         ]
         return stages[0] if self.pp == 1 else PipelineCosts(stages)

@@ -23,6 +23,7 @@ class Room(NamedTuple):
     tokens_left: int  # that the budgets of tokens and blocks leave to drafts
     rows_left: int  # logit rows; every draft token needs one
     buckets: Sequence[int]  # tokens, ascending
+    num_running: int = 0  # sequences in the plan
 
     @property
     def most(self) -> int:
@@ -36,7 +37,6 @@ def choose(
     candidates: Sequence[Candidate],
     room: Room,
     *,
-    num_running: int = 0,
     most_tokens: int | None = None,
     seconds: Callable[[int], float] | None = None,
     drafting_seconds: float = 0.0,
@@ -46,7 +46,7 @@ def choose(
     What the rules say of the other arguments: `fixed`, `fill`, `by_cost`.
     """
     if options.fixed_drafts:
-        return fixed(candidates, room, num_running, options.draft_max_seqs, options.draft_off_seqs)
+        return fixed(candidates, room, options.draft_max_seqs, options.draft_off_seqs)
     if options.draft_choice != "fill" and seconds:
         return by_cost(candidates, room, seconds, drafting_seconds)
     return fill(candidates, room, most_tokens)
@@ -67,13 +67,13 @@ def fill(
 
 
 def fixed(
-    candidates: Sequence[Candidate], room: Room, num_running: int, max_seqs: int, off_seqs: int
+    candidates: Sequence[Candidate], room: Room, max_seqs: int, off_seqs: int
 ) -> dict[Hashable, int]:
     """Whole drafts of the first `max_seqs` candidates (0: all), none if `off_seqs` run (0: never).
 
     The rule that engines had first, as a control.
     """
-    if 0 < off_seqs <= num_running:
+    if 0 < off_seqs <= room.num_running:
         return {}
     lengths, left = {}, room.most
     for name, survivals in candidates[: max_seqs or None]:

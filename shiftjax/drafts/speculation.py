@@ -267,16 +267,14 @@ class Speculation(Lookahead):
         seconds: Callable[[int], float] | None,
     ) -> dict[Hashable, int]:
         """Tokens that pay; drafts of which none do are left out."""
-        items = builder.decodes + builder.chunks
         num_tokens = _num_tokens(builder)
         # Up to `max_rows` tokens a bucket has a row for each, beyond that as many as sequences.
         rows_left = max(self._max_rows - num_tokens, builder.rows_left)
-        room = Room(num_tokens, builder.tokens_left, rows_left, self._prices.buckets)
+        buckets, num_running = self._prices.buckets, len(builder.decodes + builder.chunks)
         return choose(
             self._drafting.options,
             [(item, draft.survivals) for item, draft in offers.items()],
-            room,
-            num_running=len(items),
+            Room(num_tokens, builder.tokens_left, rows_left, buckets, num_running),
             most_tokens=self._prices.threshold,
             seconds=seconds,
             drafting_seconds=self._host_seconds,

@@ -96,7 +96,6 @@ class SimulatedBackend:
                 self.clock,
                 group=group,
                 units=units,
-                own_host=target.engine.replicas_in_step,
                 drafting=drafting_of(target, deployment, self._acceptance),
                 link=_link(target, by_width[width], stored),
             )

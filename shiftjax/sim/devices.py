@@ -118,7 +118,8 @@ class StepRecord(NamedTuple):
 class CostRunner:
     """A `Runner` that computes nothing: a step takes its predicted seconds.
 
-    The host's time passes while a step is prepared: on the clock, or, with `own_host`, beside it.
+    The host's time passes while a step is prepared: on the clock, or, where replicas
+    step together, beside it.
     The devices work through what they were given in order, those of groups that share `units` too;
     `fetch` waits for them. `tokens` makes up those of a plan's rows; by default they are all 0.
     `step_seconds` replaces the predictions, say by measured ones. `drafting` has taken more of the
@@ -132,11 +133,9 @@ class CostRunner:
         self,
         costs: GroupCosts,
         clock: Clock,
-        step_seconds: Callable[[StepPlan, Mode], float] | None = None,
         *,
         group: Group = FIRST_UNIT,
         units: Units | None = None,
-        own_host: bool = False,
         drafting: ModelledDrafting | None = None,
         link: HostLink | None = None,
     ):
@@ -145,8 +144,9 @@ class CostRunner:
         self.tokens: Callable[[StepPlan], np.ndarray] = lambda plan: self._zeros[: plan.num_rows]
         self.link = link  # None: there is no host tier
         self.waited_seconds = 0.0  # of first stages, for KV from the host
-        self._own_host, self._prepared_at, self._drafted_at = own_host, 0.0, 0.0
-        self._step_seconds = step_seconds
+        self._own_host = costs.engine.replicas_in_step
+        self._prepared_at = self._drafted_at = 0.0
+        self.step_seconds: Callable[[StepPlan, Mode], float] | None = None
         self.group = group
         self._stages = [units or Units(), *(Units() for _ in costs.stages[1:])]
         self._last_mode: Mode | None = None
@@ -197,8 +197,8 @@ class CostRunner:
         """Of each stage; a plan of copies alone computes nothing."""
         if not plan.scheduled:
             return [0.0] * len(self._stages)
-        if self._step_seconds is not None:
-            return [self._step_seconds(plan, mode)]
+        if self.step_seconds is not None:
+            return [self.step_seconds(plan, mode)]
         return self.costs.stage_seconds(mode, work)
 
     def _drafting_seconds(self) -> float:

@@ -71,9 +71,10 @@ def play(kind: str, *, simulated: bool):
     for lane in engine.lanes:
         runner, group = lane.runner, lane.group
         if simulated:
-            sizes = model, group.width, 1, load_machine("cpu"), overhead, Formats()
-            costs = CostModel(*sizes, widest=UNITS)
-            runner = CostRunner(costs, clock, step_seconds, group=group, units=units)
+            layout = Layout(model, group.width, 1, UNITS)
+            costs = CostModel(layout, load_machine("cpu"), overhead, Formats())
+            runner = CostRunner(costs, clock, group=group, units=units)
+            runner.step_seconds = step_seconds
         lane.runner = Recorder(runner, clock, units, group, plans)
     if simulated:
         instant = {"memory_bytes_per_second": float("inf"), "kernel_seconds": 0.0}

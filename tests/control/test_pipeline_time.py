@@ -25,7 +25,7 @@ def ends_in_the_engine(stages: Sequence[float], host: float, overlap: bool, requ
         stages=stages,
         stage_seconds=lambda mode, work: list(stages),
         host_seconds=lambda work: host,
-        engine=SimpleNamespace(switch_seconds=0.0),
+        engine=SimpleNamespace(switch_seconds=0.0, replicas_in_step=False),
     )
     engine = make_engine(num_micro_batches=len(stages), overlap=overlap, clock=clock, **options)
     (lane,) = engine.lanes

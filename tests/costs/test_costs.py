@@ -68,7 +68,7 @@ FLOAT32 = Formats("float32", "float32", "float32")
 
 
 def costs(sp=1, tp=1, machine=PLAIN, engine=NO_OVERHEAD, model=None, buckets=()):
-    return CostModel(model or TINY, sp, tp, machine, engine, FLOAT32, buckets)
+    return CostModel(Layout(model or TINY, sp, tp), machine, engine, FLOAT32, buckets)
 
 
 def sequence(length: int) -> SequenceState:
@@ -151,7 +151,7 @@ def test_norms_of_all_heads_sum_two_numbers_a_token():
 @pytest.mark.parametrize("work", [Work.decode(7, 100), Work.prefill(40, 3)])
 def test_the_breakdown_adds_up(mode, work):
     machine, engine = load_machine("h200x8"), load_engine("vllm")
-    model = CostModel(PRESETS["llama-70b"], 4, 2, machine, engine, Formats("fp8"))
+    model = CostModel(Layout(PRESETS["llama-70b"], 4, 2), machine, engine, Formats("fp8"))
     breakdown = model.breakdown(mode, work)
     assert breakdown.device == pytest.approx(model.device_seconds(mode, work))
     assert breakdown.device + breakdown.host == pytest.approx(model.seconds(mode, work))
@@ -225,7 +225,7 @@ def test_codes_are_quantised_by_kernels_where_the_engine_has_them():
 
     def extra(mode, name):
         plain, with_it = (
-            CostModel(TINY, 4, 1, machine, each, Formats(name)).breakdown(mode, work)
+            CostModel(Layout(TINY, 4, 1), machine, each, Formats(name)).breakdown(mode, work)
             for each in (NO_OVERHEAD, engine)
         )
         return with_it.launch - plain.launch, with_it.elementwise - plain.elementwise
@@ -306,7 +306,7 @@ def test_only_an_engine_that_cuts_experts_launches_more_for_it():
     model, work = PRESETS["qwen3-30b-a3b"], Work.decode(1, 100)
     machine, cuts = load_machine("h200x8"), replace(NO_OVERHEAD, cuts_experts=True)
     whole, cut = (
-        CostModel(model, 1, 8, machine, engine, Formats()).breakdown(ONE, work).launch
+        CostModel(Layout(model, 1, 8), machine, engine, Formats()).breakdown(ONE, work).launch
         for engine in (NO_OVERHEAD, cuts)
     )
     assert cut - whole == pytest.approx(model.num_expert_layers * machine.kernel_seconds)

@@ -15,6 +15,7 @@ from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
 
 MODEL, SHIFT = PRESETS["llama-8b"], Mode(1, 1)
 DECODE, PREFILL = Work.decode(64, 2048), Work.prefill(4096)
@@ -26,7 +27,9 @@ def costs_of(pp: int, tp: int = 1, **machine) -> PipelineCosts:
     engine = replace(load_engine("vllm"), host_seconds=0.0, host_seconds_distributed=0.0)
     engine = replace(engine, host_seconds_per_sequence=0.0)
     models = stages_of(MODEL, pp)
-    return PipelineCosts([CostModel(m, 1, tp, constants, engine, Formats()) for m in models])
+    return PipelineCosts(
+        [CostModel(Layout(m, 1, tp), constants, engine, Formats()) for m in models]
+    )
 
 
 @pytest.mark.parametrize("work", [DECODE, PREFILL])

@@ -90,13 +90,13 @@ def test_drafting_time_is_a_cost():
 
 def test_the_fixed_rule_has_two_caps():
     candidates = [(i, [0.5, 0.5]) for i in range(4)]
-    room = Room(4, 99, 99, (64,))
-    assert fixed(candidates, room, 4, max_seqs=2, off_seqs=0) == {0: 2, 1: 2}
-    assert fixed(candidates, room, 4, max_seqs=0, off_seqs=5) == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert fixed(candidates, room, 4, max_seqs=0, off_seqs=4) == {}
-    assert fixed(candidates, room._replace(rows_left=3), 4, 0, 0) == {0: 2, 1: 1}
-    assert fixed(candidates, room._replace(tokens_left=1), 4, 0, 0) == {0: 1}
-    assert fixed(candidates, room._replace(buckets=(8,)), 4, 0, 0) == {0: 2, 1: 2}
+    room = Room(4, 99, 99, (64,), num_running=4)
+    assert fixed(candidates, room, max_seqs=2, off_seqs=0) == {0: 2, 1: 2}
+    assert fixed(candidates, room, max_seqs=0, off_seqs=5) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert fixed(candidates, room, max_seqs=0, off_seqs=4) == {}
+    assert fixed(candidates, room._replace(rows_left=3), 0, 0) == {0: 2, 1: 1}
+    assert fixed(candidates, room._replace(tokens_left=1), 0, 0) == {0: 1}
+    assert fixed(candidates, room._replace(buckets=(8,)), 0, 0) == {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize("rule", ["fill", "cost", "fixed"])
@@ -104,9 +104,9 @@ def test_the_setting_picks_the_rule(rule):
     chosen = {"fixed_drafts": True} if rule == "fixed" else {"draft_choice": rule}
     options = DraftOptions(speculation="suffix", draft_max_seqs=1, **chosen)
     candidates = [("a", [0.9, 0.1]), ("b", [0.8, 0.7])]
-    room = Room(1, 9, 9, (3, 4))
+    room = Room(1, 9, 9, (3, 4), num_running=2)
     expected = {"fill": {"a": 1, "b": 1}, "cost": {"a": 1, "b": 2}, "fixed": {"a": 2}}
-    found = choose(options, candidates, room, num_running=2, seconds=lambda tokens: 1.0)
+    found = choose(options, candidates, room, seconds=lambda tokens: 1.0)
     assert found == expected[rule]
 
 
@@ -122,5 +122,6 @@ def test_without_room_there_are_no_drafts(room):
     for rule in ("fill", "cost", "fixed"):
         chosen = {"fixed_drafts": True} if rule == "fixed" else {"draft_choice": rule}
         options = DraftOptions(speculation="suffix", **chosen)
-        found = choose(options, [("a", [0.9])], room, num_running=1, seconds=lambda tokens: 1.0)
+        own = room._replace(num_running=1)
+        found = choose(options, [("a", [0.9])], own, seconds=lambda tokens: 1.0)
         assert found == {}

@@ -23,7 +23,7 @@ from draft_lstm import (  # noqa: E402
 )
 from forward_pass import final_states, head_name, hidden_states, read_params  # noqa: E402
 from target_features import Features  # noqa: E402
-from train_speculator import train  # noqa: E402
+from train_speculator import Training, train  # noqa: E402
 
 from shiftjax.arch.presets import PRESETS  # noqa: E402
 from shiftjax.text.tokenizer import load_tokenizer  # noqa: E402
@@ -112,8 +112,8 @@ def test_training_learns_to_count():
     head = np.random.default_rng(0).standard_normal((VOCAB, VOCAB)).astype(np.float32)
     begun = initial_weights(counting(), TABLE, head)
     assert kept(begun)[0] < 0.5
-    settings = {"epochs": 30, "batch_size": 16, "learning_rate": 0.02}
-    (_, first), *_, (weights, last) = train(counting(), TABLE, 20 * HEAD, begun, **settings)
+    settings = Training(epochs=30, batch_size=16, learning_rate=0.02)
+    (_, first), *_, (weights, last) = train(counting(), TABLE, 20 * HEAD, begun, settings)
     assert (last < 0.3 * first).all()
     assert kept(weights)[-1] > 0.9
 

@@ -24,13 +24,13 @@ SHAPE, ENGINE, FORMATS = find_model("smollm2-135m"), load_engine("shiftjax"), Fo
 
 
 def costs_of(machine, sp, tp):
-    return CostModel(SHAPE, sp, tp, machine, ENGINE, FORMATS)
+    return CostModel(Layout(SHAPE, sp, tp), machine, ENGINE, FORMATS)
 
 
 def bucketed_costs(machine, sp, tp):
     """Of steps as the engine compiles them."""
     buckets = make_buckets(TOKEN_BUCKETS, MAX_SEQS, Layout(SHAPE, sp, tp))
-    return CostModel(SHAPE, sp, tp, machine, ENGINE, FORMATS, buckets)
+    return CostModel(Layout(SHAPE, sp, tp), machine, ENGINE, FORMATS, buckets)
 
 
 def measured(machine):

@@ -95,9 +95,10 @@ def test_the_simulator_makes_the_plans_of_the_device_engine(dp):
     target = Target(built.deployment.layout.model, load_machine("cpu"), engine, Formats())
     costs = cost_model(target, deploy(target, f"dp={dp},sp=2,tp=2", max_num_seqs=6))
     clock = Clock()
-    simulated = record(
-        built.engine, [CostRunner(costs, clock, step_seconds) for _ in range(dp)], clock
-    )
+    runners = [CostRunner(costs, clock) for _ in range(dp)]
+    for runner in runners:
+        runner.step_seconds = step_seconds
+    simulated = record(built.engine, runners, clock)
     assert sum(map(len, on_devices)) > 15 and all(on_devices)
     for plans in on_devices:
         assert {mode for _, mode, _ in plans} == set(built.deployment.layout.modes)

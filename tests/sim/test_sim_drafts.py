@@ -138,7 +138,9 @@ def test_the_simulator_drafts_as_an_engine_does(policy):
         else:
             no_host = replace(costs.engine, host_seconds=0.0, host_seconds_per_sequence=0.0)
             free = sized.costs(H200.machine, no_host)
-            runner = Recorder(CostRunner(free, clock, step_seconds), clock, plans, None)
+            runner = CostRunner(free, clock)
+            runner.step_seconds = step_seconds
+            runner = Recorder(runner, clock, plans, None)
         modes, chosen = modes_of(costs, sized), policy_of(sized, costs, costs)
         speculation = Speculation(
             drafting,

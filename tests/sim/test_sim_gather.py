@@ -33,7 +33,7 @@ LARGE = target_from({"model": "llama-405b", "machine": "h200x8", "dtype": "fp8"}
 
 
 def costs_of(machine=H200, *, gathers: bool = True, sp: int = 8, tp: int = 1) -> CostModel:
-    return CostModel(LLAMA, sp, tp, machine, OURS, Formats(), (), 0, gathers)
+    return CostModel(Layout(LLAMA, sp, tp, gathers=gathers), machine, OURS, Formats())
 
 
 @pytest.mark.parametrize(("sp", "tp"), [(8, 1), (4, 2)])

@@ -12,6 +12,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel
 from shiftjax.parallel.grid import Group, Mode
+from shiftjax.parallel.layout import Layout
 
 
 def columns(history: History, now: float) -> dict[str, list[float]]:
@@ -78,7 +79,7 @@ def test_a_policy_by_cost_tells_what_it_predicts():
     engine = make_engine()
     buckets = [Bucket(tokens, 16) for tokens in (2048, 16)]
     h100 = load_machine("h100x8"), load_engine("shiftjax"), Formats()
-    costs = CostModel(PRESETS["llama-70b"], 4, 2, *h100, buckets)
+    costs = CostModel(Layout(PRESETS["llama-70b"], 4, 2), *h100, buckets)
     engine.policy, engine.lanes[0].modes = make_policy("cost", 0, costs), Group(0, 4).modes
     choice = choice_of(engine)
     assert (choice["policy"], choice["threshold"]) == ("cost", None)
