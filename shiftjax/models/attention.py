@@ -119,7 +119,7 @@ class LayerTerms:
         block_size = jnp.int32(pool[0].shape[2])
         return slots if self.place is None else slots + self.place.first(pool) * block_size
 
-    def own(self, pool: LayerPool) -> LayerPool:
+    def own(self, pool: LayerPool) -> tuple[jax.Array, ...]:
         """Return the layer's part of the pool: a slice, which costs nothing before a kernel."""
         if self.place is None:
             return pool
