@@ -42,8 +42,8 @@ SPECS = {
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Chunks of one size, and a pool of two layers beside one of one."""
-    monkeypatch.setattr(copies_device, "CHUNK_SIZES", (2,))
+    """Extents of one size, and a pool of two layers beside one of one."""
+    monkeypatch.setattr(copies_device, "EXTENT_SIZES", (2,))
     monkeypatch.setattr(pool, "num_pools", lambda *_: 2)
 
 
@@ -117,19 +117,19 @@ def test_a_step_sees_each_entry_in_its_shape(model):
 
 
 def test_any_layout_reads_from_the_host_what_another_has_written(model):
-    chunks = {}
+    extents = {}
     written = [[] for _ in model.cache.entries]
     for first, stage in enumerate(stages_of(model, 2)):
         layout, mesh = Layout(stage, 1, 2), make_mesh(jax.devices()[2 * first :], 1, 2)
         pools = fill(layout, mesh, first)
         pools = jax.tree.map(lambda x: jax.device_put(_first_twice(x), x.sharding), pools)
-        HostTier(mesh, layout, POOL, chunks).offload(pools, 0, [3, 7])
+        HostTier(mesh, layout, POOL, extents).offload(pools, 0, [3, 7])
         for entry, values in zip(written, of_device(pools, layout, 0), strict=True):
             entry.append(values[:, [3, 7]])
     layout, mesh = Layout(model, 2, 2), make_mesh(jax.devices(), 2, 2)
     pools = fill(layout, mesh, 9)
     before = [of_device(pools, layout, place) for place in range(4)]
-    pools = HostTier(mesh, layout, POOL, chunks).restore(pools, 0, [5, 2])
+    pools = HostTier(mesh, layout, POOL, extents).restore(pools, 0, [5, 2])
     for place in range(4):
         found = of_device(pools, layout, place)
         for values, kept, expected in zip(found, before[place], written, strict=True):
@@ -148,7 +148,7 @@ def test_blocks_move_between_groups_of_two_widths(model):
     narrow, wide = Layout(model, 1, 2, 2), Layout(model, 2, 2, 2)
     mesh = make_mesh(jax.devices(), 2, 2)
     exchange = compile_exchange(mesh, narrow, wide, POOL)
-    assert (exchange.chunk, exchange.shapes.blocks, exchange.shapes.ways) == (1, 1, 2)
+    assert (exchange.per_call, exchange.shapes.blocks, exchange.shapes.ways) == (1, 1, 2)
 
     def numbers(*blocks: int) -> np.ndarray:
         found = np.zeros((MOST_CALLS, 2, 1), np.int32)
