@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,21 +39,6 @@ COPIERS = ThreadPoolExecutor(thread_name_prefix="host-copies")  # NumPy copies w
 Extent = list[jax.Array]  # an array for each set of entries that look alike
 
 
-class Kind(NamedTuple):
-    """Entries that look alike: their places in the spec, and where their rows are."""
-
-    entries: tuple[int, ...]
-    num_rows: int  # of the model, whose further ones are padding
-    by_device: list[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, layout: Layout, alike: tuple[int, ...]) -> "Kind":
-        """Return those of a group or a stage."""
-        entry = layout.model.cache.entries[alike[0]]
-        by_device = [tuple(layout.cached_rows(entry, j)) for j in range(layout.num_devices)]
-        return cls(alike, entry.rows, by_device)
-
-
 class HostTier:
     """The copies of one group, or of a stage of it; the scheduler says which, and when one goes."""
 
@@ -68,7 +53,11 @@ class HostTier:
         stage, model = layout.model.stage, layout.model
         first = stage.first if stage else 0
         self._layers = range(first, first + model.num_layers)
-        self._kinds = [Kind.of(layout, alike) for alike in model.cache.alike]
+        self._entries, places = model.cache.entries, range(layout.num_devices)
+        self._rows = {  # of each device, by the entries that look alike
+            alike: [layout.cached_rows(self._entries[alike[0]], place) for place in places]
+            for alike in model.cache.alike
+        }
         self._gathers, self._scatters = compile_transfers(mesh, layout, pool)
 
     def try_out(self, pools: FlatPools) -> FlatPools:
@@ -88,8 +77,8 @@ class HostTier:
         self._make_room(len(blocks))
         extent = self._gathers[len(blocks)](pools, np.array(blocks, np.int32))
         on_host = [jax.device_put(array, self._host) for array in extent]
-        for kind, array in zip(self._kinds, on_host, strict=True):
-            part = Part(array, kind.entries, self._layers, sum(kind.by_device, ()))
+        for (alike, rows), array in zip(self._rows.items(), on_host, strict=True):
+            part = Part(array, alike, self._layers, sum(rows, ()))
             self._extents.setdefault(number, []).append(part)
         self._follow(on_host, len(blocks))
 
@@ -121,21 +110,20 @@ class HostTier:
     def _fetch(self, parts: Sequence[Part]) -> Extent:
         """Start to copy an extent to the devices of this stage: its layers and rows."""
         return [
-            self._fetch_kind(kind, [part for part in parts if part.entries == kind.entries])
-            for kind in self._kinds
+            self._fetch_alike(alike, [part for part in parts if part.entries == alike])
+            for alike in self._rows
         ]
 
-    def _fetch_kind(self, kind: Kind, parts: Sequence[Part]) -> jax.Array:
+    def _fetch_alike(self, alike: tuple[int, ...], parts: Sequence[Part]) -> jax.Array:
         for part in parts:
             if part.array.sharding == self._host and part.layers == self._layers:
                 return jax.device_put(part.array, self._device)
-        shards = shards_of(parts)
-        made = COPIERS.map(
-            lambda rows: piece(shards, self._layers, rows, kind.num_rows), kind.by_device
-        )
+        shards, num_rows = shards_of(parts), self._entries[alike[0]].rows
+        wanted = self._rows[alike]
+        made = COPIERS.map(lambda rows: piece(shards, self._layers, rows, num_rows), wanted)
         pieces = list(made)
         num, _, *size = pieces[0].shape
-        shape = num, sum(map(len, kind.by_device)), *size
+        shape = num, sum(map(len, wanted)), *size
         make: Any = jax.make_array_from_single_device_arrays
         on_devices = jax.device_put(pieces, self._devices)
         return make(shape, self._device, on_devices)
@@ -189,11 +177,8 @@ def compile_transfers(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Pr
     for size in EXTENT_SIZES:
         blocks = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=named(mesh, everywhere))
         gathers[size] = jax.jit(gather).lower(pools, blocks).compile()
-        place = named(mesh, of_extents)
-        extent = [
-            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
-            for array in gathers[size].out_info
-        ]
+        place, made = named(mesh, of_extents), gathers[size].out_info
+        extent = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in made]
         scatters[size] = jax.jit(scatter, donate_argnums=0).lower(pools, extent, blocks).compile()
     return gathers, scatters
 

@@ -157,9 +157,9 @@ class Layout:
         entries = (e._replace(rows=len(self.cached_rows(e, 0))) for e in self.model.cache.entries)
         return CacheSpec(tuple(entries))
 
-    def cached_rows(self, entry: Entry, device: int) -> list[int]:
+    def cached_rows(self, entry: Entry, device: int) -> tuple[int, ...]:
         """Return the rows of an entry of the model that a flat device caches, padding included."""
-        return list(range(entry.rows)) if entry.axis is None else self.kv_heads_of(device)
+        return tuple(range(entry.rows) if entry.axis is None else self.kv_heads_of(device))
 
     def block_tokens(self, block_size: int, of: "Layout | None" = None) -> int:
         """Tokens of a KV block of this group, if one `of` another, or of a unit, has `block_size`.

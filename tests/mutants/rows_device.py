@@ -386,13 +386,13 @@ TIER_ROWS = (
     Mutant(
         "an entry comes back from the host as another", "host tier",
         "shiftjax/host_tier/copies_device.py",
-        "for part in parts if part.entries == kind.entries]", "for part in parts]",
+        "for part in parts if part.entries == alike]", "for part in parts]",
         (CACHE_SPEC,), "a restored prefix of latents is garbage",
     ),
     Mutant(
         "entries that are not split have one row a KV head", "host tier", LAYOUT,
-        "return list(range(entry.rows)) if entry.axis is None else self.kv_heads_of(device)",
-        "return self.kv_heads_of(device)",
+        "range(entry.rows) if entry.axis is None else self.kv_heads_of(device)",
+        "self.kv_heads_of(device)",
         (CACHE_SPEC,), "devices keep a part of what each needs whole",
     ),
 )  # fmt: skip
