@@ -18,12 +18,6 @@ class DraftOptions:
     draft_model: str | None = option(
         None, "the drafting model: directory or hub id of an LSTM or MLP speculator"
     )
-    draft_vocab: int | None = option(
-        None,
-        "a drafting model guesses the first so many token ids only; default: what it was made for",
-        low=1,
-        high=1 << 24,
-    )
     max_draft_tokens: int = option(
         16, "guesses for a sequence in a step", flags=("--num-speculative-tokens",), low=1, high=256
     )
@@ -34,6 +28,12 @@ class DraftOptions:
     )
     suffix_corpus_tokens: int = option(
         200_000, "tokens of finished outputs that suffix keeps; 0: none", low=0, high=1 << 28
+    )
+    draft_vocab: int | None = control(
+        None,
+        "a drafting model guesses the first so many token ids only; default: what it was made for",
+        low=1,
+        high=1 << 24,
     )
     suffix_min_prob: float = control(
         0.1, "a guess ends where its estimated probability falls below", low=0.0, high=1.0
