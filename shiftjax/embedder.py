@@ -30,7 +30,7 @@ from shiftjax.settings import make_virtual_devices
 from shiftjax.text.embedding_inputs import Input, InputReader
 from shiftjax.weights.source import TensorSource
 
-CHUNK = 1024  # texts that are tokenized at a time; a step or more is in flight meanwhile
+BATCH = 1024  # texts that are tokenized at a time; a step or more is in flight meanwhile
 
 
 class Embedder:
@@ -135,17 +135,17 @@ class Embedder:
         found = np.zeros((len(many), self.model.hidden_size), np.float32)
         keys, self._num_texts = self._num_texts, self._num_texts + len(many)
         most = self.reader.max_length if truncate else 0
-        chunks = (
+        batches = (
             [
                 Text(keys + start + place, ids)
                 for place, ids in enumerate(
-                    self.reader.read(many[start : start + CHUNK], prompt_name, most, first + start)
+                    self.reader.read(many[start : start + BATCH], prompt_name, most, first + start)
                 )
             ]
-            for start in range(0, len(many), CHUNK)
+            for start in range(0, len(many), BATCH)
         )
         try:
-            for done, (key, embedding) in enumerate(self._embed(chunks), 1):
+            for done, (key, embedding) in enumerate(self._embed(batches), 1):
                 found[key - keys] = embedding
                 if progress is not None:
                     progress("embedding", done, len(many))
@@ -154,14 +154,14 @@ class Embedder:
                 self._engine.cancel(key)
         return found
 
-    def _embed(self, chunks: Iterator[list[Text]]) -> Iterator[tuple[int, np.ndarray]]:
-        """Keep half a chunk waiting, so that steps are full and the next texts are ready."""
-        engine, chunk = self._engine, next(chunks, None)
-        while chunk is not None or engine.has_work():
-            if chunk is not None and engine.stats.num_waiting < CHUNK // 2:
-                for text in chunk:
+    def _embed(self, batches: Iterator[list[Text]]) -> Iterator[tuple[int, np.ndarray]]:
+        """Keep half a batch waiting, so that steps are full and the next texts are ready."""
+        engine, batch = self._engine, next(batches, None)
+        while batch is not None or engine.has_work():
+            if batch is not None and engine.stats.num_waiting < BATCH // 2:
+                for text in batch:
                     engine.add(text)
-                chunk = next(chunks, None)
+                batch = next(batches, None)
             for key, embedding, error, _ in engine.step(time.monotonic()):
                 if embedding is None:
                     raise RequestError(error or "")

@@ -18,7 +18,7 @@ from shiftjax.options import ConfigError
 if TYPE_CHECKING:
     from shiftjax.embedder import Embedder
 
-CHUNK = 1 << 14  # texts whose embeddings are written at a time
+BATCH = 1 << 14  # texts whose embeddings are written at a time
 
 
 def run_embed(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
@@ -47,9 +47,9 @@ def _write(
     with shown_progress() as progress, path.open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, len(texts), CHUNK):
+        for start in range(0, len(texts), BATCH):
             found = embedder.embed(
-                texts[start : start + CHUNK],
+                texts[start : start + BATCH],
                 prompt_name=arguments.prompt_name,
                 truncate=arguments.truncate,
                 progress=_shifted(progress, start, len(texts)),
@@ -59,7 +59,7 @@ def _write(
 
 
 def _shifted(progress: Any, start: int, total: int) -> Any:
-    """Progress of a chunk as progress of all."""
+    """Progress of a batch as progress of all."""
     return lambda task, done, _: progress(task, start + done, total)
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-CHUNK = 128  # rows are searched in two levels: chunks of the vocabulary, then inside one
+PART = 128  # rows are searched in two levels: parts of the vocabulary, then inside one
 
 
 def argmax(
@@ -14,9 +14,9 @@ def argmax(
     Two levels because XLA's argmax over a whole vocabulary is 20 times slower than its max on CPU.
     """
     rows, vocab = values.shape
-    padded = jnp.pad(values, ((0, 0), (0, -vocab % CHUNK)), constant_values=-jnp.inf)
-    chunks = padded.reshape(rows, -1, CHUNK)
-    chunk = jnp.argmax(jnp.max(chunks, axis=-1), axis=-1).astype(jnp.int32)
-    inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1, mode="clip")[:, 0]
+    padded = jnp.pad(values, ((0, 0), (0, -vocab % PART)), constant_values=-jnp.inf)
+    parts = padded.reshape(rows, -1, PART)
+    part = jnp.argmax(jnp.max(parts, axis=-1), axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(parts, part[:, None, None], axis=1, mode="clip")[:, 0]
     index = jnp.argmax(inside, axis=-1).astype(jnp.int32)
-    return chunk * CHUNK + index, jnp.max(inside, axis=-1)
+    return part * PART + index, jnp.max(inside, axis=-1)

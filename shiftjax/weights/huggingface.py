@@ -23,7 +23,7 @@ from shiftjax.weights.source import (
     bounds,
     check_finite,
     is_ignored,
-    row_chunks,
+    row_ranges,
 )
 
 SINGLE_FILE = "model.safetensors"
@@ -158,7 +158,7 @@ def save_huggingface(
         write_file(
             directory / file,
             {name: tensors[name] for name in names},
-            lambda name: _chunks(source, stacks[name], tensors[name].dtype),
+            lambda name: _ranges_of(source, stacks[name], tensors[name].dtype),
         )
     if len(shards) > 1:
         total = sum(info.num_bytes for info in tensors.values())
@@ -178,10 +178,10 @@ def write_config(source: TensorSource, directory: Path, dtype: str | None) -> di
     return tensors
 
 
-def cast_chunks(source: TensorSource, name: str, dtype: np.dtype) -> Iterator[np.ndarray]:
+def cast_ranges(source: TensorSource, name: str, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Read a tensor in pieces of whole rows, cast, checked to be finite."""
     info = source.tensors[name]
-    for rows in row_chunks(info):
+    for rows in row_ranges(info):
         with np.errstate(over="ignore"):  # an overflow becomes infinite and is reported below
             piece = source.read(name, rows).astype(dtype, copy=False)
         check_finite(name, piece, info.file)
@@ -194,9 +194,11 @@ def _stacked(parts: list[TensorInfo]) -> TensorInfo:
     return parts[0]._replace(shape=(rows, *parts[0].shape[1:]) if parts[0].shape else ())
 
 
-def _chunks(source: TensorSource, names: tuple[str, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
+def _ranges_of(
+    source: TensorSource, names: tuple[str, ...], dtype: np.dtype
+) -> Iterator[np.ndarray]:
     for name in names:
-        yield from cast_chunks(source, name, dtype)
+        yield from cast_ranges(source, name, dtype)
 
 
 def in_groups(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:

@@ -16,7 +16,7 @@ import tensorstore as ts
 from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import read_config
-from shiftjax.weights.huggingface import cast_chunks, in_groups, write_config
+from shiftjax.weights.huggingface import cast_ranges, in_groups, write_config
 from shiftjax.weights.source import CheckpointError, TensorInfo, TensorSource, bounds
 
 CHECKPOINT = "orbax"
@@ -100,7 +100,7 @@ def save_orbax(source: TensorSource, directory: Path, dtype: str | None = None) 
     with _saving_context():
         for names in in_groups(tensors, _GROUP_BYTES):
             group = {
-                name: np.concatenate(list(cast_chunks(source, name, tensors[name].dtype)))
+                name: np.concatenate(list(cast_ranges(source, name, tensors[name].dtype)))
                 for name in names
             }
             ocp.partial.save(path, group)

@@ -30,7 +30,7 @@ from shiftjax.weights.source import (
     CheckpointError,
     TensorInfo,
     bounds,
-    row_chunks,
+    row_ranges,
 )
 
 _FLOAT32 = DTYPES["float32"]
@@ -236,7 +236,7 @@ def _whole(part: Part) -> np.ndarray:
 
 def _wrong_scales(part: Part) -> Iterator[str]:
     """Scales are finite and above 0; they are read in pieces."""
-    pieces = row_chunks(part.info) if part.info.shape else [()]
+    pieces = row_ranges(part.info) if part.info.shape else [()]
     count = 0
     for piece in pieces:
         values = part.read(*piece).astype(np.float32)

@@ -22,7 +22,7 @@ _IGNORED = re.compile(
 # Scales of the keys and values in the cache, which a deployment may use or not.
 _KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_scale")
 _ORIGINAL = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qkv]_proj\.(?:weight|bias)")
-_CHUNK_BYTES = 64 << 20
+_RANGE_BYTES = 64 << 20
 NAMED_ROWS = 2  # of a tensor, in the name of a checkpoint
 # After the name of a matrix that a checkpoint has as e4m3 codes: what `read` has of it, too.
 OF_CODES, OF_SCALE, OF_INPUTS = ".codes", ".scale", ".input_scale"
@@ -99,13 +99,13 @@ def bounds(info: TensorInfo, index: tuple[slice, ...]) -> tuple[slice, ...]:
     return tuple(ranges)
 
 
-def row_chunks(info: TensorInfo, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[slice, ...]]:
-    """Cut a tensor into ranges of whole rows of at most `chunk_bytes` (one row at least)."""
+def row_ranges(info: TensorInfo, most_bytes: int = _RANGE_BYTES) -> Iterator[tuple[slice, ...]]:
+    """Cut a tensor into ranges of whole rows of at most `most_bytes` (one row at least)."""
     if not info.shape:
         yield ()
         return
     rows = info.shape[0]
-    step = max(1, chunk_bytes * rows // max(1, info.num_bytes))
+    step = max(1, most_bytes * rows // max(1, info.num_bytes))
     for start in range(0, rows, step):
         yield (slice(start, min(rows, start + step)),)
 
@@ -177,7 +177,7 @@ def differences(
 
 def _check_tied_head(source: TensorSource) -> None:
     info = source.tensors[LM_HEAD]
-    for rows in row_chunks(info):
+    for rows in row_ranges(info):
         if not np.array_equal(source.read(LM_HEAD, rows), source.read(EMBEDDING, rows)):
             raise CheckpointError(
                 f"{info.file}: tensor {LM_HEAD}: expected a copy of {EMBEDDING} because the "

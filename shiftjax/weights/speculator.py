@@ -27,7 +27,7 @@ from shiftjax.weights.source import (
     TensorSource,
     bounds,
     differences,
-    row_chunks,
+    row_ranges,
 )
 
 MLP, LSTM = "ArcticMLPSpeculatorPreTrainedModel", "ArcticLSTMSpeculatorPreTrainedModel"
@@ -173,7 +173,7 @@ def _read_headers(directory: Path) -> dict[str, Stored]:
 
 
 def _check_copy(copy: Stored, original: Stored) -> None:
-    for rows in row_chunks(copy.info):
+    for rows in row_ranges(copy.info):
         if not np.array_equal(copy.read(rows), original.read(rows)):
             raise CheckpointError(
                 f"{copy.info.file}: tensor {copy.name}: expected a copy of {original.name} because "

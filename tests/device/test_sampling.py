@@ -39,7 +39,7 @@ from shiftjax.models.exchange import Parallel
 from shiftjax.parallel.grid import ALL_AXES
 from shiftjax.parallel.layout import Layout
 
-VOCAB_SIZE, PADDED = 997, 1024  # neither a multiple of 32 nor of the chunk
+VOCAB_SIZE, PADDED = 997, 1024  # neither a multiple of 32 nor of a part of argmax
 ROWS = 8
 KEY = jax.random.key(1234)
 TOLERANCE = 1e-4  # of p / noise, relatively: float32 logits, divided by small temperatures

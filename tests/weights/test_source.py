@@ -21,7 +21,7 @@ from shiftjax.weights.source import (
     bounds,
     check_complete,
     check_finite,
-    row_chunks,
+    row_ranges,
 )
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
@@ -146,15 +146,13 @@ def test_bounds_refuses_what_is_no_range():
             bounds(info, index)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 24, 50, 95, 96, 1000])
-def test_row_chunks_cover_every_row_once(chunk_bytes):
+@pytest.mark.parametrize("most_bytes", [1, 24, 50, 95, 96, 1000])
+def test_row_ranges_cover_every_row_once(most_bytes):
     info = TensorInfo((4, 6), np.dtype(np.float32), "f")
-    rows = [
-        row for (part,) in row_chunks(info, chunk_bytes) for row in range(part.start, part.stop)
-    ]
+    rows = [row for (part,) in row_ranges(info, most_bytes) for row in range(part.start, part.stop)]
     assert rows == [0, 1, 2, 3]
-    longest = max(part.stop - part.start for (part,) in row_chunks(info, chunk_bytes))
-    assert longest == max(1, min(4, chunk_bytes // 24))
+    longest = max(part.stop - part.start for (part,) in row_ranges(info, most_bytes))
+    assert longest == max(1, min(4, most_bytes // 24))
 
 
 def test_random_ranges_agree_with_whole_tensors():
