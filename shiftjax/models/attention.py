@@ -25,7 +25,6 @@ from shiftjax.models.attention_work import (
     AttentionWork,
     LoopSizes,
     RowWork,
-    TileWork,
     divide_attention,
     tile_tokens,
     whole_blocks,
@@ -198,32 +197,47 @@ def _coded(
     return jnp.clip(wide, -LARGEST_CODE, LARGEST_CODE).astype(CODE)
 
 
+class LoopOptions(NamedTuple):
+    """What the loops are told beside arrays of tokens.
+
+    Scores are capped by `soft_cap`. With `sliding_window` a token sees that many keys at most,
+    itself included. `kv_scales` are those with which the pool was written. `sinks` are logits of
+    scores that no value belongs to, one for each head (gpt-oss).
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    sliding_window: int | None = None
+    kv_scales: KVScales | None = None
+    sinks: Float[Array, " heads"] | None = None
+    sizes: LoopSizes = CPU_SIZES
+
+    @property
+    def scores(self) -> Scores:
+        """How scores come out of products, keys' scales included."""
+        return Scores(_scaled(self.scale, _of_each(self.kv_scales)[0]), self.soft_cap)
+
+    def values(self, state: State, times: int = 1) -> jax.Array:
+        """Return the output of a softmax whose state has each head so many times."""
+        sinks = _by_kv_head(self.sinks, state.total.shape[1], times)
+        return _scaled(_normalized(state, sinks), _of_each(self.kv_scales)[1])
+
+
 def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     pool: LayerPool,
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     work: AttentionWork,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sliding_window: int | None = None,
-    kv_scales: KVScales | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    sizes: LoopSizes = CPU_SIZES,
+    options: LoopOptions,
 ) -> Float[Array, "tokens heads head_dim"]:
     """softmax(scale * q k^T) v of every token over the keys of its own sequence, causal.
 
-    Scores are capped by `soft_cap`. With `sliding_window` a token sees that many keys at most,
-    itself included; the work must have been divided with the same, and with the same `sizes`. Rows
-    of padding tokens are zeros. Slots that hold no token of the context may hold anything, NaN
-    included. `kv_scales` are those with which the pool was written. `sinks` are logits of scores
-    that no value belongs to, one for each head (gpt-oss).
+    The work must have been divided with the same window, and with the same `sizes`. Rows of
+    padding tokens are zeros. Slots that hold no token of the context may hold anything, NaN
+    included.
     """
-    own = {"scale": scale, "soft_cap": soft_cap, "kv_scales": kv_scales, "sinks": sinks}
-    out = row_attention(q, pool, block_tables, work.rows, **own, sizes=sizes)
-    tile = tile_tokens(q.shape[0], work.rows.row_count.shape[0], sizes)
-    own = tile, scale, soft_cap, sliding_window, kv_scales, sinks, sizes
-    return _in_tiles(q, out, pool, block_tables, work.tiles, *own)
+    out = row_attention(q, pool, block_tables, work.rows, options)
+    return _in_tiles(q, out, pool, block_tables, work, options)
 
 
 def _take(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -259,31 +273,33 @@ def _empty(like: jax.Array, lanes: int, kv_heads: int, rows: int) -> State:
     return State(filled(LOWEST), filled(0.0), filled(0.0, like.shape[-1]))
 
 
+class Mask(NamedTuple):
+    """Which slots of a chunk of context count."""
+
+    seen: jax.Array  # [lanes, 1 or rows, chunk]: masks scores
+    exists: jax.Array  # [lanes, chunk]: holds context; elsewhere v becomes 0, for 0 * NaN is not
+
+
 def _attend(
     state: State,
     q: Float[Array, "lanes kv_heads rows head_dim"],
     pool: LayerPool,
     block_ids: Int32[Array, "lanes per_chunk"],
-    seen: jax.Array,
-    exists: jax.Array,
+    mask: Mask,
     scores: Scores,
 ) -> State:
-    """Take one chunk of context into the softmax.
-
-    `seen` [lanes, 1 or rows, chunk] masks scores. `exists` [lanes, chunk] says which slots hold
-    context: elsewhere v becomes 0, because 0 * NaN would not.
-    """
+    """Take one chunk of context into the softmax."""
     lanes, per_chunk = block_ids.shape
     _, kv_heads, block_size, head_dim = pool[0].shape
     k, v = (_gather_chunk(blocks, block_ids) for blocks in pool)
     if _are_codes(pool[0]):
         k, v = (lax.bitcast_convert_type(x, CODE).astype(q.dtype) for x in (k, v))
-    keep = exists.reshape(lanes, 1, per_chunk, block_size, 1)
+    keep = mask.exists.reshape(lanes, 1, per_chunk, block_size, 1)
     keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
     v = jnp.where(keep.reshape(v.shape), v, 0)
     k, v = (x.reshape(lanes, kv_heads, per_chunk * block_size, head_dim) for x in (k, v))
     products = jnp.einsum("lkrd,lkcd->lkrc", q, k, preferred_element_type=jnp.float32)
-    masked = jnp.where(seen[:, None], scores(products), -jnp.inf)
+    masked = jnp.where(mask.seen[:, None], scores(products), -jnp.inf)
     maximum = jnp.maximum(state.maximum, masked.max(axis=-1))
     decay = jnp.exp(state.maximum - maximum)
     p = jnp.exp(masked - maximum[..., None])
@@ -330,12 +346,7 @@ def row_attention(
     pool: LayerPool,
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     work: RowWork,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    kv_scales: KVScales | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    sizes: LoopSizes = CPU_SIZES,
+    options: LoopOptions,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return attention of the decode rows: row i is q[i]. Rows that have no jobs are zeros.
 
@@ -343,10 +354,9 @@ def row_attention(
     """
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
-    k_scale, v_scale = _of_each(kv_scales)
-    num_rows, scores = work.row_count.shape[0], Scores(_scaled(scale, k_scale), soft_cap)
+    num_rows, scores = work.row_count.shape[0], options.scores
     waves, lanes = work.job_row.shape
-    chunk = whole_blocks(sizes.row_loop(num_rows).chunk, block_size)
+    chunk = whole_blocks(options.sizes.row_loop(num_rows).chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
     jobs = jnp.stack([work.job_row, work.job_seq, work.job_begin, work.job_end], axis=1)
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
@@ -363,8 +373,8 @@ def row_attention(
             block_ids = tables.at[seq, nth].get(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
-            seen = exists[:, None]
-            return _attend(state, lane_q, pool, block_ids, seen, exists, scores)
+            mask = Mask(exists[:, None], exists)
+            return _attend(state, lane_q, pool, block_ids, mask, scores)
 
         state = _empty(q, lanes, kv_heads, heads // kv_heads)
         return lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
@@ -378,8 +388,7 @@ def row_attention(
     else:
         parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
         state = _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
-    out = _normalized(state, _by_kv_head(sinks, kv_heads))
-    out = _scaled(out, v_scale).reshape(num_rows, heads, head_dim)
+    out = options.values(state).reshape(num_rows, heads, head_dim)
     # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
 
@@ -427,22 +436,16 @@ def _in_tiles(
     out: jax.Array,
     pool: LayerPool,
     block_tables: jax.Array,
-    work: TileWork,
-    tile: int,
-    scale: float,
-    soft_cap: float | None,
-    sliding_window: int | None,
-    kv_scales: KVScales | None,
-    sinks: Float[Array, " heads"] | None,
-    sizes: LoopSizes,
+    divided: AttentionWork,
+    options: LoopOptions,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `out` with the rows of tiles filled in, one tile after the other."""
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = pool[0].shape[1:3]
-    q_per_kv = heads // kv_heads
-    k_scale, v_scale = _of_each(kv_scales)
-    scores = Scores(_scaled(scale, k_scale), soft_cap)
-    chunk = whole_blocks(sizes.tile_chunk, block_size)
+    q_per_kv, scores, sliding_window = heads // kv_heads, options.scores, options.sliding_window
+    work, num_rows = divided.tiles, divided.rows.row_count.shape[0]
+    tile = tile_tokens(q.shape[0], num_rows, options.sizes)
+    chunk = whole_blocks(options.sizes.tile_chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
     spans = work.tile_start, work.tile_begin, work.tile_end, work.tile_shift
     chunks = work.tile_chunk_begin, work.tile_chunk_end
@@ -463,12 +466,11 @@ def _in_tiles(
             if sliding_window is not None:
                 seen &= key > query - sliding_window
             block_ids = _take(_take(tables, seq), c)[None]
-            return _attend(state, tile_q, pool, block_ids, seen[None], exists, scores)
+            return _attend(state, tile_q, pool, block_ids, Mask(seen[None], exists), scores)
 
         state = _empty(q, 1, kv_heads, tile * q_per_kv)
         state = lax.fori_loop(chunk_begin, chunk_end, run_round, state)
-        new = _normalized(state, _by_kv_head(sinks, kv_heads, tile))
-        new = _scaled(new, v_scale).astype(q.dtype)
+        new = options.values(state, tile).astype(q.dtype)
         new = new.reshape(kv_heads, tile, q_per_kv, head_dim).transpose(1, 0, 2, 3)
         token = start + jnp.arange(tile, dtype=jnp.int32)
         mine = ((token >= begin) & (token < end))[:, None, None]

@@ -25,12 +25,19 @@ from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
     LayerTerms,
+    LoopOptions,
     divide_attention,
     ragged_paged_attention,
     row_attention,
     write_kv,
 )
-from shiftjax.models.attention_work import check_contexts, divide_rows, loop_sizes
+from shiftjax.models.attention_work import (
+    CPU_SIZES,
+    LoopSizes,
+    check_contexts,
+    divide_rows,
+    loop_sizes,
+)
 from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
@@ -71,22 +78,16 @@ def xla_attention(
     head_dim: int,
     windows: tuple[int | None, ...],
     block_size: int,
-    platform: str = "cpu",
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
-    deterministic: bool = False,
-    drafts: bool = False,
+    sizes: LoopSizes = CPU_SIZES,
 ) -> AttentionBackend:
-    """Return the XLA loops, as large as a round of them should be on a platform, for drafts or not.
+    """Return the XLA loops, whose rounds are as large as `sizes` say.
 
     `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores.
-
-    `deterministic` ones never split the context of a row, nor take more of it where rows are few.
     """
-    sizes = loop_sizes(platform, deterministic, drafts)
     scale = head_dim**-0.5 if scale is None else scale
-    options = {"scale": scale, "soft_cap": soft_cap, "sizes": sizes}
 
     def for_each_window(divide: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         own = {"block_size": block_size, "sizes": sizes} | kwargs
@@ -95,16 +96,15 @@ def xla_attention(
     def attend(q, pool, metadata, terms):
         work = metadata.work[terms.window]
         tables = terms.block_tables(pool, metadata.block_tables)
-        own = {"sliding_window": windows[terms.window], **of_layer(terms)}
-        return ragged_paged_attention(q, pool, tables, work, **options, **own)
+        return ragged_paged_attention(q, pool, tables, work, of_layer(terms))
 
     def attend_rows(q, pool, block_tables, work, terms):
-        work, own = work[terms.window], of_layer(terms)
         tables = terms.block_tables(pool, block_tables)
-        return row_attention(q, pool, tables, work, **options, **own)
+        return row_attention(q, pool, tables, work[terms.window], of_layer(terms))
 
-    def of_layer(terms: LayerTerms) -> dict[str, Any]:
-        return {"kv_scales": terms.kv_scales, "sinks": terms.sinks}
+    def of_layer(terms: LayerTerms) -> LoopOptions:
+        own = windows[terms.window], terms.kv_scales, terms.sinks
+        return LoopOptions(scale, soft_cap, *own, sizes)
 
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
@@ -170,16 +170,17 @@ def loops_of(
     deterministic: bool = False,
     drafts: bool = False,
 ) -> AttentionBackend:
-    """Return the XLA loops of a model."""
+    """Return the XLA loops of a model, for a platform, and for drafts or not.
+
+    `deterministic` ones never split the context of a row, nor take more of it where rows are few.
+    """
     return xla_attention(
         model.head_dim,
         model.windows,
         block_size,
-        platform,
         scale=model.attention_scale,
         soft_cap=model.attention_soft_cap,
-        deterministic=deterministic,
-        drafts=drafts,
+        sizes=loop_sizes(platform, deterministic, drafts),
     )
 
 

@@ -12,6 +12,7 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from shiftjax.models.attention import (  # noqa: E402
+    LoopOptions,
     divide_attention,
     ragged_paged_attention,
 )
@@ -34,7 +35,7 @@ def compiled_loops(chip: str, rows: int) -> tuple[str, int]:
     pool = (jax.ShapeDtypeStruct((16_385, KV_HEADS, BLOCK_SIZE, HEAD_DIM), jnp.bfloat16),) * 2
 
     def attend(*arguments):
-        return ragged_paged_attention(*arguments, scale=HEAD_DIM**-0.5, sizes=GPU_SIZES)
+        return ragged_paged_attention(*arguments, LoopOptions(HEAD_DIM**-0.5, sizes=GPU_SIZES))
 
     with jax.set_mesh(mesh):
         arguments = aot.on_device(mesh, (q, pool, tables, work))

@@ -24,6 +24,7 @@ from pallas_kernels.rows import Rows
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
+    LoopOptions,
     divide_attention,
     ragged_paged_attention,
     row_attention,
@@ -93,8 +94,8 @@ def make_case(
 
 @partial(jax.jit, static_argnames=("scale", "window", "sizes"))
 def attend(q, pool, metadata, scale, window, sizes):
-    options = {"scale": scale, "sliding_window": window, "sizes": sizes}
-    return ragged_paged_attention(q, pool, metadata.block_tables, metadata.work, **options)
+    options = LoopOptions(scale, sliding_window=window, sizes=sizes)
+    return ragged_paged_attention(q, pool, metadata.block_tables, metadata.work, options)
 
 
 def run(case, window=None, sizes=CPU_SIZES):
@@ -234,7 +235,7 @@ def test_rows_of_any_tokens(window):
     lengths = case.metadata.seq_lens[seq] - (starts[seq + 1] - tokens - 1)
     work = divide_rows(Rows(seq, lengths), 8, block_size=16, sliding_window=window)
     q = jnp.pad(case.q[tokens], ((0, 2), (0, 0), (0, 0)))
-    out = jax.jit(partial(row_attention, scale=16**-0.5))(
+    out = jax.jit(partial(row_attention, options=LoopOptions(16**-0.5)))(
         q, case.pool, case.metadata.block_tables, work
     )
     wanted = expected(case, window)[tokens]
@@ -378,7 +379,7 @@ def test_write_then_attend_does_not_copy_the_pool():
         for pool in pools:
             written = write_kv(pool, k, k, metadata.slot_mapping)
             of = metadata.block_tables, metadata.work
-            q = ragged_paged_attention(q, written, *of, scale=0.25)
+            q = ragged_paged_attention(q, written, *of, LoopOptions(0.25))
             out.append(written)
         return out, q
 
@@ -398,7 +399,7 @@ def test_heads_split_over_a_mesh(check_vma):
     mesh = jax.make_mesh((2, 2), ("sp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     heads = PartitionSpec(None, ("tp", "sp"))
     local = jax.shard_map(
-        lambda q, pool, of: ragged_paged_attention(q, pool, *of, scale=0.25),
+        lambda q, pool, of: ragged_paged_attention(q, pool, *of, LoopOptions(0.25)),
         mesh=mesh,
         in_specs=(heads, heads, PartitionSpec()),
         out_specs=heads,

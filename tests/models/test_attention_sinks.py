@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_attention import make_case
 
-from shiftjax.models.attention import ragged_paged_attention
+from shiftjax.models.attention import LoopOptions, ragged_paged_attention
 from shiftjax.models.attention_work import CPU_SIZES, GPU_SIZES
 
 # Rows whose contexts are cut into parts, and tiles of chunks that begin inside of a context.
@@ -20,10 +20,8 @@ STEPS = {
 
 @partial(jax.jit, static_argnames=("soft_cap", "window", "sizes"))
 def attend(q, pool, metadata, sinks, soft_cap, window, sizes):
-    own = {"soft_cap": soft_cap, "sliding_window": window, "sinks": sinks, "sizes": sizes}
-    return ragged_paged_attention(
-        q, pool, metadata.block_tables, metadata.work, scale=q.shape[-1] ** -0.5, **own
-    )
+    options = LoopOptions(q.shape[-1] ** -0.5, soft_cap, window, sinks=sinks, sizes=sizes)
+    return ragged_paged_attention(q, pool, metadata.block_tables, metadata.work, options)
 
 
 def expected(case, sinks, soft_cap, window):

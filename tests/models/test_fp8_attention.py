@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from oracle import numpy_fp8
 from test_attention import STEPS, expected, make_case, row_errors, tolerance
 
-from shiftjax.models.attention import ragged_paged_attention, write_kv
+from shiftjax.models.attention import LoopOptions, ragged_paged_attention, write_kv
 
 E4M3 = ml_dtypes.float8_e4m3fn
 ROWS = (5, 2, 4)  # tokens, KV heads, width
@@ -68,10 +68,11 @@ def test_attention_reads_codes_times_the_scales_of_their_heads(dtype, window, he
     case = make_case(*STEPS["decodes and prompts"], dtype=dtype, window=window)
     pool = tuple(x.astype(E4M3) for x in case.pool)
     scales = np.float32([[0.5, 1.7], [3.0, 0.6]])
-    attend = partial(ragged_paged_attention, scale=0.25, sliding_window=window)
+    options = LoopOptions(0.25, sliding_window=window, kv_scales=jnp.asarray(scales))
+    attend = partial(ragged_paged_attention, options=options)
     tables, work = case.metadata.block_tables, case.metadata.work
     in_bytes = tuple(np.asarray(x).view(held) for x in pool)
-    out = jax.jit(attend)(case.q, in_bytes, tables, work, kv_scales=scales)
+    out = jax.jit(attend)(case.q, in_bytes, tables, work)
     numbers = [
         np.asarray(x, np.float64) * s[:, None, None] for x, s in zip(pool, scales, strict=True)
     ]
@@ -85,7 +86,7 @@ def test_a_pool_on_a_cpu_is_neither_widened_nor_copied():
 
     def step(pool, q, k, tables, work, slots):
         pool = write_kv(pool, k, k, slots)
-        return pool, ragged_paged_attention(q, pool, tables, work, scale=0.25)
+        return pool, ragged_paged_attention(q, pool, tables, work, LoopOptions(0.25))
 
     case = make_case([1] * 4, [400] * 4, 8, 8, min_blocks=4000)
     k, of = jnp.ones((8, 2, 16), jnp.float32), case.metadata

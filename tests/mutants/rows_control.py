@@ -341,7 +341,7 @@ DRAFTS_ROWS = (
     ),
     Mutant(
         "drafts stop one sequence too late", "drafts", "shiftjax/drafts/choice.py",
-        "if 0 < off_seqs <= num_running:", "if 0 < off_seqs < num_running:",
+        "if 0 < off_seqs <= room.num_running:", "if 0 < off_seqs < room.num_running:",
         ("tests/drafts/test_choice.py",), "draft_off_seqs is not kept",
     ),
 )  # fmt: skip
