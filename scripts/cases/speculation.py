@@ -93,7 +93,7 @@ def answer_all(llm: LLM, prompts: list[Prompt], num_tokens: int) -> tuple[Round,
     for output in outputs:
         metrics = output.metrics
         assert metrics is not None
-        counts = metrics.num_accepted_tokens, metrics.num_draft_tokens
+        counts = metrics.num_accepted_tokens, metrics.num_proposed_tokens
         answers.append(Answer(output.outputs[0].token_ids, metrics.tpot_seconds, *counts))
     return Round(seconds, answers), [output.prompt_token_ids for output in outputs]
 

@@ -223,7 +223,7 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         running = min(stats.num_running, len(self._places))
         waiting = len(self._places) - running
         failed = stats.num_failed_steps
-        return EngineStats(running, waiting, self._num_tokens, 0.0, {}, {}, failed, {}, 0, 0, 0, {})
+        return EngineStats(running, waiting, self._num_tokens, 0.0, {}, {}, failed, {}, 0, 0, {})
 
     async def _leave(self) -> bool:
         return not self._thread.is_alive or await self._loop.run_in_executor(

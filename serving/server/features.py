@@ -23,7 +23,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     stats = engine.stats
     yield from host_stats.metrics(stats.find(HostStats))
     yield from speculation.metrics(stats.find(DraftStats))
-    yield from fleet_state.metrics(stats.find(FleetState), stats.num_prefix_hits_elsewhere)
+    yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))
     if isinstance(engine, AsyncEngine):
         yield from kv_events.metrics(engine.kv_events)

@@ -86,7 +86,7 @@ class GrammarState:
         self.mask = self._compute()
         return not self.is_dead
 
-    def draft_masks(self, draft: list[int]) -> list[np.ndarray]:
+    def masks_along(self, draft: list[int]) -> list[np.ndarray]:
         """`mask` after none, one, two ... of these tokens, as far as the grammar can go on."""
         masks, matcher = [self.mask], self._matcher
         taken = 0

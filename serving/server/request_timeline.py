@@ -37,6 +37,6 @@ def timeline_of(handle: RequestHandle) -> dict[str, Any]:
         "tokens": tokens,
         "steps": metrics.steps_by_mode,
         "preemptions": metrics.num_preemptions,
-        "draft_tokens": metrics.num_draft_tokens,
+        "draft_tokens": metrics.num_proposed_tokens,
         "accepted_draft_tokens": metrics.num_accepted_tokens,
     }

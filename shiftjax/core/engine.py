@@ -50,7 +50,6 @@ class EngineStats:
     num_preemptions: dict[str, int]  # recompute, swap
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int  # in both tiers
-    num_prefix_hits_elsewhere: int  # sequences, whose prefix only groups of other widths have
     parts: Mapping[type, Any]
 
     def find[T](self, kind: type[T]) -> T | None:
@@ -287,7 +286,6 @@ class Engine:
             num_preemptions={kind: preemptions[kind] for kind in ("recompute", "swap")},
             num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
             num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
-            num_prefix_hits_elsewhere=sum(e.tables.num_prefix_hits_elsewhere for e in schedulers),
             parts=self._parts(),
         )
 

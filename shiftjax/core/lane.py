@@ -26,9 +26,9 @@ class Flight(NamedTuple):
     is_ahead: bool = False  # given while the step before was in flight, so planning was hidden
 
     @property
-    def has_drafts(self) -> bool:
+    def has_proposals(self) -> bool:
         """Whether it is not known how many tokens its sequences will have."""
-        return self.plan.num_drafts > 0
+        return self.plan.num_proposals > 0
 
 
 class Failure(NamedTuple):
@@ -36,7 +36,7 @@ class Failure(NamedTuple):
 
     plan: StepPlan | None
     error: Exception
-    has_drafts: bool = False
+    has_proposals: bool = False
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Lane:
     def commits_first(self) -> bool:
         """Whether the step in flight has to be committed before the next is planned."""
         lookahead = self.scheduler.lookahead
-        return lookahead.commits_first or any(flight.has_drafts for flight in self.in_flight)
+        return lookahead.commits_first or any(flight.has_proposals for flight in self.in_flight)
 
     def has_room(self, overlap: bool) -> bool:
         """Whether one more may be in flight: one for each micro-batch, with `overlap` one more."""

@@ -79,8 +79,8 @@ def _check_width(wanted: Any, widest: int) -> None:
         words = f"must be an integer between 1 and {MAX_WIDTH}"
         raise RequestError(f"min_width {words}.", "min_width")
     if wanted > widest == 1:
-        words = f"min_width is {wanted}, but requests choose among widths on a fleet only"
-        raise RequestError(f"{words}: leave it out, or start with fleet.", "min_width", "no_fleet")
+        words = f"min_width is {wanted}, but all groups of this server have one width"
+        raise RequestError(f"{words}: leave it out.", "min_width", "one_width")
     if wanted > widest:
         words = f"min_width is {wanted}, but the widest group has {widest} units"
         raise RequestError(f"{words}.", "min_width", "too_wide")

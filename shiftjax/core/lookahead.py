@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from shiftjax.core.block_tables import BlockTables
-from shiftjax.core.guesses import Draft, ModelGuess
 from shiftjax.core.plan_builder import PlanBuilder
+from shiftjax.core.proposal import ModelGuess, Proposal
 from shiftjax.core.request import FinishReason, SequenceState, StepPlan
 from shiftjax.parallel.grid import Mode
 
 
 class Lookahead:
-    """Is told of every sequence of a group and every step, and may draft. This one never does.
+    """Is told of every sequence and step of a group, and may propose tokens. This one never does.
 
     `commits_first` says whether the step in flight has to be committed before the next is planned.
     """
@@ -43,8 +43,8 @@ class Lookahead:
         `num_waiting` and `last_mode` are what the policy will know of the plan.
         """
 
-    def learn(self, sequence: SequenceState, draft: Draft, accepted: int) -> None:
-        """Called with how many tokens of a draft a step has accepted."""
+    def learn(self, sequence: SequenceState, proposal: Proposal, accepted: int) -> None:
+        """Called with how many tokens of a proposal a step has accepted."""
 
     def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
         """Called with the seconds of a step; `is_hidden`: it was planned during another."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shiftjax.core.guesses import Draft
+from shiftjax.core.proposal import Proposal
 from shiftjax.core.request import ScheduledSequence, SequenceState, StepPlan
 
 
@@ -17,12 +17,12 @@ class PlanBuilder:
     tokens_left: int
     rows_left: int
     block_size: int = 1
-    blocks_left: int = 0  # that drafts may take
-    num_guesses: int = 0  # that a drafting model shall make after the step
-    drafting_seconds: float = 0.0
+    blocks_left: int = 0  # that proposals may take
+    num_guesses: int = 0  # that a model shall make after the step
+    proposing_seconds: float = 0.0
     micro_batch: int = 0
     decodes: list[ScheduledSequence] = field(default_factory=list)
-    drafted: list[ScheduledSequence] = field(default_factory=list)
+    proposed: list[ScheduledSequence] = field(default_factory=list)
     chunks: list[ScheduledSequence] = field(default_factory=list)
     unfinished_prompts: list[SequenceState] = field(default_factory=list)
     swapped: list[SequenceState] = field(default_factory=list)  # by this plan's offloads
@@ -49,30 +49,30 @@ class PlanBuilder:
             sequence.num_pending_tokens = 1
             sequence.pending_row = len(self.decodes) - 1  # `finish` knows the row of a chunk
 
-    def extend(self, item: ScheduledSequence, draft: Draft) -> None:
+    def extend(self, item: ScheduledSequence, proposal: Proposal) -> None:
         """Let a decode, whose token is known, guess ahead."""
-        num_drafted = len(draft.tokens)
-        item.draft = draft
-        item.num_tokens += num_drafted
-        item.num_rows += num_drafted
-        item.sequence.num_computed_tokens += num_drafted
-        self.drafted.append(item)
-        self.tokens_left -= num_drafted
+        num_proposed = len(proposal.tokens)
+        item.proposal = proposal
+        item.num_tokens += num_proposed
+        item.num_rows += num_proposed
+        item.sequence.num_computed_tokens += num_proposed
+        self.proposed.append(item)
+        self.tokens_left -= num_proposed
 
     def finish(self, step_id: int) -> StepPlan | None:
         """The plan, or None if there is nothing to compute."""
-        if self.drafted:
-            self.decodes = [item for item in self.decodes if item.draft is None]
+        if self.proposed:
+            self.decodes = [item for item in self.decodes if item.proposal is None]
             for row, item in enumerate(self.decodes):
                 item.sequence.pending_row = row
         num_decodes = num_rows = num_tokens = len(self.decodes)
-        for item in self.drafted + self.chunks:
+        for item in self.proposed + self.chunks:
             num_rows += item.num_rows
             num_tokens += item.num_tokens
             item.sequence.pending_row = num_rows - 1
         if not num_tokens:
             return None
-        scheduled = self.decodes + self.drafted + self.chunks
+        scheduled = self.decodes + self.proposed + self.chunks
         return StepPlan(
             scheduled,
             num_tokens,
@@ -81,8 +81,8 @@ class PlanBuilder:
             [],  # the scheduler knows the copies when the plan is made
             [],
             step_id,
-            num_drafts=len(self.drafted),
+            num_proposals=len(self.proposed),
             num_guesses=self.num_guesses,
-            drafting_seconds=self.drafting_seconds,
+            proposing_seconds=self.proposing_seconds,
             micro_batch=self.micro_batch,
         )

@@ -14,7 +14,7 @@ from shiftjax.parallel.grid import Mode
 if TYPE_CHECKING:
     from shiftjax.core.request import ScheduledSequence, StepPlan
     from shiftjax.costs.buckets import Bucket
-    from shiftjax.costs.stages import GroupCosts
+    from shiftjax.costs.groups import GroupCosts
 
 COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch is worth trusting
 
@@ -71,7 +71,7 @@ class Policy(ABC):
 
     @property
     def most_shifted(self) -> int | None:
-        """Tokens of the largest step in SHIFT, which drafts do not pass; None: no number says."""
+        """Tokens of the largest step in SHIFT, a limit of proposals; None: no number says."""
         return None
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Policy(ABC):
         """The mode of a step of this work; `num_waiting` sequences are not in it, lacking room.
 
         `last_mode` is that of the group's step before; None: there was none. It is asked for plans,
-        and for what a plan would be with more drafts: the same work must get the same mode.
+        and for plans with more proposed tokens: the same work must get the same mode.
         """
 
     def choose(
@@ -140,7 +140,7 @@ class ThresholdPolicy(Policy):
     def choose(
         self, plan: "StepPlan", modes: Sequence[Mode], num_waiting: int, last_mode: Mode | None
     ) -> Mode:
-        """The same without summing up the work, which takes the host longer."""
+        """The same without summing up the work, which takes longer."""
         return self._mode(modes, plan.num_tokens)
 
     def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from shiftjax.core.errors import DuplicateRequestError, RequestError
-from shiftjax.core.guesses import Draft, ModelGuess
+from shiftjax.core.proposal import ModelGuess, Proposal
 from shiftjax.core.sampling_params import INT32_MAX, SamplingParams
 from shiftjax.core.tier import Offload, Place, Restore
 from shiftjax.parallel.grid import Mode
@@ -54,7 +54,7 @@ class TokenConstraint(Protocol):
         """Move on by a sampled token and renew `mask`; False if no token can follow."""
         ...
 
-    def draft_masks(self, draft: list[int]) -> list[np.ndarray]:
+    def masks_along(self, tokens: list[int]) -> list[np.ndarray]:
         """`mask` after none, one, two ... of these tokens, as far as they are allowed.
 
         At least one mask, `mask` itself; the state stays what it was.
@@ -112,7 +112,7 @@ class RequestMetrics:
     num_cached_tokens: int
     num_preemptions: int
     steps_by_mode: dict[str, int]
-    num_draft_tokens: int = 0  # guessed ahead of sampling
+    num_proposed_tokens: int = 0  # guessed ahead of sampling
     num_accepted_tokens: int = 0  # of them, those that sampling then took
     num_prediction_tokens: int = 0  # of the guessed ones, those copied from `Request.prediction`
     num_accepted_prediction_tokens: int = 0
@@ -155,7 +155,7 @@ class SequenceState:
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, each once
     num_registered_blocks: int = 0
     num_preemptions: int = 0
-    num_draft_tokens: int = 0
+    num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     num_prediction_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
@@ -191,7 +191,7 @@ class SequenceState:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             steps_by_mode=dict(self.steps_by_mode),
-            num_draft_tokens=self.num_draft_tokens,
+            num_proposed_tokens=self.num_proposed_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             num_prediction_tokens=self.num_prediction_tokens,
             num_accepted_prediction_tokens=self.num_accepted_prediction_tokens,
@@ -206,8 +206,8 @@ class ScheduledSequence:
     last of these tokens is still on the device, in that row of the output of the step before of the
     same micro-batch.
 
-    With a `draft` these tokens are the last committed one and the draft's, and every row samples:
-    row i the token after i tokens of the draft, which counts if the step samples those i tokens
+    With a `proposal` these tokens are the last committed one and the proposed ones, and every row
+    samples: row i the token after i proposed tokens, which counts if the step samples those i
     itself. `masks` are then what a constraint allows in each row.
     """
 
@@ -216,13 +216,13 @@ class ScheduledSequence:
     num_tokens: int
     num_rows: int
     previous_row: int
-    draft: Draft | None = None
+    proposal: Proposal | None = None
     masks: list[np.ndarray] | None = None
 
     @property
-    def draft_ids(self) -> list[int]:
-        """The drafted tokens; none in an ordinary item."""
-        return self.draft.tokens if self.draft else []
+    def proposed_ids(self) -> list[int]:
+        """The proposed tokens; none in an ordinary item."""
+        return self.proposal.tokens if self.proposal else []
 
     def bans_stop_ids(self, row: int) -> bool:
         """Whether `min_tokens` forbids `sequence.stop_ids` to the token that a row samples."""
@@ -233,7 +233,7 @@ class ScheduledSequence:
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """What one step computes: `num_decodes` sequences of one token and one row, drafts, chunks.
+    """What one step computes: `num_decodes` sequences of one token and one row, proposals, chunks.
 
     All are of one micro-batch; a group that is no pipeline has no other. A plan that schedules
     nothing has offloads: no program is run, and its step ends when they are made.
@@ -250,9 +250,9 @@ class StepPlan:
     offloads: list[Offload]
     restores: list[Restore]
     step_id: int
-    num_drafts: int = 0  # items with drafts; they come after the decodes
-    num_guesses: int = 0  # tokens that a drafting model adds for each sequence after the step
-    drafting_seconds: float = 0.0  # in making this plan
+    num_proposals: int = 0  # items with proposals; they come after the decodes
+    num_guesses: int = 0  # tokens that a model adds for each sequence after the step
+    proposing_seconds: float = 0.0  # in making this plan
     micro_batch: int = 0
     dropped: list[int] = field(default_factory=list)
     prefetches: list[int] = field(default_factory=list)
@@ -260,7 +260,7 @@ class StepPlan:
     @property
     def num_rowwise(self) -> int:
         """How many items come before the chunks: their tokens attend one by one."""
-        return self.num_decodes + self.num_drafts
+        return self.num_decodes + self.num_proposals
 
     @property
     def chunks(self) -> list[ScheduledSequence]:
@@ -321,7 +321,7 @@ class Event:
 
     request_id: str
     index: int
-    token_ids: tuple[int, ...] = ()  # several where a draft was right
+    token_ids: tuple[int, ...] = ()  # several where a proposal was right
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each, where asked for
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

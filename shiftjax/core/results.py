@@ -73,16 +73,16 @@ def collect_prompt_logprobs(item: ScheduledSequence, output: StepOutput, last_ro
 
 
 def num_accepted(item: ScheduledSequence, sampled: list[int]) -> int:
-    """How many tokens of a draft the step samples itself; `sampled` are those of the item's rows.
+    """How many proposed tokens the step samples itself; `sampled` are those of the item's rows.
 
-    What is kept is what plain decoding would have sampled, at any temperature: a draft that is no
+    What is kept is what plain decoding would have sampled, at any temperature: one that is no
     distribution of its own is accepted just as often by rejection sampling (Leviathan et al. 2023).
     """
-    draft_ids = item.draft_ids
-    for number, (guess, token) in enumerate(zip(draft_ids, sampled, strict=False)):
+    proposed_ids = item.proposed_ids
+    for number, (guess, token) in enumerate(zip(proposed_ids, sampled, strict=False)):
         if guess != token:
             return number
-    return len(draft_ids)
+    return len(proposed_ids)
 
 
 def append_tokens(

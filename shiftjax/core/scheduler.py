@@ -402,7 +402,7 @@ class Scheduler:
             if not item.num_rows:
                 continue  # part of a prompt: whether it is finite shows in a later row
             end, last = item.start + item.num_tokens, next_row  # of what counts
-            if item.draft is not None:
+            if item.proposal is not None:
                 num_rejected = self._verify(item, tokens[first_row:next_row])
                 end, last = end - num_rejected, last - num_rejected
                 sequence.num_computed_tokens = end
@@ -412,8 +412,8 @@ class Scheduler:
             if sequence.wants_prompt_logprobs:
                 collect_prompt_logprobs(item, output, last - 1)
             event = reason = None
-            if item.draft is not None or end == len(sequence.token_ids):
-                sampling_row = last - 1 if item.draft is None else first_row
+            if item.proposal is not None or end == len(sequence.token_ids):
+                sampling_row = last - 1 if item.proposal is None else first_row
                 sampled = tokens[sampling_row:last]
                 event, reason = append_tokens(sequence, sampled, output, sampling_row, now)
                 event.mode = label
@@ -426,17 +426,14 @@ class Scheduler:
                 yield self._end(sequence, reason, event) if reason else event
 
     def _verify(self, item: ScheduledSequence, sampled: list[int]) -> int:
-        """How many tokens of a draft were wrong, and all after the first that was."""
+        """How many tokens of a proposal were wrong, and all after the first that was."""
         accepted = num_accepted(item, sampled)
-        sequence, num_drafted = item.sequence, len(item.draft_ids)
-        sequence.num_draft_tokens += num_drafted
+        sequence, num_proposed = item.sequence, len(item.proposed_ids)
+        sequence.num_proposed_tokens += num_proposed
         sequence.num_accepted_tokens += accepted
-        if item.draft is not None and item.draft.drafter == "prediction":
-            sequence.num_prediction_tokens += num_drafted
-            sequence.num_accepted_prediction_tokens += accepted
-        if item.draft is not None:
-            self.lookahead.learn(sequence, item.draft, accepted)
-        return num_drafted - accepted
+        if item.proposal is not None:
+            self.lookahead.learn(sequence, item.proposal, accepted)
+        return num_proposed - accepted
 
     # ----------------------------------------------------------------------- ends
 

@@ -29,18 +29,18 @@ class SchedulerConfig:
     watermark: float = 0.01
     max_preemptions: int = 4
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
-    max_draft_rows: int = 0  # logit rows of a step of no more tokens, where they are drafts
+    max_proposed_rows: int = 0  # logit rows of a step of no more tokens, with proposals
     num_micro_batches: int = 1
 
     @cached_property
     def max_step_seqs(self) -> int:
-        """Sequences of a step, and its logit rows but for those of drafts."""
+        """Sequences of a step, and its logit rows but for those of proposals."""
         return -(-self.max_num_seqs // self.num_micro_batches)
 
     @property
     def max_rows(self) -> int:
         """Logit rows of a step, at most."""
-        return max(self.max_step_seqs, self.max_draft_rows)
+        return max(self.max_step_seqs, self.max_proposed_rows)
 
     def __post_init__(self):
         problems = [

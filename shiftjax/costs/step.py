@@ -115,7 +115,7 @@ class CostModel:
 
     @property
     def stages(self) -> list["CostModel"]:
-        """The group's only one; see `costs/stages.py`."""
+        """The group's only one; see `costs/groups.py`."""
         return [self]
 
     def seconds(self, mode: Mode, work: Work) -> float:

@@ -15,6 +15,7 @@ from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import POLICIES, Policy
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
+from shiftjax.costs.groups import GroupCosts, PipelineCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
     Memory,
@@ -23,7 +24,6 @@ from shiftjax.costs.memory import (
     temporary_bytes,
     weight_bytes,
 )
-from shiftjax.costs.stages import GroupCosts, PipelineCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.costs.sum_buffers import sum_buffer_bytes
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
@@ -234,7 +234,7 @@ class Deployment:
             kv=f"{self.formats.kv} {self.kv_scales}",
             prefix_caching=self.prefix_caching,
             preemption=self.preemption,
-            max_draft_rows=self.max_draft_rows,
+            max_proposed_rows=self.max_draft_rows,
             hash_size=self.hash_size,
             num_micro_batches=self.pp,
         )

@@ -7,8 +7,8 @@ import jax
 
 from shiftjax.core.policy import Policy, make_policy, wanted_modes
 from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.grid import Device, Mode
 

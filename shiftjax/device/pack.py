@@ -122,5 +122,5 @@ def _token_ids(plan: StepPlan) -> list[int]:
             ids.append(item.sequence.token_ids[item.start])
         else:
             ids += item.sequence.token_ids[item.start : item.start + item.num_tokens]
-            ids += item.draft_ids
+            ids += item.proposed_ids
     return ids

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shiftjax.core.guesses import ModelGuess
+from shiftjax.core.proposal import ModelGuess
 from shiftjax.core.request import StepOutput, StepPlan
 from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import named, put, replicated_spec

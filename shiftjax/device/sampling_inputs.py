@@ -231,7 +231,7 @@ class _Block(NamedTuple):
     @property
     def sampling(self) -> range:
         """The rows that sample: the last, and before it one for each token of a draft."""
-        return range(self.last - len(self.item.draft_ids), self.last + 1)
+        return range(self.last - len(self.item.proposed_ids), self.last + 1)
 
 
 def build_rows(
@@ -353,7 +353,7 @@ def _count_table(
         first, *others = block.sampling
         table[first, : len(flags)] = flags
         table[first, ids] |= np.minimum(counts, MAX_COUNT).astype(np.uint16)
-        for row, token in zip(others, block.item.draft_ids, strict=True):
+        for row, token in zip(others, block.item.proposed_ids, strict=True):
             table[row] = table[row - 1]
             table[row, token] += (table[row, token] & MAX_COUNT) < MAX_COUNT
     return table

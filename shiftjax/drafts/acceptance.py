@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shiftjax.core.guesses import Claims
+from shiftjax.core.proposal import Claims
 
 BINS = 8  # of claimed probabilities
 MOST_OCTAVES = 6  # matches of 32 tokens and more are alike

@@ -39,7 +39,7 @@ def choose(
     *,
     most_tokens: int | None = None,
     seconds: Callable[[int], float] | None = None,
-    drafting_seconds: float = 0.0,
+    proposing_seconds: float = 0.0,
 ) -> dict[Hashable, int]:
     """Lengths of at least 1 by name, by `options.draft_choice`; without `seconds` a step is filled.
 
@@ -48,7 +48,7 @@ def choose(
     if options.fixed_drafts:
         return fixed(candidates, room, options.draft_max_seqs, options.draft_off_seqs)
     if options.draft_choice != "fill" and seconds:
-        return by_cost(candidates, room, seconds, drafting_seconds)
+        return by_cost(candidates, room, seconds, proposing_seconds)
     return fill(candidates, room, most_tokens)
 
 
@@ -88,12 +88,12 @@ def by_cost(
     candidates: Sequence[Candidate],
     room: Room,
     seconds: Callable[[int], float],
-    drafting_seconds: float = 0.0,
+    proposing_seconds: float = 0.0,
 ) -> dict[Hashable, int]:
     """Lengths of the most expected tokens per second.
 
     `seconds` predicts a step of so many tokens, in the mode that it will run in; so the best
-    length is that of the best pair of length and mode. `drafting_seconds` is the host's time that
+    length is that of the best pair of length and mode. `proposing_seconds` is the host's time that
     a step with drafts cannot hide. Only sizes that fill a bucket are tried: O(D log D + buckets)
     for D draft tokens. Of equal rates the fewest drafts are taken.
     """
@@ -103,7 +103,7 @@ def by_cost(
     sizes = {min(most, bucket - room.base_tokens) for bucket in room.buckets}
     best_rate, best = -1.0, 0
     for num in sorted({0, *(size for size in sizes if size > 0)}):
-        cost = seconds(room.base_tokens + num) + (drafting_seconds if num else 0.0)
+        cost = seconds(room.base_tokens + num) + (proposing_seconds if num else 0.0)
         rate = (room.base_tokens + gains[num]) / cost
         if rate > best_rate * (1 + 1e-9):
             best_rate, best = rate, num

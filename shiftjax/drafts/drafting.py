@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from shiftjax.core.guesses import Claims, Draft, ModelGuess
+from shiftjax.core.proposal import Claims, ModelGuess, Proposal
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.acceptance import Acceptance, Record
 from shiftjax.drafts.corpora import Corpora
@@ -135,7 +135,7 @@ class Drafting:
             sequence.family.history.index(text, len(text.tokens) + 1)
         self._corpora.work(max(EXTEND_WORK, 4 * len(tokens)))  # 2 per token would keep up
 
-    def draft(self, name: Hashable, most: int) -> Draft | None:
+    def draft(self, name: Hashable, most: int) -> Proposal | None:
         """The draft of the largest expectation, at most `most` tokens long; None: there is none.
 
         Copied from what the request has said itself, from its prediction or from its corpus, or
@@ -162,14 +162,16 @@ class Drafting:
         best = max(drafts, key=lambda draft: sum(draft.survivals), default=None)
         return best if best and best.tokens else None
 
-    def rated(self, name: Hashable, tokens: list[int], claims: list[float], drafter: str) -> Draft:
+    def rated(
+        self, name: Hashable, tokens: list[int], claims: list[float], drafter: str
+    ) -> Proposal:
         """A draft that was made elsewhere, by a model or a grammar, as this sequence's.
 
         `claims` are the probabilities of its tokens, each given those before it.
         """
         return self._rated(self._sequences[name], Guess(tokens, claims, 0), drafter, drafter)
 
-    def learn(self, name: Hashable, draft: Draft, offered: int, accepted: int) -> None:
+    def learn(self, name: Hashable, draft: Proposal, offered: int, accepted: int) -> None:
         """Of the first `offered` tokens of a draft, `accepted` were what the step sampled.
 
         Tokens whose outcome nobody knows, as behind a stop, are not offered.
@@ -229,12 +231,12 @@ class Drafting:
 
     def _copied(
         self, sequence: _Sequence, tail: array[int], lookup: Lookup, most: int, source: str
-    ) -> Draft:
+    ) -> Proposal:
         drafter = "ngram" if self.options.speculation == "ngram" else "suffix"
         guess = self._search.guess(tail, lookup, most)
         return self._rated(sequence, guess, drafter, source)
 
-    def _rated(self, sequence: _Sequence, guess: Guess, drafter: str, source: str) -> Draft:
+    def _rated(self, sequence: _Sequence, guess: Guess, drafter: str, source: str) -> Proposal:
         claims = Claims(source, guess.match, guess.claims)
         survivals = self._acceptance.survivals(claims, sequence.record)
-        return Draft(guess.tokens, survivals, drafter, claims)
+        return Proposal(guess.tokens, survivals, drafter, claims)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.policy import Policy, work_of, work_of_items
 from shiftjax.core.request import StepPlan
-from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.drafts.step_times import StepKind, StepTimes
 from shiftjax.parallel.grid import Mode
@@ -73,7 +73,7 @@ class Prices:
         predicted = _predicted(costs, mode, last_mode, work, is_hidden)
         predicted += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
         kind = _kind(costs, mode, work, is_hidden)
-        self.times.learn(kind, seconds - plan.drafting_seconds, predicted)
+        self.times.learn(kind, seconds - plan.proposing_seconds, predicted)
 
 
 def _predicted(

@@ -16,9 +16,9 @@ from time import perf_counter
 from typing import Any
 
 from shiftjax.core.block_tables import BlockTables
-from shiftjax.core.guesses import Draft, ModelGuess
 from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.plan_builder import PlanBuilder
+from shiftjax.core.proposal import ModelGuess, Proposal
 from shiftjax.core.request import (
     FinishReason,
     ScheduledSequence,
@@ -185,7 +185,7 @@ class Speculation(Lookahead):
 
     def runs(self, plan: StepPlan, mode: Mode) -> None:
         """Count a step by its mode, if it has drafts."""
-        if plan.num_drafts:
+        if plan.num_proposals:
             self.stats.steps[mode.label] += 1
 
     # ------------------------------------------------------------------ a step
@@ -214,7 +214,7 @@ class Speculation(Lookahead):
 
     def propose(
         self, builder: PlanBuilder, num_waiting: int = 0, last_mode: Mode | None = None
-    ) -> list[tuple[ScheduledSequence, Draft]]:
+    ) -> list[tuple[ScheduledSequence, Proposal]]:
         """Drafts for decodes of a plan that has everything else, as long as they shall be.
 
         `num_waiting` and `last_mode` are what the policy will know of the plan.
@@ -228,7 +228,7 @@ class Speculation(Lookahead):
         chosen = [(i, draft.first(rows[i])) for i, draft in offers.items() if i in rows]
         self._num_declined = self._num_live if offers and not chosen else 0
         self._take_turn(bool(chosen), bool(builder.decodes))
-        builder.drafting_seconds = spent = self._clock() - begin
+        builder.proposing_seconds = spent = self._clock() - begin
         self.stats.seconds.observe(spent)
         if chosen:
             self._host_seconds += (spent - self._host_seconds) / SECONDS_MEMORY
@@ -236,7 +236,7 @@ class Speculation(Lookahead):
 
     def _offers(
         self, builder: PlanBuilder, seconds: Callable[[int], float] | None
-    ) -> dict[ScheduledSequence, Draft]:
+    ) -> dict[ScheduledSequence, Proposal]:
         """The drafts that there are, no longer than all of them together find blocks.
 
         With a prediction they are made as long as a share of the step lasts, and the sequences
@@ -263,7 +263,7 @@ class Speculation(Lookahead):
     def _choose(
         self,
         builder: PlanBuilder,
-        offers: dict[ScheduledSequence, Draft],
+        offers: dict[ScheduledSequence, Proposal],
         seconds: Callable[[int], float] | None,
     ) -> dict[Hashable, int]:
         """Tokens that pay; drafts of which none do are left out."""
@@ -277,33 +277,36 @@ class Speculation(Lookahead):
             Room(num_tokens, builder.tokens_left, rows_left, buckets, num_running),
             most_tokens=self._prices.threshold,
             seconds=seconds,
-            drafting_seconds=self._host_seconds,
+            proposing_seconds=self._host_seconds,
         )
 
-    def cut(self, item: ScheduledSequence, draft: Draft) -> Draft | None:
+    def cut(self, item: ScheduledSequence, draft: Proposal) -> Proposal | None:
         """The draft as far as a constraint allows it; None: nothing of it."""
         constraint = item.sequence.constraint
         if constraint is not None and draft.tokens:
-            masks = self._ask(item.sequence, constraint.draft_masks, draft.tokens) or []
+            masks = self._ask(item.sequence, constraint.masks_along, draft.tokens) or []
             draft = draft.first(len(masks) - 1)
             item.masks = masks if draft.tokens else None
         return draft if draft.tokens else None
 
-    def learn(self, sequence: SequenceState, draft: Draft, accepted: int) -> None:
+    def learn(self, sequence: SequenceState, proposal: Proposal, accepted: int) -> None:
         """A step has verified a draft."""
-        stats, offered = self.stats, len(draft.tokens)
+        stats, offered = self.stats, len(proposal.tokens)
         stats.num_drafts += 1
-        stats.tokens[draft.drafter, "accepted"] += accepted
-        stats.tokens[draft.drafter, "rejected"] += offered - accepted
+        stats.tokens[proposal.proposer, "accepted"] += accepted
+        stats.tokens[proposal.proposer, "rejected"] += offered - accepted
         stats.accepted_at.update(range(accepted))
-        self._ask(sequence, self._drafting.learn, sequence, draft, offered, accepted)
+        if proposal.proposer == "prediction":
+            sequence.num_prediction_tokens += offered
+            sequence.num_accepted_prediction_tokens += accepted
+        self._ask(sequence, self._drafting.learn, sequence, proposal, offered, accepted)
 
     def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
         """A step has ended; what its like are said to take follows, see `Prices.learn`."""
         self._prices.learn(plan, mode, self._last_mode, seconds, is_hidden)
         self._last_mode = mode
 
-    def _offer(self, item: ScheduledSequence, room: int) -> Draft | None:
+    def _offer(self, item: ScheduledSequence, room: int) -> Proposal | None:
         sequence = item.sequence
         most = min(room, sequence.max_length - 1 - len(sequence.token_ids))
         if item.previous_row >= 0 or most < 1 or sequence in self._without:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request
-from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.policy import FleetView, NeedPolicy, Wish, bind_for_need, fits

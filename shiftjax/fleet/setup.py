@@ -6,8 +6,8 @@ from typing import Any
 from shiftjax.core.lane import Lane
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine import Machine
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet import switching
 from shiftjax.fleet.control import Fleet

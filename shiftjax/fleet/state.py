@@ -53,6 +53,7 @@ class FleetState:
     arrangement: Arrangement
     groups: tuple[GroupState, ...]
     changes: tuple[Turn, ...]
+    num_prefix_hits_elsewhere: int  # sequences, whose prefix only groups of other widths have
     stats: FleetStats
 
     @property
@@ -70,6 +71,7 @@ def state_of(fleet: "Fleet") -> FleetState:
         fleet.arrangement,
         tuple(_group_state(lane) for lane in lanes if lane.state != "idle"),
         latest,
+        sum(lane.scheduler.tables.num_prefix_hits_elsewhere for lane in lanes),
         fleet.stats.copy(),
     )
 
@@ -86,7 +88,7 @@ def _group_state(lane: Lane) -> GroupState:
     )
 
 
-def metrics(fleet: FleetState | None, num_prefix_hits_elsewhere: int) -> Iterator[Metric]:
+def metrics(fleet: FleetState | None) -> Iterator[Metric]:
     """What groups there are, and what their changes have taken; else an empty histogram."""
     stats = FleetStats() if fleet is None else fleet.stats
     yield histogram("move_seconds", "Host time of a change of groups.", stats.move_seconds)
@@ -110,7 +112,7 @@ def metrics(fleet: FleetState | None, num_prefix_hits_elsewhere: int) -> Iterato
     text = "Sequences of groups that pause."
     yield gauge("sequences_paused", text, fleet.num_paused_sequences)
     text = "Sequences whose prefix only groups of other widths have."
-    yield counter("prefix_hits_elsewhere", text, num_prefix_hits_elsewhere)
+    yield counter("prefix_hits_elsewhere", text, fleet.num_prefix_hits_elsewhere)
 
 
 def plain_state(state: FleetState, now: float) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def xla_attention(
 
     `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores.
     """
-    scale = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if scale is None else scale
 
     def for_each_window(divide: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         own = {"block_size": block_size, "sizes": sizes} | kwargs
@@ -104,7 +104,7 @@ def xla_attention(
 
     def of_layer(terms: LayerTerms) -> LoopOptions:
         own = windows[terms.window], terms.kv_scales, terms.sinks
-        return LoopOptions(scale, soft_cap, *own, sizes)
+        return LoopOptions(factor, soft_cap, *own, sizes)
 
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)

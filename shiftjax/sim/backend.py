@@ -7,8 +7,8 @@ from dataclasses import replace
 from shiftjax.assembly import Drafter, Groups, Started, assemble
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine import Machine, Transfer
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.cost_arrangement import CostArrangement

@@ -7,10 +7,10 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.config import EngineConfig
 from shiftjax.core.policy import Policy, make_policy, wanted_modes
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import base_rule, resolve
 from shiftjax.options import ConfigError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from shiftjax.core.guesses import Draft, ModelGuess
+from shiftjax.core.proposal import ModelGuess, Proposal
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.options import ConfigError, shown
@@ -136,7 +136,7 @@ class ModelledDrafting(Drafting):
         """Tokens were committed; which ones does not matter."""
         self._lucks[name].num_output += len(tokens)
 
-    def draft(self, name: Hashable, most: int) -> Draft | None:
+    def draft(self, name: Hashable, most: int) -> Proposal | None:
         """At most `most` tokens, right and wrong."""
         luck, model = self._lucks[name], self._model
         self.seconds += self._draft_seconds

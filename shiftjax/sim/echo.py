@@ -8,7 +8,7 @@ row of the step that sampled it, the last one of the micro-batch.
 
 import numpy as np
 
-from shiftjax.core.guesses import ModelGuess
+from shiftjax.core.proposal import ModelGuess
 from shiftjax.core.request import ScheduledSequence, SequenceState, StepOutput, StepPlan
 from shiftjax.core.results import num_accepted, num_top
 from shiftjax.parallel.grid import Mode
@@ -107,7 +107,7 @@ class EchoRunner:
             return known
         last = previous[item.previous_row] if item.previous_row >= 0 else sequence.token_ids[-1]
         found = [*known]
-        for row, before in enumerate([last, *item.draft_ids], start=len(known)):
+        for row, before in enumerate([last, *item.proposed_ids], start=len(known)):
             position = end - item.num_rows + row
             token = echo_token(before, position, sequence.seed, self.vocab_size)
             while not _may_follow(token, item, row):
@@ -119,7 +119,7 @@ class EchoRunner:
         """The tokens after the last one that counts, as if a drafting model were always right."""
         if not sampled or not num:
             return ModelGuess([], [])
-        accepted = num_accepted(item, sampled) if item.draft else len(sampled) - 1
+        accepted = num_accepted(item, sampled) if item.proposal else len(sampled) - 1
         last, tokens = sampled[accepted], []
         position = item.start + item.num_tokens - (len(sampled) - accepted) + 1
         for place in range(position, position + num):
@@ -189,6 +189,6 @@ class EchoRunner:
         context = item.sequence.token_ids[: item.start + item.num_tokens]
         if item.previous_row >= 0:
             context.append(previous[item.previous_row])
-        context += item.draft_ids
+        context += item.proposed_ids
         assert len(context) == item.start + item.num_tokens, "a pending token has no row"
         return context

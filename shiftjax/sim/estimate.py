@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shiftjax.core.policy import wanted_modes
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.memory import Memory
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.grid import Mode

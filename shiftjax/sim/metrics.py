@@ -118,7 +118,7 @@ def summary(replay: Replay) -> Row:
     row |= _of_phases(replay)
     row["best_in_windows"] = " ".join(f"{name}:{n}" for name, n in (replay.best or {}).items())
     prompts = sum(r.num_prompt_tokens for r in requests)
-    row["drafted_tokens"] = sum(r.num_draft_tokens for r in requests)
+    row["drafted_tokens"] = sum(r.num_proposed_tokens for r in requests)
     row["accepted_tokens"] = sum(r.num_accepted_tokens for r in requests)
     row["accepted_per_step"] = row["accepted_tokens"] / max(1, len(replay.steps))
     row["cached_share"] = sum(r.num_cached_tokens for r in requests) / max(1, prompts)

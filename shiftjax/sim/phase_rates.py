@@ -17,9 +17,9 @@ from itertools import count
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine
-from shiftjax.costs.stages import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.degrees import Degrees

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shiftjax.core.engine import Engine
 from shiftjax.core.limits import check_length
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
-from shiftjax.costs.stages import GroupCosts
+from shiftjax.costs.groups import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.setup import first_arrangement
@@ -44,7 +44,7 @@ class RequestRecord(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    num_draft_tokens: int = 0
+    num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     priority: int = 0
 
@@ -231,7 +231,7 @@ def _record(event: Event, request: Request) -> RequestRecord:
         metrics.num_prompt_tokens,
         metrics.num_output_tokens,
         metrics.num_cached_tokens,
-        metrics.num_draft_tokens,
+        metrics.num_proposed_tokens,
         metrics.num_accepted_tokens,
         request.priority,
     )

@@ -79,10 +79,10 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert plan.num_rows == sum(item.num_rows for item in plan.scheduled)
     assert len(plan.scheduled) <= config.max_step_seqs
     assert {item.sequence.micro_batch for item in plan.scheduled} <= {plan.micro_batch}
-    may_be_all_rows = plan.num_drafts and plan.num_tokens <= config.max_rows
+    may_be_all_rows = plan.num_proposals and plan.num_tokens <= config.max_rows
     assert plan.num_rows <= (config.max_rows if may_be_all_rows else config.max_step_seqs)
     assert len({item.sequence for item in plan.scheduled}) == len(plan.scheduled)
-    assert plan.num_drafts == sum(item.draft is not None for item in plan.scheduled)
+    assert plan.num_proposals == sum(item.proposal is not None for item in plan.scheduled)
     for number, item in enumerate(plan.scheduled):
         assert 0 <= item.num_rows <= item.num_tokens > 0
         if number < plan.num_decodes:

@@ -115,7 +115,7 @@ def test_no_other_lengths_or_mode_promise_more(
         overlap=overlap,
         clock=no_time,
         max_num_seqs=max_num_seqs,
-        max_draft_rows=12,
+        max_proposed_rows=12,
         max_num_batched_tokens=16,
     )
     guesses = Claiming(claims, quality=quality)
@@ -123,7 +123,7 @@ def test_no_other_lengths_or_mode_promise_more(
     witness = Witness(engine, guesses)
     generate(engine, *(make_request(f"r{i}", [1, i], seed=i, max_tokens=8) for i in range(4)))
     for plan, mode, offered, num_waiting, last in witness.steps:
-        drafted = {i.sequence: i.draft for i in plan.scheduled if i.draft is not None}
+        drafted = {i.sequence: i.proposal for i in plan.scheduled if i.proposal is not None}
         num_drafted = sum(len(draft.tokens) for draft in drafted.values())
         plain, work = plan.num_tokens - num_drafted, Costs(None, None)
         room = min(16 - plain, 12 - (plan.num_rows - num_drafted))
@@ -155,7 +155,7 @@ def many(costs: Costs, claims: list[float] | None, margin: float = 0.02):
         num_blocks=1000,
         max_num_seqs=64,
         max_num_batched_tokens=256,
-        max_draft_rows=256,
+        max_proposed_rows=256,
     )
     if claims is not None:
         let_draft(engine, Claiming(claims), *costs.buckets, clock=no_time)
@@ -184,7 +184,7 @@ def test_without_a_cost_policy_costs_are_those_of_the_mode_that_will_be_chosen(
         num_blocks=1000,
         max_num_seqs=64,
         max_num_batched_tokens=256,
-        max_draft_rows=256,
+        max_proposed_rows=256,
     )
     let_draft(engine, Claiming([0.9] * 3), *costs.buckets, clock=no_time, costs=costs)
     generate(engine, *(make_request(f"r{i}", [1, i % 13], max_tokens=13) for i in range(64)))
@@ -205,14 +205,14 @@ def test_a_gain_below_the_bubble_is_none():
     engine = make_engine(policy=policy, clock=no_time)
     let_draft(engine, Claiming([0.5]), *BUCKETS, clock=no_time)
     request = make_request("a", [1], seed=1, max_tokens=20, ignore_eos=True)
-    assert generate(engine, request)["a", 0].last.metrics.num_draft_tokens > 0
+    assert generate(engine, request)["a", 0].last.metrics.num_proposed_tokens > 0
     cheap.hidden_seconds = 2.0
-    assert generate(engine, request)["a", 0].last.metrics.num_draft_tokens == 0
+    assert generate(engine, request)["a", 0].last.metrics.num_proposed_tokens == 0
 
 
 def test_to_fill_crosses_no_threshold():
     """Guesses for 32 tokens, a threshold of 8: they stop there, and the step stays in SHIFT."""
-    engine = make_engine(max_draft_rows=32)
+    engine = make_engine(max_proposed_rows=32)
     let_draft(engine, Claiming([0.9] * 8, "fill"), 32)
     requests = [make_request(f"r{i}", [1], seed=i, max_tokens=12, min_tokens=9) for i in range(3)]
     generate(engine, *requests)
@@ -220,7 +220,7 @@ def test_to_fill_crosses_no_threshold():
     sizes = [
         (plan.num_tokens, mode)
         for plan, mode in zip(runner.plans, runner.modes, strict=True)
-        if plan.num_drafts
+        if plan.num_proposals
     ]
     assert max(sizes, key=lambda size: size[0]) == (8, SHIFT)
     assert {mode for _, mode in sizes} == {SHIFT}
@@ -243,7 +243,7 @@ def test_each_group_chooses_alone():
     assert drafting.scheduler.lookahead.commits_first
     assert not plain.scheduler.lookahead.commits_first
     assert [len(runner.plans) for runner in runners] == [20, 40]
-    assert sum(plan.num_drafts for plan in runners[1].plans) == 0
+    assert sum(plan.num_proposals for plan in runners[1].plans) == 0
 
 
 class Slow(Claiming):
@@ -263,7 +263,7 @@ class Slow(Claiming):
 def test_drafting_takes_a_share_of_the_step_and_the_best_go_first(predicted):
     """A tenth of the predicted seconds: 3 or 5 guesses of a second each."""
     costs = Costs(lambda n: 99.0, lambda n: predicted, (16,))
-    engine = make_engine(policy=cost_policy(costs), max_num_seqs=8, max_draft_rows=16)
+    engine = make_engine(policy=cost_policy(costs), max_num_seqs=8, max_proposed_rows=16)
     guesses = Slow([1.0])
     let_draft(engine, guesses, 16, clock=lambda: guesses.now)
     speculation = engine.lanes[0].scheduler.lookahead
@@ -273,6 +273,6 @@ def test_drafting_takes_a_share_of_the_step_and_the_best_go_first(predicted):
     engine.step(0.0)
     speculation._without.clear()  # a second is too slow
     engine.step(0.0)
-    plan = next(plan for plan in runner_of(engine).plans if plan.num_drafts)
-    drafted = [i.sequence.request.sampling.seed for i in plan.scheduled if i.draft is not None]
+    plan = next(plan for plan in runner_of(engine).plans if plan.num_proposals)
+    drafted = [i.sequence.request.sampling.seed for i in plan.scheduled if i.proposal is not None]
     assert sorted(drafted) == list(range(9 - int(predicted / 10 + 1), 9))

@@ -61,7 +61,7 @@ def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
         num_host_blocks=draw(st.integers(2, longest)) if preemption == "swap" else 0,
         watermark=draw(st.sampled_from([0.0, 0.1])),
         max_preemptions=draw(st.integers(0, 3)),
-        max_draft_rows=draw(st.sampled_from([0, 12])),  # of engines that draft
+        max_proposed_rows=draw(st.sampled_from([0, 12])),  # of engines that draft
         num_micro_batches=draw(st.sampled_from(stages)),
     )
 

@@ -162,7 +162,7 @@ def test_nobody_notices_what_is_tight(seed, preemption, quality, switch, fault):
         num_blocks=rng.choice([13, 26]),
         max_num_seqs=rng.choice([2, 4]),
         max_num_batched_tokens=rng.choice([8, 16]),
-        max_draft_rows=12,
+        max_proposed_rows=12,
         watermark=0.0,
         preemption=preemption,
         num_host_blocks=rng.choice([2, 10, 60]),
@@ -243,7 +243,7 @@ def test_continuations_that_share_blocks_share_them_after_a_move():
 
 def test_drafts_know_prompts_from_outputs_after_a_move():
     """Continuations share the index of their prompt, and a corpus has outputs from their begin."""
-    engine = make_fleet(num_blocks=120, max_draft_rows=12)
+    engine = make_fleet(num_blocks=120, max_proposed_rows=12)
     for lane in engine.lanes:
         prices = Prices((32,), engine.policy, lane.modes, None)
         drafting = Drafting(DraftOptions(speculation="suffix", fixed_drafts=True))

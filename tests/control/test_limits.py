@@ -58,7 +58,7 @@ def test_all_problems_come_in_one_error():
         (1025, 1024, "min_width must be an integer between 1 and 1024"),
         (True, 8, "min_width must be an integer"),
         (2.0, 8, "min_width must be an integer"),
-        (2, 1, "on a fleet only: leave it out, or start with fleet"),
+        (2, 1, "all groups of this server have one width: leave it out"),
         (9, 8, "min_width is 9, but the widest group has 8 units"),
     ],
 )

@@ -140,7 +140,7 @@ def test_a_right_draft_saves_its_steps():
     plans = runner_of(engine).plans
     assert [plan.num_tokens for plan in plans] == [2, 5, 5, 5, 5, 4]  # 1 + 4 * 5 + 4
     metrics = outcomes["a", 0].last.metrics
-    assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (19, 19)
+    assert (metrics.num_proposed_tokens, metrics.num_accepted_tokens) == (19, 19)
 
 
 @pytest.mark.parametrize("wrong_at", range(4))
@@ -182,7 +182,7 @@ def test_drafts_fill_the_rows_and_no_more():
 def test_nobody_is_preempted_for_a_draft():
     """Three sequences fill the pool to its watermark: drafts shrink to the blocks that are held."""
     config = {"num_blocks": 16, "block_size": 2, "watermark": 0.1, "max_num_seqs": 3}
-    engine = let_draft(make_engine(**config, max_draft_rows=24), Guesses())
+    engine = let_draft(make_engine(**config, max_proposed_rows=24), Guesses())
     requests = [
         make_request(f"r{i}", [1] * 4, seed=i, max_tokens=7, ignore_eos=True) for i in range(3)
     ]
@@ -194,7 +194,7 @@ def test_nobody_is_preempted_for_a_draft():
 def test_drafts_leave_the_blocks_that_admissions_leave():
     """A block more for each of several drafts in one step, and never one of the watermark's."""
     config = {"num_blocks": 41, "block_size": 1, "watermark": 0.5, "max_num_seqs": 3}
-    engine = let_draft(make_engine(**config, max_draft_rows=30), Guesses())
+    engine = let_draft(make_engine(**config, max_proposed_rows=30), Guesses())
     free = []
     for number in range(3):
         prompt = [1, number]
@@ -222,7 +222,7 @@ def test_the_stats_are_those_of_all_groups():
     assert drafts.num_drafts == sum(stats.num_drafts for stats in each)
     assert drafts.num_accepted == drafts.tokens["guess", "accepted"] == counts(engine)[0]
     assert sum(drafts.steps.values()) == sum(
-        plan.num_drafts > 0 for group in range(2) for plan in runner_of(engine, group).plans
+        plan.num_proposals > 0 for group in range(2) for plan in runner_of(engine, group).plans
     )
     assert drafts.tokens == each[0].tokens + each[1].tokens
     assert drafts.accepted_at == each[0].accepted_at + each[1].accepted_at
@@ -254,13 +254,13 @@ class Broken(Guesses):
 
 def test_a_drafter_that_raises_harms_nobody(caplog):
     request = make_request("a", [1, 2], n=3, seed=3, max_tokens=20, ignore_eos=True)
-    engine = let_draft(make_engine(max_draft_rows=16), Broken())
+    engine = let_draft(make_engine(max_proposed_rows=16), Broken())
     with caplog.at_level(logging.ERROR):
         outcomes = generate(engine, request)
     for index in range(3):
         outcome = outcomes["a", index]
         assert outcome.token_ids == reference(engine, request, 0, index)[0]
-        assert (outcome.last.metrics.num_draft_tokens > 0) is (index != 1)
+        assert (outcome.last.metrics.num_proposed_tokens > 0) is (index != 1)
     assert sum("drafter failed" in record.message for record in caplog.records) == 1
 
 
@@ -332,7 +332,7 @@ def test_what_a_model_guesses_after_a_step_is_drafted_in_the_next(overlap):
 
 def test_a_group_that_plans_ahead_asks_a_model_in_trials_alone():
     """No row is left to a draft at first; once there is, a trial finds out."""
-    engine = with_model(make_engine(num_blocks=100, max_num_seqs=2, max_draft_rows=2), "fill")
+    engine = with_model(make_engine(num_blocks=100, max_num_seqs=2, max_proposed_rows=2), "fill")
     for name, most in (("a", 45), ("b", 30)):
         engine.add_request(make_request(name, [1], seed=3, max_tokens=most, ignore_eos=True))
     while engine.has_work():
@@ -340,7 +340,7 @@ def test_a_group_that_plans_ahead_asks_a_model_in_trials_alone():
     plans = runner_of(engine).plans
     both = [plan for plan in plans if plan.num_decodes == 2]
     assert sum(plan.num_guesses > 0 for plan in both) < len(both)
-    assert any(plan.num_drafts for plan in plans)
+    assert any(plan.num_proposals for plan in plans)
 
 
 def test_only_what_ends_by_itself_is_learned_from():

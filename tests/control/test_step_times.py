@@ -158,7 +158,7 @@ def served(truth, num_tokens=1500, claim=0.6, prompt=(1, 2), learns=False, **ove
     """(runner, steps' seconds, what was learned) of one sequence with guesses."""
     clock = Clock()
     runner = Measured(clock, truth, **overhead)
-    config = SchedulerConfig(1000, 4, 1, LARGE, max_draft_rows=LARGE)
+    config = SchedulerConfig(1000, 4, 1, LARGE, max_proposed_rows=LARGE)
     lane = Lane(Scheduler(config), runner, (BASE, SHIFT))
     limits = RequestLimits(VOCAB_SIZE, 3000, 3000)
     engine = Engine([lane], ThresholdPolicy(SMALL), limits, clock=clock, wait=clock.wait_for_one)

@@ -9,9 +9,9 @@ from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import num_parameters
+from shiftjax.costs.groups import PipelineCosts
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.step import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode

@@ -44,7 +44,7 @@ class Counting:
         self.mask = self._mask(self.num)
         return True
 
-    def draft_masks(self, draft: list[int]) -> list[np.ndarray]:
+    def masks_along(self, draft: list[int]) -> list[np.ndarray]:
         allowed = itertools.takewhile(lambda e: e[1] % 3 == e[0] % 3, enumerate(draft, self.num))
         return [self.mask, *(self._mask(number + 1) for number, _ in allowed)]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shiftjax.core.guesses import Claims, Draft
+from shiftjax.core.proposal import Claims, Proposal
 from shiftjax.core.request import (
     Request,
     SamplingParams,
@@ -170,7 +170,7 @@ def test_counts_of_prompt_and_output():
 
 def test_rows_of_a_draft_count_its_tokens_up_to_theirs():
     sequence = make_sequence([9], presence_penalty=0.1)
-    drafted = Draft([9, 7, 9], [1.0] * 3, "ngram", Claims("own", 1, [1.0] * 3))
+    drafted = Proposal([9, 7, 9], [1.0] * 3, "ngram", Claims("own", 1, [1.0] * 3))
     item = ScheduledSequence(sequence, len(sequence.token_ids) - 1, 4, 4, -1, drafted)
     counts = build(item).tables.token_counts
     assert counts[:, [9, 7]].tolist() == [[1, 0], [2, 0], [2, 1], [3, 1]]

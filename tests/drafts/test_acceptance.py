@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftjax.core.guesses import Claims
+from shiftjax.core.proposal import Claims
 from shiftjax.drafts.acceptance import Acceptance, Record
 
 steady = settings(deadline=None, derandomize=True)

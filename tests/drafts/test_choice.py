@@ -85,7 +85,7 @@ def test_drafting_time_is_a_cost():
         return 1.0 if tokens < 2 else 1.2
 
     assert by_cost([("a", [0.5])], room, seconds) == {"a": 1}
-    assert by_cost([("a", [0.5])], room, seconds, drafting_seconds=0.4) == {}
+    assert by_cost([("a", [0.5])], room, seconds, proposing_seconds=0.4) == {}
 
 
 def test_the_fixed_rule_has_two_caps():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftjax.core.guesses import ModelGuess
+from shiftjax.core.proposal import ModelGuess
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import EXTEND_WORK, INLINE_TOKENS, START_WORK, Drafting
 
@@ -84,7 +84,7 @@ def test_a_finished_output_drafts_for_the_next_request():
     drafting.start("b", [3, 4], None)
     drafting.extend("b", ANSWER[:4])
     draft = drafting.draft("b", 16)
-    assert draft is not None and draft.tokens == ANSWER[4:] and draft.drafter == "suffix"
+    assert draft is not None and draft.tokens == ANSWER[4:] and draft.proposer == "suffix"
     assert drafting.num_corpus_tokens == len(ANSWER)
 
 
@@ -132,7 +132,7 @@ def test_a_prediction_is_followed_from_its_first_token_and_found_again():
     expected = [*ANSWER, 21, 22, 23, 24, 25]
     drafting.start("a", [1, 2], None, prediction=expected)
     draft = drafting.draft("a", 4)
-    assert draft is not None and draft.tokens == ANSWER[:4] and draft.drafter == "prediction"
+    assert draft is not None and draft.tokens == ANSWER[:4] and draft.proposer == "prediction"
     drafting.extend("a", ANSWER[:2])
     assert tokens_of(drafting, "a", 3) == ANSWER[2:5]
     drafting.extend("a", [99])  # not as predicted
@@ -252,7 +252,7 @@ def test_drafts_made_elsewhere_are_rated_and_learned():
     drafting.start("a", ANSWER * 2, None)
     assert drafting.draft("a", 8) is None
     draft = drafting.rated("a", [5, 6], [0.5, 0.5], "model")
-    assert draft.survivals == [0.5, 0.25] and draft.drafter == "model"
+    assert draft.survivals == [0.5, 0.25] and draft.proposer == "model"
     for _ in range(50):
         drafting.learn("a", draft, offered=2, accepted=2)
     assert drafting.rated("a", [5, 6], [0.5, 0.5], "model").survivals[1] > 0.6
@@ -266,7 +266,7 @@ def test_a_model_guesses_what_follows_the_tokens_that_it_has_seen():
     assert drafting.draft("a", 8) is None
     drafting.extend("a", [5], ModelGuess([6, 7, 8], [0.9, 0.5, 0.5]))
     draft = drafting.draft("a", 2)
-    assert draft is not None and (draft.tokens, draft.drafter) == ([6, 7], "model")
+    assert draft is not None and (draft.tokens, draft.proposer) == ([6, 7], "model")
     assert draft.survivals == pytest.approx([0.9, 0.45])
     drafting.extend("a", [6])
     assert drafting.draft("a", 8) is None, "the guess was of another place"
@@ -277,7 +277,7 @@ def test_a_hybrid_takes_the_draft_that_promises_most():
     drafting.start("a", [*ANSWER, *ANSWER[:3]], None)
     drafting.extend("a", ANSWER[3:4], ModelGuess([70, 71], [0.9, 0.1]))
     draft = drafting.draft("a", 8)
-    assert draft is not None and draft.drafter == "suffix"
+    assert draft is not None and draft.proposer == "suffix"
     for _ in range(50):
         drafting.learn("a", draft, offered=4, accepted=0)
     assert tokens_of(drafting, "a") == [70, 71]
@@ -288,7 +288,7 @@ def test_n_grams_keep_no_corpus():
     finish(drafting, "a", ANSWER)
     drafting.start("b", [*ANSWER, 11, 12], None)
     draft = drafting.draft("b", 4)
-    assert draft is not None and (draft.tokens, draft.drafter) == ([13, 14, 15, 16], "ngram")
+    assert draft is not None and (draft.tokens, draft.proposer) == ([13, 14, 15, 16], "ngram")
     assert drafting.num_corpus_tokens == 0
 
 

@@ -5,7 +5,7 @@ from mutant import Mutant
 COLLECTIVES = "shiftjax/costs/collectives.py"
 STEP = "shiftjax/costs/step.py"
 MEMORY = "shiftjax/costs/memory.py"
-STAGES = "shiftjax/costs/stages.py"
+STAGES = "shiftjax/costs/groups.py"
 MOVES = "shiftjax/fleet/costs.py"
 
 TEST_COSTS = "tests/costs/test_costs.py"

@@ -190,7 +190,7 @@ def test_where_predictions_are_exact_nothing_is_learned_of_steps(monkeypatch):
     found = [replay(trace, H200, deployment(n, "auto"), acceptance=acceptance) for n in names]
     monkeypatch.setattr(StepTimes, "learn", lambda self, *step: steps.append(step))
     for name, one in zip(names, found, strict=True):
-        assert any(record.num_draft_tokens for record in one.requests)
+        assert any(record.num_proposed_tokens for record in one.requests)
         other = replay(trace, H200, deployment(name, "auto"), acceptance=acceptance)
         assert (one.requests, one.steps) == (other.requests, other.steps)
     assert {kind.is_hidden for kind, _, _ in steps} == {True, False}

@@ -10,9 +10,9 @@ import pytest
 from serving.cli.main import main
 from shiftjax.arch.formats import formats_of
 from shiftjax.core.policy import CostPolicy, wanted_modes
+from shiftjax.costs.groups import PipelineCosts
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.stages import PipelineCosts
 from shiftjax.costs.work import Work
 from shiftjax.device.choosers import known_costs
 from shiftjax.draft_options import DraftOptions

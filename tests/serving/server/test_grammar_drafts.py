@@ -64,7 +64,7 @@ def test_the_masks_of_a_draft_are_those_of_plain_decoding(case):
     expected = masks_one_by_one(state, tokens)
     for start, token in enumerate(tokens):
         for most in (1, 3, len(tokens)):
-            found = as_lists(state.draft_masks(tokens[start:][:most]))
+            found = as_lists(state.masks_along(tokens[start:][:most]))
             assert found == expected[start:][: most + 1]
             assert state.mask.tolist() == state._compute().tolist() == expected[start]
         assert state.accept(token)
@@ -77,7 +77,7 @@ def test_a_draft_ends_where_it_breaks_the_grammar(case):
     for place in range(len(tokens)):
         for wrong in (NEVER, VOCAB_SIZE - 2, VOCAB_SIZE + 40):  # <s>, padding
             broken = [*tokens[:place], wrong, *tokens[place:]]
-            assert as_lists(state.draft_masks(broken)) == expected[: place + 1]
+            assert as_lists(state.masks_along(broken)) == expected[: place + 1]
     assert masks_one_by_one(state, tokens) == expected
 
 
@@ -87,11 +87,11 @@ def test_a_draft_beyond_the_end_of_a_grammar(case, beyond):
     state, tokens = case
     expected = masks_one_by_one(state, tokens)
     for start, token in enumerate(tokens):
-        masks = as_lists(state.draft_masks([*tokens[start:], *beyond]))
+        masks = as_lists(state.masks_along([*tokens[start:], *beyond]))
         assert masks[: len(expected) - start] == expected[start:]
         assert all(mask == [0] * 8 + [2] for mask in masks[len(expected) - start :])
         assert state.accept(token)
-    state.draft_masks(beyond)
+    state.masks_along(beyond)
     assert state.mask.tolist() == state._compute().tolist() == expected[-1]
 
 
@@ -102,7 +102,7 @@ def test_forced_tokens_are_what_must_come(grammars):
     rest = TOKENIZER.encode("orth", False)
     assert state.forced_tokens(9) == rest
     assert state.forced_tokens(2) == rest[:2]
-    assert len(state.draft_masks(rest)) == 5
+    assert len(state.masks_along(rest)) == 5
     for token in rest:
         assert state.accept(token)
     assert state.forced_tokens(9) == []  # it may end here, or go on
@@ -125,9 +125,9 @@ def test_a_draft_that_meets_a_limit_of_the_parser_harms_nothing(grammars):
     while plain.accept(x):
         expected.append(plain.mask.tolist())
     assert 2 < len(expected) < 40, "the limit is not met"
-    assert as_lists(state.draft_masks([x] * 40)) == expected
+    assert as_lists(state.masks_along([x] * 40)) == expected
     assert state.mask.tolist() == state._compute().tolist() == expected[0]
-    assert as_lists(state.draft_masks([x, x])) == expected[:1]  # to try costs as much again
+    assert as_lists(state.masks_along([x, x])) == expected[:1]  # to try costs as much again
     assert state.forced_tokens(4) == []
     assert all(state.accept(token) for token in (y, y, x, x))
     assert state.mask.tolist() == afterwards
