@@ -51,7 +51,7 @@ def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
         llm = LLM("smollm2-135m", dtype="float32", fleet_policy="context", **options)
     fleet = llm.engine.topology.find(Fleet)
     assert fleet is not None
-    fleet.policy, fleet.arrange_seconds = AnyArrangement(1), 0.0
+    fleet.policy, fleet.rules = AnyArrangement(1), fleet.rules._replace(arrange_seconds=0.0)
     compare(llm.engine, "fleet", llm.engine.policy, SHORT, 16)
     stats = fleet.stats
     assert stats.num_moved_sequences > 20 and stats.failed_changes.total() == 0

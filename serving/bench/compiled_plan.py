@@ -29,6 +29,7 @@ from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.collectives import sampling_collectives, step_collectives
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.models.gpu_software import installed
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.deployment import Target, cost_model, memory_of, sum_buffers_of
@@ -109,7 +110,7 @@ def check_target(target: Target) -> None:
     if target.model.experts is not None and target.model.name not in PRESETS:
         wrong.append(f"--compile: the engine does not load {target.model.name}'s kind of experts")
     jaxlib = importlib.metadata.version("jaxlib")
-    missing = [f"{name}=={jaxlib}" for name in PACKAGES if _version(name) != jaxlib]
+    missing = [f"{name}=={jaxlib}" for name in PACKAGES if installed(name) != jaxlib]
     if missing:
         wrong.append(
             f"--compile needs {' and '.join(missing)}, and ptxas (nvidia-cuda-nvcc): "
@@ -117,13 +118,6 @@ def check_target(target: Target) -> None:
         )
     if wrong:
         raise ConfigError(wrong)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _chip(target: Target) -> str:

@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shiftjax.core.lane import Lane, load_of
 from shiftjax.core.limits import RequestLimits
@@ -61,11 +62,25 @@ class _Pending:
     finished: set[Group] = field(default_factory=set)
 
 
+class SwitchRules(NamedTuple):
+    """How groups change; seconds."""
+
+    switch: str = "move"
+    max_pause_seconds: float = 10.0  # the longest that requests wait for others to give way
+    arrange_seconds: float = 0.05  # after which the policy is asked again
+    kind_of_bind: Callable[[Change, Sequence[Request]], str] | None = None  # of auto; None: move
+    block_bytes: int = 0  # of a block on the devices of a unit, in every layout
+    clock: Callable[[], float] = time.perf_counter  # that measures the host's work
+
+
+DEFAULT_RULES = SwitchRules()
+
+
 class Fleet(Topology):
     """The groups of all widths over the same units, of which an arrangement is open.
 
     `lanes` are one for every group. `policy` says which shall be open; it is asked when a request
-    has come or gone, and every `arrange_seconds`. `clock` measures the host's work.
+    has come or gone, and every `arrange_seconds` of the rules.
     """
 
     def __init__(
@@ -75,28 +90,17 @@ class Fleet(Topology):
         policy: FleetPolicy,
         mover: Mover,
         limits: RequestLimits,
-        *,
-        switch: str = "move",
-        max_pause_seconds: float = 10.0,
-        arrange_seconds: float = 0.05,
-        clock: Callable[[], float] = time.perf_counter,
-        kind_of_bind: Callable[[Change, Sequence[Request]], str] | None = None,
-        block_bytes: int = 0,
+        rules: SwitchRules = DEFAULT_RULES,
     ):
         self.lanes: Mapping[Group, Lane] = {lane.group: lane for lane in lanes}
         self.arrangement = arrangement
         self.limits = limits
         self.policy = policy
         self.mover = mover
-        self.switch = switch
-        self.max_pause_seconds = max_pause_seconds
-        self.arrange_seconds = arrange_seconds
-        self.kind_of_bind = kind_of_bind  # of switch = auto; None: move
-        self.block_bytes = block_bytes  # of a block on the devices of a unit, in every layout
+        self.rules = rules
         self.is_draining = False
         self.stats = FleetStats()
         self.history: deque[Turn] = deque(maxlen=MOST_REMEMBERED)
-        self._clock = clock
         self._pending: list[_Pending] = []
         self._paused_at: dict[Group, float] = {}
         self._below: dict[Group, Arrangement] = {}  # what pauses below a group, and shall return
@@ -153,7 +157,7 @@ class Fleet(Topology):
     def drain(self) -> None:
         """Nothing is bound any more; what pauses goes on."""
         self.is_draining = True
-        self.max_pause_seconds = 0.0
+        self.rules = self.rules._replace(max_pause_seconds=0.0)
 
     def begin(self, wish: Wish, now: float, wanting: Sequence[Request] = ()) -> None:
         """Let groups close that a wished arrangement does not have, for those that want it."""
@@ -199,7 +203,7 @@ class Fleet(Topology):
         )
         if self.is_draining and not self._is_stuck(num_queued):
             return False
-        if seen == self._seen and now - self._asked_at < self.arrange_seconds:
+        if seen == self._seen and now - self._asked_at < self.rules.arrange_seconds:
             return False
         self._seen = seen
         return True
@@ -221,11 +225,12 @@ class Fleet(Topology):
     def _kind(self, change: Change, wish: Wish, wanting: Sequence[Request]) -> str:
         if not change.is_bind:
             return "move"
-        kind = wish.kind or self.switch
+        kind = wish.kind or self.rules.switch
         if kind == "auto":
             widest = max(group.width for group in change.sources)
             needing = [each for each in wanting if self.needs.width_of(each) > widest]
-            kind = self.kind_of_bind(change, needing) if self.kind_of_bind and needing else "move"
+            choose = self.rules.kind_of_bind
+            kind = choose(change, needing) if choose and needing else "move"
         if kind == "move" and wish.kind is None and len(self._failed_at) == MOST_FAILED_MOVES:
             return "hard"
         return kind
@@ -236,7 +241,7 @@ class Fleet(Topology):
         if pending.kind in ("sequential", "soft"):
             pending.finished.update(e.group for e in lanes if not e.scheduler.requests)
             if len(pending.finished) < len(lanes):
-                if now - pending.since < self.max_pause_seconds:
+                if now - pending.since < self.rules.max_pause_seconds:
                     return False
                 pending.kind = "hard"
         pending.closing_since = pending.closing_since or now
@@ -246,7 +251,7 @@ class Fleet(Topology):
 
     def _make(self, pending: _Pending, now: float) -> None:
         """Hand over, and open the groups that come. Whatever goes wrong, nobody is lost."""
-        begin, change = self._clock(), pending.change
+        begin, change = self.rules.clock(), pending.change
         sources, targets = (
             [self.lanes[group] for group in side] for side in (change.sources, change.targets)
         )
@@ -266,7 +271,7 @@ class Fleet(Topology):
             self._recover([*sources, *targets], targets, requests, now)
         for lane in targets:
             lane.state, lane.last_mode, lane.progress_at = "open", None, now
-        seconds = self._clock() - begin
+        seconds = self.rules.clock() - begin
         self._count(pending, handover, seconds)
         numbers = handover.num_sequences, handover.num_recomputed
         what = pending.reason, pending.kind
@@ -313,7 +318,7 @@ class Fleet(Topology):
             stats.releases[change.wide.width] += 1
         direction = "bind" if change.is_bind else "release"
         stats.moved_blocks[direction] += handover.num_narrow_blocks
-        stats.moved_bytes[direction] += handover.num_unit_blocks * self.block_bytes
+        stats.moved_bytes[direction] += handover.num_unit_blocks * self.rules.block_bytes
         stats.num_moved_sequences += handover.num_sequences
         stats.num_recomputed_sequences += handover.num_recomputed
         stats.num_compacted_blocks += sum(len(copy.blocks) for copy in handover.copies)
@@ -344,7 +349,8 @@ class Fleet(Topology):
 
     def _end_pauses(self, now: float) -> None:
         """Groups that have paused long enough step again, beside the one that has their devices."""
-        over = [g for g, since in self._paused_at.items() if now - since >= self.max_pause_seconds]
+        most = self.rules.max_pause_seconds
+        over = [group for group, since in self._paused_at.items() if now - since >= most]
         lanes = [self.lanes[group] for group in over]
         self._resume(lanes, now)
         for lane in lanes:

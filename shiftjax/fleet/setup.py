@@ -1,7 +1,7 @@
 """A fleet as settings want it: its policy, and the groups that it begins with. No JAX."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from shiftjax.core.lane import Lane
 from shiftjax.core.policy import Policy
@@ -10,7 +10,7 @@ from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet import switching
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.control import Fleet, SwitchRules
 from shiftjax.fleet.cost_arrangement import CostArrangement
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.handover import Mover
@@ -41,7 +41,11 @@ def make_fleet(
     """
     options = deployment.fleet
     modes = {lane.group.width: lane.modes for lane in lanes}
-    timed: dict[str, Any] = {} if clock is None else {"clock": clock}
+    rules = SwitchRules(
+        options.switch,
+        block_bytes=deployment.block_bytes * deployment.tp,
+        clock=clock or time.perf_counter,
+    )
     policy = make_fleet_policy(deployment, policies, costs, modes)
     if isinstance(policy, CostArrangement):
         steps = Steps(policy.decode_seconds, policy.prefill_rate)
@@ -51,17 +55,9 @@ def make_fleet(
             closing = [by_group[group] for group in change.sources]
             return switching.kind_of_bind(change, closing, wanting, steps, policy.moves)
 
-        timed["kind_of_bind"] = kind_of_bind
-    return Fleet(
-        lanes,
-        first_arrangement(deployment),
-        policy,
-        mover,
-        deployment.limits,
-        switch=options.switch,
-        block_bytes=deployment.block_bytes * deployment.tp,
-        **timed,
-    )
+        rules = rules._replace(kind_of_bind=kind_of_bind)
+    first = first_arrangement(deployment)
+    return Fleet(lanes, first, policy, mover, deployment.limits, rules)
 
 
 def move_costs(deployment: Deployment, machine: Machine) -> MoveCosts:

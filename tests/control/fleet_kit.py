@@ -15,7 +15,7 @@ from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policy import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.control import Fleet, SwitchRules
 from shiftjax.fleet.policy import FleetPolicy
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
@@ -101,7 +101,7 @@ def make_fleet(
         policy or Told(),
         EchoMover(pools),
         limits,
-        **(fleet or {}),
+        SwitchRules(**(fleet or {})),
     )
     mode_policy = make_policy("threshold", 8)
     return Engine(
