@@ -31,7 +31,7 @@ from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import divide_decode
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.prefill import prefill_attention
-from pallas_kernels.rows import Rows
+from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.step_work import KernelConfig, divide_step
 
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
@@ -234,7 +234,7 @@ def prefill_calls(shape: PrefillShape, config: KernelConfig, effort: Effort) -> 
     table = 1 + np.random.default_rng(0).permutation(blocks).astype(np.int32)[None]
     lens, starts = np.array([length], np.int32), np.array([0, shape.tokens], np.int32)
     sizes = {"num_tokens": shape.tokens, "heads": (shape.heads, shape.kv_heads)}
-    work = divide_step(lens, starts, 0, **sizes, config=config).prefill
+    work = divide_step(Sequences(lens, starts, 0), **sizes, config=config).prefill
     sinks = jnp.zeros(shape.heads, jnp.bfloat16) if shape.has_sinks else None
     scale = shape.head_dim**-0.5
     options = AttentionOptions(scale, sinks=sinks, interpret=effort.interpret)

@@ -17,6 +17,7 @@ from jaxtyping import Int32
 
 from pallas_kernels import prefill_split
 from pallas_kernels.prefill_split import SPAN
+from pallas_kernels.rows import Sequences
 
 WARPGROUP_ROWS = 64  # rows of one matrix instruction
 COMPUTE_WARPGROUPS = 2
@@ -80,25 +81,23 @@ def tokens_per_warpgroup(q_per_kv: int) -> int:
 
 
 def divide_prefill(
-    seq_lens: Int32[np.ndarray, " seqs"],
-    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
-    num_decodes: int,
+    sequences: Sequences,
     *,
     num_tokens: int,
-    q_per_kv: int,
-    kv_heads: int,
+    heads: tuple[int, int],
     sliding_window: int | None = None,
     max_context: int | None = None,
     config: PrefillConfig = DEFAULT_CONFIG,
 ) -> PrefillWork:
     """Cut the chunks after the first `num_decodes` sequences, and the padding, into jobs.
 
-    `num_tokens` is the bucket's; `q_per_kv` query heads share one of the `kv_heads` of a device.
+    `num_tokens` is the bucket's; `heads` (of queries, of keys and values) are those of a device.
     The padding is a chunk that ends at position 0, so that it sees nothing and becomes zeros. Work
     for a wider window, or none, is right for layers with a narrower one, too. `max_context`, in
     tokens, bounds the parts where `config.fixed_rounds` cuts contexts; ValueError without it.
     """
-    tile = COMPUTE_WARPGROUPS * tokens_per_warpgroup(q_per_kv)
+    (seq_lens, query_start_loc, num_decodes, _), kv_heads = sequences, heads[1]
+    tile = COMPUTE_WARPGROUPS * tokens_per_warpgroup(heads[0] // kv_heads)
     seq = np.append(np.arange(num_decodes, len(seq_lens)), 0)
     starts = np.append(query_start_loc[num_decodes:], num_tokens).astype(np.int64)
     positions = np.append(seq_lens[num_decodes:], 0) - np.diff(starts)

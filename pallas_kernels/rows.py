@@ -20,6 +20,25 @@ class Rows(NamedTuple):
     length: Int32[Any, " rows"]  # the context that it sees: the position of its token, plus one
 
 
+class Sequences(NamedTuple):
+    """The sequences of a step, padded to its bucket; those whose tokens are decode rows first."""
+
+    lens: Int32[Any, " seqs"]  # of the context, with the new tokens
+    starts: Int32[Any, " seqs_plus_1"]  # first token of each
+    num_decodes: int
+    num_rows: int | None = None  # that the bucket has at most; None: as many as sequences
+
+    @property
+    def rows(self) -> Rows:
+        """The tokens of the first `num_decodes`."""
+        return rows_of(self.lens, self.starts, self.num_decodes)
+
+    @property
+    def most_rows(self) -> int:
+        """Decode rows that a step of the bucket has at most."""
+        return self.num_rows or len(self.lens)
+
+
 def rows_of(
     seq_lens: Int32[np.ndarray, " seqs"],
     query_start_loc: Int32[np.ndarray, " seqs_plus_1"],

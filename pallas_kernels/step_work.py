@@ -2,12 +2,9 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from jaxtyping import Int32
-
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
 from pallas_kernels.prefill_work import PrefillConfig, PrefillWork, divide_prefill
-from pallas_kernels.rows import rows_of
+from pallas_kernels.rows import Sequences
 
 
 class KernelConfig(NamedTuple):
@@ -28,35 +25,28 @@ class StepWork(NamedTuple):
 
 
 def divide_step(
-    seq_lens: Int32[np.ndarray, " seqs"],
-    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
-    num_decodes: int,
+    sequences: Sequences,
     *,
     num_tokens: int | None,
     heads: tuple[int, int],
-    num_rows: int | None = None,
     sliding_window: int | None = None,
     max_context: int | None = None,
     config: KernelConfig = DEFAULT_CONFIG,
 ) -> StepWork:
-    """Divide one step, given its padded arrays; `num_tokens` is the bucket's.
+    """Divide one step; `num_tokens` is the bucket's.
 
-    `heads` (of queries, of keys and values) are those of one device. Every token of the first
-    `num_decodes` sequences is a decode row; a bucket has `num_rows` at most (None: as many as
-    sequences). Without `num_tokens` there are no tiles: the bucket has as many rows as tokens, and
-    every sequence must be among `num_decodes`. Layers with different windows can share what is
+    `heads` (of queries, of keys and values) are those of one device. Without `num_tokens` there are
+    no tiles: the bucket has as many rows as tokens, and every sequence must be among the first
+    `num_decodes`. Layers with different windows can share what is
     divided for the widest of them: it is right for all, and balanced for that one. `max_context`
     is for `PrefillConfig.fixed_rounds`.
     """
     tiles = None
     if num_tokens is not None:
         tiles = divide_prefill(
-            seq_lens,
-            query_start_loc,
-            num_decodes,
+            sequences,
             num_tokens=num_tokens,
-            q_per_kv=heads[0] // heads[1],
-            kv_heads=heads[1],
+            heads=heads,
             sliding_window=sliding_window,
             max_context=max_context,
             config=config.prefill,
@@ -64,8 +54,8 @@ def divide_step(
     return StepWork(
         tiles,
         divide_decode(
-            rows_of(seq_lens, query_start_loc, num_decodes),
-            num_rows or len(seq_lens),
+            sequences.rows,
+            sequences.most_rows,
             kv_heads=heads[1],
             sliding_window=sliding_window,
             config=config.decode,

@@ -31,7 +31,7 @@ from pallas_kernels.grouped import TILE_ROWS, GroupedConfig
 from pallas_kernels.measure import Effort, ExpertsShape
 from pallas_kernels.measure_experts import experts_error
 from pallas_kernels.paged_attention import ragged_paged_attention
-from pallas_kernels.rows import Rows
+from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.step_work import KernelConfig, StepWork, divide_step
 from pallas_kernels.tuned import safe_config
 from shiftjax.device import write_cases
@@ -109,7 +109,7 @@ def divided(
     """Divide a step as the kernels want it."""
     options = {"sliding_window": kernel.sliding_window, "config": config_of(kernel)}
     sizes = {"num_tokens": num_tokens, "heads": kernel.heads}
-    return divide_step(lens, starts, num_decodes, **sizes, **options)
+    return divide_step(Sequences(lens, starts, num_decodes), **sizes, **options)
 
 
 def config_of(kernel: Kernel) -> KernelConfig:

@@ -35,7 +35,7 @@ from pallas_kernels.measure import (
 )
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
-from pallas_kernels.rows import Rows
+from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import FILE, to_row
 
@@ -98,8 +98,8 @@ def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
     if candidate.kernel == "prefill":
         config = PrefillConfig(**settings)
         attend = partial(prefill_attention, config=config)
-        sizes = {"num_tokens": tokens, "q_per_kv": heads // kv_heads}
-        work = divide_prefill(lens, starts, 0, **sizes, kv_heads=kv_heads, config=config)
+        sizes = {"num_tokens": tokens, "heads": (heads, kv_heads)}
+        work = divide_prefill(Sequences(lens, starts, 0), **sizes, config=config)
     else:
         config = DecodeConfig(**settings)
         work = divide_decode(Rows(lens[:0], lens[:0]), seqs, kv_heads=kv_heads, config=config)

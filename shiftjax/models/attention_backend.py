@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.rows import Rows
+from pallas_kernels.rows import Rows, Sequences
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import (
     AttentionMetadata,
@@ -93,6 +93,10 @@ def xla_attention(
         own = {"block_size": block_size, "sizes": sizes} | kwargs
         return tuple(divide(*args, sliding_window=window, **own) for window in windows)
 
+    def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
+        sequences = Sequences(seq_lens, query_start_loc, num_decodes, num_rows)
+        return for_each_window(divide_attention, block_tables, sequences, num_tokens=num_tokens)
+
     def attend(q, pool, metadata, terms):
         work = metadata.work[terms.window]
         tables = terms.block_tables(pool, metadata.block_tables)
@@ -109,10 +113,8 @@ def xla_attention(
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
 
-    each = functools.partial(functools.partial, for_each_window)
-    return AttentionBackend(
-        "xla", each(divide_attention), each(divide_rows), attend, attend_rows, write
-    )
+    rows = functools.partial(for_each_window, divide_rows)
+    return AttentionBackend("xla", divide, rows, attend, attend_rows, write)
 
 
 def choose_attention(
@@ -250,12 +252,9 @@ def pallas_attention(
         check_contexts(block_tables, seq_lens, block_size)
         divided = functools.partial(
             step_work.divide_step,
-            seq_lens,
-            query_start_loc,
-            num_decodes,
+            Sequences(seq_lens, query_start_loc, num_decodes, num_rows),
             num_tokens=num_tokens,
             heads=(layout.heads_per_device, layout.kv_heads_per_device),
-            num_rows=num_rows,
             max_context=block_tables.shape[1] * block_size,
             config=config,
         )

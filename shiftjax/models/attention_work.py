@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from pallas_kernels.rows import Rows, rows_of
+from pallas_kernels.rows import Rows, Sequences
 
 
 class RowLoop(NamedTuple):
@@ -130,34 +130,35 @@ def whole_blocks(tokens: int, block_size: int) -> int:
 
 def divide_attention(
     block_tables: Int32[np.ndarray, "seqs blocks_per_seq"],
-    seq_lens: Int32[np.ndarray, " seqs"],
-    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
-    num_decodes: int,
+    sequences: Sequences,
     *,
     num_tokens: int,
-    num_rows: int | None = None,
     block_size: int,
     sliding_window: int | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> AttentionWork:
-    """Divide one step, given its padded arrays; `num_tokens` and `num_rows` are the bucket's.
+    """Divide one step; `num_tokens` is the bucket's.
 
-    Every token of the first `num_decodes` sequences is a decode row, of which there are `num_rows`
-    at most (None: as many as sequences); the others are prefill chunks. Where `sizes` let many rows
+    Every token of the first `num_decodes` sequences is a decode row; the others are prefill chunks.
+    Where `sizes` let many rows
     of a sequence be tiles, they are, and no jobs. Raises ValueError where a context is longer than
     its block table, which the device would read past without a word.
     """
+    seq_lens, query_start_loc, num_decodes, _ = sequences
     check_contexts(block_tables, seq_lens, block_size)
-    num_rows = num_rows or len(seq_lens)
+    num_rows = sequences.most_rows
     tile = tile_tokens(num_tokens, num_rows, sizes)
     options = {"block_size": block_size, "sliding_window": sliding_window, "sizes": sizes}
-    rows = rows_of(seq_lens, query_start_loc, num_decodes)
+    rows = sequences.rows
     in_tiles = np.arange(len(seq_lens)) >= num_decodes
     if _row_tile(num_tokens, num_rows, sizes):
         in_tiles |= 2 * np.diff(query_start_loc) >= tile
         rows = rows._replace(length=np.where(in_tiles[rows.seq], 0, rows.length))
-    of = np.flatnonzero(in_tiles), seq_lens, query_start_loc, num_tokens, tile
-    return AttentionWork(divide_rows(rows, num_rows, **options), _divide_tiles(*of, **options))
+    chunk = whole_blocks(sizes.tile_chunk, block_size)
+    of = np.flatnonzero(in_tiles), sequences, num_tokens, tile, chunk
+    return AttentionWork(
+        divide_rows(rows, num_rows, **options), _divide_tiles(*of, window=sliding_window)
+    )
 
 
 def check_contexts(
@@ -232,17 +233,18 @@ def _rounds_per_job(chunks: np.ndarray, lanes: int, capacity: int) -> int:
 
 def _divide_tiles(
     seqs: np.ndarray,
-    seq_lens: Int32[np.ndarray, " seqs"],
-    query_start_loc: Int32[np.ndarray, " seqs_plus_1"],
+    sequences: Sequences,
     num_tokens: int,
     tile: int,
+    chunk: int,
     *,
-    block_size: int,
-    sliding_window: int | None,
-    sizes: LoopSizes,
+    window: int | None,
 ) -> TileWork:
-    """Cut the sequences `seqs` into tiles of `tile` tokens, in a bucket of `num_tokens`."""
-    chunk, window = whole_blocks(sizes.tile_chunk, block_size), sliding_window
+    """Cut the sequences `seqs` into tiles of `tile` tokens, in a bucket of `num_tokens`.
+
+    A round takes `chunk` tokens of context.
+    """
+    seq_lens, query_start_loc, *_ = sequences
     capacity = -(-num_tokens // tile) + len(seq_lens)
     first, after = (query_start_loc[at].astype(np.int64) for at in (seqs, seqs + 1))
     tiles = -(-(after - first) // tile)

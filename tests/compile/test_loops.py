@@ -11,6 +11,7 @@ import pytest
 aot.require()
 pytestmark = pytest.mark.thorough
 
+from pallas_kernels.rows import Sequences  # noqa: E402
 from shiftjax.models.attention import (  # noqa: E402
     LoopOptions,
     divide_attention,
@@ -30,7 +31,7 @@ def compiled_loops(chip: str, rows: int) -> tuple[str, int]:
     tables = np.zeros((rows, 512), np.int32)
     lens, starts = np.zeros(rows, np.int32), np.zeros(rows + 1, np.int32)
     sizes = {"num_tokens": rows, "block_size": BLOCK_SIZE, "sizes": GPU_SIZES}
-    work = divide_attention(tables, lens, starts, 0, **sizes)
+    work = divide_attention(tables, Sequences(lens, starts, 0), **sizes)
     q = jax.ShapeDtypeStruct((rows, HEADS, HEAD_DIM), jnp.bfloat16)
     pool = (jax.ShapeDtypeStruct((16_385, KV_HEADS, BLOCK_SIZE, HEAD_DIM), jnp.bfloat16),) * 2
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.thorough
 from pallas_kernels.call import AttentionOptions, PagedKV  # noqa: E402
 from pallas_kernels.prefill import prefill_attention  # noqa: E402
 from pallas_kernels.prefill_work import DEFAULT_CONFIG, PrefillConfig, divide_prefill  # noqa: E402
+from pallas_kernels.rows import Sequences  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
 TOKENS, SEQS, BLOCKS, MAX_BLOCKS = 2048, 64, 4096, 256
@@ -79,8 +80,8 @@ def compile_kernel(
     q = jax.ShapeDtypeStruct((tokens, q_per_kv * kv_heads, head_dim), dtype)
     pool = jax.ShapeDtypeStruct((BLOCKS, kv_heads, block_size, head_dim), kv_dtype)
     kv = PagedKV(pool, pool, jax.ShapeDtypeStruct((SEQS, MAX_BLOCKS), jnp.int32), lens)
-    heads = {"q_per_kv": q_per_kv, "kv_heads": kv_heads}
-    work = divide_prefill(lens, starts, 0, num_tokens=tokens, **heads, config=config)
+    sizes = {"num_tokens": tokens, "heads": (q_per_kv * kv_heads, kv_heads)}
+    work = divide_prefill(Sequences(lens, starts, 0), **sizes, config=config)
     mesh = aot.make_mesh(chip, (1,), ("x",))
 
     of_heads = jax.ShapeDtypeStruct(q.shape[1:2], dtype) if sinks else None

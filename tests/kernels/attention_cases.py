@@ -16,7 +16,7 @@ from pallas_kernels import decode, prefill, reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
 from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
-from pallas_kernels.rows import rows_of
+from pallas_kernels.rows import Sequences, rows_of
 
 FP8 = jnp.float8_e4m3fn
 NULL_BLOCK = 0
@@ -122,12 +122,9 @@ def run_prefill(
 ) -> np.ndarray:
     """Run the prefill kernel."""
     work = divide_prefill(
-        step.kv.seq_lens,
-        step.query_start_loc,
-        len(case.decodes),
+        Sequences(step.kv.seq_lens, step.query_start_loc, len(case.decodes)),
         num_tokens=step.q.shape[0],
-        q_per_kv=case.q_per_kv,
-        kv_heads=case.kv_heads,
+        heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
         sliding_window=case.sliding_window if case.divided_window == -1 else case.divided_window,
         max_context=step.kv.block_tables.shape[1] * case.block_size,
         config=case.config,

@@ -7,6 +7,7 @@ from spent import quick
 from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.prefill_work import PrefillConfig
+from pallas_kernels.rows import Sequences
 from pallas_kernels.step_work import KernelConfig, divide_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -33,13 +34,11 @@ CASES = {
 def test_a_step_is_attention(name):
     case = CASES[name]
     step = make_step(case)
+    most = max(case.num_rows, len(step.kv.seq_lens))
     work = divide_step(
-        step.kv.seq_lens,
-        step.query_start_loc,
-        len(case.decodes),
+        Sequences(step.kv.seq_lens, step.query_start_loc, len(case.decodes), most),
         num_tokens=step.q.shape[0],
         heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
-        num_rows=max(case.num_rows, len(step.kv.seq_lens)),
         sliding_window=case.sliding_window,
         config=CONFIG,
     )
@@ -57,12 +56,9 @@ def test_a_bucket_of_rows_alone_needs_no_tiles():
     case = Case(((5, 70), (1, 1)), decodes=(130, 20), drafts=1, tokens=12, kv_heads=2, padding=2)
     step = make_step(case)
     work = divide_step(
-        step.kv.seq_lens,
-        step.query_start_loc,
-        4,
+        Sequences(step.kv.seq_lens, step.query_start_loc, 4, case.tokens),
         num_tokens=None,
         heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
-        num_rows=case.tokens,
         config=CONFIG,
     )
     assert work.prefill is None

@@ -17,6 +17,7 @@ from pallas_kernels.prefill_work import (
     divide_prefill,
     tokens_per_warpgroup,
 )
+from pallas_kernels.rows import Sequences
 
 CHUNKS = st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3000)), max_size=6)
 ROUNDS = st.sampled_from([None, 0, 1, 3])
@@ -29,8 +30,8 @@ def divide(chunks, decodes=0, padding_seqs=0, padding=0, q_per_kv=8, kv_heads=1,
     before = np.array([9] * decodes + [c for _, c in chunks] + [0] * padding_seqs, np.int32)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     options = {"num_tokens": int(starts[-1]) + padding, "max_context": 4096, **options}
-    heads = {"q_per_kv": q_per_kv, "kv_heads": kv_heads}
-    return divide_prefill(new + before, starts, decodes, **heads, **options), before, starts
+    sequences, heads = Sequences(new + before, starts, decodes), (q_per_kv * kv_heads, kv_heads)
+    return divide_prefill(sequences, heads=heads, **options), before, starts
 
 
 def jobs_of(work: PrefillWork) -> Job:

@@ -20,7 +20,7 @@ from spent import thorough
 
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.rows import Rows
+from pallas_kernels.rows import Rows, Sequences
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
@@ -80,9 +80,8 @@ def make_case(
     lens = np.zeros(seqs, np.int32)
     lens[: len(seq_lens)] = seq_lens
     work = divide_attention(
-        tables, lens, starts, num_decodes,
-        num_tokens=tokens, num_rows=num_rows, block_size=block_size, sliding_window=window,
-        sizes=sizes,
+        tables, Sequences(lens, starts, num_decodes, num_rows),
+        num_tokens=tokens, block_size=block_size, sliding_window=window, sizes=sizes,
     )  # fmt: skip
     slot_mapping = np.zeros(tokens, np.int32)
     slot_mapping[: len(slots)] = slots
@@ -295,7 +294,8 @@ def test_shapes_of_work_depend_on_the_bucket_only():
 def test_refuses_a_context_longer_than_its_table():
     with pytest.raises(ValueError, match=r"600 tokens .* 32 blocks of 16 \(512 tokens\)"):
         divide_attention(
-            np.zeros((1, 32), np.int32), np.array([600], np.int32), np.array([0, 1], np.int32), 1,
+            np.zeros((1, 32), np.int32),
+            Sequences(np.array([600], np.int32), np.array([0, 1], np.int32), 1),
             num_tokens=8, block_size=16,
         )  # fmt: skip
 
