@@ -18,6 +18,7 @@ are zeros when fetched, and dropped when written, by the copy engine.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +100,10 @@ class Item(NamedTuple):
     column: jax.Array
     part: jax.Array
     expert: jax.Array
+
+
+# Copies step `k` of an item's part into a slot of a ring, and arrives at its barrier.
+type Copier = Callable[[Item, Any, Any, Any], None]
 
 
 def make_problem(
@@ -206,9 +211,9 @@ def _fetch(problem: Problem, inputs: Inputs, shared: Shared) -> None:
     first, second = 0, 0 if problem.gated else PART
     gate, up = inputs.weights[0], inputs.weights[-1]
     jobs = [
-        functools.partial(_copy_weights, problem, gate, first, shared.weights[0]),
-        functools.partial(_copy_weights, problem, up, second, shared.weights[1]),
-        functools.partial(_copy_rows, problem, inputs.x, shared.x),
+        _weights_copier(problem, gate, first, shared.weights[0]),
+        _weights_copier(problem, up, second, shared.weights[1]),
+        _rows_copier(problem, inputs.x, shared.x),
     ]
 
     def by_warp(warp: jax.Array) -> None:
@@ -218,19 +223,21 @@ def _fetch(problem: Problem, inputs: Inputs, shared: Shared) -> None:
     plgpu.warp_map(by_warp)
 
 
-def _copy_weights(
-    problem: Problem, weights: Any, offset: int, ring: Any, item: Item, k: Any, slot: Any, full: Any
-) -> None:
-    channels = pl.ds(item.column * problem.width + offset, PART)
-    source = weights.at[item.expert, channels, _numbers_of(problem, item, k)]
-    plgpu.copy_gmem_to_smem(source, ring.at[slot], full)
+def _weights_copier(problem: Problem, weights: Any, offset: int, ring: Any) -> Copier:
+    def copy(item: Item, k: Any, slot: Any, full: Any) -> None:
+        channels = pl.ds(item.column * problem.width + offset, PART)
+        source = weights.at[item.expert, channels, _numbers_of(problem, item, k)]
+        plgpu.copy_gmem_to_smem(source, ring.at[slot], full)
+
+    return copy
 
 
-def _copy_rows(
-    problem: Problem, x: Any, ring: Any, item: Item, k: Any, slot: Any, full: Any
-) -> None:
-    rows = pl.ds(item.tile * problem.rows, problem.rows)
-    plgpu.copy_gmem_to_smem(x.at[rows, _numbers_of(problem, item, k)], ring.at[slot], full)
+def _rows_copier(problem: Problem, x: Any, ring: Any) -> Copier:
+    def copy(item: Item, k: Any, slot: Any, full: Any) -> None:
+        rows = pl.ds(item.tile * problem.rows, problem.rows)
+        plgpu.copy_gmem_to_smem(x.at[rows, _numbers_of(problem, item, k)], ring.at[slot], full)
+
+    return copy
 
 
 def _numbers_of(problem: Problem, item: Item, k: Any) -> Any:
@@ -238,7 +245,7 @@ def _numbers_of(problem: Problem, item: Item, k: Any) -> Any:
     return pl.ds((item.part * problem.steps + k) * problem.step, problem.step)
 
 
-def _stream(problem: Problem, tiles: Tiles, shared: Shared, job: Any) -> None:
+def _stream(problem: Problem, tiles: Tiles, shared: Shared, job: Copier) -> None:
     """Copy one operand of all items, each step as soon as there is room for it."""
     stages = jnp.int32(problem.stages)
 

@@ -175,8 +175,7 @@ def make_arrays(kernel: Kernel, steps: Steps, name: str) -> Arrays:
     pools = [np.full((blocks, *pool.shape[1:]), np.nan, pool.dtype) for pool in made.pool]
     for pool, part in zip(pools, made.pool, strict=True):
         pool[: len(part)] = part
-    k_pool, v_pool = pools
-    arrays = made.q, PagedKV(k_pool, v_pool, tables, made.lens), made.starts
+    arrays = made.q, PagedKV(pools[0], pools[1], tables, made.lens), made.starts
     expected = reference.ragged_paged_attention(*arrays, options_of(kernel))
     return Arrays(*arrays, expected)
 

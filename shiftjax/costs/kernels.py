@@ -40,12 +40,12 @@ def expert_numbers(pairs: float, num_tokens: int, per_token: int, hidden: int, i
 
 
 class Product(NamedTuple):
-    """So many products [rows, inner] x [inner, columns] in one kernel."""
+    """`num` products [rows, inner] x [inner, columns] in one kernel."""
 
     rows: float
     inner: int
     columns: int
-    repeats: float = 1.0
+    num: float = 1.0
 
 
 class KernelCosts(NamedTuple):

@@ -23,7 +23,7 @@ from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
 from shiftjax.fleet.mover_device import DeviceMover
 from shiftjax.host_tier.store_device import Extents
-from shiftjax.models.attention_backend import AttentionBackend, choose_attention
+from shiftjax.models.attention_backend import AttentionBackend, AttentionNeeds, choose_attention
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.parallel.grid import Device, Group, Mode
@@ -87,19 +87,12 @@ def attention_of(
 ) -> AttentionBackend:
     """The attention of groups of one width, on devices like this one."""
     layout, size, formats = deployment.layout, deployment.block_size, deployment.formats
-    dtype, kv = (FORMATS[name].dtype for name in (formats.activations, formats.kv))
+    dtypes = FORMATS[formats.activations].dtype, FORMATS[formats.kv].dtype
+    has_drafts = deployment.drafts.speculation != "none"
+    needs = AttentionNeeds(deployment.deterministic, has_drafts, deployment.attention)
     shape = shape_of(layout, formats, size, deployment.buckets[-1], deployment.deterministic)
-    return choose_attention(
-        layout,
-        device,
-        dtype,
-        kv,
-        size,
-        deterministic=deployment.deterministic,
-        drafts=deployment.drafts.speculation != "none",
-        wanted=deployment.attention,
-        check=None if check is None else partial(check, shape),
-    )
+    tries = None if check is None else partial(check, shape)
+    return choose_attention(layout, device, dtypes, size, needs, tries)
 
 
 def place(

@@ -117,33 +117,40 @@ def xla_attention(
     return AttentionBackend("xla", divide, rows, attend, attend_rows, write)
 
 
+class AttentionNeeds(NamedTuple):
+    """What the settings ask of attention."""
+
+    deterministic: bool = False  # a row has the same bits whatever the others are
+    drafts: bool = False  # sequences may have several rows
+    wanted: Literal["auto", "pallas", "xla"] = "auto"  # the setting `attention`
+
+
+NO_NEEDS = AttentionNeeds()
+
+
 def choose_attention(
     layout: Layout,
     device: Device,
-    dtype: DTypeLike,
-    kv_dtype: DTypeLike,
+    dtypes: tuple[DTypeLike, DTypeLike],
     block_size: int,
-    *,
-    deterministic: bool = False,
-    drafts: bool = False,
-    wanted: Literal["auto", "pallas", "xla"] = "auto",
+    needs: AttentionNeeds = NO_NEEDS,
     check: Callable[[], str | None] | None = None,
 ) -> AttentionBackend:
     """Return the kernels where device and shapes allow them, else the XLA loops.
 
-    `dtype` is that of activations; what is `deterministic` gives a row the same bits whatever the
-    others; with `drafts` sequences may have several rows. `wanted` is the setting `attention`.
-    `check` tries the kernels on the devices and returns what is wrong with them; it is asked last,
-    and None does not ask. On a GPU without kernels, or with a tuning table that does not know it,
-    this warns; call it once for a deployment.
+    `dtypes` are those of activations and of keys and values. `check` tries the kernels on the
+    devices and returns what is wrong with them; it is asked last, and None does not ask. On a GPU
+    without kernels, or with a tuning table that does not know it, this warns; call it once for a
+    deployment.
 
     Raises:
         ConfigError: `wanted` are the kernels, and they cannot be had.
     """
+    deterministic, drafts, wanted = needs
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
     if reason is None:
         kernels, is_tuned = tuned_attention(layout, device, block_size, deterministic)
-        reason = _why_not_traced(kernels, layout, dtype, kv_dtype, block_size)
+        reason = _why_not_traced(kernels, layout, *dtypes, block_size)
         if reason is None and check is not None:
             reason = check()
         if reason is None:

@@ -363,9 +363,9 @@ def _traced_once(context: Context) -> RunLayer:
         x: Float[Array, "tokens hidden"],
         pool: LayerPool,
         place: PoolPlace | None,
-        ropes: tuple[Rope, ...],
-        metadata: AttentionMetadata,
+        of_step: tuple[tuple[Rope, ...], AttentionMetadata],
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+        ropes, metadata = of_step
         own = context._replace(ropes=ropes, metadata=metadata, place=place)
         return nnx.merge(graphdef, params)(x, pool, own)
 
@@ -375,7 +375,7 @@ def _traced_once(context: Context) -> RunLayer:
         pool: LayerPool,
         place: PoolPlace | None,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return call(*nnx.split(layer), x, pool, place, context.ropes, context.metadata)
+        return call(*nnx.split(layer), x, pool, place, (context.ropes, context.metadata))
 
     return run
 

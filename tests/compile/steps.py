@@ -209,7 +209,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     attention = (
         xla_attention(layout.model.head_dim, layout.model.windows, pool.block_size)
         if case.attention == "xla"
-        else choose_attention(layout, devices[0], jnp.bfloat16, case.kv_dtype, pool.block_size)
+        else choose_attention(layout, devices[0], (jnp.bfloat16, case.kv_dtype), pool.block_size)
     )
     assert attention.name == case.attention
     model = define(layout, case.formats)

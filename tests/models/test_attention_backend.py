@@ -20,7 +20,12 @@ from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.request import SamplingParams
 from shiftjax.models.attention import BYTE, AttentionMetadata, LayerTerms
-from shiftjax.models.attention_backend import FP8, choose_attention, pallas_attention
+from shiftjax.models.attention_backend import (
+    FP8,
+    AttentionNeeds,
+    choose_attention,
+    pallas_attention,
+)
 from shiftjax.models.gpu_software import Assembler
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
@@ -37,7 +42,8 @@ HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capa
 
 
 def choose(device, layout=LLAMA, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16, block_size=16, **asked):
-    return choose_attention(layout, device, dtype, kv_dtype, block_size, **asked)
+    check, needs = asked.pop("check", None), AttentionNeeds(**asked)
+    return choose_attention(layout, device, (dtype, kv_dtype), block_size, needs, check)
 
 
 def test_a_cpu_gets_xla_without_a_word(caplog):
@@ -251,9 +257,9 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
     make_checkpoint = engines.scaled_checkpoint if kv_dtype == "fp8" else engines.checkpoint
     directory, *_ = make_checkpoint(**{"num_hidden_layers": 1} | sizes | model)
 
-    def choose(layout, device, dtype, kv_dtype, block_size, **_):
+    def choose(layout, device, dtypes, block_size, *_):
         if name == "xla":
-            return choose_attention(layout, device, dtype, kv_dtype, block_size)
+            return choose_attention(layout, device, dtypes, block_size)
         return of_bytes(pallas_attention(layout, FEW_BLOCKS, block_size, interpret=INTERPRETED))
 
     monkeypatch.setattr("shiftjax.device.groups.choose_attention", choose)
