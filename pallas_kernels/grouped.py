@@ -10,7 +10,7 @@ and XLA's: the tiles (`grouped_work`), with codes those of x, and the order undo
 the sum over a token's experts.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from pallas_kernels.grouped_combine import add_down, combine_gated
 from pallas_kernels.grouped_product import (
     OVERHEAD_BYTES,
     SHARED_MEMORY_LIMIT,
+    GroupedConfig,
     Inputs,
     make_problem,
     multiply_tiles,
@@ -50,15 +51,6 @@ from pallas_kernels.grouped_work import (
     place_pairs,
 )
 from pallas_kernels.mosaic import FP8
-
-
-class GroupedConfig(NamedTuple):
-    """How the kernels use the chip; the result is the same."""
-
-    rows: int = 128  # of a tile: one of TILE_ROWS
-    num_blocks: int = 132  # thread blocks of the products: one for each multiprocessor
-    stages: int | None = None  # of shared memory; None: as many as fit
-    parts: tuple[int, int] = 1, 1  # of the contraction: of gate and up, and of down
 
 
 def config_for(mean_pairs: float, weights: ExpertWeights, cores: int = 132) -> GroupedConfig:
@@ -95,8 +87,8 @@ def grouped_mlp(
     def multiply(source: Any, names: tuple[str, ...], row_scale: Any) -> jax.Array:
         matrices, scales, biases = (_of_all(weights, names, n) for n in ("", "_scale", "_bias"))
         gated = len(names) > 1
-        sizes = config.num_blocks, interpret, config.stages, config.parts[not gated]
-        problem = make_problem(gate if gated else None, rows, matrices[0], x.dtype, *sizes)
+        own = gate if gated else None
+        problem = make_problem(config, own, matrices[0], x.dtype, interpret)
         gain = None if gated or biases is None else row_gains
         inputs = Inputs(tiles, source, matrices, scales, row_scale, biases, gain)
         out = multiply_tiles(problem, inputs)

@@ -45,6 +45,15 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # of a thread: 504 for the three 
 type Sums = Float[Array, "parts matrices tiles padded tile_rows"]
 
 
+class GroupedConfig(NamedTuple):
+    """How the kernels use the chip; the result is the same."""
+
+    rows: int = 128  # of a tile: one of TILE_ROWS
+    num_blocks: int = 132  # thread blocks of the products: one for each multiprocessor
+    stages: int | None = None  # of shared memory; None: as many as fit
+    parts: tuple[int, int] = 1, 1  # of the contraction: of gate and up, and of down
+
+
 class Problem(NamedTuple):
     """What is fixed when the kernel is compiled."""
 
@@ -107,19 +116,14 @@ type Copier = Callable[[Item, Any, Any, Any], None]
 
 
 def make_problem(
-    gate: Gate | None,
-    rows: int,
-    weight: jax.Array,
-    dtype: DTypeLike,
-    num_blocks: int,
-    interpret: Any,
-    stages: int | None = None,
-    parts: int = 1,
+    config: GroupedConfig, gate: Gate | None, weight: jax.Array, dtype: DTypeLike, interpret: Any
 ) -> Problem:
-    """Describe a product with `weight` [experts, out, in]; None: as many stages as there is room.
+    """Describe a product with `weight` [experts, out, in]; without a gate it is that of down.
 
-    Both sides are whole multiples of 64; `parts` divide the steps of the contraction.
+    Both sides are whole multiples of 64; `config.parts` divide the steps of the contraction.
     """
+    rows, num_blocks, stages, (of_gate, of_down) = config
+    parts = of_down if gate is None else of_gate
     _, channels, contraction = weight.shape
     size = weight.dtype.itemsize
     columns, step, steps = items_of(channels, contraction, size, gate is not None)

@@ -1,6 +1,6 @@
 """How much there is to read: counts of the code and of the documents, as a table.
 
-    python scripts/count_house.py [--root DIR] [--json FILE]
+    python scripts/count_house.py [--root DIR] [--json FILE] [--list]
 
 Code lines leave out blanks, comments and docstrings. A folder's floors are the modules of its
 longest chain of imports. The path of a request is the files that docs/house.md lists for it. A
@@ -76,12 +76,21 @@ def floors(graph: Mapping[str, set[str]]) -> int:
     return max(map(height, graph), default=0)
 
 
-def parameters(tree: ast.Module) -> Iterator[int]:
-    """How many parameters each function has, beside self and cls."""
+def parameters(tree: ast.Module) -> Iterator[tuple[str, int, int]]:
+    """(name, line, number of parameters beside self and cls) of each function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            yield sum(each.arg not in ("self", "cls") for each in given)
+            own = sum(each.arg not in ("self", "cls") for each in given)
+            yield node.name, node.lineno, own
+
+
+def long_signatures(root: Path) -> Iterator[str]:
+    """Each function with more parameters than the budget, as a line."""
+    for path in modules_of(root).values():
+        for name, line, number in parameters(ast.parse(path.read_text(encoding="utf-8"))):
+            if number > BUDGET:
+                yield f"{number:3}  {path.relative_to(root)}:{line} {name}"
 
 
 def holds_config(tree: ast.Module) -> bool:
@@ -148,7 +157,7 @@ def count(root: Path) -> dict[str, Any]:
         "their lines": sum(len(p.read_text(encoding="utf-8").splitlines()) for p in path),
         "file names that occur more than once": sum(n > 1 for n in shared.values()),
         f"functions with more than {BUDGET} parameters": sum(
-            n > BUDGET for tree in trees.values() for n in parameters(tree)
+            n > BUDGET for tree in trees.values() for _, _, n in parameters(tree)
         ),
         "files with a parameter or field of type EngineConfig": sum(
             map(holds_config, trees.values())
@@ -177,7 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write them there, too")
+    text = f"the functions with more than {BUDGET} parameters, instead"
+    parser.add_argument("--list", action="store_true", help=text)
     arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(long_signatures(arguments.root)))
+        return
     counts = count(arguments.root)
     width = max(map(len, counts))
     for name, value in counts.items():

@@ -55,3 +55,5 @@ def test_a_tree_is_counted(tmp_path):
     counts = json.loads(file.read_text())
     assert {name: counts[name] for name in EXPECTED} == EXPECTED
     assert len(printed.splitlines()) == len(counts)
+    listed = subprocess.run([*command, "--list"], check=True, capture_output=True, text=True).stdout
+    assert listed == "  7  shiftjax/core/engine.py:4 step\n"
