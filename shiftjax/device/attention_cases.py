@@ -18,7 +18,6 @@ few steps of theirs (`expert_cases`).
 
 import dataclasses
 import importlib
-import itertools
 import json
 import os
 import sys
@@ -79,6 +78,10 @@ class Problem(NamedTuple):
     problem: str
     detail: str
     is_final: bool = True  # false: it may be something that passes, as a want of memory
+
+
+# Says what is wrong with the outputs of a device, one of each run, beside what is right.
+Wrong = Callable[[Sequence[np.ndarray], np.ndarray], str | None]
 
 
 def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
@@ -160,58 +163,75 @@ def try_step(
     """Run one step; None: nothing is wrong."""
     inputs, windows = make_inputs(shape, step), shape.windows
     loops = loops_of(shape.layout.model, shape.block_size)
-    expected = compiled(step, inputs, loops, devices)()
+    right = compiled(step, inputs, loops, devices)
 
-    def judge(run: Callable[[], np.ndarray]) -> Problem | None:
-        outputs = [run() for _ in range(NUM_RUNS)]
-        for (place, device), nth in itertools.product(enumerate(devices), range(len(windows))):
-            words = wrong_with([out[place, nth] for out in outputs], expected[place, nth], step)
-            if words:
-                words += f" (window {windows[nth]})" if len(windows) > 1 else ""
-                return Problem(words, f"on device {device.id} of {len(devices)}")
+    def wrong(outputs: Sequence[np.ndarray], expected: np.ndarray) -> str | None:
+        for nth, window in enumerate(windows):
+            if words := wrong_with([out[nth] for out in outputs], expected[nth], step):
+                return words + (f" (window {window})" if len(windows) > 1 else "")
         return None
 
-    return attempt(lambda: compiled(step, inputs, kernels, devices), judge)
+    return attempt(lambda: compiled(step, inputs, kernels, devices), right, wrong, devices)
 
 
 def try_write(shape: Shape, kernels: AttentionBackend, devices: Sequence[Device]) -> Problem | None:
     """Write codes of keys and values; None: nothing is wrong."""
     arrays = write_cases.make_arrays(shape)
     loops = loops_of(shape.layout.model, shape.block_size)
-
-    def judge(run: Callable[[], np.ndarray]) -> Problem | None:
-        found = write_cases.wrong_with_write(loops, arrays, run, devices, NUM_RUNS)
-        return Problem(*found) if found else None
-
-    return attempt(lambda: write_cases.outputs_of(kernels, arrays, devices), judge)
+    return attempt(
+        lambda: write_cases.outputs_of(kernels, arrays, devices),
+        write_cases.outputs_of(loops, arrays, devices),
+        write_cases.wrong_with_codes,
+        devices,
+    )
 
 
 def try_experts(step: ExpertStep, shape: ExpertShape, devices: Sequence[Device]) -> Problem | None:
     """Run one step of experts; None: nothing is wrong."""
-
-    def judge(run: Callable[[], np.ndarray]) -> Problem | None:
-        found = expert_cases.wrong_with_step(shape, step, run, devices, NUM_RUNS)
-        return Problem(*found) if found else None
-
-    kernels = expert_cases.kernels(shape, step)
-    return attempt(lambda: expert_cases.outputs_of(kernels, shape, step, devices), judge)
+    kernels, loop = expert_cases.kernels(shape, step), expert_cases.loop(shape)
+    return attempt(
+        lambda: expert_cases.outputs_of(kernels, shape, step, devices),
+        expert_cases.outputs_of(loop, shape, step, devices),
+        partial(expert_cases.wrong_with_pairs, shape=shape),
+        devices,
+    )
 
 
 def attempt(
     compile_kernels: Callable[[], Callable[[], np.ndarray]],
-    judge: Callable[[Callable[[], np.ndarray]], Problem | None],
+    right: Callable[[], np.ndarray],
+    wrong: Wrong,
+    devices: Sequence[Device],
 ) -> Problem | None:
-    """Compile kernels and judge what comes of them; what either raises is a problem, too."""
+    """Compile kernels and judge what comes of them; what is raised is a problem, too.
+
+    Arrays have an axis of devices first. `right` makes what `wrong` holds the outputs against.
+    """
     try:
         run = compile_kernels()
     except Exception as error:
         words = f"the kernels do not compile ({type(error).__name__})"
         return Problem(words, traceback.format_exc())
     try:
-        return judge(run)
+        return judged(run, right(), wrong, devices, NUM_RUNS)
     except Exception as error:
         words = f"the kernels fail as they run ({type(error).__name__})"
         return Problem(words, traceback.format_exc(), is_final=False)
+
+
+def judged(
+    run: Callable[[], np.ndarray],
+    expected: np.ndarray,
+    wrong: Wrong,
+    devices: Sequence[Device],
+    num_runs: int,
+) -> Problem | None:
+    """Run compiled kernels some times; what is wrong with them on the first device where it is."""
+    outputs = [run() for _ in range(num_runs)]
+    for place, device in enumerate(devices):
+        if words := wrong([out[place] for out in outputs], expected[place]):
+            return Problem(words, f"on device {device.id} of {len(devices)}")
+    return None
 
 
 def tries_of(

@@ -108,6 +108,11 @@ def outputs_of(
     return lambda: np.asarray(program(*arguments))[:, step.is_own]
 
 
+def loop(shape: ExpertShape) -> Multiply:
+    """Return XLA's loop, which the kernels are held against."""
+    return functools.partial(tile_loop, activation=shape.activation)
+
+
 def kernels(shape: ExpertShape, step: ExpertStep) -> Multiply:
     """Return the kernels with the step's tiles."""
     gate = GATES[shape.activation]
@@ -132,22 +137,4 @@ def wrong_with_pairs(
     most = MOST_ERROR_OF_CODES if FORMATS[shape.weights].has_scales else MOST_ERROR
     if not (error < most).all():  # NaN is not
         return f"a pair of a token and an expert is off by {error.max():.2g} of its norm"
-    return None
-
-
-def wrong_with_step(
-    shape: ExpertShape,
-    step: ExpertStep,
-    run: Callable[[], np.ndarray],
-    devices: Sequence[Device],
-    num_runs: int,
-) -> tuple[str, str] | None:
-    """Run a compiled step; return what is wrong with it, and on which device."""
-    loop = functools.partial(tile_loop, activation=shape.activation)
-    expected = outputs_of(loop, shape, step, devices)()
-    outputs = [run() for _ in range(num_runs)]
-    for place, device in enumerate(devices):
-        words = wrong_with_pairs([out[place] for out in outputs], expected[place], shape)
-        if words:
-            return words, f"on device {device.id} of {len(devices)}"
     return None

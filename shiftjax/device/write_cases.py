@@ -104,20 +104,3 @@ def _numbered(codes: np.ndarray) -> np.ndarray:
     """Return numbers of e4m3 codes, given as bytes: neighbours are one apart, NaN is far off."""
     magnitude = (codes & 127).astype(np.int16)
     return np.where(magnitude == 127, 1000, np.where(codes > 127, -1 - magnitude, magnitude))
-
-
-def wrong_with_write(
-    loops: AttentionBackend,
-    arrays: Arrays,
-    run: Callable[[], np.ndarray],
-    devices: Sequence[Device],
-    num_runs: int,
-) -> tuple[str, str] | None:
-    """Run a compiled write; return what is wrong with it, and on which device."""
-    expected = outputs_of(loops, arrays, devices)()
-    outputs = [run() for _ in range(num_runs)]
-    for place, device in enumerate(devices):
-        words = wrong_with_codes([out[place] for out in outputs], expected[place])
-        if words:
-            return words, f"on device {device.id} of {len(devices)}"
-    return None

@@ -1,5 +1,7 @@
 """The grouped product of experts is tried before it serves: what is wrong with it is said."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +12,16 @@ from pallas_kernels.grouped import GroupedConfig, grouped_mlp
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
+from shiftjax.device import attention_cases
 from shiftjax.device.attention_cases import try_experts
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.expert_cases import (
     OTHERS,
     ExpertStep,
     expert_steps,
+    loop,
     outputs_of,
-    wrong_with_step,
+    wrong_with_pairs,
 )
 from shiftjax.models.expert_backend import GATES, ExpertShape, why_not_traced
 from shiftjax.models.tiles import tile_loop
@@ -32,10 +36,10 @@ STEP = ExpertStep("few", 16, np.random.default_rng(1).choice([0, 2, OTHERS], (9,
 def judged(multiply, shape: ExpertShape = SHAPE, num_runs: int = 2) -> str | None:
     """What is said of an implementation; None: nothing is wrong."""
     devices = jax.devices()[:1]
-    found = wrong_with_step(
-        shape, STEP, outputs_of(multiply, shape, STEP, devices), devices, num_runs
-    )
-    return None if found is None else found[0]
+    run, right = (outputs_of(each, shape, STEP, devices) for each in (multiply, loop(shape)))
+    wrong = partial(wrong_with_pairs, shape=shape)
+    found = attention_cases.judged(run, right(), wrong, devices, num_runs)
+    return None if found is None else found.problem
 
 
 @pytest.mark.costs(8)
