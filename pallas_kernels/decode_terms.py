@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
     @property
     def result_rows(self) -> int:
-        """The products' results below each other."""
+        """Rows of all products' results, stacked."""
         return sum(size for _, size in self.products)
 
 

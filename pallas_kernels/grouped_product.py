@@ -375,7 +375,7 @@ def _all_scaled(
 
 
 def _activate(gate: Gate, g: jax.Array, u: jax.Array) -> jax.Array:
-    """See `Gate`."""
+    """Return the gated activation of gate and up, with the slope and limits of `Gate`."""
     if gate.limit is not None:
         g = jnp.minimum(g, gate.limit)
         u = jnp.minimum(jnp.maximum(u, -gate.limit), gate.limit) + 1.0

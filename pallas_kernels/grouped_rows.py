@@ -30,7 +30,7 @@ LEAST_SCALED = 1e-20  # what is smaller than this in all of a row becomes zeros
 
 
 class Launch(NamedTuple):
-    """How the kernels are run."""
+    """Launch parameters: the number of thread blocks, and interpreter settings."""
 
     num_blocks: int
     interpret: Any

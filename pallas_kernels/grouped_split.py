@@ -23,7 +23,7 @@ LEAST_STEPS = 2  # of a part
 
 
 class Items(NamedTuple):
-    """What a product has of each tile."""
+    """How a product of one tile is cut into work items."""
 
     columns: int  # blocks of output channels
     step: int  # of the contraction, numbers

@@ -113,7 +113,7 @@ def divide_rows(sizes: Int32[Array, " experts"], pairs: int, tile: int) -> Tiles
 
 
 def place_pairs(routed: Routed, tiles: Tiles, tile: int) -> Placed:
-    """Find where pairs are, of tiles of `tile` rows."""
+    """Return which pair each tile row holds, and which row each pair has, for `tile` rows."""
     nth = jnp.arange(tile, dtype=jnp.int32)
     nth = jnp.minimum(nth[None, :], jnp.maximum(tiles.rows - 1, 0)[:, None])
     pair = routed.row[tiles.first[:, None] + nth]

@@ -41,7 +41,7 @@ LANES, LAUNCHES = 128, 16  # elements of the smallest kernel; how many times `Ef
 
 
 class Effort(NamedTuple):
-    """How much to measure."""
+    """Repeats and sizes of a measurement."""
 
     repeats: int = 7  # programs, of whose times the median counts
     calls: int = 16  # in a chain
@@ -52,7 +52,7 @@ class Effort(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What this device can do at best."""
+    """Measured ceilings of this device, by which kernels are rated."""
 
     bytes_per_second: float  # of a copy: read and written
     flops_per_second: float  # of a square bfloat16 GEMM

@@ -104,5 +104,5 @@ def _sum(count: jax.Array, read: Any, sink: jax.Array | None) -> Sum:
 
 
 def _along(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Repeat a value of each row along it."""
+    """Broadcast `x`, one value per row, to the shape of `rows`."""
     return lax.broadcast_in_dim(x, rows.shape, [0])

@@ -95,7 +95,7 @@ def blocks_of(
 
 
 def copy_blocks(sources: Sequence[Any], stage: Any, barrier: Any) -> None:
-    """Ask for a round."""
+    """Start the TMA copies of one round into `stage`; `barrier` counts their bytes."""
     for i, source in enumerate(sources):
         rows = pl.ds(i * source.shape[0], source.shape[0])
         plgpu.copy_gmem_to_smem(source, stage.at[rows], barrier)

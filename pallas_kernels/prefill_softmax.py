@@ -27,7 +27,7 @@ class Softmax(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a compute warpgroup is."""
+    """The warpgroup, its share of the piece of work, and its offset in the ring of stages."""
 
     warpgroup: jax.Array
     share: Share

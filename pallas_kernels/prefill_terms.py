@@ -153,7 +153,7 @@ def turn_of(problem: Problem, turn: jax.Array) -> jax.Array:
 
 
 def read_piece(problem: Problem, inputs: Inputs, turn: jax.Array) -> Piece:
-    """Return this block's piece of work of a turn."""
+    """Return the piece of work that this thread block computes in turn `turn`."""
     index = turn * problem.config.num_blocks + turn_of(problem, turn)
     nth = lax.div(index, jnp.int32(problem.kv_heads))
     job = Job(*(inputs.work.jobs[nth, i] for i in range(len(Job._fields) - 1)), part=None)

@@ -35,7 +35,7 @@ class DialectWriter(Protocol):
         ...
 
     def last_chunks(self) -> list[Json]:
-        """Events after all of them."""
+        """Return the closing events of a stream."""
         ...
 
     def failure(self, error: ServeError) -> list[Json]:

@@ -18,7 +18,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def pass_by(self) -> None:
-        """Return in one's turn: at once, unless many come."""
+        """Wait for this request's turn: at most `MOST` begin per turn of the event loop."""
         loop = asyncio.get_running_loop()
         if self._num < MOST and not self._waiting:
             self._num += 1

@@ -54,7 +54,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def GenerateOnce(
         self, request: pb.GenerateRequest, context: aio.ServicerContext
     ) -> pb.GenerateResult:
-        """All of it at the end."""
+        """Return the complete result in one message, after the generation has ended."""
         with await self._start(request, context, stream=False) as generation:
             (handle,) = generation.handles
             await handle.result()

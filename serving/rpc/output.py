@@ -27,7 +27,7 @@ class OutputWriter:
     # ------------------------------------------------------------------ a whole result
 
     def result(self) -> pb.GenerateResult:
-        """All of a finished generation."""
+        """Return the complete result of a finished generation."""
         return pb.GenerateResult(
             request_id=self._generation.id,
             model=self._generation.model,

@@ -58,7 +58,7 @@ class Job:
 
 
 class _Place(NamedTuple):
-    """Where the embedding of a text belongs."""
+    """The request and the row of its matrix that a text's embedding belongs to."""
 
     job: Job
     row: int
@@ -185,7 +185,7 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         return "ABORTED"
 
     def _leave_place(self, key: Hashable) -> _Place | None:
-        """Expect a text no more; None if nobody does."""
+        """Stop waiting for a text and return its place; None if it was cancelled."""
         place = self._places.pop(key, None)
         if place is not None:
             self._num_tokens -= place.num_tokens
@@ -204,7 +204,7 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
             self.lost(turn.failure)
 
     def _enter(self, place: _Place, embedding: np.ndarray | None, error: str | None) -> None:
-        """Enter what became of a text into its request."""
+        """Store a text's embedding in its request, or fail the request with `error`."""
         job = place.job
         if embedding is None:
             job.fail(ServeError("internal", f"input[{place.row}]: {error}"))

@@ -28,7 +28,7 @@ class Counts:
 
 
 class Open(Protocol):
-    """A request that is open."""
+    """A request whose end has not been delivered yet."""
 
     @property
     def is_ended(self) -> bool:
@@ -41,24 +41,24 @@ class Open(Protocol):
 
 
 class Threads(Protocol):
-    """The thread that steps."""
+    """The threads that run steps."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether one runs."""
+        """Whether a thread is running."""
         ...
 
     @property
     def progress_at(self) -> float:
-        """When one last did anything, in seconds of `time.monotonic()`."""
+        """When a thread last made progress, in seconds of `time.monotonic()`."""
         ...
 
 
 class Watches(Protocol):
-    """What all observers want to hear of."""
+    """The event that every observer handles."""
 
     def rejected(self, error: ServeError) -> None:
-        """A request was refused at the door."""
+        """Called when a request is refused before it is accepted."""
         ...
 
 

@@ -10,7 +10,7 @@ from shiftjax.embed.engine import Embedded, EmbedEngine, EmbedRunner, EmbedStats
 
 
 class EmbedTurn(NamedTuple):
-    """What one turn brought."""
+    """The results and counters of one turn."""
 
     at: float  # time.monotonic() after it
     results: list[Embedded]

@@ -59,13 +59,13 @@ class GrammarState:
         self.mask = self._compute()
 
     def copy(self) -> "GrammarState":
-        """A state of its own at the same place."""
+        """Return an independent state at the same position of the grammar."""
         matcher = self._matcher.deep_copy()
         return GrammarState(matcher, self._num_words, self._start, self._tokens)
 
     @property
     def is_dead(self) -> bool:
-        """Whether nothing may follow, not even an end."""
+        """Whether no token is allowed next, not even the end of the text."""
         return self._matcher.is_error() or not self.mask.any()
 
     @property
@@ -173,7 +173,7 @@ class Grammars:
                 trial.close()
 
     def prepare(self, source: GrammarSource, num: int) -> list[GrammarState]:
-        """What `start` does, in the thread that calls it."""
+        """Compile the grammar in the calling thread and return `num` states at its start."""
         with self._lock:
             state = self._compiled.get(source)
             if state is not None:

@@ -10,7 +10,7 @@ DIGITS = 6  # behind the point, of what is shown
 
 
 def kind_of(mode: str) -> str:
-    """The kind of a mode by its label."""
+    """Return the kind of a mode: "base", "shift" or "between"."""
     return mode if mode in ("base", "shift") else "between"
 
 
@@ -26,7 +26,7 @@ class Slot:
         self.last: dict[str, float] | None = None
 
     def add(self, name: str, value: float) -> None:
-        """Count."""
+        """Add `value` to the counter `name` of this stretch."""
         self.counts[name] = self.counts.get(name, 0) + value
 
 
@@ -51,17 +51,17 @@ class History:
 
     @property
     def span(self) -> float:
-        """Seconds that it goes back."""
+        """Seconds of the past that the history covers."""
         return self.seconds * self.num
 
     def count(self, at: float, **counts: float) -> None:
-        """Count what happened at a time; nothing for nothing."""
+        """Add counts to the stretch of time `at`; zeros are left out."""
         for name, value in counts.items():
             if value:
                 self._slot(int(at // self.seconds)).add(name, value)
 
     def look(self, at: float, **gauges: float) -> None:
-        """Note gauges."""
+        """Record values of gauges at time `at`."""
         slot = self._slot(int(at // self.seconds))
         slot.last = gauges
         for name, value in gauges.items():

@@ -44,7 +44,7 @@ NO_ZMQ = "kv_events = zmq needs pyzmq: pip install 'shiftjax[events]', or use kv
 
 
 class _News(NamedTuple):
-    """What one turn of the engine has brought."""
+    """The KV events of one turn of the engine."""
 
     batches: Sequence[Batch | Everything]
     tells_all: bool

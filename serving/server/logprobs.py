@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 def finite(logprob: float) -> float:
-    """The same, or a very small number for none."""
+    """Return `logprob`, at least `LEAST_LOGPROB`: JSON has no infinities."""
     return max(logprob, LEAST_LOGPROB)
 
 

@@ -75,11 +75,11 @@ OLD_NAMES: Mapping[str, str] = {
 
 
 class Running(Protocol):
-    """An engine that serves."""
+    """The engine that metrics read."""
 
     @property
     def stats(self) -> EngineStats:
-        """Its counters and gauges, as of its last turn."""
+        """Counters and gauges of the engine, as of its last turn."""
         ...
 
     @property
@@ -219,7 +219,7 @@ class Metrics(Collector):
             yield from collector()
 
     def _family(self, metric: Metric) -> Family:
-        """The same for Prometheus, with the prefix and the labels of the model."""
+        """Return the metrics as Prometheus families, with prefix and labels of the model."""
         labels = [*self._labels, *metric.labels]
         name = f"{self.prefix}:{metric.name}"
         family = FAMILIES[metric.kind](name, metric.text, labels=labels)

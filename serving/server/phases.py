@@ -81,7 +81,7 @@ class Phases:
         }
 
     def words(self) -> str:
-        """The phase that is now, for people."""
+        """Return the current phase of the start with its progress, for logs and messages."""
         state = self.state()
         if state is None:
             return "starting"

@@ -9,14 +9,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """A piece of the reasoning that precedes the answer."""
 
     text: str
 
@@ -42,24 +42,24 @@ Piece = Text | Reasoning | CallBegin | CallArguments
 
 
 class Parser(Protocol):
-    """Takes one continuation apart; made anew for each."""
+    """Splits the text of one continuation into pieces; each continuation has its own."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Take in more text; the pieces that are certain now."""
+        """Add text and return the pieces that no further text can change."""
         ...
 
     def finish(self) -> list[Piece]:
-        """The output has ended: what was held back."""
+        """Return the pieces of the text held back, at the end of the output."""
         ...
 
 
 class PlainParser:
-    """All is text."""
+    """A parser without tools and reasoning: the output is text."""
 
     def feed(self, text: str) -> list[Piece]:
-        """The text as it is."""
+        """Return the text as one piece; none for an empty text."""
         return [Text(text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """Nothing is held back."""
+        """Return nothing: no text is held back."""
         return []

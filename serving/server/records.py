@@ -30,19 +30,19 @@ class Records:
         }
 
     def count(self, name: str, amount: int, *labels: str) -> None:
-        """Add to a counter."""
+        """Add `amount` to the counter `name` with these label values."""
         values = self._values[name]
         values[labels] = values.get(labels, 0) + amount
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Count a value of a histogram."""
+        """Record `value` in the histogram `name` with these label values."""
         values = self._values[name]
         if labels not in values:
             values[labels] = _zero(self._table[name])
         values[labels].observe(value)
 
     def metrics(self) -> Iterator[Metric]:
-        """All of the table, in its order."""
+        """Yield every metric of the table, in the order of its rows."""
         for name, text, buckets, labels in self._table.values():
             kind = "histogram" if buckets else "counter"
             yield Metric(kind, name, text, self._values[name], labels)

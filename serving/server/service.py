@@ -77,7 +77,7 @@ class Generation:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def cancel(self) -> None:
-        """The client has gone."""
+        """Cancel every handle of the generation: the client has disconnected."""
         for handle in self.handles:
             handle.cancel()
 

@@ -164,5 +164,5 @@ def _totals(stats: EngineStats) -> dict[str, int]:
 
 
 def _percentiles(values: deque[float]) -> list[float]:
-    """p50, p90 and p99; nothing for nothing."""
+    """Return p50, p90 and p99; an empty list without values."""
     return np.percentile(values, (50, 90, 99)).tolist() if values else []

@@ -24,7 +24,7 @@ Json = Any
 
 
 def needs_grammar(wish: ToolWish) -> bool:
-    """Whether not every output is allowed."""
+    """Whether the output is constrained: calls are forced, or a function is strict."""
     return wish.is_forced or wish.is_strict
 
 
@@ -110,7 +110,7 @@ def _calls(lark: _Lark, wanted: ToolFormat, wish: ToolWish, begun: str = "") -> 
 
 
 def _triggered(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
-    """Text in which a mark begins calls."""
+    """Return the rule for free text in which an opening mark starts constrained calls."""
     assert wanted.marks is not None
     (mark,) = wanted.marks.begin
     again = "*" if wish.most is None else "?"

@@ -196,7 +196,7 @@ class JsonCallParser:
     # ------------------------------------------------------------------ what states do
 
     def _open(self, end: int) -> None:
-        """Calls may follow the first `end` characters."""
+        """Enter the state between calls after the first `end` characters of the buffer."""
         self._opening, self._buffer = [self._buffer[:end]], self._buffer[end:]
         self._state = self._between_calls
 
@@ -205,7 +205,7 @@ class JsonCallParser:
         self._buffer = self._buffer[end:]
 
     def _give_up(self, end: int) -> bool:
-        """The opening and the next `end` characters are text."""
+        """Emit the opening and the next `end` characters of the buffer as text."""
         text, self._opening = "".join(self._opening), []
         if not self._num_calls or text.strip(_BETWEEN) or end:
             self._pieces += [Text(text + self._buffer[:end])] if text + self._buffer[:end] else []

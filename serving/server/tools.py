@@ -25,7 +25,7 @@ Json = Any
 
 @dataclass(frozen=True)
 class ToolWish:
-    """What a request may call."""
+    """The functions that a request may call, and whether it has to."""
 
     functions: tuple[Function, ...]
     is_forced: bool = False  # the output must be calls
@@ -33,7 +33,7 @@ class ToolWish:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the functions."""
+        """The names of the functions."""
         return frozenset(function.name for function in self.functions)
 
     @property

@@ -14,7 +14,7 @@ SHARE = 1 / 16  # of the newest request in the mean
 
 
 class Place(NamedTuple):
-    """A place in the queue."""
+    """The position of a request in the queue, with an estimate of its wait."""
 
     position: int  # 1: the next
     of: int  # requests that wait
@@ -32,7 +32,7 @@ class Waits:
         self._service_seconds: float | None = None  # of a request, mean
 
     def served(self, seconds: float) -> None:
-        """A request has ended, `seconds` after its first step."""
+        """Update the mean service time: a request ended `seconds` after its first step."""
         mean = seconds if self._service_seconds is None else self._service_seconds
         self._service_seconds = mean + SHARE * (seconds - mean)
 

@@ -37,17 +37,17 @@ class GroupCosts(Protocol):
 
     @property
     def stages(self) -> Sequence[CostModel]:
-        """First to last."""
+        """The cost models of the pipeline stages, first to last."""
         ...
 
     @property
     def machine(self) -> Machine:
-        """What it runs on."""
+        """The machine whose constants the predictions use."""
         ...
 
     @property
     def engine(self) -> EngineOverhead:
-        """What it is run by."""
+        """The host and launch overhead of the engine that the predictions assume."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class GroupCosts(Protocol):
         ...
 
     def stage_seconds(self, mode: Mode, work: Work) -> list[float]:
-        """The same by stages: being given hidden states, but in the first; computing."""
+        """`device_seconds` by stage: receiving hidden states (but in the first), then computing."""
         ...
 
     def host_seconds(self, work: Work) -> float:
@@ -88,7 +88,7 @@ class GroupCosts(Protocol):
         ...
 
     def breakdown(self, mode: Mode, work: Work) -> StepCost:
-        """`serial_seconds` by what they are spent on."""
+        """Return `serial_seconds` by kind: products, attention, collectives, launches, host."""
         ...
 
 

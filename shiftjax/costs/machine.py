@@ -25,7 +25,7 @@ class Transfer:
     volume: Literal["ring", "one_shot"] = "ring"
 
     def scaled(self, latency: float, rate: float) -> "Transfer":
-        """The same with its constants multiplied."""
+        """Return a copy with its latency times `latency` and its bandwidth times `rate`."""
         return replace(
             self,
             latency_seconds=self.latency_seconds * latency,
@@ -81,7 +81,7 @@ class Machine:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that the devices are on."""
+        """The number of hosts over which the devices are spread."""
         return -(-self.num_devices // (self.devices_per_host or self.num_devices))
 
     @property
@@ -92,7 +92,7 @@ class Machine:
 
     @property
     def one_host(self) -> "Machine":
-        """One of its hosts."""
+        """This machine reduced to one of its hosts."""
         return self.over(1)
 
     def over(self, hosts: int) -> "Machine":
@@ -147,6 +147,6 @@ class EngineOverhead:
     quantising_kernels: tuple[int, ...] = ()
 
     def host(self, num_sequences: int, num_devices: int) -> float:
-        """Seconds of the host per step."""
+        """Return the host's seconds per step for so many sequences and devices."""
         distributed = self.host_seconds_distributed if num_devices > 1 else 0.0
         return self.host_seconds + distributed + num_sequences * self.host_seconds_per_sequence

@@ -18,7 +18,7 @@ _SUM_BYTES = 4  # float32
 
 
 class Quantising(NamedTuple):
-    """More of a layer, on one device."""
+    """What quantising activations adds to a layer, on one device."""
 
     num_kernels: int = 0
     num_bytes: int = 0  # read and written

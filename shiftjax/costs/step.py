@@ -115,7 +115,7 @@ class CostModel:
 
     @property
     def stages(self) -> list["CostModel"]:
-        """The group's only one; see `costs/groups.py`."""
+        """The one stage of a group without pipeline parallelism: this model itself."""
         return [self]
 
     def seconds(self, mode: Mode, work: Work) -> float:
@@ -132,15 +132,15 @@ class CostModel:
         return self.engine.host(work.num_sequences, self.layout.num_devices)
 
     def device_seconds(self, mode: Mode, work: Work) -> float:
-        """Seconds that the devices need."""
+        """Return the seconds of a step on the devices, without the host."""
         return sum(cost.device for cost in self._terms(mode, work))
 
     def stage_seconds(self, mode: Mode, work: Work) -> list[float]:
-        """Those of the devices: a single stage is given nothing."""
+        """`device_seconds` as a list of one stage, which receives no hidden states."""
         return [self.device_seconds(mode, work)]
 
     def breakdown(self, mode: Mode, work: Work) -> StepCost:
-        """The same seconds by what they are spent on; the LM head counts as a product."""
+        """Return the seconds of a step by kind of work; the LM head counts as a product."""
         terms = [*self._terms(mode, work), StepCost(host=self.host_seconds(work))]
         return StepCost(*map(sum, zip(*terms, strict=True)))
 
@@ -201,7 +201,7 @@ class CostModel:
         return StepCost(attention=seconds)
 
     def _attention_of(self, windows: Mapping[int | None, int], work: Work, num_rows: int) -> float:
-        """Seconds of so many layers of each window."""
+        """Return seconds of attention; `windows` counts the layers of each sliding window."""
         return sum(
             count * self._attention.seconds(work.within(window), num_rows)
             for window, count in windows.items()
@@ -339,7 +339,7 @@ class CostModel:
         return late._replace(matmul=late.matmul + head, collectives=self._move(moves))
 
     def _move(self, moves: list[Collective]) -> float:
-        """Seconds of collectives, one after the other."""
+        """Return the summed seconds of collectives that run one after the other."""
         # On virtual devices the participants of a collective come one after the other.
         return sum(
             move.num_times

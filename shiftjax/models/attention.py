@@ -132,13 +132,13 @@ def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 
 
 class Scores(NamedTuple):
-    """What becomes of the products of queries and keys."""
+    """Scale and soft cap of attention scores."""
 
     scale: float | Float[Array, "1 kv_heads 1 1"]
     soft_cap: float | None
 
     def __call__(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return the scores that softmax is taken of."""
+        """Return the scaled and capped scores, before the softmax."""
         return soft_cap(products * self.scale, self.soft_cap)
 
 

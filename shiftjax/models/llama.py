@@ -250,7 +250,7 @@ class MLP(Part):
 
 
 class OwnExperts(Part):
-    """The experts that this device has of a layer."""
+    """The weights of the experts of one layer that this device stores."""
 
     gate: nnx.Param
     up: nnx.Param
@@ -264,7 +264,7 @@ class OwnExperts(Part):
 
     @property
     def weights(self) -> ExpertWeights:
-        """What the grouped product reads."""
+        """The stored matrices, scales and biases as arguments of the grouped product."""
         stored = (getattr(self, name, None) for name in ExpertWeights._fields)
         return ExpertWeights(*(None if one is None else one[...] for one in stored))
 
@@ -432,7 +432,7 @@ class Llama(nnx.Module):
     def run_layers(
         self, embedded: Float[Array, "tokens hidden"], pools: list[LayerPool], context: Context
     ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
-        """The same from hidden states on: those of the embedding, or of the stage before."""
+        """Run the layers on hidden states: those of the embedding, or of the previous stage."""
         hidden, pools, run = [embedded], list(pools), _traced_once(context)
         early = self.layers[: self.config.num_early_layers]
         places = pool_places(self.config.num_layers, len(pools))[: len(early)]

@@ -66,7 +66,7 @@ def packed_attention(
 
 
 def _no_pools(model: Llama, num_tokens: int) -> list[LayerPool]:
-    """What layers are given and replace unread."""
+    """Return placeholder KV pools of zeros, one per layer: `write` replaces them unread."""
     config, dtype = model.config, model.embed[...].dtype
     shapes = (entry.pool_shape(num_tokens, 1) for entry in config.cache.entries)
     return [tuple(jnp.zeros(shape, dtype) for shape in shapes)] * config.num_layers

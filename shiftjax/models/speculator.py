@@ -45,7 +45,7 @@ class DraftRows(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """Of one draft."""
+    """The weights of an MLP speculator for one draft position."""
 
     proj: Float[Array, "inner in"]
     norm: Float[Array, " inner"]
@@ -53,7 +53,7 @@ class MLPWeights(NamedTuple):
 
 
 class LSTMWeights(NamedTuple):
-    """Of one draft; the four are the forget, input and output gate, and the cell's candidate."""
+    """The weights for one draft position: forget, input and output gate, then the candidate."""
 
     proj: Float[Array, "inner 4 in"]
     cell_norm: Float[Array, " inner"]
@@ -63,7 +63,7 @@ class LSTMWeights(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from one draft to the next."""
+    """State of the speculator between two draft positions, a row for each sequence."""
 
     token_ids: Ids
     probabilities: PerRow
@@ -81,12 +81,12 @@ def embedding_scale(num_predict: int, inner_dim: int) -> float:
 
 
 def normed(x: Float32[Array, "*rows width"]) -> Float32[Array, "*rows width"]:
-    """Divide by the root mean square."""
+    """Return `x` divided by its root mean square over the last axis (RMS norm, no weight)."""
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS)
 
 
 def scaled_input(hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
-    """What `scale_input` makes of the target's hidden state."""
+    """Return the target's hidden state after `scale_input`: RMS norm, divided by sqrt(2)."""
     return (normed(hidden.astype(jnp.float32)) / math.sqrt(2)).astype(hidden.dtype)
 
 

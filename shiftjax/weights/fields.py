@@ -37,11 +37,11 @@ class Fields:
         self.problems: list[str] = []
 
     def problem(self, text: str) -> None:
-        """Note one problem; the file is put in front."""
+        """Record a problem of this file, to be raised by `raise_problems`."""
         self.problems.append(f"{self.file}: {text}")
 
     def raise_problems(self) -> None:
-        """Raise CheckpointError if anything was noted."""
+        """Raise CheckpointError with every recorded problem, if there is one."""
         if self.problems:
             raise CheckpointError(*dict.fromkeys(self.problems))
 

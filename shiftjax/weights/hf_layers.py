@@ -76,7 +76,7 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _window(fields: Fields, architecture: str) -> int | None:
-    """Return the window of the layers that have one."""
+    """Return the sliding window in tokens; None if no layer of the model has one."""
     if architecture == "mistral" and "sliding_window" not in fields.data:
         return _MISTRAL_SLIDING_WINDOW
     if architecture in _MAY_SLIDE and not fields.flag("use_sliding_window"):
@@ -87,7 +87,7 @@ def _window(fields: Fields, architecture: str) -> int | None:
 
 
 def _have_window(fields: Fields, architecture: str, num_layers: int) -> list[bool]:
-    """Return whether each layer has the window."""
+    """Return, for each layer, whether it uses sliding-window attention."""
     kinds = fields.data.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or set(map(str, kinds)) - {FULL, SLIDING}:

@@ -142,7 +142,7 @@ def _parts(
 def _experts(
     config: ModelConfig, found: re.Match[str], name: str, info: TensorInfo
 ) -> Iterator[tuple[str, tuple[int, ...], Place]]:
-    """The same of a tensor that has a matrix, or a bias, of every expert."""
+    """Yield name, shape and `Place` of the weights in a tensor that stacks all experts."""
     assert config.experts is not None
     width, hidden = config.experts.intermediate_size, config.hidden_size
     names = ("gate", "up") if found[2] == "gate_up" else ("down",)

@@ -29,13 +29,13 @@ Index = tuple[slice, ...]
 
 
 class Part(NamedTuple):
-    """One tensor of a quantised matrix."""
+    """One stored tensor of a quantised matrix: codes, scales or zero points."""
 
     name: str
     info: TensorInfo
 
     def read(self, *index: slice) -> np.ndarray:
-        """Return a range of it."""
+        """Return the elements at `index`, a slice for each dimension, as they are stored."""
         return read_range(self.name, self.info, index)
 
 
@@ -50,7 +50,7 @@ class Packed:
 
     @property
     def layout(self) -> "Layout":
-        """How it lies in its file."""
+        """The file layout of this matrix's quantisation scheme."""
         return LAYOUTS[self.scheme.kind]
 
     def read(self, index: Index) -> np.ndarray:
@@ -237,7 +237,7 @@ def _affine(
 
 
 def _awq(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
-    """The same with words along the outputs, interleaved."""
+    """Return a range of an AWQ matrix as float32: words pack 8 interleaved output channels."""
 
     def numbers(name: str, inputs: slice) -> np.ndarray:
         stored = _unpack(packed.parts[name].read(inputs, words), packed.scheme.bits)

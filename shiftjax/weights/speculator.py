@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     info: TensorInfo
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a range of it."""
+        """Return the elements at `index`, a slice for each dimension."""
         return read_range(self.name, self.info, index)
 
 
@@ -183,7 +183,7 @@ def _check_copy(copy: Stored, original: Stored) -> None:
 
 
 def _filled(x: np.ndarray, num_rows: int) -> np.ndarray:
-    """Add copies of the first row."""
+    """Return `x` padded to `num_rows` rows with copies of its first row."""
     return np.concatenate([x, np.broadcast_to(x[:1], (num_rows - len(x), *x.shape[1:]))])
 
 

@@ -11,7 +11,7 @@ Kind = Literal["text", "reasoning", "call"]
 
 @dataclass
 class Block:
-    """Pieces of one kind that follow each other."""
+    """Consecutive pieces of one kind: text, reasoning or a tool call."""
 
     kind: Kind
     index: int  # among the blocks of the output
@@ -26,7 +26,7 @@ class Block:
 
 
 class Turn(NamedTuple):
-    """What happens to a block."""
+    """One event of a block: it opens, gains text or closes."""
 
     what: Literal["open", "more", "close"]
     block: Block
@@ -42,11 +42,11 @@ class Blocks:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool was called."""
+        """Whether the output contains a tool call."""
         return any(block.kind == "call" for block in self.all)
 
     def add(self, pieces: Iterable[Piece]) -> Iterator[Turn]:
-        """Take pieces in; what happens, in its order."""
+        """Add pieces to blocks and yield the resulting events in order."""
         for piece in pieces:
             if isinstance(piece, CallBegin):
                 yield from self._open(Block("call", len(self.all), piece.id, piece.name))
@@ -58,7 +58,7 @@ class Blocks:
             yield Turn("more", self.all[-1], piece.text)
 
     def end(self) -> Iterator[Turn]:
-        """Nothing more comes."""
+        """Close the open block, if there is one, and yield that event."""
         if self._is_open:
             self._is_open = False
             yield Turn("close", self.all[-1])
