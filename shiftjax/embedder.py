@@ -50,6 +50,8 @@ class Embedder:
         CheckpointError, TokenizerError: the model cannot be found or read.
     """
 
+    task = "embed"
+
     def __init__(
         self, model: str = "minilm-l6", *, progress: Progress | None = None, **options: Any
     ):
@@ -79,7 +81,7 @@ class Embedder:
         use_compile_cache(files.cache_dir)
         source, pooling = files.source, files.pooling
         assert pooling is not None
-        self.config, self.model = config, source.config
+        self.name, self.model = config.model.model, source.config
         self.runner = _start_runner(config, source, pooling, progress)
         longest = self.runner.shape.widths[-1]
         self.reader = InputReader(files.tokenizer, pooling, source.config.vocab_size, longest)

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, cast
 
+import jax
+
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.core.limits import validate_request
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet.state import FleetState, plain_counters, plain_state
@@ -44,6 +47,8 @@ class LLM:
         CheckpointError, TokenizerError: the model cannot be found or read.
     """
 
+    task = "generate"
+
     def __init__(
         self, model: str = "smollm2-135m", *, progress: Progress | None = None, **options: Any
     ):
@@ -76,7 +81,7 @@ class LLM:
         keep_communicators_apart(config)
         files = files or open_files(config, "generate")
         files.verify(progress)
-        self.config = config
+        self.name = config.model.model
         self.tokenizer = files.tokenizer
         self._template: ChatTemplate | None = None
         self._num_requests = 0
@@ -144,6 +149,16 @@ class LLM:
         for request, _ in requests:
             validate_request(request, self.engine.limits)
         return self._stream(requests)
+
+    @property
+    def deployment(self) -> Deployment:
+        """What the settings came to; of phases, that of prefill."""
+        return self._built.deployment
+
+    @property
+    def num_hosts(self) -> int:
+        """Return the machines of the engine."""
+        return jax.process_count()
 
     @property
     def num_compiles(self) -> int:

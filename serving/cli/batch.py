@@ -80,10 +80,10 @@ async def _run(
 ) -> None:
     service, form = Service(arguments.server), FORMATS[arguments.format]
     limits = replace(service.options, max_num_queued_reqs=QUEUE, max_num_queued_tokens=1 << 40)
-    tally = Tally(len(lines), 2 * llm.config.scheduler.max_num_seqs, tier_tokens(llm.engine))
+    tally = Tally(len(lines), 2 * llm.deployment.max_num_seqs, tier_tokens(llm.engine))
     engine = AsyncEngine(llm.engine, llm.tokenizer, (*service.observers, tally), limits)
     service.open(served_model(llm, service.options), engine)
-    seed = llm.config.model.seed
+    seed = llm.deployment.seed
     try:
         with arguments.output.open("ab", buffering=0) as file, shown_tally(tally):
             async with aclosing(run_lines(service, lines, tally, form, seed)) as records:

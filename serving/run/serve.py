@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.loops.auto import auto_loop_factory
@@ -30,7 +31,6 @@ from serving.server.options import ServerOptions, names_of
 from serving.server.phases import Phases
 from serving.server.service import ServedModel, Service
 from shiftjax.config import EngineConfig
-from shiftjax.core.engine import Engine
 from shiftjax.core.errors import RequestError
 from shiftjax.core.request import SamplingParams
 from shiftjax.drafts.speculation import DraftStats
@@ -174,17 +174,11 @@ class Process:
             model: Any = await asyncio.to_thread(load, self._config, self._options, phases)
             self._model = model
             phases("first step", 0, 1)
-            if isinstance(model, Simulated):
-                observers = self._service.observers
-                tokenizer = model.served.tokenizer
-                engine = AsyncEngine(
-                    model.engine, tokenizer, observers, self._options, self._kv_events
-                )
-                self._open_engine(model.engine, model.served, engine)
-            elif hasattr(model, "embed"):
-                await self._open_embedder(model)
-            else:
-                await self._open_llm(model)
+            engine, served = await FRONTS[model.task](model, self._service, self._kv_events)
+            engine.on_failure = self._on_failure
+            self._service.open(served, engine)
+            if fault and fault.point in POINTS and model.task != "embed":
+                install(fault, model.engine, self._service)
         _settle_memory()
         addresses = [] if self._kv_events is None else self._kv_events.addresses()
         with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves
@@ -202,35 +196,6 @@ class Process:
         if engine is None:
             leave(ENGINE_FAILED)
         self._loop.call_soon_threadsafe(engine.lost, error)
-
-    async def _open_llm(self, llm: "LLM") -> None:
-        options = self._options
-        observers = self._service.observers
-        engine = AsyncEngine(llm.engine, llm.tokenizer, observers, options, self._kv_events)
-        # On the thread of all later steps: its first one opens files, for which there may be no
-        # room when clients have come.
-        await engine.call(lambda _: prove(llm))
-        self._open_engine(llm.engine, served_model(llm, options), engine)
-
-    def _open_engine(self, core: Engine, model: ServedModel, engine: AsyncEngine) -> None:
-        """Take requests."""
-        fault = self._fault
-        engine.on_failure = self._on_failure
-        self._service.open(model, engine)
-        if fault and fault.point in POINTS:
-            install(fault, core, self._service)
-
-    async def _open_embedder(self, embedder: "Embedder") -> None:
-        """Embed a first text, then take requests."""
-        options, observers = self._options, self._service.embed_observers
-        try:
-            await asyncio.to_thread(embedder.embed, [[0]])
-        except RequestError as error:
-            raise StartError(f"the first step failed, see above: {error}") from None
-        vocab_size = embedder.model.vocab_size
-        engine = AsyncEmbedder(embedder.runner, vocab_size, observers, options)
-        engine.on_failure = self._on_failure
-        self._service.open(served_encoder(embedder, options), engine)
 
     def _on_failure(self) -> None:
         self._code = ENGINE_FAILED
@@ -293,6 +258,50 @@ def prove(llm: "LLM") -> None:
         raise StartError(f"the first step failed, see above: {first.error}")
 
 
+async def front_of_llm(
+    llm: "LLM", service: Service, kv_events: KvEvents | None
+) -> tuple[AsyncEngine, ServedModel]:
+    """Run a first step; return the engine behind a queue, and what is known of the model."""
+    options = service.options
+    engine = AsyncEngine(llm.engine, llm.tokenizer, service.observers, options, kv_events)
+    # On the thread of all later steps: its first one opens files, for which there may be no
+    # room when clients have come.
+    await engine.call(lambda _: prove(llm))
+    return engine, served_model(llm, options)
+
+
+async def front_of_embedder(
+    embedder: "Embedder", service: Service, kv_events: KvEvents | None
+) -> tuple[AsyncEmbedder, ServedModel]:
+    """Embed a first text; return the embedder behind a queue. There are no KV events."""
+    del kv_events
+    options, observers = service.options, service.embed_observers
+    try:
+        await asyncio.to_thread(embedder.embed, [[0]])
+    except RequestError as error:
+        raise StartError(f"the first step failed, see above: {error}") from None
+    vocab_size = embedder.model.vocab_size
+    engine = AsyncEmbedder(embedder.runner, vocab_size, observers, options)
+    return engine, served_encoder(embedder, options)
+
+
+async def front_of_simulated(
+    model: Simulated, service: Service, kv_events: KvEvents | None
+) -> tuple[AsyncEngine, ServedModel]:
+    """Return the engine behind a queue; virtual devices need no first step."""
+    served, options = model.served, service.options
+    engine = AsyncEngine(model.engine, served.tokenizer, service.observers, options, kv_events)
+    return engine, served
+
+
+FRONTS: dict[str, Callable[..., Any]] = {
+    "generate": front_of_llm,
+    "embed": front_of_embedder,
+    "simulate": front_of_simulated,
+}
+"""How a loaded model takes requests, by its task."""
+
+
 def _settle_memory() -> None:
     """Free what only loading needed, and leave the rest out of later collections."""
     gc.collect()
@@ -303,17 +312,17 @@ def _settle_memory() -> None:
 
 def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
     """What the front ends know of a loaded model."""
-    names = names_of(options.served_model_name or llm.config.model.model)
+    names = names_of(options.served_model_name or llm.name)
     cache, stats = llm.engine.lanes[0].scheduler.config, llm.stats()
     info = {
         "mesh": stats["mesh"],
-        "policy": llm.config.scheduler.policy,
+        "policy": llm.deployment.policy,
         "block_size": str(cache.block_size),
         "num_gpu_blocks": str(cache.num_blocks),
         "enable_prefix_caching": str(cache.prefix_caching),
     }
-    if llm.config.host.is_one_of_several:
-        info["hosts"] = str(llm.config.host.hosts)
+    if llm.num_hosts > 1:
+        info["hosts"] = str(llm.num_hosts)
     # With SP = 1 the two modes of a program are one step.
     programs = sum(len(set(p.steps.values())) for runner in llm.runners for p in runner.programs)
     return ServedModel(
@@ -333,7 +342,7 @@ def served_encoder(embedder: "Embedder", options: ServerOptions) -> ServedModel:
         "mesh": f"devices={embedder.num_devices}",
         "dtype": str(embedder.dtype),
     }
-    names = names_of(options.served_model_name or embedder.config.model.model)
+    names = names_of(options.served_model_name or embedder.name)
     runner, reader = embedder.runner, embedder.reader
     compiles = lambda: embedder.num_compiles  # noqa: E731
     return ServedModel(names, reader.tokenizer, None, info, runner.num_programs, compiles, reader)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 class Simulated:
     """An engine whose devices are simulated, and what the front ends know of it."""
 
+    task = "simulate"
     engine: Engine
     served: ServedModel
 

@@ -26,6 +26,7 @@ from serving.cli.check import make_plan
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from shiftjax import LLM, SamplingParams
+from shiftjax.config import EngineConfig
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.state import REASONS, FleetState
 from shiftjax.model_files import open_files
@@ -139,7 +140,7 @@ def test_tokens_are_those_of_the_oracle_and_the_changes_are_told(model, llm):
     assert llm.num_compiles == before
 
 
-def test_the_start_says_what_is_compiled_and_check_foretells_it(llm, started):
+def test_the_start_says_what_is_compiled_and_check_foretells_it(llm, model, started):
     started = [line for line in started if line.startswith("fleet: ")]
     assert [line.split(":")[1].split("(")[0].strip() for line in started] == [
         *("4 x 1 units", "1 x 4 units")
@@ -152,7 +153,8 @@ def test_the_start_says_what_is_compiled_and_check_foretells_it(llm, started):
     for line, count in zip(started, counts, strict=True):
         assert f": {count} programs for 1 sizes of steps" in line
     assert "sp 4, tp 1; sp 1, tp 4" in started[-1]
-    planned = make_plan(llm.config, open_files(llm.config))
+    config = EngineConfig.from_options(model=str(model[0]), **SETTINGS)
+    planned = make_plan(config, open_files(config))
     for width, line in zip((1, 4), started, strict=True):
         assert planned[f"groups of {width}"].startswith(line.removeprefix("fleet: "))
 
