@@ -30,7 +30,6 @@ from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import (
-    FIXED,
     NO_FLEET,
     Arrangement,
     FleetOptions,
@@ -153,9 +152,9 @@ class Deployment:
 
         Raises ConfigError where the units cannot form them.
         """
-        if not self.fleet.fleet_policy.startswith(FIXED):
+        text = self.fleet.fixed
+        if text is None:
             return None
-        text = self.fleet.fleet_policy.removeprefix(FIXED)
         try:
             return parse_arrangement(text, self.grid.units, self.widths)
         except ValueError as error:

@@ -17,7 +17,6 @@ from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import (
-    FIXED,
     widths_of,
 )
 from shiftjax.parallel.layout import Layout
@@ -139,7 +138,7 @@ def fleet_degrees(
     if units == 1:
         words = f"devices = {num_devices} are one unit of tp = {tp}, and a fleet has several"
         raise ConfigError([f"fleet: {words}: use more devices, or drop fleet"])
-    if len(widths) == 1 and not config.fleet.fleet_policy.startswith(FIXED):
+    if len(widths) == 1 and config.fleet.fixed is None:
         words = f"{units} units in groups of {widths[0]} alone have nothing to choose from"
         raise ConfigError([f"fleet: {words}: use more widths, other devices, or drop fleet"])
     problems = [

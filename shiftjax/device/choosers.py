@@ -54,7 +54,7 @@ def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     choice = deployment.drafts.draft_choice
     drafts = deployment.drafts.speculation != "none" and not deployment.drafts.fixed_drafts
     is_needed = deployment.needs_costs or (drafts and choice == "cost")
-    is_needed |= bool(deployment.widths) and deployment.fleet.fleet_policy == "cost"
+    is_needed |= bool(deployment.widths) and deployment.fleet.traits.needs_costs
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
     if not (is_needed or (drafts and choice == "auto" and is_known)):
         return None

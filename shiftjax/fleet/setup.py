@@ -68,10 +68,10 @@ def move_costs(deployment: Deployment, machine: Machine) -> MoveCosts:
 
 def first_arrangement(deployment: Deployment) -> Arrangement:
     """What a fleet begins with: what is fixed; in a quiet time one group; else single units."""
-    name, units = deployment.fleet.fleet_policy, deployment.grid.units
+    units = deployment.grid.units
     if deployment.fixed is not None:
         return deployment.fixed
-    width = deployment.widths[-1 if name in ("cost", "load") else 0]
+    width = deployment.widths[-1 if deployment.fleet.traits.begins_wide else 0]
     return equal_groups(units, width)
 
 
@@ -83,13 +83,13 @@ def make_fleet_policy(
 ) -> FleetPolicy:
     """The policy that the settings name."""
     options, widths = deployment.fleet, deployment.widths
-    name = options.fleet_policy
-    needs = NeedPolicy(widths, URGENT if name == "priority" else (), widths[-1])
+    traits = options.traits
+    needs = NeedPolicy(widths, URGENT if traits.binds_urgent else (), widths[-1])
     if deployment.fixed is not None:
         return FixedArrangement(deployment.fixed)
-    if name == "load":
+    if traits.has_bounds:
         return LoadPolicy(widths, options.bind_at, options.release_at, needs)
-    if name != "cost":
+    if not traits.needs_costs:
         return needs
     known = {width: model for width, model in costs.items() if model is not None}
     widest = known[widths[-1]]

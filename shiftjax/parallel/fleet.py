@@ -9,13 +9,32 @@ is a set of groups in which every unit is once.
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from shiftjax.options import control, controls_of, option, settings_of, shown
 from shiftjax.parallel.grid import Group
 
 Arrangement = tuple[Group, ...]  # by first unit
-FLEET_POLICIES = ("cost", "load", "priority", "context")
+
+
+class PolicyTraits(NamedTuple):
+    """What a fleet policy needs to know, and how its fleet begins."""
+
+    needs_costs: bool = False  # it predicts the seconds of steps and moves
+    begins_wide: bool = False  # with one group, as in a quiet time; else with single units
+    has_bounds: bool = False  # reads `bind_at` and `release_at`
+    binds_urgent: bool = False  # requests of negative priority get the widest group
+
+
+FLEET_POLICIES = MappingProxyType(
+    {
+        "cost": PolicyTraits(needs_costs=True, begins_wide=True),
+        "load": PolicyTraits(begins_wide=True, has_bounds=True),
+        "priority": PolicyTraits(binds_urgent=True),
+        "context": PolicyTraits(),
+    }
+)
 FIXED = "fixed:"  # how the name of a policy begins that keeps an arrangement
 
 
@@ -57,12 +76,24 @@ class FleetOptions:
         "move", "what becomes of running requests when groups are bound into a wider one"
     )
 
+    @property
+    def traits(self) -> PolicyTraits:
+        """Those of the policy; one that keeps an arrangement has none."""
+        return FLEET_POLICIES.get(self.fleet_policy, PolicyTraits())
+
+    @property
+    def fixed(self) -> str | None:
+        """The widths of an arrangement that is kept, such as 4+2+1+1; None: groups change."""
+        is_fixed = self.fleet_policy.startswith(FIXED)
+        return self.fleet_policy.removeprefix(FIXED) if is_fixed else None
+
 
 NO_FLEET = FleetOptions()
+_BOUNDED = tuple(name for name, traits in FLEET_POLICIES.items() if traits.has_bounds)
 _READ_WITH = {  # settings of a fleet: the setting and the values that read them
-    "bind_at": ("fleet_policy", ("load",)),
-    "release_at": ("fleet_policy", ("load",)),
-    "switch": ("fleet_policy", FLEET_POLICIES),
+    "bind_at": ("fleet_policy", _BOUNDED),
+    "release_at": ("fleet_policy", _BOUNDED),
+    "switch": ("fleet_policy", tuple(FLEET_POLICIES)),
 }
 
 
@@ -80,11 +111,11 @@ def fleet_problems(options: Mapping[str, Any]) -> list[str]:
         reader, values = _READ_WITH.get(name, ("fleet", (True,)))
         if options[reader] not in values:
             problems.append(f"{name} has no meaning with {reader} = {options[reader]}: drop one")
-    policy = options["fleet_policy"]
-    if options["switch"] == "auto" and policy in ("load", "priority", "context"):
+    traits = FLEET_POLICIES.get(options["fleet_policy"])
+    if options["switch"] == "auto" and traits is not None and not traits.needs_costs:
         words = "which predicts what each kind of switching costs"
         problems.append(f"switch = auto needs fleet_policy = cost, {words}")
-    if policy == "load" and options["bind_at"] >= options["release_at"]:
+    if traits is not None and traits.has_bounds and options["bind_at"] >= options["release_at"]:
         words = f"bind_at = {options['bind_at']} is not below release_at = {options['release_at']}"
         problems.append(f"{words}: groups would come and go at every request")
     return problems
@@ -134,9 +165,9 @@ def widths_of(options: FleetOptions, units: int) -> tuple[int, ...]:
     if options.fleet_widths is not None:
         return options.fleet_widths
     possible = possible_widths(units)
-    if not options.fleet_policy.startswith(FIXED):
+    if options.fixed is None:
         return possible
-    sizes = options.fleet_policy.removeprefix(FIXED).split("+")
+    sizes = options.fixed.split("+")
     return tuple(width for width in possible if str(width) in sizes) or possible
 
 
