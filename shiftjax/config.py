@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from shiftjax.core.policy import POLICIES
+from shiftjax.core.policies import POLICIES
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import (
     ConfigError,

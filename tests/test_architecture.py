@@ -29,7 +29,8 @@ FLOORS = (
     ("shiftjax.arch", NO_JAX),
     ("shiftjax.parallel", NO_JAX),
     ("shiftjax.costs", NO_JAX),
-    ("shiftjax.core.policy", NO_JAX),  # whose table of policies the settings read
+    ("shiftjax.core.policy", NO_JAX),
+    ("shiftjax.core.policies", NO_JAX),  # whose table the settings read
     ("shiftjax.config", NO_JAX),
     ("shiftjax.core", NO_JAX),
     ("shiftjax.host_tier", NO_JAX),

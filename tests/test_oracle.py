@@ -26,7 +26,7 @@ from oracle.smollm2 import (
 from shiftjax import LLM
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
-from shiftjax.core.policy import FixedPolicy, make_policy
+from shiftjax.core.policies import FixedPolicy, make_policy
 from shiftjax.core.request import SamplingParams
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import TensorSource

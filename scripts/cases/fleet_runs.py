@@ -18,7 +18,8 @@ import jax
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
-from shiftjax.core.policy import FixedPolicy, Policy, make_policy
+from shiftjax.core.policies import FixedPolicy, make_policy
+from shiftjax.core.policy import Policy
 from shiftjax.core.request import Event, Request, RequestMetrics, SamplingParams
 from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.handover import Copy, Crossing, Mover

@@ -38,7 +38,7 @@ from cases.kit import BLOCK_SIZE, THRESHOLD, VOCAB_SIZE, echo_engine
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
-from shiftjax.core.policy import ThresholdPolicy
+from shiftjax.core.policies import ThresholdPolicy
 from shiftjax.core.request import Request, SamplingParams, SequenceState, StepOutput, StepPlan
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig

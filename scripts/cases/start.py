@@ -29,7 +29,8 @@ from serving.server.phases import Phases
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
-from shiftjax.core.policy import make_policy, wanted_modes
+from shiftjax.core.policies import make_policy
+from shiftjax.core.policy import wanted_modes
 from shiftjax.costs.buckets import Bucket
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import resolve

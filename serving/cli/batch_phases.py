@@ -16,7 +16,7 @@ from serving.server.prompts import Prompts
 from serving.server.service import TEXT_THREADS
 from serving.server.texts import Texts
 from shiftjax.config import EngineConfig
-from shiftjax.core.policy import POLICIES
+from shiftjax.core.policies import POLICIES
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
 from shiftjax.deploy.resolve import formats_in
 from shiftjax.device.sizing import host_memory

@@ -24,7 +24,8 @@ from serving.server.dialects import messages, responses_api
 from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError
 from serving.server.fields import DetokenizeFields, TokenizeFields
-from serving.server.schema import Wish, parse_json, unknown_names
+from serving.server.json_body import parse_json, unknown_names
+from serving.server.schema import Wish
 from serving.server.service import Service
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]

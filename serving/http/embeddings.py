@@ -20,7 +20,7 @@ from serving.server.embedding import (
     written,
 )
 from serving.server.errors import ServeError
-from serving.server.schema import parse_json
+from serving.server.json_body import parse_json
 from serving.server.service import Service
 
 Ask = Callable[..., Awaitable[tuple[Any, Embeddings]]]

@@ -15,7 +15,7 @@ from serving.http.guard import read_body, send_json, warning_headers
 from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
-from serving.server.schema import parse_json
+from serving.server.json_body import parse_json
 from serving.server.service import Generation, Service
 from serving.server.waiting import Place, tell_the_wait
 from serving.server.write_limit import WriteLimit

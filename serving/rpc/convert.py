@@ -7,7 +7,8 @@ import numpy as np
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.server.errors import ServeError, invalid
-from serving.server.schema import MAX_MESSAGES, MAX_VALUES, parse_json
+from serving.server.json_body import MAX_VALUES, parse_json
+from serving.server.schema import MAX_MESSAGES
 from serving.server.tools import MAX_CALLS, MAX_TOOLS
 from shiftjax.core.sampling_params import PARAMS
 

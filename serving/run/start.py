@@ -117,7 +117,7 @@ def loaded(
     config: EngineConfig, files: "ModelFiles", phases: Phases, leader: "Leader | None" = None
 ) -> Any:
     """Load what the files hold; `leader`: on several hosts. Raises StartError, ConfigError."""
-    from shiftjax.core.engine import is_out_of_memory
+    from shiftjax.core.errors import is_out_of_memory
     from shiftjax.settings import make_virtual_devices
 
     make_virtual_devices(config)

@@ -18,8 +18,8 @@ from serving.server.async_requests import AsyncRequests, Watches
 from serving.server.embed_thread import EmbedThread, EmbedTurn
 from serving.server.errors import ServeError
 from serving.server.options import ServerOptions
-from shiftjax.core.engine import EngineStats
 from shiftjax.core.limits import RequestLimits
+from shiftjax.core.stats import EngineStats
 from shiftjax.embed.engine import EmbedEngine, EmbedRunner, EmbedStats, Text
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,10 @@ from serving.server.kv_events import KvEvents
 from serving.server.options import ServerOptions
 from serving.server.waiting import Place, Waits
 from shiftjax.core.cache_events import CacheFeed
-from shiftjax.core.engine import Engine, EngineStats
+from shiftjax.core.engine import Engine
 from shiftjax.core.limits import MAX_ID_CHARACTERS, validate_request
 from shiftjax.core.request import Event, Request, RequestError
+from shiftjax.core.stats import EngineStats
 from shiftjax.outputs import OutputAssembler
 from shiftjax.text.tokenizer import Tokenizer
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shiftjax.core.engine import Engine
-from shiftjax.core.policy import CostPolicy, Policy
+from shiftjax.core.policies import CostPolicy
+from shiftjax.core.policy import Policy
 from shiftjax.fleet.control import Fleet
 from shiftjax.parallel.grid import Mode
 

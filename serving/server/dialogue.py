@@ -6,10 +6,11 @@ from typing import Any
 
 from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, Function
+from serving.server.grammar_source import GrammarSource
 from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
 from serving.server.reasoning_parsers import THINK
-from serving.server.schema import GrammarSource, Wish
+from serving.server.schema import Wish
 from serving.server.tool_formats import (
     make_parser,
     reasoning_format,

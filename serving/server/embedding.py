@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from serving.server.errors import ServeError, invalid
-from serving.server.schema import MAX_TEXT_CHARACTERS, read
+from serving.server.json_body import read
+from serving.server.schema import MAX_TEXT_CHARACTERS
 from shiftjax.core.errors import RequestError
 from shiftjax.text.embedding_inputs import Input
 

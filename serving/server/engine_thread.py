@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serving.server.worker_thread import WorkerThread
-from shiftjax.core.engine import EndedStep, Engine, EngineStats
+from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane, poll
 from shiftjax.core.request import Event
+from shiftjax.core.stats import EndedStep, EngineStats
 
 logger = logging.getLogger(__name__)
 

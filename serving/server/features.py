@@ -6,7 +6,7 @@ from typing import Any
 from serving.server import kv_events
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
-from shiftjax.core.engine import EngineStats
+from shiftjax.core.stats import EngineStats
 from shiftjax.drafts import speculation
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet import state as fleet_state

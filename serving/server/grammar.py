@@ -13,8 +13,8 @@ import numpy as np
 
 from serving.server.errors import ServeError
 from serving.server.fields import is_deeper
+from serving.server.grammar_source import GrammarSource
 from serving.server.grammar_trial import Trial, parser_limits
-from serving.server.schema import GrammarSource
 from shiftjax.text.tokenizer import Tokenizer
 
 MAX_SOURCE_BYTES = 64 << 10

@@ -23,7 +23,7 @@ from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
 from serving.server.phases import Phases
 from serving.server.records import FIRST_TOKEN_BUCKETS, Declared, Records
-from shiftjax.core.engine import EngineStats
+from shiftjax.core.stats import EngineStats
 from shiftjax.metric import STEP_BUCKETS, Histogram, Metric, counter, gauge
 
 TOKEN_BUCKETS = (

@@ -5,23 +5,18 @@ model by the engine's admission. Raises `ServeError` that names the field.
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-import msgspec
 
 from serving.server.errors import ServeError, Violation, invalid
 from serving.server.fields import (
-    FOREIGN,
-    NESTED,
-    UNSUPPORTED,
     ChatFields,
     CompletionFields,
     GenerationFields,
     Prediction,
-    ResponseFormat,
-    StructuredOutputs,
 )
+from serving.server.grammar_source import GrammarSource, grammar_source_of
+from serving.server.json_body import read
 from serving.server.tools import ToolWish, read_calls, read_tools
 from shiftjax.core.limits import MAX_WIDTH
 from shiftjax.core.sampling_params import (
@@ -36,25 +31,6 @@ MAX_PROMPTS = 256  # in one request
 MAX_TEXT_CHARACTERS = 256  # of ids, salts and users
 MAX_METADATA, MAX_METADATA_CHARACTERS = 16, 512
 MAX_MESSAGES = 4096
-MAX_CHOICES = 1024
-MAX_WHITESPACE_CHARACTERS = 64
-_WHITESPACE = re.compile(
-    r"([ \t\n\r]|\\[tnr]|\[([ \t\n\r]|\\[tnr])+\]|\{\d{1,2}(,\d{0,2})?\}|[?*+|()])*"
-)
-# What JSON may hold, whatever it means: decoding this much takes some ten milliseconds.
-MAX_VALUES = 1 << 20  # separated by commas, as token ids are
-MAX_NODES = 1 << 16  # lists, objects and names in objects
-MAX_STRINGS = 1 << 17
-
-
-@dataclass(frozen=True)
-class GrammarSource:
-    """A constraint as the request gives it: json (a schema), regex, choice or grammar (Lark)."""
-
-    kind: str
-    text: str
-    field: str = field(default="response_format", compare=False)  # where it stood
-    whitespace: str | None = None  # a regex for that between tokens of JSON; None: any
 
 
 @dataclass(frozen=True)
@@ -77,90 +53,6 @@ class Wish:
     def min_width(self) -> int:
         """Units of the group that shall serve it, at least."""
         return self.fields.min_width or 1
-
-
-def parse_json(text: bytes) -> Any:
-    """The JSON value of a body. Raises `ServeError`."""
-    if _has_too_much(text):
-        message = "The body holds too many values, lists or objects."
-        raise ServeError("invalid", message, code="invalid_json")
-    try:
-        return msgspec.json.decode(text)
-    except RecursionError:
-        raise ServeError("invalid", "The body is nested too deeply.", code="invalid_json") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        message = f"The body is not JSON: {error}."
-        raise ServeError("invalid", message, code="invalid_json") from None
-
-
-def _has_too_much(text: bytes) -> bool:
-    """Whether decoding would keep the event loop busy: eight MiB can hold four million lists."""
-    if not _exceeds(text):
-        return False
-    bare = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    if bare.count(b'"') > 2 * MAX_STRINGS:
-        return True
-    return _exceeds(b"".join(bare.split(b'"')[::2]))  # what is not within strings
-
-
-def _exceeds(text: bytes) -> bool:
-    nodes = sum(text.count(mark) for mark in (b"[", b"{", b":"))
-    strings = text.count(b'"') // 2
-    return nodes > MAX_NODES or strings > MAX_STRINGS or text.count(b",") > MAX_VALUES
-
-
-def read[T: msgspec.Struct](kind: type[T], values: Any) -> tuple[T, tuple[str, ...]]:
-    """(fields, names that nobody knows) of an object of plain values."""
-    unknown = unknown_names(kind, values)
-    try:
-        return msgspec.convert(values, kind), unknown
-    except msgspec.ValidationError as error:
-        raise _type_error(str(error)) from None
-    except RecursionError:
-        raise ServeError("invalid", "The body is nested too deeply.", code="invalid_json") from None
-
-
-def unknown_names(kind: type[msgspec.Struct], values: Any) -> tuple[str, ...]:
-    """What nobody knows, as `name` or `object.name`. Raises `ServeError` for what others know."""
-    if not isinstance(values, dict):
-        raise ServeError("invalid", "The body must be a JSON object.", code="invalid_json")
-    for name, harmless in FOREIGN.get(kind, {}).items():
-        _check_harmless(name, values.get(name), harmless, "is not a field of this endpoint")
-    return tuple(sorted(_unknown_in(kind, values, "")))
-
-
-def _unknown_in(kind: type[msgspec.Struct], values: dict[str, Any], place: str) -> list[str]:
-    unknown: list[str] = []
-    for name, value in values.items():
-        path = place + name
-        if path in UNSUPPORTED and name not in kind.__struct_fields__:
-            _check_harmless(path, value, UNSUPPORTED[path], "is not supported by this server")
-        elif name not in kind.__struct_fields__:
-            unknown += [path] * (name not in FOREIGN.get(kind, {}))
-        elif name in NESTED:
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, dict):
-                    unknown += _unknown_in(NESTED[name], each, f"{path}.")
-    return unknown
-
-
-def _check_harmless(name: str, value: Any, harmless: tuple[Any, ...], words: str) -> None:
-    same = (each for each in harmless if isinstance(each, bool) == isinstance(value, bool))
-    if value is not None and value not in same:
-        raise invalid(name, words, "unsupported_parameter")
-
-
-def _type_error(message: str) -> ServeError:
-    """msgspec's words (`Expected ..., got ... - at `$.field[0]``), with the field first."""
-    what, _, path = message.partition(" - at ")
-    field = path.strip("`").removeprefix("$").removeprefix(".")
-    missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
-    if missing:
-        field = f"{field}.{missing[1]}".strip(".")
-        return invalid(field, "is missing", "missing_required_parameter")
-    what = what.replace("`", "")
-    what = "must be " + what[9:].replace(", got", ", not") if what.startswith("Expected ") else what
-    return invalid(field or "body", what.replace(" | null", ""), "invalid_type")
 
 
 def read_completion(values: Any) -> Wish:
@@ -231,7 +123,7 @@ def _wish(
         sampling = SamplingParams(**given)
     except SamplingError as error:
         raise _sampling_error(error, fields) from None
-    return Wish(fields, sampling, _grammar_source(fields), unknown, _predicted(fields.prediction))
+    return Wish(fields, sampling, grammar_source_of(fields), unknown, _predicted(fields.prediction))
 
 
 def _sampling_error(error: SamplingError, fields: GenerationFields) -> ServeError:
@@ -307,84 +199,3 @@ def prompts_of(fields: CompletionFields) -> list[str | list[int]]:
     """The prompts as a list; a single one comes without."""
     prompt = fields.prompt
     return [prompt] if isinstance(prompt, str) or type(prompt[0]) is int else prompt
-
-
-# ---------------------------------------------------------------- structured output
-
-
-def _grammar_source(fields: GenerationFields) -> GrammarSource | None:
-    sources = [*_from_format(fields.response_format), *_from_outputs(fields.structured_outputs)]
-    if len(sources) > 1:
-        raise invalid("structured_outputs", "and response_format hold more than one constraint")
-    whitespace = _whitespace(fields.structured_outputs, sources)
-    return replace(sources[0], whitespace=whitespace) if sources else None
-
-
-def _whitespace(wanted: StructuredOutputs | None, sources: list[GrammarSource]) -> str | None:
-    """The whitespace that JSON may have; with any other than its own it would not be JSON."""
-    if wanted is None or not (wanted.whitespace_pattern or wanted.disable_any_whitespace):
-        return None
-    name = "disable_any_whitespace" if wanted.disable_any_whitespace else "whitespace_pattern"
-    if [source.kind for source in sources] != ["json"]:
-        raise invalid(f"structured_outputs.{name}", "needs output that is JSON")
-    if wanted.disable_any_whitespace and wanted.whitespace_pattern:
-        raise invalid(f"structured_outputs.{name}", "leaves no room for a whitespace_pattern")
-    pattern = wanted.whitespace_pattern or ""
-    if len(pattern) > MAX_WHITESPACE_CHARACTERS or not _WHITESPACE.fullmatch(pattern):
-        words = (
-            f"must be a regex of spaces, \\t, \\n and \\r, sets and repetitions of them, "
-            f"with at most {MAX_WHITESPACE_CHARACTERS} characters"
-        )
-        raise invalid("structured_outputs.whitespace_pattern", words)
-    return pattern
-
-
-def _from_format(wanted: ResponseFormat | None) -> list[GrammarSource]:
-    if wanted is None:
-        return []
-    if wanted.json_schema is not None and wanted.type in ("text", "json_object"):
-        raise invalid("response_format.json_schema", "needs the type json_schema")
-    if wanted.type == "text":
-        return []
-    if wanted.type == "json_object":
-        return [GrammarSource("json", '{"type":"object"}')]
-    if wanted.type != "json_schema":
-        raise invalid("response_format.type", "must be text, json_object or json_schema")
-    if wanted.json_schema is None:
-        words = "is missing: json_schema needs one"
-        raise invalid("response_format.json_schema", words, "missing_required_parameter")
-    return [GrammarSource("json", _to_json(wanted.json_schema.schema))]
-
-
-def _from_outputs(wanted: StructuredOutputs | None) -> list[GrammarSource]:
-    if wanted is None:
-        return []
-    sources = []
-    if wanted.json is not None:
-        is_text = isinstance(wanted.json, str)
-        sources.append(_output("json", wanted.json if is_text else _to_json(wanted.json)))
-    for kind in ("regex", "grammar"):
-        text = getattr(wanted, kind)
-        if text is not None:
-            sources.append(_output(kind, text))
-    if wanted.choice is not None:
-        if not 0 < len(wanted.choice) <= MAX_CHOICES:
-            raise invalid("structured_outputs.choice", f"must have 1 to {MAX_CHOICES} entries")
-        sources.append(_output("choice", _to_json(wanted.choice)))
-    if wanted.json_object is not None:
-        if not wanted.json_object:
-            raise invalid("structured_outputs.json_object", "must be true or left out")
-        sources.append(_output("json", '{"type":"object"}'))
-    if not sources and not (wanted.whitespace_pattern or wanted.disable_any_whitespace):
-        raise invalid("structured_outputs", "must hold a constraint")
-    if any(not source.text for source in sources):
-        raise invalid("structured_outputs", "must not be empty")
-    return sources
-
-
-def _output(kind: str, text: Any) -> GrammarSource:
-    return GrammarSource(kind, text, "structured_outputs")
-
-
-def _to_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

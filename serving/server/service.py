@@ -20,12 +20,13 @@ from serving.server.features import feature_metrics
 from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.server.grammar import Grammars
 from serving.server.handle import RequestHandle
+from serving.server.json_body import read
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
 from serving.server.phases import Phases
 from serving.server.pieces import Parser, PlainParser
 from serving.server.prompts import Prompts
-from serving.server.schema import Wish, prompts_of, read
+from serving.server.schema import Wish, prompts_of
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
 from serving.server.tools import checked_functions, read_calls

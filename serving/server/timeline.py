@@ -11,7 +11,7 @@ from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
 from serving.server.history import History, kind_of
-from shiftjax.core.engine import EngineStats
+from shiftjax.core.stats import EngineStats
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.embed.engine import EmbedStats
 from shiftjax.fleet.state import FleetState

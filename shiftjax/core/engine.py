@@ -3,12 +3,10 @@
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
 
-from shiftjax.core.errors import EngineLostError
+from shiftjax.core.errors import EngineLostError, is_out_of_memory
 from shiftjax.core.lane import Failure, Flight, Lane, wait_for_one
 from shiftjax.core.limits import RequestLimits, validate_request
 from shiftjax.core.policy import Policy
@@ -17,61 +15,19 @@ from shiftjax.core.request import (
     Event,
     FinishReason,
     Request,
-    RequestMetrics,
     Status,
     StepPlan,
     derive_seed,
 )
+from shiftjax.core.results import aborted_in_queue
 from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.stats import EndedStep, EngineStats, ended_step, stats_of
 from shiftjax.core.topology import Topology
 from shiftjax.parallel.grid import Mode
 
 MOST_PASSED = 64  # requests that wait for a wider group, and that others may overtake
 logger = logging.getLogger(__name__)
 _ORDER = itemgetter(0, 1, 2)  # of the queue: requests themselves cannot be compared
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the start and gauges of now, summed over groups.
-
-    `num_waiting` counts sequences without blocks, those of requests in the front queue included.
-    `kv_usage` is the share of blocks that block tables hold. `parts` are the counters and states
-    of what is plugged in, by their type: see `find`.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int  # of their prompts
-    kv_usage: float
-    steps: dict[tuple[str, int], int]  # by mode, and by units of the group
-    mode_switches: dict[tuple[str, str], int]  # (from, to)
-    num_failed_steps: int
-    num_preemptions: dict[str, int]  # recompute, swap
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int  # in both tiers
-    parts: Mapping[type, Any]
-
-    def find[T](self, kind: type[T]) -> T | None:
-        """Return the state of this type, or None if nothing that has one is plugged in."""
-        return self.parts.get(kind)
-
-    @property
-    def steps_by_mode(self) -> dict[str, int]:
-        """Steps of groups of all widths."""
-        totals: dict[str, int] = {}
-        for (mode, _), count in self.steps.items():
-            totals[mode] = totals.get(mode, 0) + count
-        return totals
-
-
-class EndedStep(NamedTuple):
-    """A step whose results are there."""
-
-    mode: str  # its label
-    seconds: float
-    num_tokens: int
-    begun: dict[str, float]  # requests of which it computed prompts: when they were first scheduled
 
 
 class Engine:
@@ -179,7 +135,7 @@ class Engine:
             done_at = self._clock() if self._clock else now
             seconds = lane.end_step(flight, done_at)
             if flight.plan.scheduled:
-                self.ended_steps.append(_ended(flight, seconds))
+                self.ended_steps.append(ended_step(flight, seconds))
             for event in lane.scheduler.commit(flight.plan, flight.mode, output, done_at):
                 events.append(event)  # one by one: they count even if a later one fails
             self.topology.has_stepped(lane)
@@ -246,7 +202,7 @@ class Engine:
         if request is not None:
             self._queue = [entry for entry in self._queue if entry[-1] is not request]
             heapq.heapify(self._queue)
-            return _aborted_in_queue(request)
+            return aborted_in_queue(request)
         lane = self._lane_of(request_id)
         return lane.scheduler.abort(request_id) if lane else []
 
@@ -267,36 +223,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
-        schedulers = [lane.scheduler for lane in self.lanes]
-        used = sum(e.scheduler.num_used_blocks * e.group.width for e in self.lanes)
-        have = [lane for lane in self.lanes if lane.state not in ("idle", "paused")]
-        usable = sum(e.scheduler.tables.device.num_usable_blocks * e.group.width for e in have)
-        preemptions = sum((Counter(s.num_preemptions) for s in schedulers), Counter())
-        queued = [(r.sampling.n, len(r.prompt_token_ids)) for r in self._queued.values()]
-        return EngineStats(
-            num_running=sum(len(scheduler.running) for scheduler in schedulers),
-            num_waiting=sum(n for n, _ in queued)
-            + sum(len(s.waiting) + len(s.parked) for s in schedulers),
-            num_waiting_tokens=sum(n * num_tokens for n, num_tokens in queued)
-            + sum(scheduler.num_waiting_tokens for scheduler in schedulers),
-            kv_usage=used / usable,
-            steps=dict(self._steps),
-            mode_switches=dict(self._mode_switches),
-            num_failed_steps=self._num_failed_steps,
-            num_preemptions={kind: preemptions[kind] for kind in ("recompute", "swap")},
-            num_prefix_query_tokens=sum(s.tables.num_prefix_query_tokens for s in schedulers),
-            num_prefix_hit_tokens=sum(s.tables.num_prefix_hit_tokens for s in schedulers),
-            parts=self._parts(),
-        )
-
-    def _parts(self) -> dict[type, Any]:
-        """What is plugged into lanes counts for each; sums over them."""
-        parts: dict[type, Any] = {type(state): state for state in self.topology.states()}
-        for lane in self.lanes:
-            for state in lane.scheduler.states():
-                kind = type(state)
-                parts[kind] = parts[kind] + state if kind in parts else state
-        return parts
+        counters = self._steps, self._mode_switches, self._num_failed_steps
+        return stats_of(self.lanes, self._queued.values(), self.topology.states(), *counters)
 
     def mend(self, error: Exception) -> list[Event]:
         """After a command that raised: end the requests of every group that it left broken."""
@@ -379,45 +307,3 @@ class Engine:
         max_length = self.limits.max_length(num_prompt_tokens, sampling.max_tokens)
         scheduler.add(request, number, seed, max_length)
         del self._queued[request.request_id]
-
-
-def _ended(flight: Flight, seconds: float) -> EndedStep:
-    plan = flight.plan
-    chunks = [item.sequence for item in plan.chunks]
-    begun = {
-        each.request.request_id: each.first_scheduled_seconds
-        for each in chunks
-        if each.first_scheduled_seconds is not None
-    }
-    return EndedStep(flight.mode.label, seconds, plan.num_tokens, begun)
-
-
-def _aborted_in_queue(request: Request) -> list[Event]:
-    """The last events of a request that no group has seen."""
-    nothing = RequestMetrics(
-        queue_seconds=None,
-        ttft_seconds=None,
-        tpot_seconds=None,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_output_tokens=0,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        steps_by_mode={},
-    )
-    last = request.sampling.n - 1
-    return [
-        Event(
-            request.request_id,
-            index,
-            finish_reason="abort",
-            metrics=nothing,
-            is_last=index == last,
-        )
-        for index in range(request.sampling.n)
-    ]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the devices or the machine had no room; XLA says so in two ways."""
-    signs = ("RESOURCE_EXHAUSTED", "Out of memory")
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)

@@ -19,3 +19,9 @@ class EngineLostError(RuntimeError):
 
 class DuplicateRequestError(RequestError):
     """A request whose id belongs to another one that has not finished."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the devices or the machine had no room; XLA says so in two ways."""
+    signs = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)

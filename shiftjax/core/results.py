@@ -5,6 +5,8 @@ import logging
 from shiftjax.core.request import (
     Event,
     FinishReason,
+    Request,
+    RequestMetrics,
     ScheduledSequence,
     SequenceState,
     StepOutput,
@@ -135,3 +137,28 @@ def _accepts(constraint: TokenConstraint, token: int) -> bool:
     except Exception:
         logger.exception("A constraint failed.")
         return False
+
+
+def aborted_in_queue(request: Request) -> list[Event]:
+    """The last events of a request that no group has seen."""
+    nothing = RequestMetrics(
+        queue_seconds=None,
+        ttft_seconds=None,
+        tpot_seconds=None,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        steps_by_mode={},
+    )
+    last = request.sampling.n - 1
+    return [
+        Event(
+            request.request_id,
+            index,
+            finish_reason="abort",
+            metrics=nothing,
+            is_last=index == last,
+        )
+        for index in range(request.sampling.n)
+    ]

@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
 from shiftjax.core.limits import RequestLimits
-from shiftjax.core.policy import POLICIES, Policy
+from shiftjax.core.policies import POLICIES
+from shiftjax.core.policy import Policy
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
 from shiftjax.costs.groups import GroupCosts, PipelineCosts

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import jax
 
-from shiftjax.core.policy import Policy, make_policy, wanted_modes
+from shiftjax.core.policies import make_policy
+from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of

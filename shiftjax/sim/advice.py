@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shiftjax.core.policy import shift_threshold
+from shiftjax.costs.crossing import shift_threshold
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.sim.deployment import Target, cost_model

@@ -6,7 +6,8 @@ from types import MappingProxyType
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.config import EngineConfig
-from shiftjax.core.policy import Policy, make_policy, wanted_modes
+from shiftjax.core.policies import make_policy
+from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from shiftjax.config import CONTROLS, SERVER_BUDGETS, SETTINGS, EngineConfig
-from shiftjax.core.policy import POLICIES
+from shiftjax.core.policies import POLICIES
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve, stage_problems
 from shiftjax.draft_options import NO_DRAFTS

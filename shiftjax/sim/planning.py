@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shiftjax.core.policy import shift_threshold
+from shiftjax.costs.crossing import shift_threshold
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS

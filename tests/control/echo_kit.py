@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
-from shiftjax.core.policy import Policy, make_policy
+from shiftjax.core.policies import make_policy
+from shiftjax.core.policy import Policy
 from shiftjax.core.request import Event, Request, SamplingParams, StepPlan, derive_seed
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig

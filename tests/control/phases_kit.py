@@ -14,7 +14,7 @@ from echo_kit import (
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
-from shiftjax.core.policy import make_policy
+from shiftjax.core.policies import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.host_tier.extents import HostBlocks, HostMemory

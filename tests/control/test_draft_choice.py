@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from test_speculation import Guesses, let_draft
 
-from shiftjax.core.policy import CostPolicy, ThresholdPolicy
+from shiftjax.core.policies import CostPolicy, ThresholdPolicy
 from shiftjax.costs.machine_files import load_engine
 from shiftjax.parallel.grid import Mode
 

@@ -15,7 +15,8 @@ from echo_kit import (
     runner_of,
 )
 
-from shiftjax.core.policy import POLICIES, BasePolicy, ShiftPolicy, make_policy, wanted_modes
+from shiftjax.core.policies import POLICIES, BasePolicy, ShiftPolicy, make_policy
+from shiftjax.core.policy import wanted_modes
 from shiftjax.core.request import DuplicateRequestError, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.hosts.control import LostHostError

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from shiftjax.core.policy import make_policy, shift_threshold, wanted_modes
+from shiftjax.core.policies import make_policy
+from shiftjax.core.policy import wanted_modes
 from shiftjax.core.request import StepPlan
 from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.crossing import shift_threshold
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 

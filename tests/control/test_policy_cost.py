@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from engines import checkpoint, make, run
 
-from shiftjax.core.policy import CostPolicy, make_policy
+from shiftjax.core.policies import CostPolicy, make_policy
 from shiftjax.core.request import SamplingParams, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine

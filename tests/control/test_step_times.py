@@ -14,7 +14,7 @@ from test_speculation import let_draft
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
-from shiftjax.core.policy import ThresholdPolicy
+from shiftjax.core.policies import ThresholdPolicy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.machine_files import load_engine

@@ -4,7 +4,8 @@ import pytest
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.core.policy import make_policy, wanted_modes
+from shiftjax.core.policies import make_policy
+from shiftjax.core.policy import wanted_modes
 from shiftjax.costs.buckets import doubling, make_buckets
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.sum_buffers import MOST_BYTES, PIECE_BYTES, buffer_bytes, sum_buffer_bytes

@@ -8,7 +8,7 @@ import pytest
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
-from shiftjax.core.policy import make_policy
+from shiftjax.core.policies import make_policy
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.all_reduces import all_reduce_kinds, warn_of_slow_all_reduces
 from shiftjax.device.programs import CompileCounter, trial_step

@@ -18,7 +18,7 @@ from spent import thorough
 from test_drafted_steps import let_draft
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
-from shiftjax.core.policy import make_policy
+from shiftjax.core.policies import make_policy
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.draft_options import DraftOptions

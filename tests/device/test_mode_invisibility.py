@@ -13,7 +13,7 @@ from harness import forward
 from oracle import numpy_llama
 from spent import thorough
 
-from shiftjax.core.policy import FixedPolicy
+from shiftjax.core.policies import FixedPolicy
 from shiftjax.core.request import SamplingParams
 from shiftjax.parallel.grid import Group
 

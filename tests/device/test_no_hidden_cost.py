@@ -23,7 +23,7 @@ from lean import greedy_collectives
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
-from shiftjax.core.policy import FixedPolicy
+from shiftjax.core.policies import FixedPolicy
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.mode_weights import ModeWeights

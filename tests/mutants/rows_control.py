@@ -9,7 +9,7 @@ BUILDER = "shiftjax/core/plan_builder.py"
 BLOCKS = "shiftjax/core/blocks.py"
 TABLES = "shiftjax/core/block_tables.py"
 SHARED = "shiftjax/fleet/shared_blocks.py"
-POLICY = "shiftjax/core/policy.py"
+POLICY = "shiftjax/core/policies.py"
 HANDOVER = "shiftjax/fleet/handover.py"
 RESHARDING = "shiftjax/phases/control.py"
 SPECULATION = "shiftjax/drafts/speculation.py"
@@ -188,13 +188,13 @@ POLICY_ROWS = (
         ("tests/costs/test_costs.py",), "BASE, whose rows cross devices, looks cheaper",
     ),
     Mutant(
-        "buckets begin where the one before ends", "policy", POLICY,
+        "buckets begin where the one before ends", "policy", "shiftjax/core/policy.py",
         "policy.wanted(modes, 1 + max(smaller, default=0), bucket)",
         "policy.wanted(modes, max(smaller, default=0), bucket)",
         (TEST_THRESHOLD,), "programs are compiled that no step runs",
     ),
     Mutant(
-        "the threshold leaves out a token", "policy", POLICY,
+        "the threshold leaves out a token", "policy", "shiftjax/costs/crossing.py",
         "(middle, high) if shift_wins(middle) else (low, middle - 1)",
         "(middle, high) if shift_wins(middle + 1) else (low, middle - 1)",
         (TEST_THRESHOLD,), "the largest step that SHIFT wins is not the threshold",

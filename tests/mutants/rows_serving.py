@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 SCHEMA = "serving/server/schema.py"
+JSON_BODY = "serving/server/json_body.py"
 RESPONSES = "serving/server/responses.py"
 PARSERS = "serving/server/tool_parsers.py"
 GRAMMAR = "serving/server/grammar.py"
@@ -101,13 +102,13 @@ SCHEMA_ROWS = (
         "tenants share their caches",
     ),
     Mutant(
-        "an unknown field of an object is not told", "schema", SCHEMA,
+        "an unknown field of an object is not told", "schema", JSON_BODY,
         '                    unknown += _unknown_in(NESTED[name], each, f"{path}.")\n',
         "                    pass\n",
         (TEST_FIELDS,), "misspelt options are dropped without a word",
     ),
     Mutant(
-        "false counts as 0", "schema", SCHEMA,
+        "false counts as 0", "schema", JSON_BODY,
         "same = (each for each in harmless if isinstance(each, bool) == isinstance(value, bool))",
         "same = harmless",
         (TEST_FIELDS,), "an option of another type passes",

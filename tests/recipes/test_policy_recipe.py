@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from copied import change, changed_files, copy_tree, run
 
-POLICY = "shiftjax/core/policy.py"
+POLICY = "shiftjax/core/policies.py"
 CLASS = '''@dataclass(frozen=True)
 class ParityPolicy(Policy):
     """Steps of an even number of tokens in BASE, all others in SHIFT."""
@@ -47,7 +47,7 @@ for settings in ({}, COSTS):
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     made = copy_tree(tmp_path_factory.mktemp("policy"))
-    before, last = "def shift_threshold(", "    GreedyPolicy,\n)"
+    before, last = "_CLASSES: tuple", "    GreedyPolicy,\n)"
     change(made, POLICY, before, CLASS + before)
     change(made, POLICY, last, "    ParityPolicy,\n" + last)
     assert changed_files(made) == {POLICY}

@@ -24,7 +24,7 @@ from serving.server.service import ServedModel, Service
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
-from shiftjax.core.policy import make_policy
+from shiftjax.core.policies import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.draft_options import DraftOptions

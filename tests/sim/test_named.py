@@ -3,7 +3,7 @@
 import pytest
 
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
-from shiftjax.core.policy import POLICIES
+from shiftjax.core.policies import POLICIES
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve
 from shiftjax.options import ConfigError

@@ -13,7 +13,7 @@ from engines import checkpoint, make
 from shiftjax.arch.formats import Formats
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
-from shiftjax.core.policy import ThresholdPolicy
+from shiftjax.core.policies import ThresholdPolicy
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
-from shiftjax.core.policy import CostPolicy, ThresholdPolicy, make_policy
+from shiftjax.core.policies import CostPolicy, ThresholdPolicy, make_policy
 from shiftjax.costs.collectives import weight_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import weight_bytes

@@ -9,7 +9,8 @@ import pytest
 
 from serving.cli.main import main
 from shiftjax.arch.formats import formats_of
-from shiftjax.core.policy import CostPolicy, wanted_modes
+from shiftjax.core.policies import CostPolicy
+from shiftjax.core.policy import wanted_modes
 from shiftjax.costs.groups import PipelineCosts
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine

@@ -10,7 +10,8 @@ import msgspec
 
 from serving.server.errors import ServeError, Violation
 from serving.server.fields import sampling_fields
-from serving.server.schema import Wish, read, read_chat
+from serving.server.json_body import read
+from serving.server.schema import Wish, read_chat
 from shiftjax.core.sampling_params import DIALECTS
 
 Json = dict[str, Any]

@@ -12,7 +12,7 @@ from served import in_background, serve
 
 from serving.run.serve import prove
 from serving.run.start import StartError
-from shiftjax.core.engine import is_out_of_memory
+from shiftjax.core.errors import is_out_of_memory
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.llm import LLM
 

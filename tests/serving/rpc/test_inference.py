@@ -15,7 +15,7 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.rpc import convert
 from serving.server.errors import ServeError
-from serving.server.schema import MAX_VALUES
+from serving.server.json_body import MAX_VALUES
 
 
 @pytest.fixture

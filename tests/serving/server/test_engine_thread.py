@@ -9,7 +9,7 @@ from serving.server.engine_thread import EngineThread
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
-from shiftjax.core.policy import make_policy
+from shiftjax.core.policies import make_policy
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig

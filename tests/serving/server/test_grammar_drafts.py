@@ -8,7 +8,7 @@ import pytest
 from kit import EOS, VOCAB_SIZE, byte_tokenizer, make_engine
 
 from serving.server.grammar import Grammars, GrammarState
-from serving.server.schema import GrammarSource
+from serving.server.grammar_source import GrammarSource
 from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.draft_options import DraftOptions

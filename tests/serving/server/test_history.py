@@ -7,7 +7,7 @@ from serving.server.choice import choice_of
 from serving.server.history import KINDS, History
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.core.policy import make_policy
+from shiftjax.core.policies import make_policy
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel
