@@ -15,16 +15,16 @@ RESHARDING = "shiftjax/phases/control.py"
 SPECULATION = "shiftjax/drafts/speculation.py"
 EXTENTS = "shiftjax/host_tier/extents.py"
 
-TEST_SCHEDULER = "tests/control/test_scheduler.py"
-TEST_BLOCKS = "tests/control/test_blocks.py"
-TEST_ENGINE = "tests/control/test_engine.py"
-TEST_THRESHOLD = "tests/control/test_policy.py"
-TEST_POLICY = "tests/control/test_policy_cost.py"
-TEST_HANDOVER = "tests/control/test_handover.py"
-TEST_FLEET = "tests/control/test_fleet.py"
-TEST_PARKING = "tests/control/test_parking.py"
-TEST_SPECULATION = "tests/control/test_speculation.py"
-TEST_TIER = "tests/control/test_host_tier.py"
+TEST_SCHEDULER = "tests/core/test_scheduler.py"
+TEST_BLOCKS = "tests/core/test_blocks.py"
+TEST_ENGINE = "tests/core/test_engine.py"
+TEST_THRESHOLD = "tests/core/test_policy.py"
+TEST_POLICY = "tests/core/test_policy_cost.py"
+TEST_HANDOVER = "tests/fleet/test_handover.py"
+TEST_FLEET = "tests/fleet/test_fleet.py"
+TEST_PARKING = "tests/phases/test_parking.py"
+TEST_SPECULATION = "tests/drafts/test_speculation.py"
+TEST_TIER = "tests/host_tier/test_extents.py"
 
 SCHEDULER_ROWS = (
     Mutant(
@@ -158,7 +158,7 @@ BLOCKS_ROWS = (
     Mutant(
         "a prefix is found in a block that another group writes", "blocks", SHARED,
         "                if states[block] == _CACHED:\n                    self._drop(block)\n", "",
-        ("tests/control/test_shared_blocks.py",), "a request reads a stale block",
+        ("tests/fleet/test_shared_blocks.py",), "a request reads a stale block",
     ),
 )  # fmt: skip
 POLICY_ROWS = (
@@ -283,7 +283,7 @@ PHASES_ROWS = (
     Mutant(
         "phases are taken for a mode", "phases", "shiftjax/phases/setup.py",
         "(prefill.pp == 1 and decode == shift)", "(decode == shift)",
-        ("tests/control/test_phase_settings.py",), "the settings come to another deployment",
+        ("tests/phases/test_phase_settings.py",), "the settings come to another deployment",
     ),
     Mutant(
         "the load of groups is not looked at", "phases", RESHARDING,

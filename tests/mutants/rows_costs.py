@@ -10,7 +10,7 @@ MOVES = "shiftjax/fleet/costs.py"
 
 TEST_COSTS = "tests/costs/test_costs.py"
 TEST_STAGES = "tests/costs/test_stage_costs.py"
-TEST_MOVES = "tests/costs/test_moves.py"
+TEST_MOVES = "tests/fleet/test_moves.py"
 TEST_LEVELS = "tests/costs/test_levels.py"
 
 ROWS: tuple[Mutant, ...] = (

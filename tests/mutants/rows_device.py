@@ -22,7 +22,7 @@ TEST_LAYOUT = "tests/parallel/test_layout.py"
 TEST_VIEWS = "tests/device/test_views.py"
 TEST_JOINED = "tests/device/test_joined.py"
 TEST_EXCHANGE = "tests/models/test_exchange.py"
-TEST_MOVER = "tests/device/test_mover.py"
+TEST_MOVER = "tests/fleet/test_mover_device.py"
 SWIFTKV = "tests/models/test_swiftkv.py"
 CACHE_SPEC = "tests/device/test_cache_spec.py"
 QUANTISED = "tests/weights/test_quantised_checkpoints.py"
@@ -54,7 +54,7 @@ SAMPLER_ROWS = (
     Mutant(
         "continuations have one seed", "sampler", "shiftjax/core/request.py",
         'f"{seed}/{index}".encode()', 'f"{seed}/0".encode()',
-        ("tests/control/test_scheduler.py",), "n texts are n times the same",
+        ("tests/core/test_scheduler.py",), "n texts are n times the same",
     ),
     Mutant(
         "the token in flight is not penalised", "sampler", SAMPLING,
@@ -380,7 +380,7 @@ TIER_ROWS = (
         "keys come back from the host as values", "host tier",
         "shiftjax/host_tier/copies_device.py",
         "for place in sorted(by_entry)]", "for place in sorted(by_entry)[::-1]]",
-        ("tests/device/test_host_copies.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
+        ("tests/host_tier/test_copies_device.py::test_blocks_come_back_to_the_bit_wherever_they_are_put",),
         "a restored prefix is garbage",
     ),
     Mutant(

@@ -194,7 +194,7 @@ STRUCTURE_ROWS = (
     Mutant(
         "a mask is used a token too late", "structured output", "shiftjax/core/scheduler.py",
         "sequence.max_length or sequence.constraint is not None):", "sequence.max_length):",
-        ("tests/control/test_constraints.py",), "with overlap the output breaks its grammar",
+        ("tests/core/test_constraints.py",), "with overlap the output breaks its grammar",
     ),
 )  # fmt: skip
 HOSTS_ROWS = (
@@ -211,13 +211,13 @@ HOSTS_ROWS = (
     Mutant(
         "hosts agree on the most", "hosts", "serving/hosts/leader.py",
         "list(map(min, *told))", "list(map(max, *told))",
-        ("tests/hosts/test_host_links.py::test_all_hosts_hear_the_least_of_each_number",),
+        ("tests/serving/hosts/test_host_links.py::test_all_hosts_hear_the_least_of_each_number",),
         "a pool is larger than the smallest host has memory for",
     ),
     Mutant(
         "a follower that does nothing is waited for", "hosts", "serving/hosts/leader.py",
         "return now - self.moved_at if self.sent > self.done else 0.0", "return 0.0",
-        ("tests/hosts/test_host_links.py::test_a_follower_that_does_no_step_is_lost",),
+        ("tests/serving/hosts/test_host_links.py::test_a_follower_that_does_no_step_is_lost",),
         "an engine hangs for ever",
     ),
 )  # fmt: skip

@@ -3,8 +3,8 @@
 from mutant import Mutant
 
 FLEET = "shiftjax/fleet/control.py"
-FLEET_TIME = ("tests/control/test_fleet_time.py",)
-PHASE_TIME = ("tests/control/test_phase_time.py",)
+FLEET_TIME = ("tests/fleet/test_fleet_time.py",)
+PHASE_TIME = ("tests/phases/test_phase_time.py",)
 
 ROWS: tuple[Mutant, ...] = (
     Mutant(
@@ -159,7 +159,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/fleet/policy.py",
         "if load >= self.release_at:",
         "if load > self.release_at:",
-        ("tests/control/test_fleet_policy.py",),
+        ("tests/fleet/test_fleet_policy.py",),
         "exactly at release_at groups stay wide",
     ),
     Mutant(
@@ -168,7 +168,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/fleet/policy.py",
         "if load > self.bind_at or",
         "if load >= self.bind_at or",
-        ("tests/control/test_fleet_policy.py",),
+        ("tests/fleet/test_fleet_policy.py",),
         "exactly at bind_at groups stay narrow",
     ),
     Mutant(
@@ -186,7 +186,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/fleet/policy.py",
         "sum(group.num_running + group.num_waiting for group",
         "sum(group.num_running for group",
-        ("tests/control/test_fleet_policy.py",),
+        ("tests/fleet/test_fleet_policy.py",),
         "who waits in a group is no load, so a burst is seen late",
     ),
     Mutant(
@@ -204,7 +204,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/fleet/handover.py",
         ("            num_tokens = min(wide_size, computed - number * wide_size)\n"),
         "            num_tokens = wide_size\n",
-        ("tests/control/test_handover.py",),
+        ("tests/fleet/test_handover.py",),
         "a partly filled block is handed over as a full one: too many narrow blocks",
     ),
     Mutant(
@@ -213,7 +213,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/fleet/handover.py",
         "            narrow = -(-num_tokens // narrow_size)\n",
         "            narrow = num_tokens // narrow_size\n",
-        ("tests/control/test_handover.py",),
+        ("tests/fleet/test_handover.py",),
         "the narrow block that is filled in part is left behind",
     ),
     Mutant(
@@ -330,7 +330,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/core/micro_batches.py",
         "count += plan.micro_batch == micro_batch and plan.num_rows > 0",
         "count += plan.num_rows > 0",
-        ("tests/control/test_pipeline_time.py",),
+        ("tests/sim/test_pipeline_time.py",),
         "a micro-batch waits for the steps of the others, so most stages idle",
     ),
     Mutant(
@@ -340,7 +340,7 @@ ROWS: tuple[Mutant, ...] = (
         "return len(self.in_flight) < self.scheduler.config.num_micro_batches + overlap",
         "return len(self.in_flight) < max(1, self.scheduler.config.num_micro_batches - 1 "
         "+ overlap)",
-        ("tests/control/test_pipeline_time.py",),
+        ("tests/sim/test_pipeline_time.py",),
         "one stage is always empty",
     ),
     Mutant(
@@ -349,7 +349,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/sim/devices.py",
         "if len(self._stages) > 1 and previous_handle and _has_pending(plan):",
         "if len(self._stages) > 1 and previous_handle:",
-        ("tests/control/test_pipeline_time.py",),
+        ("tests/sim/test_pipeline_time.py",),
         "a simulated step waits for the last one of its micro-batch, though it needs no token",
     ),
     Mutant(
@@ -358,7 +358,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/sim/devices.py",
         "done = max(done, previous_handle.done)  # a token",
         "done = max(done, self._prepared_at)  # a token",
-        ("tests/control/test_pipeline_time.py",),
+        ("tests/sim/test_pipeline_time.py",),
         "a simulated step decodes a token that the last stage has not sampled yet",
     ),
     Mutant(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "scripts/count_house.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/count_house.py"
 TREE = {
     "shiftjax/config.py": "class EngineConfig:\n    size: int = 1\n    'tokens'\n",
     "shiftjax/build.py": (

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import gpu_cases  # noqa: E402

@@ -20,7 +20,7 @@ from shiftjax.weights.source import identify
 
 pytestmark = pytest.mark.thorough
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LOST = 75
 ABORTED = -signal.SIGABRT  # by JAX's own client, if it hears of the leader's end first
 

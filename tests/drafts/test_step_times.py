@@ -8,7 +8,7 @@ from echo_kit import VOCAB_SIZE, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_draft_choice import BASE, SHIFT, Claiming, Costs
-from test_lanes import TimedRunner
+from test_lane import TimedRunner
 from test_speculation import let_draft
 
 from shiftjax.core.engine import Engine

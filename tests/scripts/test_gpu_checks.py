@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from regime import reached
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import gpu_checks
 from gpu_cases import FP8_DTYPE, SMALL, SMALL_KERNEL, STEPS, Kernel, kernels
