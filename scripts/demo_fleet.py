@@ -20,7 +20,7 @@ from serving.run.progress import print_table
 from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
 from shiftjax.core.request import Request, SamplingParams
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.stats import Turn
 from shiftjax.llm import LLM
 from shiftjax.parallel.fleet import Arrangement

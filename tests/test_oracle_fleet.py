@@ -9,8 +9,8 @@ from oracle.smollm2 import NEEDS_WEIGHTS, OPTIONS, SHORT, compare
 
 from shiftjax import LLM
 from shiftjax.core.request import Request
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import FleetView, Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import all_groups, bound, equal_groups
 
 pytestmark = [NEEDS_WEIGHTS, pytest.mark.thorough]

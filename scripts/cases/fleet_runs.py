@@ -21,9 +21,9 @@ from shiftjax.core.engine import Engine
 from shiftjax.core.policies import FixedPolicy, make_policy
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Event, Request, RequestMetrics, SamplingParams
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.handover import Copy, Crossing, Mover
 from shiftjax.fleet.policy import FixedArrangement, FleetPolicy, FleetView, Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group
 from shiftjax.settings import make_virtual_devices

@@ -6,7 +6,7 @@ from typing import Any
 from shiftjax.core.engine import Engine
 from shiftjax.core.policies import CostPolicy
 from shiftjax.core.policy import Policy
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.grid import Mode
 
 

@@ -10,7 +10,6 @@ from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet import switching
-from shiftjax.fleet.control import Fleet, SwitchRules
 from shiftjax.fleet.cost_arrangement import CostArrangement
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.handover import Mover
@@ -20,6 +19,7 @@ from shiftjax.fleet.policy import (
     LoadPolicy,
     NeedPolicy,
 )
+from shiftjax.fleet.regrouping import Fleet, SwitchRules
 from shiftjax.fleet.switching import Steps
 from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
 

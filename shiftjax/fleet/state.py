@@ -16,7 +16,7 @@ from shiftjax.parallel.fleet import Arrangement
 from shiftjax.parallel.grid import Group
 
 if TYPE_CHECKING:
-    from shiftjax.fleet.control import Fleet
+    from shiftjax.fleet.regrouping import Fleet
 
 NUM_CHANGES = 64  # the latest, that a state holds
 

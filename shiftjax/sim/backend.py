@@ -10,8 +10,8 @@ from shiftjax.core.lane import Lane
 from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.cost_arrangement import CostArrangement
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import move_costs
 from shiftjax.phases.control import PHASES
 from shiftjax.phases.costs import check_host_links

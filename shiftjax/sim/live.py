@@ -12,7 +12,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.limits import NO_LOGPROBS
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.fleet.control import MOST_REMEMBERED, Fleet
+from shiftjax.fleet.regrouping import MOST_REMEMBERED, Fleet
 from shiftjax.options import ConfigError
 from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import Target, deploy_config

@@ -16,7 +16,7 @@ from shiftjax.core.limits import check_length
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
 from shiftjax.costs.groups import GroupCosts
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import first_arrangement
 from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.host_tier.stats import HostStats

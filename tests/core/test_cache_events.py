@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spent import examples
 from test_engine_properties import FAST, Client, engines, traffic
-from test_fleet import random_arrangement, random_requests
+from test_regrouping import random_arrangement, random_requests
 
 from shiftjax.core.cache_events import Batch, CacheFeed, Cleared, Removed, Stored
 from shiftjax.core.engine import Engine
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.shared_blocks import SharedBlocks
 
 Index = dict[bytes, tuple[list[int], bytes | None]]  # tokens and parent, by hash

@@ -7,8 +7,8 @@ from oracle import numpy_llama
 
 from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import equal_groups
 
 

@@ -15,8 +15,8 @@ from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.drafts.speculation import DraftStats
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import equal_groups
 from shiftjax.parallel.grid import Group
 

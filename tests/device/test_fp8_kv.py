@@ -18,7 +18,7 @@ from oracle import numpy_fp8, numpy_llama
 from shiftjax.arch.formats import Formats
 from shiftjax.core.request import SamplingParams
 from shiftjax.drafts.speculation import DraftStats
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.grid import Mode
 from shiftjax.phases.control import ReshardingState

@@ -1,6 +1,6 @@
 """Changes of groups in virtual seconds: who steps when, who waits for whom, and which units idle.
 
-Tokens are the same whatever becomes of running requests (`test_fleet.py`); what the kinds of
+Tokens are the same whatever becomes of running requests (`test_regrouping.py`); what the kinds of
 switching differ in is time. Every step takes a second here, in groups of all widths.
 """
 
@@ -10,8 +10,8 @@ import pytest
 from echo_pools import Told
 from time_kit import of_tokens, play_fleet
 
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import LoadPolicy, NeedPolicy, Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 

@@ -7,11 +7,11 @@ from echo_kit import Listener, make_request, run_to_end
 from fleet_kit import make_fleet
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fleet import assert_as_alone
+from test_regrouping import assert_as_alone
 
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.handover import Pair, calls
 from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import equal_groups
 
 WAYS = 4

@@ -5,7 +5,7 @@ from engines import checkpoint, make, run, tokens
 
 from shiftjax.core.request import SamplingParams
 from shiftjax.fleet import mover_device as mover
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.grid import Group
 
 pytestmark = pytest.mark.thorough

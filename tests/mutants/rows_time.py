@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-FLEET = "shiftjax/fleet/control.py"
+FLEET = "shiftjax/fleet/regrouping.py"
 FLEET_TIME = ("tests/fleet/test_fleet_time.py",)
 PHASE_TIME = ("tests/phases/test_phase_time.py",)
 

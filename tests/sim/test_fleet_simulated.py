@@ -14,9 +14,9 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.policy import LoadPolicy, NeedPolicy
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import possible_widths
 from shiftjax.parallel.layout import Layout
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, Handle, Units

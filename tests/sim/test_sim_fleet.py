@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.costs.memory import kv_token_bytes
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.cost_arrangement import LEAST_HOLD_SECONDS, CostArrangement
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.handover import Copy, Crossing
@@ -17,6 +16,7 @@ from shiftjax.fleet.policy import (
     FleetView,
     GroupView,
 )
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import move_costs
 from shiftjax.options import ConfigError
 from shiftjax.parallel.fleet import Arrangement, FleetOptions, all_groups, possible_widths

@@ -27,7 +27,7 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from shiftjax import LLM, SamplingParams
 from shiftjax.config import EngineConfig
-from shiftjax.fleet.control import Fleet
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.state import REASONS, FleetState
 from shiftjax.model_files import open_files
 

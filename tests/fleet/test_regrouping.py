@@ -22,8 +22,8 @@ from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.speculation import DraftStats, Prices, Speculation
 from shiftjax.fleet import handover
-from shiftjax.fleet.control import Fleet
 from shiftjax.fleet.policy import NeedPolicy, Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 
