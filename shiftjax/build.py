@@ -17,7 +17,7 @@ from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.hosts.control import Follower, Hosts, Leader
 from shiftjax.local_deployment import deploy, with_kv_scales
-from shiftjax.phases.control import PHASES
+from shiftjax.phases.resharding import PHASES
 from shiftjax.settings import environ_beside
 from shiftjax.weights.source import TensorSource, check_complete
 

@@ -21,7 +21,7 @@ from shiftjax.host_tier.stats import HostStats
 from shiftjax.hosts.control import Leader
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
-from shiftjax.phases.control import ReshardingState
+from shiftjax.phases.resharding import ReshardingState
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
 

@@ -16,7 +16,7 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.device.programs import CompileCounter
 from shiftjax.host_tier.stats import HostStats
-from shiftjax.phases.control import Resharding, ReshardingState
+from shiftjax.phases.resharding import Resharding, ReshardingState
 
 pytestmark = pytest.mark.thorough
 

@@ -37,7 +37,7 @@ from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.parallel.degrees import parse_degrees
-from shiftjax.phases.control import Resharding, ReshardingState
+from shiftjax.phases.resharding import Resharding, ReshardingState
 from shiftjax.settings import make_virtual_devices
 from shiftjax.weights.random import RandomSource
 

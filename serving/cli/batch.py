@@ -32,7 +32,7 @@ from shiftjax.core.engine import Engine
 from shiftjax.core.request import SamplingParams
 from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.options import ConfigError
-from shiftjax.phases.control import Resharding
+from shiftjax.phases.resharding import Resharding
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
-from shiftjax.phases.control import ReshardingState
+from shiftjax.phases.resharding import ReshardingState
 
 MAX_STARTING = 16  # lines beyond `most_lines` whose prompts are being tokenized
 

@@ -27,7 +27,7 @@ from shiftjax.local_deployment import deploy, host_copy_bytes
 from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
-from shiftjax.phases.control import PHASES
+from shiftjax.phases.resharding import PHASES
 from shiftjax.weights.source import TensorSource
 
 

@@ -14,8 +14,8 @@ from shiftjax.fleet.state import FleetState
 from shiftjax.host_tier import stats as host_stats
 from shiftjax.host_tier.stats import HostStats
 from shiftjax.metric import Metric
-from shiftjax.phases import control as resharding
-from shiftjax.phases.control import ReshardingState
+from shiftjax.phases import resharding
+from shiftjax.phases.resharding import ReshardingState
 
 
 def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:

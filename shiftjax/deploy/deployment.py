@@ -84,7 +84,7 @@ class Deployment:
     deterministic: bool = False  # attention of a sequence does not depend on the others
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices
-    parks: bool = False  # computes prompts alone (`phases/control.py`)
+    parks: bool = False  # computes prompts alone (`phases/resharding.py`)
     overlap: bool = True  # a step is scheduled while the one before it runs
     machine: str | None = None  # what predictions take the devices for; None: by their kind
     seed: int = 0  # of requests that bring none, and of random weights

@@ -40,9 +40,9 @@ from shiftjax.hosts.control import Hosts, Leader
 from shiftjax.hosts.steps_device import LeaderRunner
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device, Group
-from shiftjax.phases.control import PHASES, Phase
 from shiftjax.phases.exchange_device import DeviceExchange
 from shiftjax.phases.pipeline_device import PipelineRunner
+from shiftjax.phases.resharding import PHASES, Phase
 from shiftjax.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)

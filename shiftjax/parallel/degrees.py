@@ -1,6 +1,6 @@
 """The degrees of a deployment, and how they are spelled: dp2pp4tp2. No JAX.
 
-A pair, `pp8:tp8`, is those of prefill and those of decode (`phases/control.py`).
+A pair, `pp8:tp8`, is those of prefill and those of decode (`phases/resharding.py`).
 """
 
 import re

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from shiftjax.device.groups import Placed, load_weights
 from shiftjax.device.place import Progress, Rows
-from shiftjax.phases.control import Phase
+from shiftjax.phases.resharding import Phase
 
 logger = logging.getLogger(__name__)
 

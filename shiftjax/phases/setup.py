@@ -11,7 +11,7 @@ from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import Suited, resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.phases.control import PHASES, Phase
+from shiftjax.phases.resharding import PHASES, Phase
 
 HOST_SHARE = 0.5  # of the available host memory, for what is parked, unless it is given
 logger = logging.getLogger(__name__)

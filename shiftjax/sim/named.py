@@ -23,8 +23,8 @@ from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError, from_text, unknown_name
 from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
 from shiftjax.parallel.fleet import FIXED, FLEET_POLICIES, NO_FLEET, FleetOptions, without_unread
-from shiftjax.phases.control import Phase
 from shiftjax.phases.costs import check_host_links
+from shiftjax.phases.resharding import Phase
 from shiftjax.phases.setup import merge_phases, resolve_phases
 from shiftjax.sim.deployment import Target, as_built_by, least_tp
 

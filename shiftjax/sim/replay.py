@@ -21,7 +21,7 @@ from shiftjax.fleet.setup import first_arrangement
 from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.fleet import Arrangement
-from shiftjax.phases.control import PHASES, Resharding
+from shiftjax.phases.resharding import PHASES, Resharding
 from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import Target
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord

@@ -21,7 +21,7 @@ from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.grid import Mode
-from shiftjax.phases.control import ReshardingState
+from shiftjax.phases.resharding import ReshardingState
 from shiftjax.weights.huggingface import HuggingFaceSource
 from shiftjax.weights.kv_scales import identify_scales
 

@@ -11,7 +11,7 @@ TABLES = "shiftjax/core/block_tables.py"
 SHARED = "shiftjax/fleet/shared_blocks.py"
 POLICY = "shiftjax/core/policies.py"
 HANDOVER = "shiftjax/fleet/handover.py"
-RESHARDING = "shiftjax/phases/control.py"
+RESHARDING = "shiftjax/phases/resharding.py"
 SPECULATION = "shiftjax/drafts/speculation.py"
 EXTENTS = "shiftjax/host_tier/extents.py"
 

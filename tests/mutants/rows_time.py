@@ -249,7 +249,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases decode does not empty the host",
         "phases",
-        "shiftjax/phases/control.py",
+        "shiftjax/phases/resharding.py",
         "is_over = not takes_more and any(scheduler.parked for scheduler in here)",
         "is_over = not takes_more and any(len(each.parked) > 9 for each in here)",
         PHASE_TIME,
@@ -282,7 +282,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "phases all to one group",
         "phases",
-        "shiftjax/phases/control.py",
+        "shiftjax/phases/resharding.py",
         "target = min(self.lanes[phase], key=load_of)",
         "target = self.lanes[phase][0]",
         PHASE_TIME,

@@ -19,8 +19,8 @@ from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group
-from shiftjax.phases.control import PHASES, Phase, Resharding
 from shiftjax.phases.parking import Parking
+from shiftjax.phases.resharding import PHASES, Phase, Resharding
 
 
 class LoadFault(Exception):

@@ -24,8 +24,8 @@ from shiftjax.device.programs import CompileCounter
 from shiftjax.local_deployment import host_copy_bytes
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
-from shiftjax.phases.control import Phase
 from shiftjax.phases.exchange_device import DeviceExchange
+from shiftjax.phases.resharding import Phase
 from shiftjax.weights.random import RandomSource
 from shiftjax.weights.source import CheckpointError, TensorInfo
 

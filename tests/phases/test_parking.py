@@ -17,7 +17,7 @@ from test_constraints import Alternating, parities
 from test_constraints import request as constrained
 
 from shiftjax.host_tier.stats import HostStats
-from shiftjax.phases.control import Resharding, ReshardingState
+from shiftjax.phases.resharding import Resharding, ReshardingState
 
 
 def requests_of(num: int, *, length: int = 9, **sampling):

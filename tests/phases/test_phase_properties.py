@@ -11,7 +11,7 @@ from phases_kit import exchange_of, make_phases, runners_of
 from spent import examples
 from test_engine_properties import FAST, check_tokens, play, traffic
 
-from shiftjax.phases.control import ReshardingState
+from shiftjax.phases.resharding import ReshardingState
 
 
 @st.composite

@@ -12,7 +12,7 @@ from echo_kit import HOST_BLOCK_BYTES, generate, runner_of
 from phases_kit import exchange_of, make_phases
 from time_kit import of_tokens
 
-from shiftjax.phases.control import ReshardingState
+from shiftjax.phases.resharding import ReshardingState
 
 
 def requests_of(num: int, *lengths: int):

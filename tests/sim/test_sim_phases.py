@@ -11,7 +11,7 @@ from shiftjax.costs.machine import Transfer
 from shiftjax.host_tier.extents import Offload, Restore
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.phases.control import PHASES
+from shiftjax.phases.resharding import PHASES
 from shiftjax.sim.deployment import reload_of
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.host_link import HostLink, Stored

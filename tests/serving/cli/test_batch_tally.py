@@ -16,7 +16,7 @@ from serving.cli.batch_progress import shown_tally
 from serving.cli.batch_tally import MAX_STARTING, Tally
 from serving.run import progress
 from shiftjax.core.request import SamplingParams
-from shiftjax.phases.control import ReshardingState
+from shiftjax.phases.resharding import ReshardingState
 
 
 @dataclass

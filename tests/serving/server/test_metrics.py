@@ -17,8 +17,8 @@ from serving.server import metrics
 from shiftjax.core.engine import Engine
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
-from shiftjax.phases.control import Resharding
 from shiftjax.phases.parking import Parking
+from shiftjax.phases.resharding import Resharding
 
 
 @pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
