@@ -15,7 +15,7 @@ from shiftjax.device.backend import DeviceBackend
 from shiftjax.device.compile_cache import use_cache_for
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
-from shiftjax.hosts.control import Follower, Hosts, Leader
+from shiftjax.hosts.calls import Follower, Hosts, Leader
 from shiftjax.local_deployment import deploy, with_kv_scales
 from shiftjax.phases.resharding import PHASES
 from shiftjax.settings import environ_beside

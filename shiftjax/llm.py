@@ -18,7 +18,7 @@ from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet.state import FleetState, plain_counters, plain_state
 from shiftjax.host_tier.stats import HostStats
-from shiftjax.hosts.control import Leader
+from shiftjax.hosts.calls import Leader
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.phases.resharding import ReshardingState

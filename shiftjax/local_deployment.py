@@ -16,7 +16,7 @@ from shiftjax.deploy.resolve import Suited, check_experts, check_hosts, formats_
 from shiftjax.device.choosers import choosers_of
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
 from shiftjax.device.sizing import host_memory, measure
-from shiftjax.hosts.control import Hosts
+from shiftjax.hosts.calls import Hosts
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout

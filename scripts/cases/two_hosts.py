@@ -32,7 +32,7 @@ from shiftjax.core.engine import Engine
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.drafts.speculation import DraftStats
-from shiftjax.hosts.control import NOBODY, Recent, Step
+from shiftjax.hosts.calls import NOBODY, Recent, Step
 
 MODEL = ModelConfig(
     name="two hosts",

@@ -20,7 +20,7 @@ from serving.hosts.terms import (
 )
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
-from shiftjax.hosts.control import LostHostError
+from shiftjax.hosts.calls import LostHostError
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)

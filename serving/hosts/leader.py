@@ -23,7 +23,7 @@ from serving.hosts.terms import (
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.server.headers import digests, has_key
-from shiftjax.hosts.control import LostHostError
+from shiftjax.hosts.calls import LostHostError
 from shiftjax.metric import Metric, gauge
 from shiftjax.options import ConfigError
 

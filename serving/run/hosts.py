@@ -28,7 +28,7 @@ from serving.server.options import ServerOptions
 from serving.server.phases import Phases
 from serving.server.tls import Certificates
 from shiftjax.config import EngineConfig
-from shiftjax.hosts.control import LostHostError
+from shiftjax.hosts.calls import LostHostError
 from shiftjax.options import ConfigError
 from shiftjax.settings import make_virtual_devices
 

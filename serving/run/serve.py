@@ -34,7 +34,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.errors import RequestError
 from shiftjax.core.request import SamplingParams
 from shiftjax.drafts.speculation import DraftStats
-from shiftjax.hosts.control import LostHostError
+from shiftjax.hosts.calls import LostHostError
 from shiftjax.options import ConfigError
 from shiftjax.settings import fault_of, make_virtual_devices
 from shiftjax.weights.resolve import find_model

@@ -12,7 +12,7 @@ from shiftjax.options import ConfigError
 
 if TYPE_CHECKING:
     from shiftjax.embedder import Embedder
-    from shiftjax.hosts.control import Leader
+    from shiftjax.hosts.calls import Leader
     from shiftjax.llm import LLM
     from shiftjax.model_files import ModelFiles
     from shiftjax.text.chat import ChatTemplate

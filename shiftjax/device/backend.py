@@ -36,7 +36,7 @@ from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Program, Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.drafts.drafting import Drafting
-from shiftjax.hosts.control import Hosts, Leader
+from shiftjax.hosts.calls import Hosts, Leader
 from shiftjax.hosts.steps_device import LeaderRunner
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device, Group

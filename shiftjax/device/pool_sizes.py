@@ -18,7 +18,7 @@ import jax
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device import kept
 from shiftjax.device.sizing import measure
-from shiftjax.hosts.control import Alone, Hosts
+from shiftjax.hosts.calls import Alone, Hosts
 from shiftjax.parallel.grid import Device
 
 FOLDER = "pool_sizes"

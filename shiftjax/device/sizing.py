@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shiftjax.deploy.deployment import Devices
-from shiftjax.hosts.control import Alone, Hosts
+from shiftjax.hosts.calls import Alone, Hosts
 from shiftjax.parallel.grid import Device
 
 # On a CPU the memory belongs to everybody and zeroing it takes time: no pool takes more than this

@@ -18,7 +18,7 @@ import numpy as np
 from shiftjax.core.request import StepOutput, StepPlan
 from shiftjax.device.runner import DeviceRunner, Handle, Prepared, in_flight
 from shiftjax.device.sampling_inputs import RowMasks
-from shiftjax.hosts.control import ACK_STEPS, NOBODY, RESET, Follower, Leader, Recent, Step
+from shiftjax.hosts.calls import ACK_STEPS, NOBODY, RESET, Follower, Leader, Recent, Step
 from shiftjax.parallel.grid import Mode
 
 logger = logging.getLogger(__name__)

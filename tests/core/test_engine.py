@@ -19,7 +19,7 @@ from shiftjax.core.policies import POLICIES, BasePolicy, ShiftPolicy, make_polic
 from shiftjax.core.policy import wanted_modes
 from shiftjax.core.request import DuplicateRequestError, StepPlan
 from shiftjax.costs.buckets import Bucket
-from shiftjax.hosts.control import LostHostError
+from shiftjax.hosts.calls import LostHostError
 from shiftjax.parallel.grid import Group, Mode
 
 MODES = Group(0, 4).modes  # a mode lies between base and shift

@@ -8,7 +8,7 @@ RESPONSES = "serving/server/responses.py"
 PARSERS = "serving/server/tool_parsers.py"
 GRAMMAR = "serving/server/grammar.py"
 DETOKENIZER = "shiftjax/text/detokenizer.py"
-HOSTS = "shiftjax/hosts/control.py"
+HOSTS = "shiftjax/hosts/calls.py"
 
 TEST_FIELDS = "tests/serving/server/test_fields.py"
 TEST_SCHEMA = "tests/serving/server/test_schema.py"
@@ -19,7 +19,7 @@ HTTP_TOOLS = "tests/serving/http/test_tools.py"
 TEST_GRAMMAR = "tests/serving/server/test_grammar.py"
 GRAMMAR_DRAFTS = "tests/serving/server/test_grammar_drafts.py"
 TEST_DETOKENIZER = "tests/text/test_detokenizer.py"
-HOST_CALLS = "tests/hosts/test_host_calls.py"
+HOST_CALLS = "tests/hosts/test_calls.py"
 
 PARSER_ROWS = (
     Mutant(

@@ -18,7 +18,7 @@ from serving.hosts.terms import Terms, differences
 from serving.run.hosts import channel_credentials
 from serving.server.options import ServerOptions
 from serving.server.tls import Certificates
-from shiftjax.hosts.control import LostHostError
+from shiftjax.hosts.calls import LostHostError
 from shiftjax.options import ConfigError
 
 FACTS = {"jax": "0.12.0", "checkpoint": "ab12", "sp": "4"}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftjax.hosts.control import NOBODY, Recent, Step
+from shiftjax.hosts.calls import NOBODY, Recent, Step
 
 # Of two programs: the packed vector, and tables of other types, of no even number of words.
 SHAPES = [
