@@ -23,7 +23,7 @@ from shiftjax.core.request import Request, SamplingParams
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.stats import Turn
 from shiftjax.llm import LLM
-from shiftjax.parallel.fleet import Arrangement
+from shiftjax.parallel.arrangements import Arrangement
 
 OPTIONS = {
     "model": "smollm2-135m",

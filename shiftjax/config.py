@@ -26,8 +26,9 @@ from shiftjax.options import (
     unknown_name,
     xla_options,
 )
+from shiftjax.parallel.arrangements import FleetOptions, fleet_problems
 from shiftjax.parallel.degrees import AUTO_PHASES, Degrees, parse_phases
-from shiftjax.parallel.fleet import (
+from shiftjax.parallel.arrangements import (
     FLEET_POLICIES,
     FleetOptions,
     PolicyTraits,

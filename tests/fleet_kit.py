@@ -19,7 +19,7 @@ from shiftjax.fleet.policy import FleetPolicy
 from shiftjax.fleet.regrouping import Fleet, SwitchRules
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
-from shiftjax.parallel.fleet import Arrangement, all_groups, equal_groups, possible_widths
+from shiftjax.parallel.arrangements import Arrangement, all_groups, equal_groups, possible_widths
 from shiftjax.parallel.grid import Grid, Group
 from shiftjax.parallel.layout import Layout
 

@@ -11,7 +11,7 @@ from shiftjax import LLM
 from shiftjax.core.request import Request
 from shiftjax.fleet.policy import FleetView, Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import all_groups, bound, equal_groups
+from shiftjax.parallel.arrangements import all_groups, bound, equal_groups
 
 pytestmark = [NEEDS_WEIGHTS, pytest.mark.thorough]
 UNITS, WIDTHS = 8, (1, 8)  # small models have others side by side (device/test_fleet_steps.py)

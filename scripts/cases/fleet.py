@@ -62,7 +62,7 @@ from shiftjax.core.request import Request, SequenceState
 from shiftjax.device.programs import CompileCounter
 from shiftjax.fleet.policy import FixedArrangement, NeedPolicy
 from shiftjax.fleet.stats import Turn
-from shiftjax.parallel.fleet import equal_groups, possible_widths
+from shiftjax.parallel.arrangements import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.trace import TraceRequest, load_trace, poisson
 

@@ -24,7 +24,7 @@ from shiftjax.core.request import Event, Request, RequestMetrics, SamplingParams
 from shiftjax.fleet.handover import Copy, Crossing, Mover
 from shiftjax.fleet.policy import FixedArrangement, FleetPolicy, FleetView, Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import Arrangement, equal_groups
+from shiftjax.parallel.arrangements import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.columns import percentiles

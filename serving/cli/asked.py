@@ -16,7 +16,7 @@ from shiftjax.config import SERVER_BUDGETS, SETTINGS, EngineConfig, budget_holds
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
-from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.sim.deployment import Target, deploy_config
 from shiftjax.sim.experiments import target_from, target_of
 

@@ -16,8 +16,8 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError, num_bytes_of
+from shiftjax.parallel.arrangements import FleetOptions, spelled
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.parallel.fleet import FleetOptions, spelled
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.deployment import Target, cost_model

@@ -11,7 +11,7 @@ from serving.server.options import SERVER_SETTINGS, ServerOptions, server_proble
 from shiftjax.config import CONTROLS, PARTS, SETTINGS, EngineConfig
 from shiftjax.core.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
-from shiftjax.parallel.fleet import FleetOptions
+from shiftjax.parallel.arrangements import FleetOptions
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 PREFIX = "sampling_"  # of the names that sampling flags have in a namespace

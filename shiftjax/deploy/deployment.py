@@ -30,7 +30,7 @@ from shiftjax.costs.sum_buffers import sum_buffer_bytes
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
 from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import (
+from shiftjax.parallel.arrangements import (
     NO_FLEET,
     Arrangement,
     FleetOptions,

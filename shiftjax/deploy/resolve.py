@@ -16,7 +16,7 @@ from shiftjax.costs.memory import (
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import (
+from shiftjax.parallel.arrangements import (
     widths_of,
 )
 from shiftjax.parallel.layout import Layout

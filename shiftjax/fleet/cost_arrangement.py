@@ -11,7 +11,7 @@ from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.policy import FleetView, NeedPolicy, Wish, bind_for_need, fits
-from shiftjax.parallel.fleet import Arrangement, equal_groups
+from shiftjax.parallel.arrangements import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group, Mode
 
 FIRST_OUTPUT = 128.0  # tokens that sequences are thought to have made halfway, before any has ended

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from shiftjax.core.lane import Lane
 from shiftjax.core.request import SequenceState, Status
 from shiftjax.fleet.shared_blocks import SharedBlocks, plan_compaction
-from shiftjax.parallel.fleet import Change
+from shiftjax.parallel.arrangements import Change
 from shiftjax.parallel.grid import Group, unit_order
 
 # Old blocks that hold the tokens of a wide one, how many new ones, which, if they have moved.

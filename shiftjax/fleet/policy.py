@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from shiftjax.core.request import Request
-from shiftjax.parallel.fleet import Arrangement, bound, equal_groups, released
+from shiftjax.parallel.arrangements import Arrangement, bound, equal_groups, released
 from shiftjax.parallel.grid import Group
 
 KV_SHARE = 0.9  # of the blocks of a group that a bind may fill

@@ -37,7 +37,7 @@ from shiftjax.fleet.needs import Needs
 from shiftjax.fleet.policy import FleetPolicy, Wish
 from shiftjax.fleet.state import FleetState, state_of
 from shiftjax.fleet.stats import FleetStats, Turn
-from shiftjax.parallel.fleet import Arrangement, Change, changes, check_arrangement
+from shiftjax.parallel.arrangements import Arrangement, Change, changes, check_arrangement
 from shiftjax.parallel.grid import Group
 
 MOST_VIEWED = 256  # requests of the queue that a policy looks at

@@ -21,7 +21,7 @@ from shiftjax.fleet.policy import (
 )
 from shiftjax.fleet.regrouping import Fleet, SwitchRules
 from shiftjax.fleet.switching import Steps
-from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
+from shiftjax.parallel.arrangements import Arrangement, Change, equal_groups
 
 URGENT = range(-(1 << 31), 0)  # priorities that get the widest group with fleet_policy = priority
 

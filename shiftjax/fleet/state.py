@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shiftjax.core.lane import Lane
 from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.metric import Metric, counter, gauge, histogram
-from shiftjax.parallel.fleet import Arrangement
+from shiftjax.parallel.arrangements import Arrangement
 from shiftjax.parallel.grid import Group
 
 if TYPE_CHECKING:

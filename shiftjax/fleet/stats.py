@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from shiftjax.metric import STEP_BUCKETS, Histogram
-from shiftjax.parallel.fleet import Arrangement, Change
+from shiftjax.parallel.arrangements import Arrangement, Change
 
 
 class Turn(NamedTuple):

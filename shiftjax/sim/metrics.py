@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from shiftjax.fleet.stats import FleetStats
-from shiftjax.parallel.fleet import Arrangement, spelled
+from shiftjax.parallel.arrangements import Arrangement, spelled
 from shiftjax.sim.columns import Row, latencies, percentiles, row_of_run
 from shiftjax.sim.replay import Replay
 

@@ -21,8 +21,14 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve, stage_problems
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError, from_text, unknown_name
+from shiftjax.parallel.arrangements import (
+    FIXED,
+    FLEET_POLICIES,
+    NO_FLEET,
+    FleetOptions,
+    without_unread,
+)
 from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
-from shiftjax.parallel.fleet import FIXED, FLEET_POLICIES, NO_FLEET, FleetOptions, without_unread
 from shiftjax.phases.costs import check_host_links
 from shiftjax.phases.resharding import Phase
 from shiftjax.phases.setup import merge_phases, resolve_phases

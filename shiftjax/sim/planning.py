@@ -9,7 +9,7 @@ from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import NO_FLEET, FleetOptions
+from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.sim.deployment import Target, cost_model, least_tp, memory_of
 from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate, fleet_estimate
 from shiftjax.sim.named import FLEET, deploy

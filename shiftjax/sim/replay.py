@@ -20,7 +20,7 @@ from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import first_arrangement
 from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.host_tier.stats import HostStats
-from shiftjax.parallel.fleet import Arrangement
+from shiftjax.parallel.arrangements import Arrangement
 from shiftjax.phases.resharding import PHASES, Resharding
 from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import Target

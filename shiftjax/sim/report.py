@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shiftjax.arch.weights import layer_parameters
 from shiftjax.costs.step import CostModel, StepCost
 from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import spelled
+from shiftjax.parallel.arrangements import spelled
 from shiftjax.sim.advice import Trial
 from shiftjax.sim.estimate import Estimate
 from shiftjax.sim.experiments import SweepPoint, write_rows

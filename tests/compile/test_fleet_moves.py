@@ -20,7 +20,7 @@ from shiftjax.device.gpu_options import ONE_GRAPH
 from shiftjax.device.mesh import group_mesh
 from shiftjax.device.pool import FlatPools, abstract_pools
 from shiftjax.fleet.mover_device import compile_copies, compile_exchange
-from shiftjax.parallel.fleet import possible_widths
+from shiftjax.parallel.arrangements import possible_widths
 from shiftjax.parallel.grid import Grid, Group, Mode
 
 aot.require()

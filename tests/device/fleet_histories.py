@@ -14,7 +14,7 @@ from shiftjax.core.policy import Policy
 from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.fleet.policy import Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups
+from shiftjax.parallel.arrangements import Arrangement, all_groups, bound, equal_groups
 from shiftjax.parallel.grid import Group
 
 KINDS = ("move", "move", "soft", "hard", "sequential")

@@ -13,7 +13,7 @@ from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import xla_attention
-from shiftjax.parallel.fleet import all_groups, possible_widths
+from shiftjax.parallel.arrangements import all_groups, possible_widths
 from shiftjax.parallel.grid import Grid
 from shiftjax.parallel.layout import Layout
 

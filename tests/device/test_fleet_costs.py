@@ -14,7 +14,7 @@ from shiftjax.device.programs import CompileCounter
 from shiftjax.fleet import mover_device as mover
 from shiftjax.fleet.policy import Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import equal_groups
+from shiftjax.parallel.arrangements import equal_groups
 from shiftjax.parallel.grid import Group
 
 UNITS, WIDTHS = 4, (1, 2)  # two groups of two: what one compiles, the other loads

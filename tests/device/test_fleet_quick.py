@@ -9,7 +9,7 @@ from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.fleet.policy import Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import equal_groups
+from shiftjax.parallel.arrangements import equal_groups
 
 
 @pytest.mark.costs(15)

@@ -17,7 +17,7 @@ from shiftjax.device.programs import CompileCounter
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet.policy import Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import equal_groups
+from shiftjax.parallel.arrangements import equal_groups
 from shiftjax.parallel.grid import Group
 
 pytestmark = pytest.mark.thorough

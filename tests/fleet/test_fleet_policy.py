@@ -13,7 +13,7 @@ from shiftjax.fleet.policy import (
     Wish,
 )
 from shiftjax.fleet.switching import Steps, bind_seconds, kind_of_bind
-from shiftjax.parallel.fleet import Arrangement, Change, equal_groups
+from shiftjax.parallel.arrangements import Arrangement, Change, equal_groups
 from shiftjax.parallel.grid import Group
 
 UNITS, WIDTHS = 8, (1, 2, 4, 8)

@@ -11,7 +11,7 @@ from shiftjax.core.request import Request, SamplingParams
 from shiftjax.fleet.policy import NeedPolicy, Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.state import NUM_CHANGES, REASONS, FleetState, plain_state
-from shiftjax.parallel.fleet import equal_groups, possible_widths
+from shiftjax.parallel.arrangements import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 
 UNITS, BLOCK_BYTES = 8, 10

@@ -12,7 +12,7 @@ from time_kit import of_tokens, play_fleet
 
 from shiftjax.fleet.policy import LoadPolicy, NeedPolicy, Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import equal_groups, possible_widths
+from shiftjax.parallel.arrangements import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 
 UNITS = 4

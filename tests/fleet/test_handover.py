@@ -12,7 +12,7 @@ from test_regrouping import assert_as_alone
 from shiftjax.fleet.handover import Pair, calls
 from shiftjax.fleet.policy import Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import equal_groups
+from shiftjax.parallel.arrangements import equal_groups
 
 WAYS = 4
 

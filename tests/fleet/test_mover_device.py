@@ -24,7 +24,7 @@ from shiftjax.device.pool import DevicePools, PoolOptions
 from shiftjax.fleet import costs as moves
 from shiftjax.fleet.handover import Copy, Crossing
 from shiftjax.fleet.mover_device import DeviceMover
-from shiftjax.parallel.fleet import all_groups
+from shiftjax.parallel.arrangements import all_groups
 from shiftjax.parallel.grid import Grid, Group, unit_order
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource

@@ -24,7 +24,13 @@ from shiftjax.drafts.speculation import DraftStats, Prices, Speculation
 from shiftjax.fleet import handover
 from shiftjax.fleet.policy import NeedPolicy, Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import Arrangement, all_groups, bound, equal_groups, possible_widths
+from shiftjax.parallel.arrangements import (
+    Arrangement,
+    all_groups,
+    bound,
+    equal_groups,
+    possible_widths,
+)
 from shiftjax.parallel.grid import Group
 
 UNITS = 8

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from spent import examples
 
 from shiftjax.fleet.shared_blocks import SharedBlocks, State, plan_compaction, share
-from shiftjax.parallel.fleet import all_groups, possible_widths
+from shiftjax.parallel.arrangements import all_groups, possible_widths
 from shiftjax.parallel.grid import Group
 
 UNITS, NUM_BLOCKS = 4, 12

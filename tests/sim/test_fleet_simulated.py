@@ -17,7 +17,7 @@ from shiftjax.costs.step import CostModel
 from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.policy import LoadPolicy, NeedPolicy
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.parallel.fleet import possible_widths
+from shiftjax.parallel.arrangements import possible_widths
 from shiftjax.parallel.layout import Layout
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, Handle, Units
 from shiftjax.sim.replay import serve

@@ -7,7 +7,7 @@ from shiftjax.core.policies import POLICIES
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve
 from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import FleetOptions
+from shiftjax.parallel.arrangements import FleetOptions
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.named import deploy_named, fragment_of, standard_deployments
 

@@ -19,7 +19,7 @@ from shiftjax.fleet.policy import (
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import move_costs
 from shiftjax.options import ConfigError
-from shiftjax.parallel.fleet import Arrangement, FleetOptions, all_groups, possible_widths
+from shiftjax.parallel.arrangements import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.backend import make_engine
 from shiftjax.sim.deployment import memory_of

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.parallel.fleet import (
+from shiftjax.parallel.arrangements import (
     Change,
     all_groups,
     bound,
