@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from shiftjax.core.request import Request
+from shiftjax.fleet.fleet_policy import FleetView, NeedPolicy, Wish
 from shiftjax.fleet.handover import Copy, Crossing, calls
-from shiftjax.fleet.policy import FleetView, NeedPolicy, Wish
 from shiftjax.parallel.grid import Grid, Group, unit_order
 from shiftjax.parallel.layout import Layout
 

@@ -15,7 +15,7 @@ from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policies import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
-from shiftjax.fleet.policy import FleetPolicy
+from shiftjax.fleet.fleet_policy import FleetPolicy
 from shiftjax.fleet.regrouping import Fleet, SwitchRules
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.extents import HostBlocks, HostMemory

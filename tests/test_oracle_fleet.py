@@ -9,7 +9,7 @@ from oracle.smollm2 import NEEDS_WEIGHTS, OPTIONS, SHORT, compare
 
 from shiftjax import LLM
 from shiftjax.core.request import Request
-from shiftjax.fleet.policy import FleetView, Wish
+from shiftjax.fleet.fleet_policy import FleetView, Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import all_groups, bound, equal_groups
 

@@ -60,7 +60,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request, SequenceState
 from shiftjax.device.programs import CompileCounter
-from shiftjax.fleet.policy import FixedArrangement, NeedPolicy
+from shiftjax.fleet.fleet_policy import FixedArrangement, NeedPolicy
 from shiftjax.fleet.stats import Turn
 from shiftjax.parallel.arrangements import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group

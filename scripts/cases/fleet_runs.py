@@ -21,8 +21,8 @@ from shiftjax.core.engine import Engine
 from shiftjax.core.policies import FixedPolicy, make_policy
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Event, Request, RequestMetrics, SamplingParams
+from shiftjax.fleet.fleet_policy import FixedArrangement, FleetPolicy, FleetView, Wish
 from shiftjax.fleet.handover import Copy, Crossing, Mover
-from shiftjax.fleet.policy import FixedArrangement, FleetPolicy, FleetView, Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
 from shiftjax.core.request import Request
-from shiftjax.fleet.policy import Demand, FleetPolicy, FleetView, GroupView
+from shiftjax.fleet.fleet_policy import Demand, FleetPolicy, FleetView, GroupView
 
 GROWTH_TOKENS = 1024  # that a request without a limit has room for before it is served wider
 

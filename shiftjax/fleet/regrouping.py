@@ -32,9 +32,9 @@ from shiftjax.core.lane import Lane, load_of
 from shiftjax.core.limits import RequestLimits
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.topology import Topology
+from shiftjax.fleet.fleet_policy import FleetPolicy, Wish
 from shiftjax.fleet.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.fleet.needs import Needs
-from shiftjax.fleet.policy import FleetPolicy, Wish
 from shiftjax.fleet.state import FleetState, state_of
 from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.parallel.arrangements import Arrangement, Change, changes, check_arrangement

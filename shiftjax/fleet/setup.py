@@ -12,13 +12,13 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet import switching
 from shiftjax.fleet.cost_arrangement import CostArrangement
 from shiftjax.fleet.costs import MoveCosts
-from shiftjax.fleet.handover import Mover
-from shiftjax.fleet.policy import (
+from shiftjax.fleet.fleet_policy import (
     FixedArrangement,
     FleetPolicy,
     LoadPolicy,
     NeedPolicy,
 )
+from shiftjax.fleet.handover import Mover
 from shiftjax.fleet.regrouping import Fleet, SwitchRules
 from shiftjax.fleet.switching import Steps
 from shiftjax.parallel.arrangements import Arrangement, Change, equal_groups

@@ -15,7 +15,7 @@ from test_regrouping import random_arrangement, random_requests
 
 from shiftjax.core.cache_events import Batch, CacheFeed, Cleared, Removed, Stored
 from shiftjax.core.engine import Engine
-from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.shared_blocks import SharedBlocks
 

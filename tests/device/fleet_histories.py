@@ -12,7 +12,7 @@ from echo_pools import Told
 from shiftjax.build import Built
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Event, Request, SamplingParams
-from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import Arrangement, all_groups, bound, equal_groups
 from shiftjax.parallel.grid import Group

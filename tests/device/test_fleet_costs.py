@@ -12,7 +12,7 @@ from shiftjax.build import Built
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.fleet import mover_device as mover
-from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import equal_groups
 from shiftjax.parallel.grid import Group

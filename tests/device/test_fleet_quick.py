@@ -7,7 +7,7 @@ from oracle import numpy_llama
 
 from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
-from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import equal_groups
 

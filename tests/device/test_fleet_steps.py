@@ -15,7 +15,7 @@ from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.drafts.speculation import DraftStats
-from shiftjax.fleet.policy import Wish
+from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import equal_groups
 from shiftjax.parallel.grid import Group

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shiftjax.fleet.policy import (
+from shiftjax.fleet.fleet_policy import (
     Demand,
     FleetView,
     GroupView,

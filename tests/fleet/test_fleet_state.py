@@ -8,7 +8,7 @@ from fleet_kit import make_fleet
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request, SamplingParams
-from shiftjax.fleet.policy import NeedPolicy, Wish
+from shiftjax.fleet.fleet_policy import NeedPolicy, Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.state import NUM_CHANGES, REASONS, FleetState, plain_state
 from shiftjax.parallel.arrangements import equal_groups, possible_widths

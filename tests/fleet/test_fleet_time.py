@@ -10,7 +10,7 @@ import pytest
 from echo_pools import Told
 from time_kit import of_tokens, play_fleet
 
-from shiftjax.fleet.policy import LoadPolicy, NeedPolicy, Wish
+from shiftjax.fleet.fleet_policy import LoadPolicy, NeedPolicy, Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import equal_groups, possible_widths
 from shiftjax.parallel.grid import Group

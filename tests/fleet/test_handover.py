@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_regrouping import assert_as_alone
 
+from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.handover import Pair, calls
-from shiftjax.fleet.policy import Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import equal_groups
 

@@ -22,7 +22,7 @@ from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.speculation import DraftStats, Prices, Speculation
 from shiftjax.fleet import handover
-from shiftjax.fleet.policy import NeedPolicy, Wish
+from shiftjax.fleet.fleet_policy import NeedPolicy, Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import (
     Arrangement,

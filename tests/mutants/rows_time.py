@@ -156,7 +156,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load release above only",
         "fleet",
-        "shiftjax/fleet/policy.py",
+        "shiftjax/fleet/fleet_policy.py",
         "if load >= self.release_at:",
         "if load > self.release_at:",
         ("tests/fleet/test_fleet_policy.py",),
@@ -165,7 +165,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load bind below only",
         "fleet",
-        "shiftjax/fleet/policy.py",
+        "shiftjax/fleet/fleet_policy.py",
         "if load > self.bind_at or",
         "if load >= self.bind_at or",
         ("tests/fleet/test_fleet_policy.py",),
@@ -174,7 +174,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load no hysteresis",
         "fleet",
-        "shiftjax/fleet/policy.py",
+        "shiftjax/fleet/fleet_policy.py",
         "if load >= self.release_at:",
         "if load > self.bind_at:",
         FLEET_TIME,
@@ -183,7 +183,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "load of running only",
         "fleet",
-        "shiftjax/fleet/policy.py",
+        "shiftjax/fleet/fleet_policy.py",
         "sum(group.num_running + group.num_waiting for group",
         "sum(group.num_running for group",
         ("tests/fleet/test_fleet_policy.py",),
@@ -192,7 +192,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "priority binds where most is to do",
         "fleet",
-        "shiftjax/fleet/policy.py",
+        "shiftjax/fleet/fleet_policy.py",
         "place = min(places, key=",
         "place = max(places, key=",
         FLEET_TIME,

@@ -21,7 +21,7 @@ from cases.fleet_runs import (  # noqa: E402
 )
 
 from shiftjax.core.request import Event, RequestMetrics  # noqa: E402
-from shiftjax.fleet.policy import FleetView  # noqa: E402
+from shiftjax.fleet.fleet_policy import FleetView  # noqa: E402
 from shiftjax.fleet.stats import Turn  # noqa: E402
 from shiftjax.parallel.arrangements import (  # noqa: E402
     Change,
