@@ -25,9 +25,9 @@ from shiftjax.fleet.setup import make_fleet
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group, Mode
+from shiftjax.phases.configurations import limits_of
 from shiftjax.phases.parking import Parking
 from shiftjax.phases.resharding import PHASES, Exchange, Resharding
-from shiftjax.phases.setup import limits_of
 
 
 class Drafter(NamedTuple):

@@ -21,7 +21,7 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import dtype_of, stored_weights
-from shiftjax.phases.setup import merge_phases, resolve_phases
+from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
 from shiftjax.weights.kv_scales import identify_scales
 from shiftjax.weights.source import TensorSource

@@ -22,7 +22,7 @@ from shiftjax.deploy.resolve import formats_in
 from shiftjax.device.sizing import host_memory
 from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.degrees import AUTO_PHASES
-from shiftjax.phases.setup import HOST_SHARE
+from shiftjax.phases.configurations import HOST_SHARE
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.deployment import Target
 from shiftjax.sim.phase_choice import Candidate, choose_phases

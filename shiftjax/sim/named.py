@@ -29,9 +29,9 @@ from shiftjax.parallel.arrangements import (
     without_unread,
 )
 from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
+from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.phases.costs import check_host_links
 from shiftjax.phases.resharding import Phase
-from shiftjax.phases.setup import merge_phases, resolve_phases
 from shiftjax.sim.deployment import Target, as_built_by, least_tp
 
 Fragment = dict[str, Any]  # settings, and controls, by their names

@@ -15,8 +15,8 @@ from shiftjax.device.groups import Placed, define_groups, pool_of
 from shiftjax.device.pool import abstract_pools
 from shiftjax.host_tier.copies_device import compile_transfers
 from shiftjax.host_tier.extents import EXTENT_SIZES
+from shiftjax.phases.configurations import resolve_phases
 from shiftjax.phases.resharding import PHASES
-from shiftjax.phases.setup import resolve_phases
 
 aot.require()
 

@@ -281,9 +281,9 @@ PHASES_ROWS = (
         (TEST_PARKING,), "a request is in two phases at once",
     ),
     Mutant(
-        "phases are taken for a mode", "phases", "shiftjax/phases/setup.py",
+        "phases are taken for a mode", "phases", "shiftjax/phases/configurations.py",
         "(prefill.pp == 1 and decode == shift)", "(decode == shift)",
-        ("tests/phases/test_phase_settings.py",), "the settings come to another deployment",
+        ("tests/phases/test_configurations.py",), "the settings come to another deployment",
     ),
     Mutant(
         "the load of groups is not looked at", "phases", RESHARDING,

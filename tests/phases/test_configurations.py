@@ -6,7 +6,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.deployment import Devices
 from shiftjax.options import ConfigError
-from shiftjax.phases.setup import limits_of, merge_phases, resolve_phases
+from shiftjax.phases.configurations import limits_of, merge_phases, resolve_phases
 from shiftjax.settings import resolve
 
 GIB = 1 << 30
