@@ -9,8 +9,8 @@ from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request
 from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.work import Work
-from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.fleet_policy import FleetView, NeedPolicy, Wish, bind_for_need, fits
+from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.parallel.arrangements import Arrangement, equal_groups
 from shiftjax.parallel.grid import Group, Mode
 

@@ -41,8 +41,8 @@ from shiftjax.device.pool import (
 )
 from shiftjax.device.programs import COMPILE_THREADS
 from shiftjax.device.retarget import load_on
-from shiftjax.fleet.costs import MOST_CALLS, blocks_per_call
 from shiftjax.fleet.handover import Copy, Crossing, Pair, calls
+from shiftjax.fleet.move_costs import MOST_CALLS, blocks_per_call
 from shiftjax.parallel.grid import Device, Group
 from shiftjax.parallel.layout import Layout
 

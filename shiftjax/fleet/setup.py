@@ -11,7 +11,6 @@ from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet import switching
 from shiftjax.fleet.cost_arrangement import CostArrangement
-from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.fleet_policy import (
     FixedArrangement,
     FleetPolicy,
@@ -19,6 +18,7 @@ from shiftjax.fleet.fleet_policy import (
     NeedPolicy,
 )
 from shiftjax.fleet.handover import Mover
+from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.fleet.regrouping import Fleet, SwitchRules
 from shiftjax.fleet.switching import Steps
 from shiftjax.parallel.arrangements import Arrangement, Change, equal_groups

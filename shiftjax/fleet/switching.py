@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shiftjax.core.lane import Lane
 from shiftjax.core.request import Request, SequenceState
-from shiftjax.fleet.costs import MoveCosts
+from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.parallel.arrangements import Change
 
 UNKNOWN_OUTPUT = 256  # tokens of a request that sets no limit

@@ -11,8 +11,8 @@ from shiftjax.core.policy import work_of
 from shiftjax.core.request import StepOutput, StepPlan
 from shiftjax.costs.groups import GroupCosts
 from shiftjax.costs.work import Work
-from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.handover import Copy, Crossing, calls
+from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.sim.drafts import ModelledDrafting
 from shiftjax.sim.host_link import HostLink

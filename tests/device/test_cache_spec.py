@@ -18,7 +18,7 @@ from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device import pool
 from shiftjax.device.mesh import make_mesh
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools, as_stored, in_shape
-from shiftjax.fleet.costs import MOST_CALLS
+from shiftjax.fleet.move_costs import MOST_CALLS
 from shiftjax.fleet.mover_device import compile_exchange
 from shiftjax.host_tier import copies_device
 from shiftjax.host_tier.copies_device import HostTier

@@ -21,7 +21,7 @@ from shiftjax.device.mesh import group_mesh, joined_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define, load
 from shiftjax.device.pool import DevicePools, PoolOptions
-from shiftjax.fleet import costs as moves
+from shiftjax.fleet import move_costs as moves
 from shiftjax.fleet.handover import Copy, Crossing
 from shiftjax.fleet.mover_device import DeviceMover
 from shiftjax.parallel.arrangements import all_groups

@@ -6,11 +6,11 @@ COLLECTIVES = "shiftjax/costs/collectives.py"
 STEP = "shiftjax/costs/step.py"
 MEMORY = "shiftjax/costs/memory.py"
 STAGES = "shiftjax/costs/groups.py"
-MOVES = "shiftjax/fleet/costs.py"
+MOVES = "shiftjax/fleet/move_costs.py"
 
 TEST_COSTS = "tests/costs/test_costs.py"
 TEST_STAGES = "tests/costs/test_stage_costs.py"
-TEST_MOVES = "tests/fleet/test_moves.py"
+TEST_MOVES = "tests/fleet/test_move_costs.py"
 TEST_LEVELS = "tests/costs/test_levels.py"
 
 ROWS: tuple[Mutant, ...] = (

@@ -14,8 +14,8 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step import CostModel
-from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.fleet_policy import LoadPolicy, NeedPolicy
+from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import possible_widths
 from shiftjax.parallel.layout import Layout

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.fleet.cost_arrangement import LEAST_HOLD_SECONDS, CostArrangement
-from shiftjax.fleet.costs import MoveCosts
 from shiftjax.fleet.fleet_policy import (
     FleetView,
     GroupView,
 )
 from shiftjax.fleet.handover import Copy, Crossing
+from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import move_costs
 from shiftjax.options import ConfigError

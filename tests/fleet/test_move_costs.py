@@ -6,7 +6,7 @@ import pytest
 from test_costs import FLOAT32, PLAIN, TINY
 
 from shiftjax.costs.machine import Transfer
-from shiftjax.fleet.costs import MoveCosts, blocks_per_call
+from shiftjax.fleet.move_costs import MoveCosts, blocks_per_call
 from shiftjax.parallel.layout import Layout
 
 
