@@ -26,14 +26,13 @@ from shiftjax.options import (
     unknown_name,
     xla_options,
 )
-from shiftjax.parallel.arrangements import FleetOptions, fleet_problems
-from shiftjax.parallel.degrees import AUTO_PHASES, Degrees, parse_phases
 from shiftjax.parallel.arrangements import (
     FLEET_POLICIES,
     FleetOptions,
     PolicyTraits,
     fleet_problems,
 )
+from shiftjax.parallel.degrees import AUTO_PHASES, Degrees, parse_phases
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
 MOST_HOST_BYTES = 1 << 50

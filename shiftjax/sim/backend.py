@@ -13,8 +13,8 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.cost_arrangement import CostArrangement
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import move_costs
-from shiftjax.phases.costs import check_host_links
 from shiftjax.phases.resharding import PHASES
+from shiftjax.phases.switch_costs import check_host_links
 from shiftjax.sim.deployment import (
     Target,
     cost_model,

@@ -17,7 +17,7 @@ from shiftjax.deploy.resolve import base_rule, resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.phases.costs import Reload, check_host_links
+from shiftjax.phases.switch_costs import Reload, check_host_links
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
 SIMULATED = MappingProxyType({"deterministic": (False,), "phases": (None,)})

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.phases.costs import Reload
 from shiftjax.phases.resharding import Phase
+from shiftjax.phases.switch_costs import Reload
 from shiftjax.sim.deployment import Target, reload_of
 from shiftjax.sim.devices import Clock, CostRunner
 

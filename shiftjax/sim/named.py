@@ -30,8 +30,8 @@ from shiftjax.parallel.arrangements import (
 )
 from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
 from shiftjax.phases.configurations import merge_phases, resolve_phases
-from shiftjax.phases.costs import check_host_links
 from shiftjax.phases.resharding import Phase
+from shiftjax.phases.switch_costs import check_host_links
 from shiftjax.sim.deployment import Target, as_built_by, least_tp
 
 Fragment = dict[str, Any]  # settings, and controls, by their names
