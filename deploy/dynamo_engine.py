@@ -35,7 +35,7 @@ from serving.server.errors import ServeError
 from serving.server.handle import Delta, RequestHandle
 from serving.server.kv_events import KvEvents, check_kv_events, open_kv_events
 from serving.server.options import ServerOptions, names_of
-from serving.server.phases import Phases
+from serving.server.start_phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.core.request import Request, SamplingParams, TokenLogprobs
 from shiftjax.core.sampling_params import DYNAMO, PARAMS, SamplingError

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from serving.bench.compiled_plan import gpus
-from serving.server.phases import Phases
+from serving.server.start_phases import Phases
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig

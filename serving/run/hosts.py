@@ -25,7 +25,7 @@ from serving.run.jax_log import shorten_jax_log
 from serving.run.listeners import HttpServer
 from serving.run.start import loaded, look_for_server
 from serving.server.options import ServerOptions
-from serving.server.phases import Phases
+from serving.server.start_phases import Phases
 from serving.server.tls import Certificates
 from shiftjax.config import EngineConfig
 from shiftjax.hosts.calls import LostHostError

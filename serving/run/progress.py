@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from serving.server.phases import Phase, Phases
+from serving.server.start_phases import Phase, Phases
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,8 +28,8 @@ from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.kv_events import KvEvents, check_kv_events, open_kv_events
 from serving.server.options import ServerOptions, names_of
-from serving.server.phases import Phases
 from serving.server.service import ServedModel, Service
+from serving.server.start_phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.core.errors import RequestError
 from shiftjax.core.request import SamplingParams

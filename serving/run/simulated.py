@@ -7,8 +7,8 @@ from pathlib import Path
 from serving.run.model_config import model_of
 from serving.run.start import chat_template
 from serving.server.options import ServerOptions, check_server, names_of
-from serving.server.phases import Phases
 from serving.server.service import ServedModel
+from serving.server.start_phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.options import ConfigError

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from serving.run.jax_log import shorten_jax_log
 from serving.server.options import ServerOptions, check_server
-from serving.server.phases import Phases
+from serving.server.start_phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.tasks import Task
 from shiftjax.options import ConfigError

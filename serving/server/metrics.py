@@ -21,7 +21,6 @@ from prometheus_client.registry import Collector
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
-from serving.server.phases import Phases
 from serving.server.records import FIRST_TOKEN_BUCKETS, Declared, Records
 from shiftjax.core.stats import EngineStats
 from shiftjax.metric import STEP_BUCKETS, Histogram, Metric, counter, gauge

@@ -23,7 +23,6 @@ from serving.server.handle import RequestHandle
 from serving.server.json_body import read
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
-from serving.server.phases import Phases
 from serving.server.pieces import Parser, PlainParser
 from serving.server.prompts import Prompts
 from serving.server.schema import Wish, prompts_of

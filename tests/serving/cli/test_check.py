@@ -13,7 +13,7 @@ from serving.cli.check import _sum_rows, make_plan
 from serving.cli.main import make_parser
 from serving.run.flags import parse_args, settle
 from serving.run.start import open_model
-from serving.server.phases import Phases
+from serving.server.start_phases import Phases
 from shiftjax import Embedder
 from shiftjax.arch.presets import PRESETS
 from shiftjax.build import build

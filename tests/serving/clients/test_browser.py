@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from kit import make_drafting_engine, make_engine, running_server
 
-from serving.server.phases import Phases
+from serving.server.start_phases import Phases
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.parallel.grid import Group
 

@@ -8,7 +8,7 @@ from serving.cli.main import make_parser
 from serving.run.flags import parse_args, settle
 from serving.run.start import open_model
 from serving.server.options import SERVER_SETTINGS, SERVER_TASKS, ServerOptions, check_server
-from serving.server.phases import Phases
+from serving.server.start_phases import Phases
 from shiftjax import LLM, Embedder
 from shiftjax.arch.presets import PRESETS
 from shiftjax.options import ConfigError

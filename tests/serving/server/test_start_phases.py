@@ -9,8 +9,8 @@ from serving.run.progress import shown_phases
 from serving.server.errors import ServeError
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
-from serving.server.phases import Phases
 from serving.server.service import Service
+from serving.server.start_phases import Phases
 
 
 class Clock:
