@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.sim.deployment import Target
 from shiftjax.sim.experiments import as_text, target_from, write_rows
+from shiftjax.sim.modelled import Target
 from shiftjax.sim.phase_choice import Candidate, choose_phases
 from shiftjax.sim.report import Report, new_axes
 

@@ -32,8 +32,8 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.models.gpu_software import installed
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, memory_of, sum_buffers_of
 from shiftjax.sim.estimate import Workload
+from shiftjax.sim.modelled import Target, cost_model, memory_of, sum_buffers_of
 
 if TYPE_CHECKING:
     from shiftjax.parallel.grid import Device

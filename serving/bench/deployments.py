@@ -30,11 +30,11 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.columns import Row, row_of_run
-from shiftjax.sim.deployment import not_simulated
 from shiftjax.sim.devices import WallClock
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import target_of
 from shiftjax.sim.metrics import summary
+from shiftjax.sim.modelled import not_simulated
 from shiftjax.sim.replay import RequestRecord, replay, serve
 from shiftjax.sim.trace import TraceRequest
 

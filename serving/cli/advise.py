@@ -11,8 +11,8 @@ from typing import Any
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.options import ConfigError
 from shiftjax.sim.advice import Advice, Goal, Load, advise, in_words
-from shiftjax.sim.deployment import Target
 from shiftjax.sim.experiments import as_text
+from shiftjax.sim.modelled import Target
 from shiftjax.sim.report import Report, pareto
 from shiftjax.sim.trace import MOST_CV
 

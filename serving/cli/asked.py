@@ -17,8 +17,8 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
-from shiftjax.sim.deployment import Target, deploy_config
 from shiftjax.sim.experiments import target_from, target_of
+from shiftjax.sim.modelled import Target, deploy_config
 
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")

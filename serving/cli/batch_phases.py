@@ -24,7 +24,7 @@ from shiftjax.model_files import ModelFiles
 from shiftjax.parallel.degrees import AUTO_PHASES
 from shiftjax.phases.configurations import HOST_SHARE
 from shiftjax.settings import make_virtual_devices
-from shiftjax.sim.deployment import Target
+from shiftjax.sim.modelled import Target
 from shiftjax.sim.phase_choice import Candidate, choose_phases
 
 PREDICTED = {kind: name for kind, name in MACHINE_OF_DEVICE.items() if kind != "cpu"}

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from shiftjax.sim.deployment import Target
 from shiftjax.sim.experiments import as_text
+from shiftjax.sim.modelled import Target
 
 HEADING = """how far predictions are from the kernels of {path}, before with the constants of
 {machine}, then with those fitted here, which all that follows takes: the median of

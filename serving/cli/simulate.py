@@ -20,7 +20,6 @@ from shiftjax.parallel.arrangements import FleetOptions, spelled
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
-from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.estimate import Estimate, Workload, estimate
 from shiftjax.sim.experiments import (
@@ -33,6 +32,7 @@ from shiftjax.sim.experiments import (
     write_rows,
 )
 from shiftjax.sim.hindsight import Oracle
+from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import Phases, standard_deployments
 from shiftjax.sim.planning import (
     all_deployments,

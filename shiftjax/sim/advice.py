@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from shiftjax.costs.crossing import shift_threshold
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.estimate import Estimate, Workload, estimate
 from shiftjax.sim.metrics import summary
+from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_rates import all_degrees
 from shiftjax.sim.replay import replay

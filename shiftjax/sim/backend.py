@@ -15,7 +15,11 @@ from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import move_costs
 from shiftjax.phases.resharding import PHASES
 from shiftjax.phases.switch_costs import check_host_links
-from shiftjax.sim.deployment import (
+from shiftjax.sim.devices import Clock, CostMover, CostRunner, Units
+from shiftjax.sim.drafts import AcceptanceModel
+from shiftjax.sim.exchange import CostExchange
+from shiftjax.sim.host_link import HostLink, Stored
+from shiftjax.sim.modelled import (
     Target,
     cost_model,
     drafting_of,
@@ -23,10 +27,6 @@ from shiftjax.sim.deployment import (
     policy_of,
     sized_of,
 )
-from shiftjax.sim.devices import Clock, CostMover, CostRunner, Units
-from shiftjax.sim.drafts import AcceptanceModel
-from shiftjax.sim.exchange import CostExchange
-from shiftjax.sim.host_link import HostLink, Stored
 
 
 class SimulatedBackend:

@@ -15,7 +15,7 @@ from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, policy_of
+from shiftjax.sim.modelled import Target, cost_model, memory_of, modes_of, policy_of
 from shiftjax.sim.phase_rates import Batch, mixed_rate
 
 MOST_SEQUENCES = 4096  # that regimes are predicted for

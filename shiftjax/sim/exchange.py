@@ -6,8 +6,8 @@ from typing import NamedTuple
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.phases.resharding import Phase
 from shiftjax.phases.switch_costs import Reload
-from shiftjax.sim.deployment import Target, reload_of
 from shiftjax.sim.devices import Clock, CostRunner
+from shiftjax.sim.modelled import Target, reload_of
 
 
 class Switch(NamedTuple):

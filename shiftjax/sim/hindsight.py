@@ -16,7 +16,7 @@ from typing import Any
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import Target, sized_of
+from shiftjax.sim.modelled import Target, sized_of
 from shiftjax.sim.named import standard_deployments
 from shiftjax.sim.planning import all_deployments
 from shiftjax.sim.replay import Replay, RequestRecord

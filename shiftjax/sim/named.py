@@ -32,7 +32,7 @@ from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
 from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.phases.resharding import Phase
 from shiftjax.phases.switch_costs import check_host_links
-from shiftjax.sim.deployment import Target, as_built_by, least_tp
+from shiftjax.sim.modelled import Target, as_built_by, least_tp
 
 Fragment = dict[str, Any]  # settings, and controls, by their names
 FLEET = "fleet"

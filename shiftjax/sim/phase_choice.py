@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.switch_costs import check_host_links
-from shiftjax.sim.deployment import Target
+from shiftjax.sim.modelled import Target
 from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_rates import (
     Batch,

@@ -23,7 +23,7 @@ from shiftjax.costs.machine import Machine
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.sim.deployment import Target, cost_model, memory_of, modes_of, reload_of
+from shiftjax.sim.modelled import Target, cost_model, memory_of, modes_of, reload_of
 
 NEGLIGIBLE = 1e-4  # probability
 MANY_TOKENS = 1 << 16  # of KV, that cross a link as one

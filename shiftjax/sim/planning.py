@@ -10,8 +10,8 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
-from shiftjax.sim.deployment import Target, cost_model, least_tp, memory_of
 from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate, fleet_estimate
+from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of
 from shiftjax.sim.named import FLEET, deploy
 from shiftjax.sim.phase_rates import all_degrees, most_parts
 

@@ -23,10 +23,10 @@ from shiftjax.host_tier.stats import HostStats
 from shiftjax.parallel.arrangements import Arrangement
 from shiftjax.phases.resharding import PHASES, Resharding
 from shiftjax.sim.backend import make_engine
-from shiftjax.sim.deployment import Target
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.exchange import CostExchange, Switch
+from shiftjax.sim.modelled import Target
 from shiftjax.sim.named import Phases
 from shiftjax.sim.trace import TraceRequest
 

@@ -10,7 +10,7 @@ from shiftjax.costs.buckets import doubling, make_buckets
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.sum_buffers import MOST_BYTES, PIECE_BYTES, buffer_bytes, sum_buffer_bytes
 from shiftjax.parallel.layout import Layout
-from shiftjax.sim.deployment import Target, memory_of, sum_buffers_of
+from shiftjax.sim.modelled import Target, memory_of, sum_buffers_of
 from shiftjax.sim.named import deploy
 
 MODEL, MIB = PRESETS["llama-70b"], 1 << 20

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.sim.deployment import cost_model
 from shiftjax.sim.experiments import target_from
+from shiftjax.sim.modelled import cost_model
 from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_choice import LEAST_GAIN, choose_phases
 from shiftjax.sim.phase_rates import Batch, _most_of, all_degrees, phased, rates_of, static_seconds

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from shiftjax.costs.machine_files import machine_names
 from shiftjax.draft_options import DraftOptions
-from shiftjax.sim.deployment import cost_model, memory_of
 from shiftjax.sim.estimate import Workload, estimate, saturated_tokens_per_second
 from shiftjax.sim.experiments import saturation_rate, target_from
+from shiftjax.sim.modelled import cost_model, memory_of
 from shiftjax.sim.named import standard_deployments
 from shiftjax.sim.planning import all_deployments, recommend
 

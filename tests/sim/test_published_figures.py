@@ -6,9 +6,9 @@ Peaks are those of the closed form, which the replay behind the page agrees with
 import pytest
 
 from shiftjax.costs.work import Work
-from shiftjax.sim.deployment import cost_model, memory_of
 from shiftjax.sim.estimate import Workload, saturated_tokens_per_second
 from shiftjax.sim.experiments import target_from
+from shiftjax.sim.modelled import cost_model, memory_of
 from shiftjax.sim.named import standard_deployments
 
 NAMES = {"model": "llama-70b", "machine": "h200x8", "engine": "vllm", "dtype": "fp8"}

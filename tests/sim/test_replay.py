@@ -12,7 +12,6 @@ from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, least_tp, memory_of
 from shiftjax.sim.experiments import saturation_rate
 from shiftjax.sim.metrics import (
     longest_mode,
@@ -20,6 +19,7 @@ from shiftjax.sim.metrics import (
     summary,
     throughput_over_time,
 )
+from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of
 from shiftjax.sim.models import find_model
 from shiftjax.sim.named import standard_deployments
 from shiftjax.sim.replay import Replay, StepRecord, replay

@@ -17,8 +17,8 @@ from shiftjax.core.policies import ThresholdPolicy
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.devices import Clock, CostRunner, Handle
+from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import serve
 

@@ -22,11 +22,11 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.backend import make_engine
-from shiftjax.sim.deployment import memory_of
 from shiftjax.sim.devices import Clock, CostMover, Units
 from shiftjax.sim.estimate import Workload, fleet_estimate
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.metrics import arrangements, makespan, queue_by_priority, shares, summary
+from shiftjax.sim.modelled import memory_of
 from shiftjax.sim.named import deploy_named, standard_deployments
 from shiftjax.sim.planning import fleet_estimates
 from shiftjax.sim.replay import FleetRun, Replay, replay

@@ -19,8 +19,8 @@ from shiftjax.device.choosers import known_costs
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model, modes_of
 from shiftjax.sim.estimate import Workload
+from shiftjax.sim.modelled import Target, cost_model, modes_of
 from shiftjax.sim.models import find_model
 from shiftjax.sim.named import deploy
 from shiftjax.sim.planning import hosts_in_words

@@ -9,9 +9,9 @@ from shiftjax.core.request import Request, ScheduledSequence, SequenceState, Ste
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
-from shiftjax.sim.deployment import Target, cost_model
 from shiftjax.sim.devices import Clock, CostRunner
 from shiftjax.sim.experiments import choose_deployments, target_from
+from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest

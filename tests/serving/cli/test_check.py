@@ -22,8 +22,8 @@ from shiftjax.deploy.deployment import Devices
 from shiftjax.deploy.resolve import resolve
 from shiftjax.model_files import open_files
 from shiftjax.options import ConfigError
-from shiftjax.sim.deployment import memory_of
 from shiftjax.sim.experiments import target_from
+from shiftjax.sim.modelled import memory_of
 from shiftjax.sim.named import deploy
 from shiftjax.weights.resolve import open_source, resolve_model
 
