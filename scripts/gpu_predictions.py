@@ -24,7 +24,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.machine import Machine, Transfer, of_format
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout

@@ -363,7 +363,7 @@ def synthetic(**sources: str) -> dict[str, ast.Module]:
     ("name", "text"),
     [
         ("shiftjax.config", "import shiftjax.llm"),
-        ("shiftjax.costs.step", "from shiftjax.core import request"),
+        ("shiftjax.costs.step_costs", "from shiftjax.core import request"),
         ("shiftjax.models.llama", "def f():\n    from shiftjax.device.runner import DeviceRunner"),
         ("shiftjax.weights.load", "from shiftjax.device.pool import make_pools"),
         ("shiftjax.llm", "if True:\n    import serving.cli"),

@@ -1,6 +1,6 @@
 """Predicted seconds of a compiled step, kernel by kernel: XLA's plan at a machine's rates.
 
-`costs/step.py` predicts a step from formulas, before there is a program. Here the program is there:
+`costs/step_costs.py` predicts a step from formulas, before there is a program. Here the program is there:
 what it launches is read from its text, with the bytes that each launch reads and writes (of slices
 and gathers what they take, of writes in place what they write, as in XLA's HloCostAnalysis) and the
 operations of its products. The machine's constants are the same, so the two differ by what the
@@ -30,7 +30,7 @@ from shiftjax.costs.kernels import matmul_seconds
 from shiftjax.costs.levels import transfer_seconds, ways_of
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.memory import kv_token_bytes
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.device.all_reduces import all_reduce_kind
 from shiftjax.parallel.grid import Mode

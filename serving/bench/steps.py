@@ -32,7 +32,7 @@ from shiftjax.core.request import (
 )
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import dump_machine, load_engine, load_machine, machine_of
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.options import ConfigError, shown
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout

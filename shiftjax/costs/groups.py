@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.costs.step import CostModel, StepCost
+from shiftjax.costs.step_costs import CostModel, StepCost
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout

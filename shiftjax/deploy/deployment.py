@@ -25,7 +25,7 @@ from shiftjax.costs.memory import (
     temporary_bytes,
     weight_bytes,
 )
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.sum_buffers import sum_buffer_bytes
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, MOST_IN_FLIGHT

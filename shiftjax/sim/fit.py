@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from shiftjax.costs.machine import Machine, Transfer
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 

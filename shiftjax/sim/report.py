@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shiftjax.arch.weights import layer_parameters
-from shiftjax.costs.step import CostModel, StepCost
+from shiftjax.costs.step_costs import CostModel, StepCost
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import spelled
 from shiftjax.sim.advice import Trial

@@ -12,7 +12,7 @@ from shiftjax.arch.weights import num_parameters
 from shiftjax.costs.groups import PipelineCosts
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout

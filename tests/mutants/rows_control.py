@@ -183,9 +183,9 @@ POLICY_ROWS = (
         (TEST_POLICY,), "a step compiles in the middle of traffic",
     ),
     Mutant(
-        "logit rows cost nothing in a mode", "policy", "shiftjax/costs/step.py",
+        "logit rows cost nothing in a mode", "policy", "shiftjax/costs/step_costs.py",
         "return tokens.device + rows.device", "return tokens.device",
-        ("tests/costs/test_costs.py",), "BASE, whose rows cross devices, looks cheaper",
+        ("tests/costs/test_step_costs.py",), "BASE, whose rows cross devices, looks cheaper",
     ),
     Mutant(
         "buckets begin where the one before ends", "policy", "shiftjax/core/policy.py",

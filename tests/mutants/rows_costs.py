@@ -3,12 +3,12 @@
 from mutant import Mutant
 
 COLLECTIVES = "shiftjax/costs/collectives.py"
-STEP = "shiftjax/costs/step.py"
+STEP = "shiftjax/costs/step_costs.py"
 MEMORY = "shiftjax/costs/memory.py"
 STAGES = "shiftjax/costs/groups.py"
 MOVES = "shiftjax/fleet/move_costs.py"
 
-TEST_COSTS = "tests/costs/test_costs.py"
+TEST_COSTS = "tests/costs/test_step_costs.py"
 TEST_STAGES = "tests/costs/test_stage_costs.py"
 TEST_MOVES = "tests/fleet/test_move_costs.py"
 TEST_LEVELS = "tests/costs/test_levels.py"

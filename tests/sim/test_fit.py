@@ -11,7 +11,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.core.policy import work_of
 from shiftjax.costs.buckets import make_buckets
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout

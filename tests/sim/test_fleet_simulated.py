@@ -13,7 +13,7 @@ from fleet_kit import make_fleet
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.fleet.fleet_policy import LoadPolicy, NeedPolicy
 from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.fleet.regrouping import Fleet

@@ -13,7 +13,7 @@ from shiftjax.core.policies import CostPolicy, ThresholdPolicy, make_policy
 from shiftjax.costs.collectives import weight_collectives
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import weight_bytes
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Devices
 from shiftjax.deploy.resolve import resolve

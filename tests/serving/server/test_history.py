@@ -10,7 +10,7 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.core.policies import make_policy
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.machine_files import load_engine, load_machine
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout
 

@@ -20,7 +20,7 @@ from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
-from shiftjax.costs.step import CostModel
+from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout
