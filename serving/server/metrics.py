@@ -22,6 +22,7 @@ from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
 from serving.server.records import FIRST_TOKEN_BUCKETS, Declared, Records
+from serving.server.start_phases import Phases
 from shiftjax.core.stats import EngineStats
 from shiftjax.metric import STEP_BUCKETS, Histogram, Metric, counter, gauge
 

@@ -26,6 +26,7 @@ from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
 from serving.server.prompts import Prompts
 from serving.server.schema import Wish, prompts_of
+from serving.server.start_phases import Phases
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
 from serving.server.tools import checked_functions, read_calls
