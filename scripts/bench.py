@@ -4,10 +4,10 @@
     python scripts/bench.py CASE --help        what a case measures, and its options
     python scripts/bench.py CASE [options] [--out FILE]
 
-A case is a module of `scripts/cases` with two functions: `options(parser)` adds its options, and
-`measure(arguments)` yields rows as they are measured and returns what they come to. Rows of a round
-below 0 warm up and are dropped. Rows are printed as lines of JSON, then a table for people; the
-last line is JSON: the case, its options, the machine, and the result, or else the rows. `--out`
+A case is a module of `scripts/cases` with a table `OPTIONS` (`kit.add_options`) and a function
+`measure(arguments)`, which yields rows as they are measured and returns what they come to. Rows of
+a round below 0 warm up and are dropped. Rows are printed as lines of JSON, then a table for people;
+the last line is JSON: the case, its options, the machine, and the result, or else the rows. `--out`
 appends the lines to a file. The exit code is 1 if the result has `failures`.
 """
 
@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from cases.kit import add_options
 from cases.machine import describe_machine
 
 from serving.cli.main import guarded
@@ -60,7 +61,7 @@ def run(name: str, words: Sequence[str]) -> int:
         description=case.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    case.options(parser)
+    add_options(parser, case.OPTIONS)
     parser.add_argument("--out", type=Path, help="a file to append the lines of JSON to")
     arguments = parser.parse_args(words)
     rows, result = all_of(case.measure(arguments))

@@ -14,7 +14,6 @@ import random
 from collections import Counter
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 import jsonschema_rs
@@ -30,15 +29,13 @@ def _object(**properties: Any) -> dict[str, Any]:
     return fixed | {"properties": properties}
 
 
-SCHEMAS: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {
-        "get_weather": _object(city=TEXT, days=COUNT),
-        "set_light": _object(room={"enum": ["hall", "kitchen"]}, on={"type": "boolean"}),
-        "send_mail": _object(to={"type": "array", "items": TEXT, "maxItems": 3}, body=TEXT),
-        "search": _object(query=_object(words=TEXT, most=COUNT), exact={"type": "boolean"}),
-        "get_time": _object(),
-    }
-)
+SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "get_weather": _object(city=TEXT, days=COUNT),
+    "set_light": _object(room={"enum": ["hall", "kitchen"]}, on={"type": "boolean"}),
+    "send_mail": _object(to={"type": "array", "items": TEXT, "maxItems": 3}, body=TEXT),
+    "search": _object(query=_object(words=TEXT, most=COUNT), exact={"type": "boolean"}),
+    "get_time": _object(),
+}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
@@ -93,11 +90,11 @@ def outcome_of(client: openai.OpenAI, model: str, number: int) -> str:
     return "parses" if is_valid else "breaks its schema"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("url", help="of the server, without /v1")
-    parser.add_argument("--calls", type=int, default=500)
-    parser.add_argument("--at-once", type=int, default=32)
+OPTIONS = {
+    "url": (str, "of the server, without /v1"),
+    "--calls": 500,
+    "--at-once": 32,
+}
 
 
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:

@@ -11,12 +11,11 @@ the medians of the rounds' percentiles.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Generator
-from typing import Any
 
 import numpy as np
+from cases.kit import Row, medians
 
 from serving.bench.steps import build_for_all_modes
 from shiftjax.config import EngineConfig
@@ -24,68 +23,49 @@ from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.settings import make_virtual_devices
 
-Row = dict[str, Any]
 CHUNK_TOKENS = 256
 STEADY_TOKENS = 40  # gaps that count as alone
+OPTIONS = {"--prompt-tokens": 1024, "--rounds": 5}
 
 
 def start_engine(prompt_tokens: int) -> Engine:
-    """Two groups of one device."""
+    """Return an engine of two groups of one device."""
     make_virtual_devices(EngineConfig.from_options(devices=2))
-    built = build_for_all_modes(
-        "random:smollm2-135m",
-        (8, CHUNK_TOKENS),
-        dp=2,
-        sp=1,
-        tp=1,
-        max_num_seqs=8,
-        max_model_len=prompt_tokens + 600,
-        num_blocks=(prompt_tokens + 600) // 8,
-        prefix_caching=False,
-    )
-    return built.engine
+    length = prompt_tokens + 600
+    sizes = {"max_num_seqs": 8, "max_model_len": length, "num_blocks": length // 8}
+    sizes |= {"dp": 2, "sp": 1, "tp": 1, "prefix_caching": False}
+    return build_for_all_modes("random:smollm2-135m", (8, CHUNK_TOKENS), **sizes).engine
 
 
-def one_round(engine: Engine, number: int, prompt_tokens: int) -> tuple[list[float], list[float]]:
-    """Seconds between tokens of a decoding request: (alone, while the other group prefills)."""
+def one_round(engine: Engine, number: int, prompt_tokens: int) -> Row:
+    """Return percentiles of the milliseconds between tokens of a decoding request."""
     reader, prompt = f"reader-{number}", f"prompt-{number}"
     sampling = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     engine.add_request(Request(reader, [1, 2, 3], sampling))
     times: list[float] = []
-    arrival: int | None = None
-    while True:
-        events = engine.step(time.monotonic())
-        if any(event.request_id == reader for event in events):
-            times.append(time.monotonic())
-        if len(times) == STEADY_TOKENS and arrival is None:
-            arrival = len(times)
-            tokens = [5 + i % 1000 for i in range(prompt_tokens)]
-            one = SamplingParams(temperature=0, max_tokens=1)
-            engine.add_request(Request(prompt, tokens, one))
-        if arrival is not None and any(event.request_id == prompt for event in events):
-            break
+    tokens = [5 + i % 1000 for i in range(prompt_tokens)]
+    is_over = is_asked = False
+    while not is_over:
+        names = {event.request_id for event in engine.step(time.monotonic())}
+        times += [time.monotonic()] if reader in names else []
+        is_over = prompt in names
+        if len(times) == STEADY_TOKENS and not is_asked:
+            is_asked = True
+            engine.add_request(Request(prompt, tokens, SamplingParams(max_tokens=1)))
     engine.abort(reader)
     while engine.has_work():
         engine.step(time.monotonic())
-    gaps = np.diff(times)
-    return gaps[5 : arrival - 1].tolist(), gaps[arrival - 1 :].tolist()
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
+    gaps, row = 1e3 * np.diff(times), {}
+    split = {"alone": gaps[5 : STEADY_TOKENS - 1], "beside": gaps[STEADY_TOKENS - 1 :]}
+    for name, some in split.items():
+        row |= {f"{name}_p{p}_ms": round(float(np.percentile(some, p)), 2) for p in (50, 99)}
+    return row | {"gaps_beside": len(split["beside"])}
 
 
 def measure(args: argparse.Namespace) -> Generator[Row, None, Row]:
     """Yield percentiles of a round's gaps; return their medians."""
     engine, rows = start_engine(args.prompt_tokens), []
     for number in range(-1, args.rounds):
-        alone, beside = one_round(engine, number, args.prompt_tokens)
-        row: Row = {}
-        for name, gaps in (("alone", alone), ("beside", beside)):
-            p50, p99 = np.percentile(gaps, (50, 99)) * 1e3
-            row |= {f"{name}_p50_ms": round(p50, 2), f"{name}_p99_ms": round(p99, 2)}
-        rows.append(row | {"gaps_beside": len(beside)})
+        rows.append(one_round(engine, number, args.prompt_tokens))
         yield {"round": number} | rows[-1]
-    return {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
+    return medians(rows[1:])

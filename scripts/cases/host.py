@@ -27,14 +27,13 @@ that steps on its own does as many beside them as alone.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases.kit import BLOCK_SIZE, THRESHOLD, VOCAB_SIZE, echo_engine
+from cases.kit import BLOCK_SIZE, THRESHOLD, VOCAB_SIZE, Row, echo_engine, medians
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
@@ -57,24 +56,20 @@ from shiftjax.weights.random import RandomSource
 VOCAB = VocabSplit(VOCAB_SIZE, VOCAB_SIZE)
 HEAD_DIM = 64
 PROMPT_TOKENS = 128
-VERBS = ("schedule", "choose", "pack", "commit")
 WARM_UP_STEPS = 20
 LEAST_TOKENS = 8  # the smallest bucket
 KEY = np.zeros(2, np.uint32)
 MODES = Group(0, 2).modes
+ECHO, POLICY = EchoRunner(VOCAB_SIZE), ThresholdPolicy(THRESHOLD)
 
 
 def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
     """A scheduler whose sequences all fit, with that many greedy requests of equal length."""
     num_tokens = num_steps + WARM_UP_STEPS + 2
     blocks_per_seq = -(-(PROMPT_TOKENS + num_tokens) // BLOCK_SIZE)
-    config = SchedulerConfig(
-        num_blocks=num_sequences * blocks_per_seq * 2,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=num_sequences,
-        max_num_batched_tokens=num_sequences * PROMPT_TOKENS,
-    )
-    scheduler = Scheduler(config)
+    num_blocks = num_sequences * blocks_per_seq * 2
+    step_tokens = num_sequences * PROMPT_TOKENS
+    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, num_sequences, step_tokens))
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for number in range(num_sequences):
         prompt = [(number * 31 + i) % VOCAB_SIZE for i in range(PROMPT_TOKENS)]
@@ -118,82 +113,52 @@ class Packer:
 
 
 def one_step(
-    scheduler: Scheduler, runner: EchoRunner, policy: ThresholdPolicy, packer: Packer | None
+    scheduler: Scheduler, packer: Packer | None, runner: DeviceRunner | None = None
 ) -> dict[str, float]:
-    """The loop without overlap, once; seconds by verb."""
+    """Run the loop without overlap once, also on a device if there is one: seconds by verb."""
     seconds: dict[str, float] = {}
     plan = timed(seconds, "schedule", scheduler.schedule, 0.0)
-    mode = timed(seconds, "choose", policy.choose, plan, MODES, 0, None)
+    mode = timed(seconds, "choose", POLICY.choose, plan, MODES, 0, None)
     if packer is not None:
+        if runner is not None:
+            packer.bucket = runner.program_for(plan).bucket
         timed(seconds, "pack", packer, plan)
-    output = runner.fetch(runner.run(plan, mode, None))
+    if runner is not None:
+        runner.fetch(timed(seconds, "run", runner.run, plan, runner.step.layout.shift, None))
+        seconds["dispatch"] = seconds.pop("run") - seconds["pack"]
+    output = ECHO.fetch(ECHO.run(plan, mode, None))
     timed(seconds, "commit", lambda: list(scheduler.commit(plan, mode, output, 0.0)))
     return seconds
 
 
-def measure_host(num_sequences: int, num_steps: int) -> dict[str, float]:
-    """Median microseconds of each verb over decode steps of so many running sequences."""
+def measure_host(runner: DeviceRunner | None, num_sequences: int, num_steps: int) -> Row:
+    """Return median microseconds of each verb over decode steps of so many running sequences."""
     scheduler = make_scheduler(num_sequences, num_steps)
-    runner, policy, packer = (
-        EchoRunner(VOCAB_SIZE),
-        ThresholdPolicy(THRESHOLD),
-        Packer(scheduler.config),
-    )
-    one_step(scheduler, runner, policy, None)  # all prompts at once
+    packer = Packer(scheduler.config)
+    if runner is not None:
+        packer.pool, packer.attention = runner.pool, runner.step.attention
+    one_step(scheduler, None)  # all prompts at once
     if len(scheduler.running) != num_sequences:
         raise RuntimeError(f"{len(scheduler.running)} of {num_sequences} sequences run")
-    for _ in range(WARM_UP_STEPS):
-        one_step(scheduler, runner, policy, packer)
-    steps = [one_step(scheduler, runner, policy, packer) for _ in range(num_steps)]
-    medians = {verb: statistics.median(step[verb] for step in steps) for verb in VERBS}
-    sums = sorted(sum(step.values()) for step in steps)
-    medians |= {"sum": statistics.median(sums), "sum_p95": sums[int(0.95 * len(sums))]}
-    return {name: round(seconds * 1e6, 1) for name, seconds in medians.items()}
+    steps = [one_step(scheduler, packer, runner) for _ in range(WARM_UP_STEPS + num_steps)]
+    rows = [{verb: 1e6 * each for verb, each in step.items()} for step in steps[WARM_UP_STEPS:]]
+    rows = [row | {"sum": sum(row.values())} for row in rows]
+    p95 = float(np.percentile([row["sum"] for row in rows], 95))
+    return medians(rows, 1) | {"sum_p95": round(p95, 1)}
 
 
 def start_runner(num_devices: int, most: int) -> DeviceRunner:
-    """A narrow model of 30 layers, steps of up to `most` sequences compiled."""
+    """Return the runner of a narrow model of 30 layers, for steps of up to `most` sequences."""
     narrow = {"hidden_size": 64, "head_dim": 8, "intermediate_size": 128, "vocab_size": 1024}
-    config = EngineConfig.from_options(
-        devices=num_devices,
-        sp=1,
-        tp=num_devices,
-        max_num_seqs=most,
-        max_num_batched_tokens=most,
-        token_buckets=sorted({LEAST_TOKENS, 64, most}),
-        max_model_len=512,
-        num_blocks=most * 32 + 1,
-    )
+    sizes = {"max_num_seqs": most, "max_num_batched_tokens": most, "num_blocks": most * 32 + 1}
+    sizes |= {"token_buckets": sorted({LEAST_TOKENS, 64, most}), "max_model_len": 512}
+    config = EngineConfig.from_options(devices=num_devices, sp=1, tp=num_devices, **sizes)
     make_virtual_devices(config)
     from shiftjax.build import build
 
     source = RandomSource(replace(PRESETS["smollm2-135m"], **narrow))
     (runner,) = build(config, source, lambda *_: None, compile_cache_dir(config)).runners
     return runner
-
-
-def measure_device(runner: DeviceRunner, num_sequences: int, num_steps: int) -> dict[str, float]:
-    """Median microseconds of packing and of dispatching a decode step; the device is idle."""
-    scheduler = make_scheduler(num_sequences, num_steps)
-    packer, mode = Packer(scheduler.config), runner.step.layout.shift
-    packer.pool, packer.attention = runner.pool, runner.step.attention
-    echo = EchoRunner(VOCAB_SIZE)
-    one_step(scheduler, echo, ThresholdPolicy(THRESHOLD), None)
-    rows = []
-    for number in range(WARM_UP_STEPS + num_steps):
-        seconds: dict[str, float] = {}
-        plan = scheduler.schedule(0.0)
-        assert plan is not None
-        packer.bucket = runner.program_for(plan).bucket
-        timed(seconds, "pack", packer, plan)
-        handle = timed(seconds, "run", runner.run, plan, mode, None)
-        runner.fetch(handle)
-        seconds["dispatch"] = seconds.pop("run") - seconds["pack"]
-        list(scheduler.commit(plan, mode, echo.fetch(echo.run(plan, mode, None)), 0.0))
-        if number >= WARM_UP_STEPS:
-            rows.append(seconds)
-    medians = {verb: statistics.median(row[verb] for row in rows) for verb in rows[0]}
-    return {name: round(seconds * 1e6, 1) for name, seconds in medians.items()}
 
 
 class SleepingRunner(EchoRunner):
@@ -233,33 +198,31 @@ def steps_per_second(milliseconds: list[float], seconds: float) -> float:
     return runners[0].num_ended / (time.monotonic() - start)
 
 
-def measure_groups(milliseconds: list[float], seconds: float = 1.5) -> dict[str, float]:
-    """The first group alone and beside the others, in turn, three times: medians."""
+def measure_groups(milliseconds: list[float], seconds: float = 1.5) -> Row:
+    """Return steps per second of the first group alone and beside the others, in turn: medians."""
     rounds = [
-        (steps_per_second(milliseconds[:1], seconds), steps_per_second(milliseconds, seconds))
+        {
+            "alone": steps_per_second(milliseconds[:1], seconds),
+            "beside": steps_per_second(milliseconds, seconds),
+        }
         for _ in range(3)
     ]
-    alone, beside = (statistics.median(column) for column in zip(*rounds, strict=True))
-    return {"alone": round(alone, 1), "beside": round(beside, 1)}
+    return medians(rounds, 1)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--steps", type=int, default=300, help="decode steps to time")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256], help="running")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--device", type=int, help="virtual devices to dispatch a real step to")
-    what.add_argument(
-        "--groups", type=float, nargs="+", help="milliseconds of a step of each group"
-    )
+OPTIONS = {
+    "--steps": (300, "decode steps to time"),
+    "--sequences": ([1, 64, 256], "running"),
+    "--device": (int, "virtual devices to dispatch a real step to"),
+    "--groups": ([float], "instead: milliseconds of a step of each group"),
+}
 
 
-def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield medians for each number of sequences, or steps per second."""
     if args.groups:
         yield measure_groups(args.groups)
         return
     runner = start_runner(args.device, max(args.sequences)) if args.device else None
     for size in args.sequences:
-        found = measure_device(runner, size, args.steps) if runner else None
-        yield {"sequences": size} | (found or measure_host(size, args.steps))
+        yield {"sequences": size} | measure_host(runner, size, args.steps)

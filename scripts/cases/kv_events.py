@@ -29,14 +29,9 @@ from shiftjax.core.request import Request, SamplingParams
 from shiftjax.sim.echo import EchoRunner
 
 STEP_TOKENS = 1024
+OPTIONS = {"--sequences": 64, "--prompt": 512, "--output": 64, "--rounds": 6}
 COLUMNS = ("off", "on", "difference")
 INDEX_SIZES = (1000, 10_000, 100_000)
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    for name, default in (("sequences", 64), ("prompt", 512), ("output", 64), ("rounds", 6)):
-        parser.add_argument(f"--{name}", type=int, default=default)
 
 
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:

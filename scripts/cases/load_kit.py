@@ -58,7 +58,7 @@ def mixed_body(number: int, longest_prompt: int, most_tokens: int) -> dict[str, 
 
 def to_grpc(body: dict[str, Any]) -> pb.GenerateRequest:
     """The same request as a message."""
-    names = ("max_tokens", "seed", "temperature", "n", "logprobs")
+    names = ("max_tokens", "seed", "temperature", "n", "logprobs", "ignore_eos")
     sampling = pb.Sampling(**{name: body[name] for name in names if name in body})
     constraint = body.get("structured_outputs", {})
     if "json" in constraint:
@@ -119,6 +119,7 @@ class Clients:
         async for event in self._stub.Generate(request):
             if event.HasField("delta"):
                 sample.add_text(event.delta.index, event.delta.text)
+                sample.num_output_tokens += len(event.delta.token_ids)
             elif event.HasField("finished"):
                 sample.finish_reasons[event.finished.index] = REASONS[event.finished.reason]
 
@@ -218,3 +219,18 @@ class ServerProcess:
         """End it if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
+
+
+def on_server[T](flags: list[str], action: Callable[[ServerProcess, Clients], Awaitable[T]]) -> T:
+    """Return what an action gives, with clients of a server that is started for it."""
+    server = ServerProcess(flags)
+
+    async def run() -> T:
+        await server.wait_until_ready()
+        async with clients(server.target, server.grpc_address) as senders:
+            return await action(server, senders)
+
+    try:
+        return asyncio.run(run())
+    finally:
+        server.kill()

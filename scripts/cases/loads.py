@@ -20,6 +20,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cases.load_kit import (
@@ -31,9 +32,9 @@ from cases.load_kit import (
     Clients,
     ServerProcess,
     capacity,
-    clients,
     metrics_of,
     mixed_body,
+    on_server,
 )
 
 from serving.bench.load import open_loop
@@ -41,7 +42,6 @@ from shiftjax.sim.columns import latencies, percentiles
 from shiftjax.sim.trace import arrival_times
 
 NUM_BODIES = 60  # different requests; the load repeats them
-SECONDS = 60.0
 CAPACITY_SECONDS = 10.0
 BURST_REQUESTS, BURST_SECONDS, NUM_BURSTS = 500, 0.1, 10
 POLL_SECONDS = 0.25
@@ -115,14 +115,11 @@ def row_of(known: Known, answers: Sequence[Answer]) -> dict[str, Any]:
     return row | percentiles("ttft", latencies(finished, "ttft")) | percentiles("itl", gaps)
 
 
-async def steady(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
-    """Poisson arrivals at 70 % of the capacity."""
-    return await loads.arrivals(known, arrival_times(0.7 * known.capacity, seconds, seed=2))
-
-
-async def overload(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
-    """Poisson arrivals at twice the capacity."""
-    return await loads.arrivals(known, arrival_times(2.0 * known.capacity, seconds, seed=3))
+async def _poisson(
+    share: float, seed: int, loads: Loads, known: Known, seconds: float
+) -> dict[str, Any]:
+    """Send Poisson arrivals at a share of the capacity."""
+    return await loads.arrivals(known, arrival_times(share * known.capacity, seconds, seed=seed))
 
 
 async def bursts(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
@@ -145,26 +142,25 @@ async def bursts(loads: Loads, known: Known, seconds: float) -> dict[str, Any]:
 
 
 LOADS: dict[str, Callable[[Loads, Known, float], Awaitable[dict[str, Any]]]] = {
-    "steady": steady,
-    "overload": overload,
+    "steady": partial(_poisson, 0.7, 2),
+    "overload": partial(_poisson, 2.0, 3),
     "bursts": bursts,
 }
 
 
-async def run(server: ServerProcess, names: Sequence[str], seconds: float) -> dict[str, Any]:
-    """All loads one after another; `failures` is what should not have been."""
-    await server.wait_until_ready()
+async def run(
+    names: Sequence[str], seconds: float, server: ServerProcess, senders: Clients
+) -> dict[str, Any]:
+    """Run the loads one after another; `failures` is what should not have been."""
     bodies = [mixed_body(number, LONGEST_PROMPT, MOST_TOKENS) for number in range(NUM_BODIES)]
-    async with clients(server.target, server.grpc_address) as senders:
-        loads = Loads(senders, bodies)
-        known = await loads.learn()
-        rows: dict[str, Any] = {"capacity_requests_per_second": known.capacity}
-        for name in names:
-            rows[name] = await LOADS[name](loads, known, seconds)
-            rows[name]["held"] = await loads.held()
+    loads = Loads(senders, bodies)
+    known = await loads.learn()
+    rows: dict[str, Any] = {"capacity_requests_per_second": known.capacity}
+    for name in names:
+        rows[name] = await LOADS[name](loads, known, seconds)
+        rows[name]["held"] = await loads.held()
     metrics = await metrics_of(server.target)
-    rows["recompiles_after_warmup"] = metrics["recompiles_after_warmup_total"]
-    rows["mode_switches"] = metrics["mode_switches_total"]
+    rows |= {n: metrics[f"{n}_total"] for n in ("recompiles_after_warmup", "mode_switches")}
     rows["exit_code"] = await server.stop()
     return rows | {"failures": failures(rows, names)}
 
@@ -181,20 +177,16 @@ def failures(rows: dict[str, Any], names: Sequence[str]) -> list[str]:
     return found + (["the end was not clean"] if rows["exit_code"] else [])
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of steady and overload")
-    parser.add_argument("--loads", nargs="*", choices=list(LOADS), default=list(LOADS))
-    parser.add_argument("flags", nargs="*", help="of shiftjax serve, after --")
+OPTIONS = {
+    "--seconds": (60.0, "of steady and overload"),
+    "--loads": ([*LOADS], {"choices": [*LOADS]}),
+    "flags": (str, {"nargs": "*", "help": "of shiftjax serve, after --"}),
+}
 
 
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
     """Yield a row for each load; return the rest."""
-    server = ServerProcess(args.flags)
-    try:
-        found = asyncio.run(run(server, args.loads, args.seconds))
-    finally:
-        server.kill()
+    found = on_server(args.flags, partial(run, args.loads, args.seconds))
     for name in args.loads:
         yield {"load": name} | found.pop(name)
     return found

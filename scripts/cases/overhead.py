@@ -29,10 +29,11 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from cases.kit import BLOCK_SIZE, VOCAB_SIZE, echo_engine
+from cases.kit import BLOCK_SIZE, VOCAB_SIZE, Row, echo_engine, medians
+from cases.load_kit import clients
 
 from serving.bench.client import Sample, parse_url
-from serving.bench.load import run_load
+from serving.bench.load import body_of
 from serving.bench.steps import generate
 from serving.run.listeners import Server
 from serving.run.serve import GIL_SECONDS
@@ -107,33 +108,13 @@ def serve(pipe: Connection, streams: int, step_seconds: float) -> None:
     uvloop.run(main())
 
 
-async def over_http(url: str, streams: int, tokens: int) -> list[Sample]:
-    """All streams at once over HTTP."""
-    requests = [TraceRequest(0.0, PROMPT_TOKENS, tokens)] * streams
-    return (await run_load(parse_url(url), requests, None, None)).samples
-
-
-async def over_grpc(address: str, streams: int, tokens: int) -> list[Sample]:
-    """All streams at once over gRPC, on one channel."""
-    import grpc
-
-    from serving.proto import shiftjax_pb2 as pb
-    from serving.proto import shiftjax_pb2_grpc as pb_grpc
-
-    async def one(number: int) -> Sample:
-        sample = Sample.begin()
-        sampling = pb.Sampling(max_tokens=tokens, temperature=0, ignore_eos=True)
-        ids = pb.TokenIds(ids=[number % 200] * PROMPT_TOKENS)
-        async for event in stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=sampling)):
-            if event.HasField("delta"):
-                sample.token_times.append(time.perf_counter())
-                sample.num_output_tokens += len(event.delta.token_ids)
-        sample.end()
-        return sample
-
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = pb_grpc.InferenceStub(channel)
-        return await asyncio.gather(*(one(number) for number in range(streams)))
+async def load(over_grpc: bool, url: str, address: str, lengths: tuple[int, int]) -> list[Sample]:
+    """Send `lengths` = (streams, tokens of each) at once over one of the protocols."""
+    request = TraceRequest(0.0, PROMPT_TOKENS, lengths[1])
+    async with clients(parse_url(url), address) as senders:
+        bodies = (body_of(request, number, None) for number in range(lengths[0]))
+        sent = (senders.send(body, over_grpc=over_grpc, streams=True) for body in bodies)
+        return [answer.sample for answer in await asyncio.gather(*sent)]
 
 
 def numbers(samples: Sequence[Sample], step_seconds: float) -> dict[str, float]:
@@ -164,30 +145,28 @@ def medians_of(streams: int, tokens: int, step_seconds: float, rounds: int) -> d
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, streams, step_seconds), daemon=True)
     process.start()
-    url, address = ours.recv()
-    rows: dict[str, list[dict[str, float]]] = {"engine": [], "http": [], "grpc": []}
+    addresses = ours.recv()
+    rows: dict[str, list[Row]] = {"engine": [], "http": [], "grpc": []}
     for _ in range(rounds + 1):
         rows["engine"].append(bare(streams, tokens, step_seconds))
-        for name, run, where in (("http", over_http, url), ("grpc", over_grpc, address)):
+        for name in ("http", "grpc"):
             before = _cpu_seconds(process.pid), time.process_time()
-            row = numbers(uvloop.run(run(where, streams, tokens)), step_seconds)
+            samples = uvloop.run(load(name == "grpc", *addresses, (streams, tokens)))
+            row = numbers(samples, step_seconds)
             spent = _cpu_seconds(process.pid) - before[0], time.process_time() - before[1]
             row |= {f"{who}_cpu_seconds": s for who, s in zip(SIDES, spent, strict=True)}
             rows[name].append(row)
     ours.send(None)
     process.join()
-    return {
-        name: {key: float(np.median([row[key] for row in each[1:]])) for key in each[0]}
-        for name, each in rows.items()
-    }
+    return {name: medians(each[1:]) for name, each in rows.items()}
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--step-milliseconds", type=float, nargs="*", default=[0, 0.5, 1, 2, 8])
-    parser.add_argument("--rounds", type=int, default=5)
+OPTIONS = {
+    "--streams": 64,
+    "--tokens": 512,
+    "--step-milliseconds": [0.0, 0.5, 1.0, 2.0, 8.0],
+    "--rounds": 5,
+}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

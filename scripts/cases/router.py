@@ -91,14 +91,14 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("url", help="of the router, or of a server")
-    parser.add_argument("--model", default="tiny", help="name that requests call the model")
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--concurrent", type=int, default=8)
-    parser.add_argument("--pid", type=int, help="the server that gets the signal")
-    parser.add_argument("--signal", choices=("TERM", "KILL"), default="KILL")
+OPTIONS = {
+    "url": (str, "of the router, or of a server"),
+    "--model": ("tiny", "name that requests call the model"),
+    "--requests": 500,
+    "--concurrent": 8,
+    "--pid": (int, "the server that gets the signal"),
+    "--signal": ("KILL", {"choices": ("TERM", "KILL")}),
+}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

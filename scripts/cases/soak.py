@@ -15,18 +15,21 @@ import random
 import time
 from collections import Counter
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import numpy as np
+from cases.kit import Row
 from cases.load_kit import (
     HELD,
     LONGEST_PROMPT,
     MOST_TOKENS,
+    Clients,
     ServerProcess,
     capacity,
-    clients,
     metrics_of,
     mixed_body,
+    on_server,
 )
 
 from serving.bench.load import open_loop
@@ -37,96 +40,66 @@ WARM_UP_SHARE = 0.25  # of the run, not counted in slopes
 SAMPLE_SECONDS = 10.0
 CANCELLED = 0.2  # share of requests
 WATCHED = ("anonymous_mib", "descriptors", "threads")
+OPTIONS = {
+    "--minutes": 30.0,
+    "flags": (str, {"nargs": "*", "help": "of shiftjax serve, after --"}),
+}
 
 
-class Soak:
-    """The load, and what has been seen of the server."""
+async def soak(minutes: float, server: ServerProcess, senders: Clients) -> tuple[list[Row], Row]:
+    """Return what was seen of the server after the warm-up, and the judgement."""
+    rng, ends, samples = random.Random(1), Counter[str](), list[Row]()
 
-    def __init__(self, server: ServerProcess):
-        self.server, self.rng = server, random.Random(1)
-        self.ends: Counter[str] = Counter()
-        self.samples: list[dict[str, float]] = []
-
-    async def _send(self, number: int) -> None:
-        """Send a request, perhaps give it up, and count how it ended."""
+    async def send(number: int) -> None:
         body = mixed_body(number, LONGEST_PROMPT, MOST_TOKENS)
-        seconds = self.rng.uniform(0, 3) if self.rng.random() < CANCELLED else None
+        seconds = rng.uniform(0, 3) if rng.random() < CANCELLED else None
         try:
-            answer = await asyncio.wait_for(self.senders.send_any(body, self.rng), seconds)
-            self.ends[answer.end] += 1
+            ends[(await asyncio.wait_for(senders.send_any(body, rng), seconds)).end] += 1
         except TimeoutError:
-            self.ends["cancelled"] += 1
+            ends["cancelled"] += 1
 
-    async def run(self, seconds: float) -> float:
-        """The whole soak; returns the rate of the load in requests per second."""
-        await self.server.wait_until_ready()
-        async with clients(self.server.target, self.server.grpc_address) as self.senders:
-            rate = 0.5 * await capacity(self._send, CAPACITY_SECONDS)
-            watcher = asyncio.create_task(self._watch())
-            await open_loop(self._send, arrival_times(rate, seconds))
-            watcher.cancel()
-        return rate
-
-    async def _watch(self) -> None:
+    async def watch() -> None:
         while True:
-            self.samples.append({"at": time.monotonic(), **self.server.look()})
+            samples.append({"at": time.monotonic(), **server.look()})
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    @property
-    def after_warm_up(self) -> list[dict[str, float]]:
-        """What was seen in the part of the run that counts."""
-        return self.samples[int(WARM_UP_SHARE * len(self.samples)) :]
-
-
-def slope_per_10_minutes(samples: list[dict[str, float]], name: str) -> float:
-    """Of a line through what was seen."""
-    return float(np.polyfit([s["at"] for s in samples], [s[name] for s in samples], 1)[0] * 600)
-
-
-def quarters(samples: list[dict[str, float]], name: str) -> list[float]:
-    """Means over the quarters of what was seen."""
-    return [float(np.mean(part)) for part in np.array_split([s[name] for s in samples], 4)]
-
-
-async def soak(run: Soak, minutes: float) -> dict[str, Any]:
-    """Run and judge; `failures` is what should not have been."""
-    rate = await run.run(60 * minutes)
+    rate = 0.5 * await capacity(send, CAPACITY_SECONDS)
+    watcher = asyncio.create_task(watch())
+    await open_loop(send, arrival_times(rate, 60 * minutes))
+    watcher.cancel()
     await asyncio.sleep(5)  # connections close
-    idle, metrics = run.server.look(), await metrics_of(run.server.target)
-    held = {name: metrics[name] for name in HELD}
-    rest = run.after_warm_up
-    slopes = {name: slope_per_10_minutes(rest, name) for name in WATCHED}
-    row = {"minutes": minutes, "requests_per_second": rate, "ends": dict(run.ends), "idle": idle}
-    row |= {"slope_per_10_minutes": slopes}
-    row |= {"quarters": {name: quarters(rest, name) for name in WATCHED}}
-    row |= {"held": held, "exit_code": await run.server.stop()}
+    rest = samples[int(WARM_UP_SHARE * len(samples)) :]
+    row: Row = {"minutes": minutes, "requests_per_second": rate, "ends": dict(ends)}
+    row |= {"idle": server.look()} | slopes_of(rest)
+    metrics = await metrics_of(server.target)
+    row |= {"held": {name: metrics[name] for name in HELD}, "exit_code": await server.stop()}
     row |= {n: metrics[f"{n}_total"] for n in ("recompiles_after_warmup", "mode_switches")}
     row |= {n: metrics[f"{n}_total"] for n in ("generation_tokens", "num_preemptions")}
+    slopes = row["slope_per_10_minutes"]
     checks = {
         "memory grows": slopes["anonymous_mib"] > 1.0,
         "descriptors grow": slopes["descriptors"] > 3,
         "threads grow": slopes["threads"] > 3,  # pools still grow to their bounds
-        "something is held": any(held.values()),
+        "something is held": any(row["held"].values()),
         "compiled while serving": row["recompiles_after_warmup"] > 0,
-        "requests failed": set(run.ends) - {"finished", "cancelled"},
+        "requests failed": set(ends) - {"finished", "cancelled"},
         "the end was not clean": row["exit_code"] != 0,
     }
-    return row | {"failures": [words for words, is_so in checks.items() if is_so]}
+    return rest, row | {"failures": [words for words, is_so in checks.items() if is_so]}
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("flags", nargs="*", help="of shiftjax serve, after --")
+def slopes_of(samples: list[Row]) -> dict[str, Any]:
+    """Return slopes of lines through what was seen, and means over the quarters of it."""
+    times = [sample["at"] for sample in samples]
+    seen = {name: [sample[name] for sample in samples] for name in WATCHED}
+    slopes = {name: float(np.polyfit(times, each, 1)[0] * 600) for name, each in seen.items()}
+    parts = {name: np.array_split(each, 4) for name, each in seen.items()}
+    quarters = {name: [float(part.mean()) for part in each] for name, each in parts.items()}
+    return {"slope_per_10_minutes": slopes, "quarters": quarters}
 
 
-def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
+def measure(args: argparse.Namespace) -> Generator[Row, None, Row]:
     """Yield what was seen of the server after the warm-up; return what it comes to."""
-    server = ServerProcess(args.flags)
-    load = Soak(server)
-    try:
-        row = asyncio.run(soak(load, args.minutes))
-    finally:
-        server.kill()
-    yield from load.after_warm_up
+    seen, row = on_server(args.flags, partial(soak, args.minutes))
+    yield from seen
     return row

@@ -1,10 +1,10 @@
 """Predicted seconds of a compiled step, kernel by kernel: XLA's plan at a machine's rates.
 
 `costs/step_costs.py` predicts a step from formulas, before there is a program. Here the program is
-there: what it launches is read from its text, with the bytes that each launch reads and writes (of slices
-and gathers what they take, of writes in place what they write, as in XLA's HloCostAnalysis) and the
-operations of its products. The machine's constants are the same, so the two differ by what the
-compiler does otherwise than the formulas say: launches first of all.
+there: what it launches is read from its text, with the bytes that each launch reads and writes (of
+slices and gathers what they take, of writes in place what they write, as in XLA's HloCostAnalysis)
+and the operations of its products. The machine's constants are the same, so the two differ by what
+the compiler does otherwise than the formulas say: launches first of all.
 
 Not in the text is how much of the KV cache a step reads; `Attention` says it. A branch counts as a
 launch: in a greedy step it has nothing to do.

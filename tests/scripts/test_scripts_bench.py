@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench
+from cases.kit import add_options
 
 
 def made_up(rows, result=None):
@@ -21,8 +22,7 @@ def made_up(rows, result=None):
         yield from rows
         return result
 
-    options = lambda parser: parser.add_argument("--size", type=int, default=1)  # noqa: E731
-    return SimpleNamespace(__doc__="A case.", options=options, measure=measure)
+    return SimpleNamespace(__doc__="A case.", OPTIONS={"--size": 1}, measure=measure)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_every_case_says_how_it_is_run_and_has_its_options():
     for name in bench.CASES:
         case = importlib.import_module(f"cases.{name}")
         assert f"python scripts/bench.py {name} " in f"{case.__doc__}", name
-        case.options(argparse.ArgumentParser())
+        add_options(argparse.ArgumentParser(), case.OPTIONS)
         assert callable(case.measure)
 
 

@@ -11,16 +11,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import demo_fleet as demo  # noqa: E402
 from cases import fleet as bench  # noqa: E402
-from cases.fleet_runs import (  # noqa: E402
-    Served,
-    Wandering,
-    quiet_burst_quiet,
-    random_requests,
-    request_of,
-    share_equal,
-)
+from cases.fleet import Wandering, random_requests, share_equal  # noqa: E402
 
-from shiftjax.core.request import Event, RequestMetrics  # noqa: E402
 from shiftjax.fleet.fleet_policy import FleetView  # noqa: E402
 from shiftjax.fleet.stats import Turn  # noqa: E402
 from shiftjax.parallel.arrangements import (  # noqa: E402
@@ -45,16 +37,6 @@ def test_a_share_counts_every_token_that_differs_is_missing_or_too_many():
     assert share_equal(wanted | {("c", 0): [1, 1]}, wanted) == 6 / 8
 
 
-def test_a_burst_lies_between_two_quiet_times():
-    trace = quiet_burst_quiet(90.0, 1.0, 10.0, 7, 3, seed=1)
-    counts = [0, 0, 0]
-    for each in trace:
-        counts[int(each.arrival_seconds // 30)] += 1
-        assert (each.num_prompt_tokens, each.num_output_tokens) == (7, 3)
-    assert counts[1] > 6 * max(counts[0], counts[2]) > 0
-    assert trace == quiet_burst_quiet(90.0, 1.0, 10.0, 7, 3, seed=1)
-
-
 def test_random_groups_are_partitions_of_every_width_and_come_again_by_their_seed():
     def wishes(seed: int) -> list:
         policy = Wandering((1, 2, 8), random.Random(seed), share=0.5)
@@ -69,14 +51,10 @@ def test_random_groups_are_partitions_of_every_width_and_come_again_by_their_see
     assert widths == {1, 2, 8}  # never 4
 
 
-def test_requests_are_made_from_their_seed_and_their_traces():
+def test_requests_are_made_from_their_seed():
     prompts = [list(request.prompt_token_ids) for request in random_requests(1, 9)]
     assert prompts == [list(request.prompt_token_ids) for request in random_requests(1, 9)]
     assert prompts != [list(request.prompt_token_ids) for request in random_requests(2, 9)]
-    trace = quiet_burst_quiet(9.0, 1.0, 5.0, 7, 3, seed=1)
-    request = request_of(4, trace[0], priority=-1)
-    assert len(request.prompt_token_ids) == 7 and request.sampling.max_tokens == 3
-    assert (request.arrival_seconds, request.priority) == (trace[0].arrival_seconds, -1)
 
 
 def test_binds_are_changes_to_fewer_groups_that_something_has_come_along_with():
@@ -89,18 +67,6 @@ def test_binds_are_changes_to_fewer_groups_that_something_has_come_along_with():
         turn("4+2+2", 2, 1.0),
     ]
     assert bench.bind_seconds(turns) == [0.5, 1.0]
-
-
-def test_a_row_is_of_the_requests_that_it_names():
-    served = Served(seconds=2.0, num_refused=1)
-    for name, ttft in (("a", 1.0), ("b", 3.0)):
-        metrics = RequestMetrics(0.0, ttft, 0.5, 4, 3, 0, 0, {})
-        served.hear([Event(name, 0, (1, 2, 3), finish_reason="length", metrics=metrics)])
-    served.hear([Event("c", 0, error="failed", finish_reason="error", metrics=metrics)])
-    row = served.row()
-    assert (row["requests"], row["refused"], row["failed"]) == (2, 1, 1)
-    assert (row["ttft_p50_seconds"], row["output_tokens_per_second"]) == (2.0, 3.0)
-    assert served.row({"a"})["ttft_p50_seconds"] == 1.0
 
 
 @pytest.mark.parametrize(
