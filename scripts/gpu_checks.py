@@ -13,27 +13,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_cases import (
+    DRY_EXPERTS,
+    DRY_SHAPES,
+    EXPERTS,
     FP8_DTYPE,
+    SHAPES,
+    SMALL,
+    SMALL_CONFIG,
     SMALL_EXPERTS,
+    SMALL_KERNEL,
     SMALL_TILES,
     STEPS,
     WRAPPING,
     Kernel,
     Step,
     Steps,
+    kernels,
 )
+from gpu_parts import BLOCK_SIZE, HEAD_DIM, LAUNCHES, SLICES, SMOKE, Row, Run, attempted
 
 from pallas_kernels import kv_write, reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import DecodeWork, divide_decode
 from pallas_kernels.grouped import TILE_ROWS, GroupedConfig
-from pallas_kernels.measure import Effort, ExpertsShape
-from pallas_kernels.measure_experts import experts_error
+from pallas_kernels.measure import Effort, ExpertsShape, kernel_seconds, row_of, trace
+from pallas_kernels.measure_experts import experts_error, experts_seconds, trace_experts
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.step_work import KernelConfig, StepWork, divide_step
-from pallas_kernels.tuned import safe_config
+from pallas_kernels.tuned import config_for, safe_config
 from shiftjax.device import write_cases
 from shiftjax.device.attention_steps import Shape, make_inputs, wrapping_tokens
 from shiftjax.device.attention_steps import Step as CheckedStep
@@ -50,7 +59,7 @@ RUNS = 3  # of every step: a race shows as bits that differ
 
 def attention_rows(
     some: list[Kernel], steps: dict[str, Step] = STEPS, interpret: Any = False
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield the error of every configuration in every step, and whether runs differ in a bit.
 
     Then of the last rows alone of the first step, as in layers that compute no others, and of
@@ -180,7 +189,7 @@ def make_arrays(kernel: Kernel, steps: Steps, name: str) -> Arrays:
     return Arrays(*arrays, expected)
 
 
-def judged(attend: Any, kernel: Kernel, steps: Steps, name: str) -> dict[str, Any]:
+def judged(attend: Any, kernel: Kernel, steps: Steps, name: str) -> Row:
     """Run a step some times: the relative error against float64, and whether all bits agree.
 
     The error is that of the worst head of a token, infinite where padding rows are not zeros.
@@ -194,7 +203,7 @@ def judged(attend: Any, kernel: Kernel, steps: Steps, name: str) -> dict[str, An
     return judgement(runs, step.expected[: sum(new)], LIMITS[kernel.dtype])
 
 
-def judged_rows(attend: Any, kernel: Kernel, steps: Steps) -> dict[str, Any]:
+def judged_rows(attend: Any, kernel: Kernel, steps: Steps) -> Row:
     """Run the last token of each sequence of the first step alone; as `judged`."""
     step = make_arrays(kernel._replace(config=None), steps, steps[0][0])
     count = len(steps[0][1])
@@ -207,7 +216,7 @@ def judged_rows(attend: Any, kernel: Kernel, steps: Steps) -> dict[str, Any]:
     return judgement(runs, step.expected[last[:count]], LIMITS[kernel.dtype])
 
 
-def judgement(runs: list[np.ndarray], expected: np.ndarray, limit: float) -> dict[str, Any]:
+def judgement(runs: list[np.ndarray], expected: np.ndarray, limit: float) -> Row:
     """Hold the same rows of some runs against what is expected of the first; others are zeros."""
     same_bits = all(run.tobytes() == runs[0].tobytes() for run in runs)
     out, error = runs[0].astype(np.float64), float("inf")
@@ -217,7 +226,7 @@ def judgement(runs: list[np.ndarray], expected: np.ndarray, limit: float) -> dic
     return {"error": error, "same_bits": same_bits, "right": error < limit and same_bits}
 
 
-def judged_write(kernel: Kernel, interpret: Any) -> dict[str, Any]:
+def judged_write(kernel: Kernel, interpret: Any) -> Row:
     """Write codes of keys and values some times: what is wrong with them, against NumPy's."""
     bucket = (SMALL_WRITE if interpret else write_cases.MOST_TOKENS, 8, 8)
     arrays = write_cases.make_arrays(shape_of(kernel, bucket))
@@ -232,20 +241,22 @@ def judged_write(kernel: Kernel, interpret: Any) -> dict[str, Any]:
     return {"wrong": wrong, "right": wrong is None}
 
 
-def expert_rows(effort: Effort, *, dry: bool) -> Iterator[dict[str, Any]]:
+def expert_rows(effort: Effort, *, dry: bool) -> Iterator[Row]:
     """Yield the error of experts in tiles of every size, and cut, of both types, in float64."""
     shape = SMALL_EXPERTS if dry else ExpertsShape(600, own=16)
     configs = [GroupedConfig(rows) for rows in TILE_ROWS] + [GroupedConfig(16, parts=(4, 3))]
     for dtype, config in itertools.product(EXPERT_LIMITS, [SMALL_TILES] if dry else configs):
         row = {"kernel": {"experts": dtype, "rows": config.rows, "parts": config.parts}}
-        try:
-            error = experts_error(shape._replace(dtype=dtype), config, effort)
-            yield row | {"error": error, "right": error < EXPERT_LIMITS[dtype]}
-        except Exception as problem:  # the compiler's, or the chip's
-            yield row | {"failed": str(problem).strip()[:400]}
+        one = shape._replace(dtype=dtype)
+
+        def error_of(one=one, config=config) -> Row:
+            error = experts_error(one, config, effort)
+            return {"error": error, "right": error < EXPERT_LIMITS[one.dtype]}
+
+        yield attempted(row, error_of)
 
 
-def view_rows() -> Iterator[dict[str, Any]]:
+def view_rows(_: Run | None = None) -> Iterator[Row]:
     """Yield whether DLPack views of device buffers stay in place through steps that donate a pool.
 
     The same path as the weights of SHIFT (`parallel/views.py`), with the pointers looked at.
@@ -267,3 +278,68 @@ def view_rows() -> Iterator[dict[str, Any]]:
         in_place = offsets == [start * base.nbytes // 64 for start in range(0, 64, 16)]
         name = jnp.dtype(dtype).name
         yield {"dtype": name, "right": in_place and offsets == after and all(same)}
+
+
+# ---------------------------------------------------------------------- parts of the run
+
+
+def smoke(heads: tuple[int, int], run: Run) -> Iterator[Row]:
+    """Yield three steps of one configuration, three times each: right, always the same bits."""
+    if not run.dry:
+        yield from attention_rows([Kernel(heads)], {name: STEPS[name] for name in list(STEPS)[:3]})
+    elif heads == SMOKE["1 KV head"]:
+        yield from attention_rows([SMALL_KERNEL], SMALL, run.effort.interpret)
+    else:
+        yield {"skipped": "an interpreter is slow"}
+
+
+def correctness(nth: int, run: Run) -> Iterator[Row]:
+    """Yield every configuration of the kernels against float64, a slice of them."""
+    if not run.dry:
+        yield from attention_rows(kernels()[nth::SLICES])
+
+
+def kernel_times(kind: str, run: Run) -> Iterator[Row]:
+    """Yield times of the shapes that are deployed, against the ceilings."""
+    device, ceilings = jax.devices()[0], run.ceilings
+    cores = getattr(device, "core_count", None)  # not every device says
+    config, is_tuned = config_for(device.device_kind, HEAD_DIM, BLOCK_SIZE, cores=cores)
+    config = SMALL_CONFIG if run.dry else config
+    for name, (shape, settings) in (DRY_SHAPES if run.dry else SHAPES)[kind].items():
+        config = changed(config, kind, settings)
+
+        def times(shape=shape, config=config) -> Row:
+            seconds = kernel_seconds(shape, config, run.effort)
+            return row_of(shape, seconds, ceilings) | {"launches": LAUNCHES[kind]}
+
+        yield attempted({"row": name, "tuned": is_tuned}, times)
+
+
+def changed(config: KernelConfig, kind: str, settings: dict[str, Any]) -> KernelConfig:
+    """Return a configuration with other settings of one kernel."""
+    return config._replace(**{kind: getattr(config, kind)._replace(**settings)})
+
+
+def experts(run: Run) -> Iterator[Row]:
+    """Yield experts of one device: right in tiles of every size, then how fast."""
+    yield from expert_rows(run.effort, dry=run.dry)
+    ceilings, tiles = run.ceilings, SMALL_TILES if run.dry else None
+    for name, shape in (DRY_EXPERTS if run.dry else EXPERTS).items():
+
+        def times(shape=shape) -> Row:
+            return row_of(shape, experts_seconds(shape, tiles, run.effort), ceilings)
+
+        yield attempted({"row": name}, times)
+
+
+def traces(_: Run) -> Iterator[Row]:
+    """Trace all that a run and its tuning would run: what a GPU's time must not be spent on."""
+    for kernel in kernels():
+        yield {"kernel": kernel.described()} | refusal(kernel)
+    for kind, shapes in SHAPES.items():
+        for name, (shape, settings) in shapes.items():
+            trace(shape, changed(safe_config(HEAD_DIM), kind, settings))
+            yield {"row": name}
+    for name, shape in EXPERTS.items():
+        trace_experts(shape)
+        yield {"row": name}

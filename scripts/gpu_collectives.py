@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_parts import Run
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.measure import Calls, Effort, chain_seconds
+from pallas_kernels.measure import Calls, chain_seconds
 
 KERNELS = "xla_gpu_experimental_use_collective_kernels"
 KINDS = {"XLA's kernels": "COLLECTIVE_KERNEL_ALL_REDUCE", "NCCL": ""}
@@ -17,7 +18,7 @@ HIDDEN = 8192  # elements of a token's activations in Llama-70B
 TOKENS = (1, 8, 64, 256)  # 16 KB, 128 KB, 1 MB, 4 MB
 
 
-def all_reduce_rows(effort: Effort) -> Iterator[dict[str, Any]]:
+def all_reduce_rows(run: Run) -> Iterator[dict[str, Any]]:
     """Yield a row for each size and kind: seconds of one of a chain that is one program."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
     is_gpu = jax.devices()[0].platform == "gpu"
@@ -27,7 +28,7 @@ def all_reduce_rows(effort: Effort) -> Iterator[dict[str, Any]]:
             row: dict[str, Any] = {"row": f"{num_bytes >> 10} KB, {kind}", "bytes": num_bytes}
             try:
                 calls = all_reduce_calls(mesh, tokens)
-                seconds = chain_seconds(calls, effort, {KERNELS: value} if is_gpu else None)
+                seconds = chain_seconds(calls, run.effort, {KERNELS: value} if is_gpu else None)
                 yield row | {"us": seconds * 1e6}
             except Exception as error:  # a version of XLA that has no such kernels
                 yield row | {"unavailable": str(error).strip().splitlines()[0][:200]}

@@ -7,6 +7,7 @@ rate of a GEMM of bfloat16, whatever the formats are. The weights are random, bu
 everywhere (`gpu_weights`): `scripts/peers/hf_gpu.py` measures Hugging Face transformers with them.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from cases.throughput_work import prefill_flops
+from gpu_parts import ENGINES, LARGEST, Row, Run
 from gpu_profile import profile
 from gpu_weights import hashed_weights, prompt
 
@@ -43,6 +45,7 @@ from shiftjax.device.sizing import measure
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import dtype_of, stored_weights
+from shiftjax.weights.hf_config import to_json
 from shiftjax.weights.random import RandomSource
 
 BLOCK_SIZE = 16
@@ -202,7 +205,7 @@ def engine_rows(
     *,
     users: bool = False,
     profiles: Path | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield steps of one model on one GPU.
 
     With `users` what these see of it, too; with a folder for `profiles` the kernels of steps.
@@ -210,8 +213,7 @@ def engine_rows(
     built, started = _started(model, sizes, options)
     yield started
     (runner,) = built.runners
-    yield from decode_rows(runner, sizes, ceilings)
-    yield from prefill_rows(runner, sizes, ceilings)
+    yield from step_rows(runner, sizes, ceilings)
     if users:
         yield greedy_row(built.engine)
         yield serve_row(built.engine, runner, sizes, ceilings)
@@ -222,7 +224,7 @@ def engine_rows(
 
 def mode_rows(
     model: ModelConfig, sizes: Sizes, ceilings: Ceilings, options: Mapping[str, str], count: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield steps over `count` GPUs in SHIFT, (1, count), and changes between BASE and SHIFT.
 
     BASE is (2, count / 2): the fewest ways to split tokens leave most room beside the weights.
@@ -230,7 +232,7 @@ def mode_rows(
     built, started = _started(model, sizes, options, 2, count // 2)
     yield started
     (runner,) = built.runners
-    yield from decode_rows(runner, sizes, ceilings)
+    yield from step_rows(runner, sizes, ceilings)
     yield switch_row(runner, sizes)
 
 
@@ -257,7 +259,7 @@ def decode_bytes(layout: Layout, formats: Formats, batch: int, context: int) -> 
     return num_bytes
 
 
-def profile_rows(runner: DeviceRunner, sizes: Sizes, folder: Path) -> Iterator[dict[str, Any]]:
+def profile_rows(runner: DeviceRunner, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Yield which kernels the fewest and the most decodes are, and a prompt; files are kept."""
     batches = {sizes.batches[0], sizes.batches[-1]}
     plans = {f"decode of {n}": make_plan(n, sizes.context, 1) for n in sorted(batches)}
@@ -270,40 +272,38 @@ def profile_rows(runner: DeviceRunner, sizes: Sizes, folder: Path) -> Iterator[d
         yield {"row": f"profile of {name}"} | profile(partial(chain, steps), PROFILED, keep)
 
 
-def decode_rows(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """Yield a row for each batch: one token for each of so many sequences."""
+def _step_row(runner: DeviceRunner, what: Row, plan: StepPlan, repeats: int, limit: float) -> Row:
+    """Return the times of a step beside their limit in seconds."""
+    found = step_seconds(runner, plan, repeats)
+    percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
+    return what | {"limit_seconds": limit} | found | percent
+
+
+def step_rows(runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Iterator[Row]:
+    """Yield a row for each batch, a token for each of so many sequences; then for each prompt."""
     layout, context = runner.step.layout, sizes.context
     for batch in sizes.batches:
-        found = step_seconds(runner, make_plan(batch, context, 1), sizes.repeats)
         read = decode_bytes(layout, runner.step.model.formats, batch, context)
-        limit = read / ceilings.bytes_per_second
-        percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
         what = {"row": f"decode of {batch}", "batch": batch, "context": context}
-        yield what | {"limit_seconds": limit} | found | percent
-
-
-def prefill_rows(
-    runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each length: one prompt in one step."""
+        limit = read / ceilings.bytes_per_second
+        yield _step_row(runner, what, make_plan(batch, context, 1), sizes.repeats, limit)
     for length in sizes.prompts:
-        found = step_seconds(runner, make_plan(1, length, length), max(2, sizes.repeats // 4))
-        limit = prefill_flops(runner.step.layout.model, length) / ceilings.flops_per_second
-        percent = {"percent_of_ceiling": 100 * limit / found["device_seconds"]}
-        rate = {"tokens_per_second": length / found["device_seconds"]}
-        what = {"row": f"prefill of {length:,}", "tokens": length}
-        yield what | {"limit_seconds": limit} | found | rate | percent
+        limit = prefill_flops(layout.model, length) / ceilings.flops_per_second
+        what, plan = (
+            {"row": f"prefill of {length:,}", "tokens": length},
+            make_plan(1, length, length),
+        )
+        row = _step_row(runner, what, plan, max(2, sizes.repeats // 4), limit)
+        yield row | {"tokens_per_second": length / row["device_seconds"]}
 
 
-def greedy_row(engine: Engine, num_tokens: int = 16) -> dict[str, Any]:
+def greedy_row(engine: Engine, num_tokens: int = 16) -> Row:
     """Return what one prompt becomes: to be compared with what the peer makes of it."""
     (tokens,) = generate(engine, [prompt(0, 32)], num_tokens)
     return {"row": "greedy", "token_ids": tokens}
 
 
-def serve_row(
-    engine: Engine, runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings
-) -> dict[str, Any]:
+def serve_row(engine: Engine, runner: DeviceRunner, sizes: Sizes, ceilings: Ceilings) -> Row:
     """Serve requests that are all there at once, through the whole engine.
 
     The limit: prompts one after the other at the GEMM rate, then steps of all sequences, half of
@@ -324,7 +324,7 @@ def serve_row(
     return what | {"limit_seconds": limit, "seconds": seconds} | rate
 
 
-def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
+def switch_row(runner: DeviceRunner, sizes: Sizes) -> Row:
     """Time steps that alternate between the modes, against steps that stay in one.
 
     With one device the modes are one configuration, compiled twice: what is left is the change of
@@ -352,3 +352,50 @@ def switch_row(runner: DeviceRunner, sizes: Sizes) -> dict[str, Any]:
     cost = {"switch_seconds": seconds["alternating_seconds"] - alone}
     same = {"same_tokens": int((tokens[0] == tokens[1]).sum()), "batch": batch}
     return what | seconds | cost | same
+
+
+# ---------------------------------------------------------------------- parts of the run
+
+
+def engine(options: dict[str, str], run: Run) -> Iterator[Row]:
+    """Steps of a Llama-8B; with the kernels and one graph also serving and changes of mode."""
+    model, users = PRESETS["llama-8b"], options == ENGINES["pallas, one graph"]
+    sizes = Sizes((1, 64), 1024, (8192,), (64, 512, 128), 20)
+    if not users:
+        sizes = sizes._replace(prompts=(), serve=(1, 16, 16))
+    if run.dry and not users:
+        yield {"skipped": "a CPU has neither the kernels nor the options of GPUs"}
+        return
+    if run.dry:
+        sizes, model, options = Sizes((2,), 64, (32,), (3, 20, 4), 2), PRESETS["tiny"], {}
+    if users:
+        described = json.dumps(to_json(model, "bfloat16"))
+        (run.out / "hf_config.json").write_text(described, encoding="utf-8")
+    profiles = run.out if users else None
+    yield from engine_rows(model, sizes, run.ceilings, options, users=users, profiles=profiles)
+
+
+def large_engine(kind: str, run: Run) -> Iterator[Row]:
+    """Steps of the first model of a list that fits the device, and where their time goes."""
+    names, dry_name, formats, *counts = LARGEST[kind]
+    memory_bytes = measure(jax.devices()[:1]).total_bytes
+    model = PRESETS[dry_name] if run.dry else largest_model(names, formats, memory_bytes)
+    if model is None:
+        yield {"skipped": f"{memory_bytes / 1e9:.0f} GB are too few for {' and '.join(names)}"}
+        return
+    sizes = Sizes(*counts, serve=(1, 16, 16), repeats=10)
+    if run.dry:
+        sizes = Sizes((2,), 64, (32,) if sizes.prompts else (), (1, 16, 16), 2)
+    options = formats if run.dry else ENGINES["pallas, one graph"] | formats
+    yield from engine_rows(model, sizes, run.ceilings, options, profiles=run.out)
+
+
+def large_model(options: dict[str, str], run: Run) -> Iterator[Row]:
+    """Steps of a Llama-70B over all GPUs, in BASE and in SHIFT, which must agree."""
+    model, sizes = PRESETS["llama-70b"], Sizes((64,), 1024, (), (64, 512, 128), 10)
+    if run.dry and options == ENGINES["pallas, XLA's options"]:
+        yield {"skipped": "a CPU has no options of GPUs"}
+        return
+    if run.dry:
+        model, sizes, options = PRESETS["tiny"], Sizes((2,), 64, (), (3, 20, 4), 2), {}
+    yield from mode_rows(model, sizes, run.ceilings, options, jax.device_count())

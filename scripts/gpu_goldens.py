@@ -6,10 +6,11 @@ functions of their names (`gpu_weights.py`), so there is no checkpoint to carry.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu_parts import ENGINES, Run
 from gpu_weights import prompt
 
 from shiftjax.arch.presets import preset
@@ -23,15 +24,13 @@ _ENDS = {"bos_token_id": 0, "eos_token_ids": (1,)}
 MODEL = preset("goldens", _FAMILY | _ENDS, 256, 512, 4, 8, 2, 64)
 
 
-def golden_rows(options: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield one row for each prompt: where tokens first differ, and the margin there.
-
-    `options`: settings of the engine, as `gpu_engine.make_engine` takes them.
-    """
+def golden_rows(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield one row for each prompt: where tokens first differ, and the margin there."""
     from gpu_engine import Sizes, make_engine
 
     from serving.bench.steps import generate
 
+    options: dict[str, str] = {} if run.dry else ENGINES["pallas, one graph"]
     sizes = Sizes((len(PROMPTS),), 1024, (512,), (len(PROMPTS), PROMPTS[-1], NUM_TOKENS), 1)
     built = make_engine(MODEL, sizes, options)
     attention = built.runners[0].step.attention.name

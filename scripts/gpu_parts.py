@@ -1,6 +1,6 @@
-"""What the parts of `gpu_run.py` do: functions that yield rows. No JAX before one runs.
+"""What the parts of `gpu_run.py` share, and those that are no kernel and no engine.
 
-`gpu_stages.py` has the table of them.
+`gpu_stages.py` has the table of parts: functions that yield rows. No JAX before one runs.
 """
 
 import datetime
@@ -104,28 +104,12 @@ def _said(*command: str) -> list[str]:
     return (found.stdout or found.stderr).strip().splitlines()
 
 
-def views(_: Run) -> Iterator[Row]:
-    """Views of device buffers."""
-    from gpu_checks import view_rows
-
-    yield from view_rows()
-
-
-# ---------------------------------------------------------------------- kernels
-
-
-def smoke(heads: tuple[int, int], run: Run) -> Iterator[Row]:
-    """Three steps of one configuration, three times each: right, and always the same bits."""
-    from gpu_cases import SMALL, SMALL_KERNEL, STEPS, Kernel
-    from gpu_checks import attention_rows
-
-    if run.dry and heads != SMOKE["1 KV head"]:
-        yield {"skipped": "an interpreter is slow"}
-        return
-    if run.dry:
-        yield from attention_rows([SMALL_KERNEL], SMALL, run.effort.interpret)
-        return
-    yield from attention_rows([Kernel(heads)], {name: STEPS[name] for name in list(STEPS)[:3]})
+def attempted(row: Row, call: Callable[[], Row]) -> Row:
+    """Return a row with what a call adds, or why it failed: the other rows are wanted, too."""
+    try:
+        return row | call()
+    except Exception as error:  # the compiler's, or the chip's
+        return row | {"failed": f"{type(error).__name__}: {error}".strip()[:400]}
 
 
 def ceilings(run: Run) -> Iterator[Row]:
@@ -137,20 +121,6 @@ def ceilings(run: Run) -> Iterator[Row]:
     yield {"row": "copy", "rate": found.bytes_per_second / 1e9, "unit": "GB/s"}
     yield {"row": "GEMM", "rate": found.flops_per_second / 1e12, "unit": "TFLOP/s"}
     yield {"row": "launch", "us": launch_seconds(run.effort) * 1e6}
-
-
-def products(run: Run) -> Iterator[Row]:
-    """Products of codes."""
-    from gpu_products import product_rows
-
-    yield from product_rows(run.effort, run.ceilings, dry=run.dry)
-
-
-def writes(run: Run) -> Iterator[Row]:
-    """Keys and values written into a pool of codes: right, and how fast."""
-    from gpu_writes import write_rows
-
-    yield from write_rows(run.effort, run.ceilings, dry=run.dry)
 
 
 def torch(run: Run) -> Iterator[Row]:
@@ -165,76 +135,6 @@ def torch(run: Run) -> Iterator[Row]:
         yield {"failed": f"{TORCH.name} ended with code {child.returncode}"}
 
 
-def kernel_times(kind: str, run: Run) -> Iterator[Row]:
-    """The shapes that are deployed, against the ceilings."""
-    import jax
-    from gpu_cases import DRY_SHAPES, SHAPES, SMALL_CONFIG
-
-    from pallas_kernels.measure import kernel_seconds, row_of
-    from pallas_kernels.tuned import config_for
-
-    device = jax.devices()[0]
-    cores = getattr(device, "core_count", None)  # not every device says
-    config, is_tuned = config_for(device.device_kind, HEAD_DIM, BLOCK_SIZE, cores=cores)
-    if run.dry:
-        config = SMALL_CONFIG
-    for name, (shape, settings) in (DRY_SHAPES if run.dry else SHAPES)[kind].items():
-        changed = config._replace(**{kind: getattr(config, kind)._replace(**settings)})
-        row: Row = {"row": name, "tuned": is_tuned}
-        try:
-            seconds = kernel_seconds(shape, changed, run.effort)
-            yield row | row_of(shape, seconds, run.ceilings) | {"launches": LAUNCHES[kind]}
-        except Exception as error:  # the other shapes' times are wanted all the same
-            yield row | {"failed": f"{type(error).__name__}: {error}"[:400]}
-
-
-def experts(run: Run) -> Iterator[Row]:
-    """Experts of one device: right against float64 in tiles of every size, then how fast."""
-    from gpu_cases import DRY_EXPERTS, EXPERTS, SMALL_TILES
-    from gpu_checks import expert_rows
-
-    from pallas_kernels.measure import row_of
-    from pallas_kernels.measure_experts import experts_seconds
-
-    yield from expert_rows(run.effort, dry=run.dry)
-    for name, shape in (DRY_EXPERTS if run.dry else EXPERTS).items():
-        try:
-            seconds = experts_seconds(shape, SMALL_TILES if run.dry else None, run.effort)
-            yield {"row": name} | row_of(shape, seconds, run.ceilings)
-        except Exception as error:  # the other shapes' times are wanted all the same
-            yield {"row": name, "failed": f"{type(error).__name__}: {error}"[:400]}
-
-
-def correctness(nth: int, run: Run) -> Iterator[Row]:
-    """Every configuration of the kernels against float64."""
-    from gpu_cases import kernels
-    from gpu_checks import attention_rows
-
-    if not run.dry:
-        yield from attention_rows(kernels()[nth::SLICES])
-
-
-def traces(_: Run) -> Iterator[Row]:
-    """Trace all that a run and its tuning would run: what a GPU's time must not be spent on."""
-    from gpu_cases import EXPERTS, SHAPES, kernels
-    from gpu_checks import refusal
-
-    from pallas_kernels.measure import trace
-    from pallas_kernels.measure_experts import trace_experts
-    from pallas_kernels.tuned import safe_config
-
-    for kernel in kernels():
-        yield {"kernel": kernel.described()} | refusal(kernel)
-    config = safe_config(HEAD_DIM)
-    for kind, shapes in SHAPES.items():
-        for name, (shape, settings) in shapes.items():
-            trace(shape, config._replace(**{kind: getattr(config, kind)._replace(**settings)}))
-            yield {"row": name}
-    for name, shape in EXPERTS.items():
-        trace_experts(shape)
-        yield {"row": name}
-
-
 def tuning(kernel: str, nth: int, run: Run) -> Iterator[Row]:
     """Time one candidate of the tuning of a kernel; `traces` has those of a dry run."""
     import tune_kernels as tuner
@@ -246,83 +146,6 @@ def tuning(kernel: str, nth: int, run: Run) -> Iterator[Row]:
     settings = tuner.candidates_for(kernel, HEAD_DIM, BLOCK_SIZE)[nth]
     sizes: dict[str, int] = {"head_dim": HEAD_DIM, "block_size": BLOCK_SIZE}
     yield from tuner.tune(kernel, [settings], sizes, shapes, run.effort._replace(repeats=3))
-
-
-# ---------------------------------------------------------------------- the engine
-
-
-def goldens(run: Run) -> Iterator[Row]:
-    """A small model's greedy tokens."""
-    from gpu_goldens import golden_rows
-
-    yield from golden_rows({} if run.dry else ENGINES["pallas, one graph"])
-
-
-def engine(options: dict[str, str], run: Run) -> Iterator[Row]:
-    """Steps of a Llama-8B; with the kernels and one graph also serving and changes of mode."""
-    from gpu_engine import Sizes, engine_rows
-
-    from shiftjax.arch.presets import PRESETS
-    from shiftjax.weights.hf_config import to_json
-
-    model, users = PRESETS["llama-8b"], options == ENGINES["pallas, one graph"]
-    sizes = Sizes((1, 64), 1024, (8192,), (64, 512, 128), 20)
-    if not users:
-        sizes = sizes._replace(prompts=(), serve=(1, 16, 16))
-    if run.dry and not users:
-        yield {"skipped": "a CPU has neither the kernels nor the options of GPUs"}
-        return
-    if run.dry:
-        sizes, model, options = Sizes((2,), 64, (32,), (3, 20, 4), 2), PRESETS["tiny"], {}
-    if users:
-        described = json.dumps(to_json(model, "bfloat16"))
-        (run.out / "hf_config.json").write_text(described, encoding="utf-8")
-    profiles = run.out if users else None
-    yield from engine_rows(model, sizes, run.ceilings, options, users=users, profiles=profiles)
-
-
-def large_engine(kind: str, run: Run) -> Iterator[Row]:
-    """Steps of the first model of a list that fits the device, and where their time goes."""
-    import jax
-    from gpu_engine import Sizes, engine_rows, largest_model
-
-    from shiftjax.arch.presets import PRESETS
-    from shiftjax.device.sizing import measure
-
-    names, dry_name, formats, *counts = LARGEST[kind]
-    memory_bytes = measure(jax.devices()[:1]).total_bytes
-    model = PRESETS[dry_name] if run.dry else largest_model(names, formats, memory_bytes)
-    if model is None:
-        yield {"skipped": f"{memory_bytes / 1e9:.0f} GB are too few for {' and '.join(names)}"}
-        return
-    sizes = Sizes(*counts, serve=(1, 16, 16), repeats=10)
-    if run.dry:
-        sizes = Sizes((2,), 64, (32,) if sizes.prompts else (), (1, 16, 16), 2)
-    options = formats if run.dry else ENGINES["pallas, one graph"] | formats
-    yield from engine_rows(model, sizes, run.ceilings, options, profiles=run.out)
-
-
-def all_reduces(run: Run) -> Iterator[Row]:
-    """All-reduces of small messages by NCCL and by XLA's own kernels."""
-    from gpu_collectives import all_reduce_rows
-
-    yield from all_reduce_rows(run.effort)
-
-
-def large_model(options: dict[str, str], run: Run) -> Iterator[Row]:
-    """Steps of a Llama-70B over all GPUs, in BASE and in SHIFT, which must agree."""
-    import jax
-    from gpu_engine import Sizes, mode_rows
-
-    from shiftjax.arch.presets import PRESETS
-
-    model, sizes = PRESETS["llama-70b"], Sizes((64,), 1024, (), (64, 512, 128), 10)
-    if run.dry and options == ENGINES["pallas, XLA's options"]:
-        yield {"skipped": "a CPU has no options of GPUs"}
-        return
-    if run.dry:
-        model, sizes, options = PRESETS["tiny"], Sizes((2,), 64, (), (3, 20, 4), 2), {}
-    yield from mode_rows(model, sizes, run.ceilings, options, jax.device_count())
 
 
 ENGINES = {

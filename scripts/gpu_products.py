@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from gpu_parts import Run
 
-from pallas_kernels.measure import Calls, Ceilings, Effort, chain_seconds
+from pallas_kernels.measure import Calls, chain_seconds
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.kernels import KernelCosts
 from shiftjax.costs.machine import Machine
@@ -59,14 +60,15 @@ DRY = {
 }
 
 
-def product_rows(effort: Effort, ceilings: Ceilings, *, dry: bool) -> Iterator[dict[str, Any]]:
+def product_rows(run: Run) -> Iterator[dict[str, Any]]:
     """Time each, beside the copy and the GEMM of bfloat16 that were measured.
 
     `of_copy` counts the bytes of the matrix. Rows of one block are products as
     `shiftjax/sim/measured_kernels.py` reads them.
     """
-    for name, shape in (DRY if dry else PRODUCTS).items():
-        seconds = chain_seconds(_calls(shape), effort)
+    ceilings = run.ceilings
+    for name, shape in (DRY if run.dry else PRODUCTS).items():
+        seconds = chain_seconds(_calls(shape), run.effort)
         of_gemm = shape.flops / seconds / ceilings.flops_per_second
         of_copy = shape.matrix_bytes / seconds / ceilings.bytes_per_second
         row = {"row": name, "us": seconds * 1e6, "of_gemm": of_gemm, "of_copy": of_copy}

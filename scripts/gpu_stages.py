@@ -12,9 +12,11 @@ import argparse
 import json
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpu_parts import (
     BLOCK_SIZE,
@@ -24,24 +26,12 @@ from gpu_parts import (
     SLICES,
     SMOKE,
     Part,
+    Row,
     Run,
-    all_reduces,
     ceilings,
-    correctness,
-    engine,
     environment,
-    experts,
-    goldens,
-    kernel_times,
-    large_engine,
-    large_model,
-    products,
-    smoke,
     torch,
-    traces,
     tuning,
-    views,
-    writes,
 )
 
 from shiftjax.options import ConfigError
@@ -56,12 +46,18 @@ class Stage(NamedTuple):
     seconds: float = 570.0
 
 
+def rows_of(place: str, *arguments: Any) -> Callable[[Run], Iterator[Row]]:
+    """Return a function of a module, with its first arguments, that is imported when it runs."""
+    module, name = place.split(".")
+    return lambda run: getattr(import_module(module), name)(*arguments, run)
+
+
 BEGIN = (Part("environment", environment, 8, 45), Part("ceilings", ceilings, 12, 60))
 
 
 def engine_part(name: str, expected: float, limit: float) -> Part:
     """A Llama-8B with these settings."""
-    return Part(f"engine: {name}", partial(engine, ENGINES[name]), expected, limit)
+    return Part(f"engine: {name}", rows_of("gpu_engine.engine", ENGINES[name]), expected, limit)
 
 
 def tuning_parts() -> tuple[Part, ...]:
@@ -78,22 +74,28 @@ STAGES: dict[str, Stage] = {
     "A": Stage(
         (
             *BEGIN,
-            *(Part(f"smoke: {n}", partial(smoke, heads), 20, 60) for n, heads in SMOKE.items()),
-            Part("views", views, 8, 30),
+            *(
+                Part(f"smoke: {n}", rows_of("gpu_checks.smoke", heads), 20, 60)
+                for n, heads in SMOKE.items()
+            ),
+            Part("views", rows_of("gpu_checks.view_rows"), 8, 30),
             engine_part("pallas, one graph", 105, 180),
-            Part("decode", partial(kernel_times, "decode"), 45, 90),
-            Part("prefill", partial(kernel_times, "prefill"), 52, 100),
-            Part("writes", writes, 20, 60),
-            Part("goldens", goldens, 35, 90),
-            Part("experts", experts, 43, 120),
-            *(Part(f"correctness {i}", partial(correctness, i), 25, 60) for i in range(SLICES)),
+            Part("decode", rows_of("gpu_checks.kernel_times", "decode"), 45, 90),
+            Part("prefill", rows_of("gpu_checks.kernel_times", "prefill"), 52, 100),
+            Part("writes", rows_of("gpu_writes.write_rows"), 20, 60),
+            Part("goldens", rows_of("gpu_goldens.golden_rows"), 35, 90),
+            Part("experts", rows_of("gpu_checks.experts"), 43, 120),
+            *(
+                Part(f"correctness {i}", rows_of("gpu_checks.correctness", i), 25, 60)
+                for i in range(SLICES)
+            ),
         )
     ),
     "B": Stage(
         (
             *BEGIN,
-            Part("products", products, 20, 60),
-            Part("engine: fp8", partial(large_engine, "fp8"), 240, 300),
+            Part("products", rows_of("gpu_products.product_rows"), 20, 60),
+            Part("engine: fp8", rows_of("gpu_engine.large_engine", "fp8"), 240, 300),
             Part("torch", torch, 45, 90, has_jax=False),
             engine_part("xla, one graph", 45, 90),
             engine_part("pallas, XLA's options", 45, 90),
@@ -102,16 +104,16 @@ STAGES: dict[str, Stage] = {
     "C": Stage(
         (
             *BEGIN,
-            Part("engine: experts", partial(large_engine, "experts"), 110, 200),
+            Part("engine: experts", rows_of("gpu_engine.large_engine", "experts"), 110, 200),
             *tuning_parts(),
         )
     ),
     "D": Stage(
         (
             *BEGIN,
-            Part("all-reduce", all_reduces, 25, 60, gpus=2),
+            Part("all-reduce", rows_of("gpu_collectives.all_reduce_rows"), 25, 60, gpus=2),
             *(
-                Part(f"llama-70b: {n}", partial(large_model, o), 160, 300, 4)
+                Part(f"llama-70b: {n}", rows_of("gpu_engine.large_model", o), 160, 300, 4)
                 for n, o in LARGE.items()
             ),
         ),
@@ -119,7 +121,7 @@ STAGES: dict[str, Stage] = {
     ),
 }
 PARTS: dict[str, Part] = {part.name: part for stage in STAGES.values() for part in stage.parts}
-DRY = Part("traces", traces, 30, 120)
+DRY = Part("traces", rows_of("gpu_checks.traces"), 30, 120)
 
 
 def main() -> int:

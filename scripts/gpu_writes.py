@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from gpu_parts import Run
 
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.measure import Ceilings, Effort, WriteShape, chain_seconds, row_of, write_calls
+from pallas_kernels.measure import WriteShape, chain_seconds, row_of, write_calls
 from shiftjax.device import write_cases
 from shiftjax.device.attention_steps import Shape
 from shiftjax.models import attention
@@ -21,17 +22,18 @@ WRITES = {
 DRY = {"dry": WriteShape(6, 2, 64, 8, FP8)}
 
 
-def write_rows(effort: Effort, ceilings: Ceilings, *, dry: bool) -> Iterator[dict[str, Any]]:
+def write_rows(run: Run) -> Iterator[dict[str, Any]]:
     """Yield, for each shape, whether every byte of the pools is right, and the time.
 
     `xla_us` is XLA's scatter of the same, which the loops use.
     """
-    for name, shape in (DRY if dry else WRITES).items():
-        write = partial(write_kv, interpret=effort.interpret)
+    effort = run.effort
+    write = partial(write_kv, interpret=effort.interpret)
+    for name, shape in (DRY if run.dry else WRITES).items():
         row = {"row": name, "right": is_right(shape, write)}
         seconds = chain_seconds(write_calls(shape, write), effort)
         scatter = chain_seconds(write_calls(shape, attention.write_kv), effort)
-        yield row | row_of(shape, seconds, ceilings) | {"xla_us": scatter * 1e6}
+        yield row | row_of(shape, seconds, run.ceilings) | {"xla_us": scatter * 1e6}
 
 
 def is_right(shape: WriteShape, write: Any) -> bool:

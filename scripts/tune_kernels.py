@@ -27,12 +27,7 @@ import numpy as np
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import DecodeConfig, divide_decode
-from pallas_kernels.measure import (
-    DecodeShape,
-    Effort,
-    PrefillShape,
-    kernel_seconds,
-)
+from pallas_kernels.measure import DecodeShape, Effort, PrefillShape, kernel_seconds
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
 from pallas_kernels.rows import Rows, Sequences

@@ -20,14 +20,12 @@ from shiftjax.config import EngineConfig
 from shiftjax.settings import make_virtual_devices
 
 TOKENS, ROWS, CALLS, KV_SHARE = 64, 64, 40, 0.35  # of a GPU's memory, to size the pools
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--model", default="llama-70b")
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--machine", default="h200x8", help="whose memory sizes the pools")
-    parser.add_argument("--rounds", type=int, default=9)
+OPTIONS = {
+    "--model": "llama-70b",
+    "--devices": 8,
+    "--machine": ("h200x8", "whose memory sizes the pools"),
+    "--rounds": 9,
+}
 
 
 def shapes_of(model: str, devices: int, machine: str) -> dict[str, tuple[Any, Any]]:
@@ -70,10 +68,8 @@ def made(weights: Any, pools: Any) -> Any:
     everywhere = jax.sharding.NamedSharding(pools[0][0].sharding.mesh, jax.sharding.PartitionSpec())
 
     def small(x: jax.ShapeDtypeStruct) -> jax.Array:
-        ways = [
-            size // shard
-            for size, shard in zip(x.shape, x.sharding.shard_shape(x.shape), strict=True)
-        ]
+        shards = x.sharding.shard_shape(x.shape)
+        ways = [size // shard for size, shard in zip(x.shape, shards, strict=True)]
         return jax.device_put(np.zeros(ways, x.dtype), x.sharding)
 
     def step(weights: Any, pools: Any, last_tokens: Any, flat: Any) -> Any:

@@ -103,11 +103,11 @@ def run_alone(name: str, python: str, folder: Path) -> tuple[np.ndarray, dict]:
     return np.load(found), json.loads(done.stdout.splitlines()[-1])
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--reference", help="a Python with sentence-transformers")
-    parser.add_argument("--onnx", help="a Python with ONNX Runtime")
-    parser.add_argument("--rounds", type=int, default=3)
+OPTIONS = {
+    "--reference": (str, "a Python with sentence-transformers"),
+    "--onnx": (str, "a Python with ONNX Runtime"),
+    "--rounds": 3,
+}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

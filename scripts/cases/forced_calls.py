@@ -90,11 +90,7 @@ def outcome_of(client: openai.OpenAI, model: str, number: int) -> str:
     return "parses" if is_valid else "breaks its schema"
 
 
-OPTIONS = {
-    "url": (str, "of the server, without /v1"),
-    "--calls": 500,
-    "--at-once": 32,
-}
+OPTIONS = {"url": (str, "of the server, without /v1"), "--calls": 500, "--at-once": 32}
 
 
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:

@@ -16,36 +16,28 @@ With --assembly alone: how fast the host puts together what 8 devices of TP 8 ne
 """
 
 import argparse
-import statistics
 from collections.abc import Generator, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
-from cases.kit import SPENT, compared, spent
+from cases.kit import Row, compared, medians, spent
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.host_tier.store_device import Shard, piece
 
-Row = dict[str, Any]
 BLOCK_SIZE = 16
 ENGINES = {"without": "0", "with": "1GiB"}  # host memory
+OPTIONS = {"--tokens": 3000, "--rounds": 5, "--assembly": False}
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 def start(host_memory: str, num_tokens: int) -> LLM:
-    """An engine whose pool holds one prompt."""
-    return LLM(
-        "smollm2-135m",
-        devices=1,
-        host_memory=host_memory,
-        block_size=BLOCK_SIZE,
-        num_blocks=2 + -(-num_tokens // BLOCK_SIZE),  # the null block, and one to spare
-        max_model_len=num_tokens + BLOCK_SIZE,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        token_buckets=[8, 512],
-    )
+    """Return an engine whose pool holds one prompt."""
+    num_blocks = 2 + -(-num_tokens // BLOCK_SIZE)  # the null block, and one to spare
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_num_seqs": 8}
+    sizes |= {"max_model_len": num_tokens + BLOCK_SIZE, "max_num_batched_tokens": 512}
+    sizes |= {"token_buckets": [8, 512], "host_memory": host_memory}
+    return LLM("smollm2-135m", devices=1, **sizes)
 
 
 def ask(llm: LLM, prompt: list[int]) -> Row:
@@ -57,8 +49,8 @@ def ask(llm: LLM, prompt: list[int]) -> Row:
 
 def summary(rows: Sequence[Row]) -> Row:
     """Medians by engine, the median ratio of a round, and whether tokens were the same."""
-    tokens = [{row["token"] for row in rows if row["prompt"] == prompt} for prompt in (0, 1)]
-    same = all(len(each) == 1 for each in tokens)
+    tokens = {(row["prompt"], row["token"]) for row in rows}
+    same = len(tokens) == len(dict(tokens))  # one token of each prompt
     return compared(rows, "without", "with") | {"same_tokens": same}
 
 
@@ -75,19 +67,9 @@ def assembly(rounds: int) -> Row:
         for head in heads:
             piece(shards, range(8 * each), (head,), len(heads))
 
-    taken = [spent(join)[1] for _ in range(rounds)]
+    taken = medians((spent(join)[1] for _ in range(rounds)), 9)
     num_bytes = sum(shard.values.nbytes for shard in shards)
-    rates = {
-        f"bytes_per_{w[:-1]}": num_bytes / statistics.median(t[w] for t in taken) for w in SPENT
-    }
-    return {"bytes": num_bytes} | rates
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--tokens", type=int, default=3000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--assembly", action="store_true")
+    return {"bytes": num_bytes} | {f"bytes_per_{w[:-1]}": num_bytes / taken[w] for w in taken}
 
 
 def measure(args: argparse.Namespace) -> Generator[Row, None, Row | None]:
@@ -101,6 +83,6 @@ def measure(args: argparse.Namespace) -> Generator[Row, None, Row | None]:
     for number, which, name in product(range(-1, args.rounds), (0, 1), engines):
         row = {"engine": name, "round": number, "prompt": which, "tokens": args.tokens}
         row |= ask(engines[name], prompts[which])
-        rows += [row] if number >= 0 else []
+        rows.append(row)
         yield row
     return summary(rows) | {"host_tier": engines["with"].stats()["host_tier"]}

@@ -21,17 +21,15 @@ from serving.bench.offline import answer_seconds
 from shiftjax import LLM
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 48
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case: settings of the engine, and the baselines of its weights."""
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--sp", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--weights", default="alias", choices=("alias", "slice", "replicate"))
-    parser.add_argument("--policy", default="threshold", choices=("threshold", "base", "shift"))
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--cache-dir", default="none")
+OPTIONS = {  # settings of the engine, and the baselines of its weights
+    "--model": "smollm2-135m",
+    "--sp": 1,
+    "--tp": 1,
+    "--weights": ("alias", {"choices": ("alias", "slice", "replicate")}),
+    "--policy": ("threshold", {"choices": ("threshold", "base", "shift")}),
+    "--sequences": 8,
+    "--cache-dir": "none",
+}
 
 
 def device_bytes(llm: LLM) -> tuple[int, int]:
@@ -58,19 +56,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start an engine, run one batch, and yield a row."""
     batch = arguments.sequences
     start = time.perf_counter()
-    llm = LLM(
-        arguments.model,
-        sp=arguments.sp,
-        tp=arguments.tp,
-        controls={} if arguments.weights == "alias" else {"shift_weights": arguments.weights},
-        policy=arguments.policy,
-        max_model_len=512,
-        max_num_seqs=batch,
-        max_num_batched_tokens=512,
-        token_buckets=[batch, 512],
-        prefix_caching=False,
-        cache_dir=arguments.cache_dir,
-    )
+    controls = {} if arguments.weights == "alias" else {"shift_weights": arguments.weights}
+    own = {name: getattr(arguments, name) for name in ("sp", "tp", "policy", "cache_dir")}
+    own |= {"max_num_batched_tokens": 512, "token_buckets": [batch, 512], "controls": controls}
+    sizes = {"max_model_len": 512, "max_num_seqs": batch, "prefix_caching": False}
+    llm = LLM(arguments.model, **own, **sizes)
     startup = time.perf_counter() - start
     whole = [answer_seconds(llm, 0, batch, PROMPT_TOKENS, OUTPUT_TOKENS) for _ in range(4)][1:]
     prefill = [answer_seconds(llm, 0, batch, PROMPT_TOKENS, 1) for _ in range(3)]

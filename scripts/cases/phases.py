@@ -21,7 +21,7 @@ of a step by micro-batches.
 import argparse
 import random
 import statistics
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -82,24 +82,15 @@ class Case(NamedTuple):
 
 def start(name: str) -> Built:
     """An engine on virtual devices, in float32, where tokens do not hang on the degrees."""
-    if ":" in name:
-        degrees = {"phases": name, "host_memory": "1GiB"}
-    else:
-        degrees = {"sp": 1} | parse_degrees(name)._asdict()
-    config = EngineConfig.from_options(
-        model="random:smollm2-135m",
-        devices=NUM_DEVICES,
-        dtype="float32",
-        # All resident sequences of a pipeline have rows in one step, too.
-        max_num_seqs=degrees.get("pp", 1) * NUM_SEQS,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        token_buckets=(NUM_SEQS // NUM_DEVICES, NUM_SEQS, CHUNK_TOKENS),
-        max_model_len=512,
-        num_blocks=1024,
-        prefix_caching=False,
-        cache_dir="none",
-        **degrees,
-    )
+    is_pair = ":" in name
+    degrees = {"phases": name} if is_pair else {"sp": 1} | parse_degrees(name)._asdict()
+    sizes = {"host_memory": "1GiB"} if is_pair else {}
+    # All resident sequences of a pipeline have rows in one step, too.
+    sizes |= {"max_num_seqs": degrees.get("pp", 1) * NUM_SEQS, "num_blocks": 1024}
+    sizes |= {"max_num_batched_tokens": CHUNK_TOKENS, "max_model_len": 512, "cache_dir": "none"}
+    sizes |= {"token_buckets": (NUM_SEQS // NUM_DEVICES, NUM_SEQS, CHUNK_TOKENS)}
+    sizes |= {"dtype": "float32", "prefix_caching": False, "devices": NUM_DEVICES}
+    config = EngineConfig.from_options(model="random:smollm2-135m", **degrees, **sizes)
     model = replace(PRESETS["smollm2-135m"], num_layers=NUM_LAYERS)
     return build(config, RandomSource(model), lambda *_: None)
 
@@ -147,10 +138,7 @@ def cases_of(workloads: list[Workload]) -> list[Case]:
     ]
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--quick", action="store_true", help="few tokens, one round")
-    parser.add_argument("--rounds", type=int, default=3)
+OPTIONS = {"--quick": (False, "few tokens, one round"), "--rounds": 3}
 
 
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
@@ -175,41 +163,34 @@ def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[st
 
 
 def summary(rows: list[dict], all_tokens: list[Tokens]) -> dict[str, Any]:
-    """What the rows come to: medians over the rounds."""
+    """Return what the rows come to: medians over the rounds."""
     first: Tokens = {}
     are_equal = [
         first.setdefault(key, got) == got for one in all_tokens for key, got in one.items()
     ]
-    batches = {n: _of(rows, what="micro_batches", count=n) for n in (1, NUM_DEVICES)}
-    steps, rates = (
-        {n: _median(each, field) for n, each in batches.items()}
-        for field in ("step_ms", "tokens_per_second")
-    )
+    batches = [row for row in rows if row["what"] == "micro_batches"]
+    others = [row for row in rows if row["what"] != "micro_batches"]
+    both, rate = lambda row: row["count"], "tokens_per_second"
     return {
         "bytes_equal": all(are_equal),
-        "step_ms_by_micro_batches": steps,
-        "tokens_per_second_by_micro_batches": rates,
-        "tokens_per_second": _by_case(rows, "tokens_per_second"),
-        "cpu_seconds": _by_case(rows, "cpu_seconds"),
-        "switches": _by_case(rows, "switches"),
-        "switch_seconds": _by_case(rows, "switch_seconds"),
+        "step_ms_by_micro_batches": _medians(batches, both, "step_ms"),
+        "tokens_per_second_by_micro_batches": _medians(batches, both, rate),
+        **{
+            field: _medians([row for row in others if field in row], _case_of, field)
+            for field in (rate, "cpu_seconds", "switches", "switch_seconds")
+        },
     }
 
 
-def _by_case(rows: list[dict], field: str) -> dict[str, float]:
-    """Medians by prompt:output tokens, degrees, and what the host holds."""
-    found: dict[str, list[dict]] = {}
+def _case_of(row: dict) -> str:
+    """Return a case in words: prompt:output tokens, degrees, and what the host holds."""
+    held = f" host {row['host_share']:.0%}" if "host_share" in row else ""
+    return f"{row['prompt_tokens']}:{row['output_tokens']} {row['name']}{held}"
+
+
+def _medians(rows: list[dict], key: Callable[[dict], Any], field: str) -> dict[Any, float]:
+    """Return the medians of a field by a key of rows."""
+    found: dict[Any, list[float]] = {}
     for row in rows:
-        if row["what"] != "micro_batches" and field in row:
-            held = f" host {row['host_share']:.0%}" if "host_share" in row else ""
-            name = f"{row['prompt_tokens']}:{row['output_tokens']} {row['name']}{held}"
-            found.setdefault(name, []).append(row)
-    return {name: _median(some, field) for name, some in found.items()}
-
-
-def _of(rows: list[dict], **what: Any) -> list[dict]:
-    return [row for row in rows if all(row[name] == value for name, value in what.items())]
-
-
-def _median(rows: list[dict], field: str) -> float:
-    return round(statistics.median(row[field] for row in rows), 3)
+        found.setdefault(key(row), []).append(row.get(field, 0.0))
+    return {name: round(statistics.median(each), 3) for name, each in found.items()}

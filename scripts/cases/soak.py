@@ -40,10 +40,7 @@ WARM_UP_SHARE = 0.25  # of the run, not counted in slopes
 SAMPLE_SECONDS = 10.0
 CANCELLED = 0.2  # share of requests
 WATCHED = ("anonymous_mib", "descriptors", "threads")
-OPTIONS = {
-    "--minutes": 30.0,
-    "flags": (str, {"nargs": "*", "help": "of shiftjax serve, after --"}),
-}
+OPTIONS = {"--minutes": 30.0, "flags": (str, {"nargs": "*", "help": "of shiftjax serve, after --"})}
 
 
 async def soak(minutes: float, server: ServerProcess, senders: Clients) -> tuple[list[Row], Row]:

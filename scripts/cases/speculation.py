@@ -43,13 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.speculation_rows import FIXED, PLAIN, Answer, Round, joined, rows_of
-from cases.speculation_workloads import (
-    Prompt,
-    batches,
-    conversation,
-    make_workloads,
-    questions,
-)
+from cases.speculation_workloads import Prompt, batches, conversation, make_workloads, questions
 from cases.workers import WORKERS, Worker
 from peers.prepare import default_work_dir, prepare
 
@@ -57,20 +51,15 @@ from shiftjax import LLM, SamplingParams
 from shiftjax.config import EngineConfig
 from shiftjax.options import ConfigError
 
+SUFFIX = {"speculation": "suffix"}
 ENGINES: dict[str, dict] = {
     PLAIN: {},
-    "ngram": {"speculation": "ngram"},
-    "suffix": {"speculation": "suffix"},
-    **{c: {"speculation": "suffix", "draft_choice": c} for c in ("fill", "cost")},
+    **{name: {"speculation": name} for name in ("ngram", "suffix", "model", "hybrid")},
+    **{c: SUFFIX | {"draft_choice": c} for c in ("fill", "cost")},
     **{
-        f"{FIXED}{n}": {
-            **{"speculation": "suffix", "max_draft_tokens": n},
-            "controls": {"fixed_drafts": True},
-        }
+        f"{FIXED}{n}": SUFFIX | {"max_draft_tokens": n, "controls": {"fixed_drafts": True}}
         for n in (4, 8, 16)
     },
-    "model": {"speculation": "model"},
-    "hybrid": {"speculation": "hybrid"},
 }
 NEED_DRAFT_MODEL = {"model", "hybrid"}
 PEERS = {"llama_cpp": "llama_cpp_worker.py", "llama_cpp_ngram": "llama_cpp_lookup_worker.py"}
@@ -150,30 +139,25 @@ def changed(engines: Mapping[str, LLM], num: int, num_tokens: int) -> dict[str, 
 # ---------------------------------------------------------------------- the command
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--quick", action="store_true", help="one stream, 3 rounds, few tokens")
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--dtype", help="default: bfloat16, with --quick and no peers float32")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32])
-    default = [PLAIN, "ngram", "suffix"]
-    parser.add_argument("--engines", nargs="+", default=default, choices=ENGINES)
-    parser.add_argument("--draft-model", help="directory of a speculator, for model and hybrid")
-    parser.add_argument("--peers", nargs="+", default=[], choices=PEERS)
-    parser.add_argument("--peer-python", type=Path, help="Python that has llama-cpp-python")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a peer")
-    parser.add_argument("--workloads", nargs="+", default=OWN_WORKLOADS, choices=OWN_WORKLOADS)
-    parser.add_argument("--prompts", type=Path, help="questions: JSON lines with `turns`")
-    parser.add_argument(
-        "--per-task", type=int, help="questions of each task of --prompts, instead of --rounds"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=0, help="also: so many seeded requests, alone and together"
-    )
-    parser.add_argument("--seed-tokens", type=int, default=6, help="tokens of each of them")
+OPTIONS = {
+    "--quick": (False, "one stream, 3 rounds, few tokens"),
+    "--model": MODEL,
+    "--dtype": (str, "default: bfloat16, with --quick and no peers float32"),
+    "--rounds": 5,
+    "--tokens": 128,
+    "--max-model-len": 1024,
+    "--streams": ([1, 8, 32], {"nargs": "*"}),
+    "--engines": ([PLAIN, "ngram", "suffix"], {"choices": ENGINES}),
+    "--draft-model": (str, "directory of a speculator, for model and hybrid"),
+    "--peers": ([str], {"default": [], "choices": PEERS}),
+    "--peer-python": (Path, "Python that has llama-cpp-python"),
+    "--threads": (os.cpu_count() or 1, "of a peer"),
+    "--workloads": ([*OWN_WORKLOADS], {"choices": OWN_WORKLOADS}),
+    "--prompts": (Path, "questions: JSON lines with `turns`"),
+    "--per-task": (int, "questions of each task of --prompts, instead of --rounds"),
+    "--seeds": (0, "also: so many seeded requests, alone and together"),
+    "--seed-tokens": (6, "tokens of each of them"),
+}
 
 
 def settle(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]]:
@@ -212,24 +196,19 @@ def configs(args: argparse.Namespace, model: str) -> dict[str, EngineConfig]:
     sizes["num_blocks"] = 1 + most * -(-args.max_model_len // 16)
     found = {}
     for name in dict.fromkeys([PLAIN, *args.engines]):
-        own = ENGINES[name] | (
-            {"draft_model": args.draft_model} if name in NEED_DRAFT_MODEL else {}
-        )
-        found[name] = EngineConfig.from_options(model=model, **sizes, **own)
+        own = {"draft_model": args.draft_model} if name in NEED_DRAFT_MODEL else {}
+        found[name] = EngineConfig.from_options(model=model, **sizes, **ENGINES[name], **own)
     return found
 
 
 def start_peers(args: argparse.Namespace, gguf: Path) -> dict[str, Worker]:
-    """The peers' processes, loaded."""
-    options = ["--threads", str(args.threads), "--max-model-len", str(args.max_model_len)]
-    return {
-        name: Worker(
-            name,
-            [str(args.peer_python), str(WORKERS / PEERS[name]), str(gguf), *options],
-            default_work_dir() / f"{name}.log",
-        )
-        for name in args.peers
-    }
+    """Return the peers' processes, loaded."""
+    options = ["--threads", args.threads, "--max-model-len", args.max_model_len]
+    workers = {}
+    for name in args.peers:
+        command = [str(w) for w in (args.peer_python, WORKERS / PEERS[name], gguf, *options)]
+        workers[name] = Worker(name, command, default_work_dir() / f"{name}.log")
+    return workers
 
 
 def planned(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]]:

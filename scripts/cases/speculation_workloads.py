@@ -11,36 +11,11 @@ from shiftjax.costs import buckets
 from shiftjax.drafts import choice, search
 from shiftjax.parallel import degrees
 
-TOPICS = [
-    "rivers",
-    "lighthouses",
-    "bread",
-    "glaciers",
-    "violins",
-    "maps",
-    "bees",
-    "tides",
-    "clocks",
-    "bridges",
-    "tea",
-    "comets",
-    "salt",
-    "owls",
-    "steel",
-    "paper",
-    "storms",
-    "chess",
-    "gardens",
-    "sleep",
-    "ink",
-    "whales",
-    "markets",
-    "snow",
-    "wool",
-    "islands",
-    "bells",
-    "deserts",
-]
+_TOPICS = (
+    "rivers lighthouses bread glaciers violins maps bees tides clocks bridges tea comets salt owls "
+    "steel paper storms chess gardens sleep ink whales markets snow wool islands bells deserts"
+)
+TOPICS = _TOPICS.split()
 QUESTIONS = (
     "Name three kinds of {} and say a sentence about each.",
     "What would a child want to know of {}?",

@@ -1,22 +1,17 @@
-"""What a start spends, in seconds of the CPU: those of a busy machine are the same.
+"""What compiling a deep model for GPUs takes, in seconds of the CPU: no GPU is needed.
 
-    python scripts/bench.py start here smollm2-135m --num-starts 2
-    PYTHONPATH=.:.venv/gpu JAX_PLATFORMS=cpu python scripts/bench.py start gpus
+    PYTHONPATH=.:.venv/gpu JAX_PLATFORMS=cpu python scripts/bench.py start [--layers 1 2 4]
 
-`here` starts an engine with a server's budgets over an empty compilation cache, again and again,
-each time in a process of its own: seconds by phase, and what the cache had.
-
-`gpus` compiles the largest step of every mode of a Llama-70B of few layers for H200s that are not
-here, and draws the line through them to all layers: XLA adds the same for every layer. Seconds are
-of all threads and of the assembler. How long such a program takes to be read from the cache cannot
-be tried without a GPU; its bytes are there.
+Compiles the largest step of every mode of a Llama-70B of few layers for H200s that are not here,
+and draws the line through them to all layers: XLA adds the same for every layer. Seconds are of all
+threads and of the assembler, which a busy machine does not change. How long such a program takes to
+be read from the cache cannot be tried without a GPU; its bytes are there.
+`shiftjax bench startup` times starts of an engine on this machine, by phase.
 """
 
 import argparse
-import multiprocessing
 import resource
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +20,7 @@ from typing import Any
 import jax
 
 from serving.bench.compiled_plan import gpus
-from serving.server.start_phases import Phases
 from shiftjax.arch.presets import PRESETS
-from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.core.policies import make_policy
 from shiftjax.core.policy import wanted_modes
@@ -38,7 +31,6 @@ from shiftjax.device.compile_cache import use_compile_cache
 from shiftjax.device.groups import define_steps, pool_of
 from shiftjax.device.pool import abstract_pools
 from shiftjax.device.programs import abstract_inputs
-from shiftjax.model_files import open_files
 from shiftjax.parallel.grid import Mode
 
 H200_BYTES = 141 * 10**9
@@ -46,53 +38,20 @@ NUM_BLOCKS = 4096  # the size of the pool is a number in the program, no work
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    commands = parser.add_subparsers(dest="command", required=True)
-    here = commands.add_parser("here", help="starts on this machine")
-    here.add_argument("model")
-    here.add_argument("--num-starts", type=int, default=2)
-    here.add_argument("--cache-dir", help="start over this compilation cache")
-    gpu = commands.add_parser("gpus", help="a deep model's programs, compiled for GPUs")
-    gpu.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4])
-    gpu.add_argument("--meshes", nargs="+", default=["4x2", "1x8"], help="SPxTP")
-    gpu.add_argument("--chip", default="h200", help="a file of serving/targets")
+OPTIONS = {
+    "--layers": [1, 2, 4],
+    "--meshes": (["4x2", "1x8"], "SPxTP"),
+    "--chip": ("h200", "a file of serving/targets"),
+}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each start, or for each program."""
+    """Yield a row for each program."""
     with tempfile.TemporaryDirectory() as folder:
-        if args.command == "here":
-            with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-                for _ in range(args.num_starts):
-                    yield pool.apply(start, (args.model, Path(args.cache_dir or folder)))
-            return
         use_compile_cache(Path(folder))
         for mesh in args.meshes:
             for row in rows_of(deployed(mesh), args.layers, args.chip, Path(folder)):
                 yield {"mesh": mesh} | row
-
-
-# ---------------------------------------------------------------- here
-
-
-def start(model: str, cache_dir: Path) -> dict[str, Any]:
-    """Start an engine: CPU seconds by phase, hits and misses of the cache, blocks of the pool."""
-    events: Counter[str] = Counter()
-    jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
-    phases = Phases(clock=cpu_seconds)
-    phases("open", 0, 1)
-    config = EngineConfig.from_options(model=model, **SERVER_BUDGETS)
-    files = open_files(config, "generate")
-    built = build(config, files.source, phases, cache_dir)
-    phases.end()
-    row: dict[str, Any] = {name: round(value, 1) for name, value in phases.seconds.items()}
-    row["all_s"] = round(cpu_seconds(), 1)  # imports, too
-    row |= {name: events[f"/jax/compilation_cache/cache_{name}"] for name in ("hits", "misses")}
-    return row | {"blocks": built.deployment.num_blocks}
-
-
-# ---------------------------------------------------------------- GPUs
 
 
 def deployed(mesh: str) -> Deployment:

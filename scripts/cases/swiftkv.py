@@ -11,7 +11,6 @@ import argparse
 import json
 import tempfile
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,17 @@ from cases.kit import compared, spent
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.presets import preset
 from shiftjax.weights.hf_config import to_json
+
+OPTIONS = {"--layers": 8, "--early": 4, "--tokens": 1024, "--rounds": 9, "--dtype": "bfloat16"}
 
 
 def model(layers: int, early: int | None, tokens: int) -> ModelConfig:
-    """A model whose layers are what matters: a small vocabulary."""
-    config = ModelConfig(
-        name="bench",
-        architecture="llama" if early is None else "llama_swiftkv",
-        vocab_size=4096,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_layers=layers,
-        num_heads=12,
-        num_kv_heads=4,
-        head_dim=64,
-        max_position_embeddings=2 * tokens,
-        num_kv_layers=early,
-    )
-    return replace(config, tie_word_embeddings=True)
+    """Return a model whose layers are what matters: a small vocabulary."""
+    family = {"architecture": "llama" if early is None else "llama_swiftkv", "vocab_size": 4096}
+    family |= {"max_position_embeddings": 2 * tokens, "num_kv_layers": early}
+    return preset("bench", family | {"tie_word_embeddings": True}, 768, 2048, layers, 12, 4, 64)
 
 
 def engine(config: ModelConfig, tokens: int, dtype: str) -> LLM:
@@ -48,15 +39,6 @@ def engine(config: ModelConfig, tokens: int, dtype: str) -> LLM:
     sizes = {"max_num_batched_tokens": tokens, "token_buckets": [8, tokens], "max_num_seqs": 8}
     sizes |= {"devices": 1, "policy": "shift", "num_blocks": 4 * tokens // 16, "dtype": dtype}
     return LLM(f"random:{directory}", prefix_caching=False, **sizes)
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--early", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtype", default="bfloat16")
 
 
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
@@ -73,4 +55,4 @@ def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[st
             _, taken = spent(lambda llm=llm, prompt=prompt: llm.generate([prompt], first))
             rows.append({"round": number, "engine": name} | taken)
             yield rows[-1]
-    return compared(rows[len(engines) :], "plain", "swiftkv")
+    return compared(rows, "plain", "swiftkv")

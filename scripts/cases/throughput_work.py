@@ -2,9 +2,8 @@
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,26 +18,14 @@ PROMPT_TOKENS, NEW_TOKENS = 128, 64
 SEED = 20260801
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """Requests that arrive together."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Over all requests."""
-        return sum(map(len, self.prompts))
 
-    @property
-    def num_new_tokens(self) -> int:
-        """Over all requests."""
-        return sum(self.max_tokens)
-
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A number to report: what is timed, and of how many requests."""
 
     metric: str  # prefill, decode or total
@@ -62,8 +49,8 @@ CASES = {
 def timed_tokens(case: Case, work: Workload) -> int:
     """The tokens that a case counts."""
     if case.metric == "prefill":
-        return work.num_prompt_tokens
-    return work.num_new_tokens - (case.num_requests if case.metric == "decode" else 0)
+        return sum(map(len, work.prompts))
+    return sum(work.max_tokens) - (case.num_requests if case.metric == "decode" else 0)
 
 
 def draw_prompts(rng: np.random.Generator, lens: list[int]) -> list[list[int]]:
@@ -82,8 +69,8 @@ def make_workload(case: Case) -> Workload:
     """The requests of a case; equal for every engine and every run."""
     rng = np.random.default_rng((SEED, case.num_requests))
     if case.metric != "total":
-        prompts = draw_prompts(rng, [PROMPT_TOKENS] * case.num_requests)
-        return Workload(prompts, [NEW_TOKENS] * case.num_requests)
+        lens = [PROMPT_TOKENS] * case.num_requests
+        return Workload(draw_prompts(rng, lens), [NEW_TOKENS] * case.num_requests)
     prompts = draw_prompts(rng, log_uniform(rng, 16, 512, case.num_requests))
     return Workload(prompts, log_uniform(rng, 16, 128, case.num_requests))
 
@@ -129,11 +116,8 @@ def least_seconds(metric: str, work: Workload, model: ModelConfig, ceilings: "Ce
         flops += sum(prefill_flops(model, len(prompt)) for prompt in work.prompts)
         stream += decode_bytes(model, 1, [])
     if metric in ("decode", "total"):
-        contexts = [
-            len(prompt) + i
-            for prompt, n in zip(work.prompts, work.max_tokens, strict=True)
-            for i in range(1, n)
-        ]
+        pairs = zip(work.prompts, work.max_tokens, strict=True)
+        contexts = [len(prompt) + i for prompt, n in pairs for i in range(1, n)]
         flops += decode_flops(model, contexts)
         stream += decode_bytes(model, max(work.max_tokens) - 1, contexts)
     return max(flops / ceilings.flops_per_second, stream / ceilings.bytes_per_second)

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cases.kit import add_options
 from cases.load_kit import free_port
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.presets import preset
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.policy import Policy
@@ -34,34 +35,20 @@ from shiftjax.core.request import Request, SamplingParams
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.hosts.calls import NOBODY, Recent, Step
 
-MODEL = ModelConfig(
-    name="two hosts",
-    architecture="llama",
-    vocab_size=200,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=16,
-    max_position_embeddings=256,
-)
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 96,
-    "block_size": 4,
-    "num_blocks": 26,  # too few for all that runs
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "token_buckets": (32,),
-    "cache_dir": "none",
-    "speculation": "ngram",
-    "controls": {"prompt_lookup_min": 1, "fixed_drafts": True},
-    "tp": 2,
+_FAMILY = {"architecture": "llama", "vocab_size": 200, "max_position_embeddings": 256}
+MODEL = preset("two hosts", _FAMILY, 64, 96, 2, 9, 3, 16)
+SIZES: dict[str, Any] = {"max_model_len": 96, "block_size": 4, "token_buckets": (32,)}
+SIZES |= {"num_blocks": 26, "max_num_seqs": 4, "max_num_batched_tokens": 32}  # too few for all
+SETTINGS = SIZES | {"dtype": "float32", "cache_dir": "none", "speculation": "ngram", "tp": 2}
+SETTINGS["controls"] = {"prompt_lookup_min": 1, "fixed_drafts": True}
+OPTIONS = {
+    "--devices": (4, "of each process"),
+    "--tokens": (100, "of the sequences that are timed"),
+    "--quick": (False, "compiled quickly, few tokens"),
 }
 ABORTED = 2  # of the requests, in turn 4
 ROLES = ("alone", "leader", "follower")
-SIZES = (1, 64, 256)
+MESSAGES = (1, 64, 256)  # sequences of a step
 
 
 class RandomModes(Policy):
@@ -111,10 +98,9 @@ def workload(engine: Engine) -> dict[str, Any]:
         5: {"logit_bias": {17: 2.0}},
         6: {"allowed_token_ids": [5, 6, 7, 8]},
     }
+    each = {"max_tokens": 12, "ignore_eos": True}
     asked = [
-        SamplingParams(
-            max_tokens=12, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, **extra.get(i, {})
-        )
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, **each, **extra.get(i, {}))
         for i in range(len(prompts))
     ]
     first, again = serve(engine, prompts, asked), serve(engine, prompts[:2], asked[:2])
@@ -156,7 +142,7 @@ def run_role(args: argparse.Namespace) -> dict[str, Any]:
     from shiftjax.settings import make_virtual_devices
     from shiftjax.weights.random import RandomSource
 
-    options = OPTIONS | {"sp": args.devices, "devices": 2 * args.devices}
+    options = SETTINGS | {"sp": args.devices, "devices": 2 * args.devices}
     rank, address = ROLES.index(args.role) - 1, f"127.0.0.1:{args.port}"
     if args.role != "alone":
         options |= {"hosts": 2, "host_rank": rank, "coordinator": address}
@@ -252,17 +238,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this case."""
-    parser.add_argument("--devices", type=int, default=4, help="of each process")
-    parser.add_argument("--tokens", type=int, default=100, help="of the sequences that are timed")
-    parser.add_argument("--quick", action="store_true", help="compiled quickly, few tokens")
-
-
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
     """Yield what messages cost; return how the pair compares with the one."""
     args.tokens = min(args.tokens, 20) if args.quick else args.tokens
-    for num_seqs in SIZES:
+    for num_seqs in MESSAGES:
         yield {"message_of_sequences": num_seqs} | message_cost(num_seqs)
     return compare(args)
 
@@ -270,10 +249,7 @@ def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[st
 def be_a_role() -> None:
     """Be one of the processes."""
     parser = argparse.ArgumentParser()
-    options(parser)
-    parser.add_argument("--role", choices=ROLES)
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--secret")
+    add_options(parser, OPTIONS | {"--role": str, "--port": int, "--secret": str})
     print(json.dumps(run_role(parser.parse_args())), flush=True)
     os._exit(0)  # JAX would wait for the other process
 

@@ -1,10 +1,8 @@
 """The engines' processes, as the throughput benchmark starts them and talks to them."""
 
-import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from cases.machine import busy_core_seconds
@@ -21,14 +19,8 @@ class Worker:
         self.name, self.log = name, log
         environment = os.environ | {"PYTHONPATH": str(ROOT)} if name == OURS else None
         with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=environment,
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+            self.process = subprocess.Popen(command, **pipes, text=True, env=environment)
         self.description = self._receive()
 
     def _receive(self) -> dict:
@@ -60,26 +52,3 @@ class Worker:
     def close(self) -> None:
         """Let the worker end."""
         self.process.communicate(timeout=60)
-
-
-def commands(args: argparse.Namespace, gguf: Path, directory: Path) -> dict[str, list[str]]:
-    """How each engine's worker is started."""
-    peer = str(args.peer_python)
-    llama_options = ["--threads", str(args.threads), *args.llama_cpp.split()]
-    return {
-        OURS: [
-            sys.executable,
-            str(WORKERS / "shiftjax_worker.py"),
-            str(directory),
-            "--options",
-            args.shiftjax,
-        ],
-        "llama.cpp": [peer, str(WORKERS / "llama_cpp_worker.py"), str(gguf), *llama_options],
-        "transformers": [
-            peer,
-            str(WORKERS / "transformers_worker.py"),
-            str(directory),
-            "--threads",
-            str(args.threads),
-        ],
-    }

@@ -16,12 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from serving.bench.compiled_cost import (
-    Kernel,
-    Prices,
-    kernels_of,
-    step_seconds,
-)
+from serving.bench.compiled_cost import Kernel, Prices, kernels_of, step_seconds
 from serving.bench.hlo import collectives
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
 from shiftjax.arch.presets import PRESETS

@@ -94,4 +94,4 @@ def _start(config: EngineConfig) -> dict[str, float]:
     stats = open_llm(config).stats()
     total = time.perf_counter() - begin
     parts = {name: stats[name] for name in ("load_seconds", "compile_seconds")}
-    return {"total_seconds": total, **parts}
+    return {"total_seconds": total, "cpu_seconds": time.process_time(), **parts}

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from cases import speculation as bench  # noqa: E402
+from cases.kit import add_options  # noqa: E402
 from cases.speculation_rows import Answer, Round, joined, rows_of, summary  # noqa: E402
 from cases.speculation_workloads import QUESTIONS, TOPICS, make_workloads, tasks  # noqa: E402
 from cases.workers import WORKERS, Worker  # noqa: E402
@@ -107,7 +108,7 @@ def test_overall_is_every_round_of_every_task():
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench.options(parser)
+    add_options(parser, bench.OPTIONS)
     return parser.parse_args(words)
 
 
