@@ -11,20 +11,17 @@ takes for 1, 64 and 256 sequences of 512 blocks.
 """
 
 import argparse
-import json
+import multiprocessing
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Generator
-from pathlib import Path
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from cases.kit import add_options
 from cases.load_kit import free_port
 
 from shiftjax.arch.presets import preset
@@ -46,7 +43,7 @@ OPTIONS = {
     "--tokens": (100, "of the sequences that are timed"),
     "--quick": (False, "compiled quickly, few tokens"),
 }
-ABORTED = 2  # of the requests, in turn 4
+ABORTED = "r2"  # of the requests, in turn 4
 ROLES = ("alone", "leader", "follower")
 MESSAGES = (1, 64, 256)  # sequences of a step
 
@@ -62,25 +59,23 @@ class RandomModes(Policy):
         return self._random.choice((modes[0], modes[-1]))
 
 
-def serve(engine: Engine, prompts: list[list[int]], asked: list[SamplingParams]) -> list[list[int]]:
-    """The tokens of each prompt. Raises RuntimeError for one that ends with an error."""
-    first = engine._num_requests
-    names = {f"r{first + i}": i for i in range(len(prompts))}
-    for name, i in names.items():
-        engine.add_request(Request(name, prompts[i], asked[i]))
-    tokens: list[list[int]] = [[] for _ in prompts]
+def serve(engine: Engine, requests: list[Request], aborted: str = "") -> list[list[int]]:
+    """Return the tokens of each request. Raises RuntimeError for one that ends with an error."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add_request(request)
     turn = 0
     while engine.has_work():
         events = engine.step(float(turn))
-        if turn == 4 and len(prompts) > ABORTED:
-            events += engine.abort(f"r{first + ABORTED}")
+        if aborted and turn == 4:
+            events += engine.abort(aborted)
         for event in events:
             if event.error is not None:
                 raise RuntimeError(event.error)
-            tokens[names[event.request_id]] += event.token_ids
+            tokens[event.request_id] += event.token_ids
         turn += 1
     engine.check()
-    return tokens
+    return [found for name, found in tokens.items() if name != aborted]
 
 
 def workload(engine: Engine) -> dict[str, Any]:
@@ -92,23 +87,19 @@ def workload(engine: Engine) -> dict[str, Any]:
         stem[: rng.randrange(21)] + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 40))]
         for _ in range(9)
     ]
-    extra: dict[int, dict[str, Any]] = {
-        1: {"logprobs": 3},
-        4: {"presence_penalty": 0.5},
-        5: {"logit_bias": {17: 2.0}},
-        6: {"allowed_token_ids": [5, 6, 7, 8]},
-    }
+    extra: dict[int, dict[str, Any]] = {1: {"logprobs": 3}, 4: {"presence_penalty": 0.5}}
+    extra |= {5: {"logit_bias": {17: 2.0}}, 6: {"allowed_token_ids": [5, 6, 7, 8]}}
     each = {"max_tokens": 12, "ignore_eos": True}
-    asked = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, **each, **extra.get(i, {}))
-        for i in range(len(prompts))
-    ]
-    first, again = serve(engine, prompts, asked), serve(engine, prompts[:2], asked[:2])
-    first[ABORTED].clear()
+    requests = []
+    for i, prompt in enumerate(prompts):
+        how = SamplingParams(temperature=0.8 * (i % 2), seed=i, **each, **extra.get(i, {}))
+        requests.append(Request(f"r{i}", prompt, how))
+    again = [replace(request, request_id=f"again-{i}") for i, request in enumerate(requests[:2])]
+    tokens = serve(engine, requests, ABORTED), serve(engine, again)
     stats = engine.stats()
     drafts = stats.find(DraftStats)
     return {
-        "tokens": [first, again],
+        "tokens": tokens,
         "steps": stats.steps_by_mode,
         "preemptions": stats.num_preemptions["recompute"],
         "prefix_hit_tokens": stats.num_prefix_hit_tokens,
@@ -130,8 +121,8 @@ def decode(engine: Engine, num_tokens: int) -> float:
     return round(1e3 * statistics.median(seconds), 3)
 
 
-def run_role(args: argparse.Namespace) -> dict[str, Any]:
-    """One of the three processes."""
+def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dict[str, Any]:
+    """Return what one of the three processes has to say."""
     from serving.hosts.follower import FollowerHosts
     from serving.hosts.leader import LeaderHosts
     from serving.hosts.terms import Terms, facts_of
@@ -143,8 +134,8 @@ def run_role(args: argparse.Namespace) -> dict[str, Any]:
     from shiftjax.weights.random import RandomSource
 
     options = SETTINGS | {"sp": args.devices, "devices": 2 * args.devices}
-    rank, address = ROLES.index(args.role) - 1, f"127.0.0.1:{args.port}"
-    if args.role != "alone":
+    rank, address = ROLES.index(role) - 1, f"127.0.0.1:{port}"
+    if role != "alone":
         options |= {"hosts": 2, "host_rank": rank, "coordinator": address}
         options |= {"host_secret_file": "unused"}
     if args.quick:
@@ -152,14 +143,14 @@ def run_role(args: argparse.Namespace) -> dict[str, Any]:
     config, source = EngineConfig.from_options(**options), RandomSource(MODEL)
     make_virtual_devices(config)
     counter, silent = CompileCounter(), lambda *_: None
-    if args.role == "alone":
+    if role == "alone":
         engine = build(config, source, silent).engine
         return workload(engine) | {"step_ms": decode(engine, args.tokens)}
-    terms = Terms(rank, 2, address, args.secret, facts_of(config, source), limit=120)
-    if args.role == "follower":
+    terms = Terms(rank, 2, address, secret, facts_of(config, source), limit=120)
+    if role == "follower":
         hosts = FollowerHosts(terms, lambda _: os._exit(75))
         hosts.connect()
-        join(f"127.0.0.1:{args.port + 1}", 2, rank)
+        join(f"127.0.0.1:{port + 1}", 2, rank)
         runner = build_follower(config, source, silent, hosts)
         counter.start()
         follow(runner, hosts)
@@ -167,7 +158,7 @@ def run_role(args: argparse.Namespace) -> dict[str, Any]:
     hosts = LeaderHosts(terms, lambda _: os._exit(75))
     hosts.start()
     hosts.gather()
-    join(f"127.0.0.1:{args.port + 1}", 2, rank)
+    join(f"127.0.0.1:{port + 1}", 2, rank)
     engine = build(config, source, silent, leader=hosts).engine
     counter.start()
     sizes, send = [], hosts.send
@@ -194,39 +185,34 @@ def message_cost(num_seqs: int, repeats: int = 200) -> dict[str, float]:
     return {"bytes": statistics.median(sizes[1:]), "microseconds": micros}
 
 
-def start(role: str, args: argparse.Namespace, port: int, secret: str, log: Path) -> Any:
-    """A process of its own; its output goes to files."""
-    command = [sys.executable, __file__, "--role", role, "--port", str(port), "--secret", secret]
-    command += ["--devices", str(args.devices), "--tokens", str(args.tokens)]
-    command += ["--quick"] if args.quick else []
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with open(log / f"{role}.json", "w") as out, open(log / f"{role}.log", "w") as err:
-        return subprocess.Popen(command, stdout=out, stderr=err, env=environ)
+def be_role(pipe: Connection, role: str, *arguments: Any) -> None:
+    """Be one of the processes."""
+    pipe.send(run_role(role, *arguments))
+    os._exit(0)  # JAX would wait for the other process
 
 
-def result_of(role: str, process: Any, log: Path) -> dict[str, Any]:
-    """What a process has printed last. Raises RuntimeError with its log if it failed."""
-    code = process.wait(600)
-    lines = (log / f"{role}.json").read_text().splitlines()
-    if code or not lines:
-        raise RuntimeError(f"{role} ended with {code}: {(log / f'{role}.log').read_text()[-3000:]}")
-    return json.loads(lines[-1])
+def run_together(roles: Sequence[str], *arguments: Any) -> dict[str, dict[str, Any]]:
+    """Return what processes say that run at once. Raises EOFError if one fails."""
+    context, running = multiprocessing.get_context("spawn"), {}
+    for role in roles:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=be_role, args=(theirs, role, *arguments))
+        process.start()
+        theirs.close()
+        running[role] = ours, process
+    try:
+        return {role: pipe.recv() for role, (pipe, _) in running.items()}
+    finally:
+        for _, process in running.values():
+            process.kill()
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run all three, the pair after the one."""
-    port, secret = free_port(), os.urandom(16).hex()
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for roles in (("alone",), ("leader", "follower")):
-            running = {role: start(role, args, port, secret, Path(folder)) for role in roles}
-            try:
-                for role, process in running.items():
-                    results[role] = result_of(role, process, Path(folder))
-            finally:
-                for process in running.values():
-                    process.kill()
-                    process.wait()
+    arguments = args, free_port(), os.urandom(16).hex()
+    results = run_together(("alone",), *arguments) | run_together(
+        ("leader", "follower"), *arguments
+    )
     alone, leader = results["alone"], results["leader"]
     same = ("preemptions", "prefix_hit_tokens", "drafted_steps", "steps", "message_bytes_p50")
     return {
@@ -244,15 +230,3 @@ def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[st
     for num_seqs in MESSAGES:
         yield {"message_of_sequences": num_seqs} | message_cost(num_seqs)
     return compare(args)
-
-
-def be_a_role() -> None:
-    """Be one of the processes."""
-    parser = argparse.ArgumentParser()
-    add_options(parser, OPTIONS | {"--role": str, "--port": int, "--secret": str})
-    print(json.dumps(run_role(parser.parse_args())), flush=True)
-    os._exit(0)  # JAX would wait for the other process
-
-
-if __name__ == "__main__":
-    be_a_role()

@@ -17,7 +17,7 @@ from itertools import islice
 
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-from protocol import reserve_stdout, serve
+from protocol import Generate, main
 
 
 def generate(llama, prompts: list[list[int]], max_tokens: list[int]) -> dict:
@@ -34,31 +34,23 @@ def generate(llama, prompts: list[list[int]], max_tokens: list[int]) -> dict:
     return {"token_ids": outputs, "tpot_seconds": tpots}
 
 
-def main() -> None:
-    """Load the model and serve."""
-    channel = reserve_stdout()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="GGUF file")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--draft-tokens", type=int, default=10, help="the most that are copied")
-    parser.add_argument("--ngram", type=int, default=2, help="the longest n-gram looked up")
-    args = parser.parse_args()
-    llama = llama_cpp.Llama(
-        args.model,
-        n_ctx=args.max_model_len,
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-        flash_attn=True,
-        logits_all=True,  # room for the logits of more than a batch, which drafts need
-        draft_model=LlamaPromptLookupDecoding(args.ngram, args.draft_tokens),
-        verbose=False,
-    )
+OPTIONS = {
+    "--threads": (2, "of the CPU"),
+    "--max-model-len": (1024, "tokens of a request"),
+    "--draft-tokens": (10, "the most that are copied"),
+    "--ngram": (2, "the longest n-gram looked up"),
+}
+
+
+def start(args: argparse.Namespace) -> tuple[dict, Generate]:
+    """Load the model; `logits_all` makes room for the logits that drafts need."""
+    drafter = LlamaPromptLookupDecoding(args.ngram, args.draft_tokens)
+    threads = {"n_threads": args.threads, "n_threads_batch": args.threads}
+    options = {"n_ctx": args.max_model_len, "flash_attn": True, "verbose": False} | threads
+    llama = llama_cpp.Llama(args.model, logits_all=True, draft_model=drafter, **options)
     description = {"engine": "llama.cpp prompt lookup", "version": llama_cpp.__version__}
-    serve(channel, description | vars(args) | {"model": None}, functools.partial(generate, llama))
+    return description, functools.partial(generate, llama)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, OPTIONS, start)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import llama_cpp
 import numpy as np
-from protocol import reserve_stdout, serve
+from protocol import Generate, main
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
@@ -54,7 +54,7 @@ class Context:
         params.n_batch, params.n_ubatch = args.batch, args.ubatch
         params.n_threads = params.n_threads_batch = args.threads
         params.flash_attn_type = FLASH_ATTENTION[args.flash_attention]
-        params.kv_unified = args.unified
+        params.kv_unified = bool(args.unified)
         self.batch_tokens = args.batch
         self.pointer = llama_cpp.llama_init_from_model(model, params)
         if not self.pointer:
@@ -146,30 +146,23 @@ def ignore_log(*_args: object) -> None:
     """Keep llama.cpp quiet."""
 
 
-def arguments() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="GGUF file")
-    parser.add_argument("--slots", type=int, default=32, help="sequences that run together")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4096, help="most tokens in one call")
-    parser.add_argument("--ubatch", type=int, default=512, help="most tokens computed together")
-    parser.add_argument("--max-model-len", type=int, default=640)
-    parser.add_argument("--flash-attention", choices=FLASH_ATTENTION, default="auto")
-    parser.add_argument("--unified", action="store_true", help="one KV buffer for all sequences")
-    return parser.parse_args()
+OPTIONS = {
+    "--slots": (32, "sequences that run together"),
+    "--threads": (2, "of the CPU"),
+    "--batch": (4096, "most tokens in one call"),
+    "--ubatch": (512, "most tokens computed together"),
+    "--max-model-len": (640, "tokens of a request"),
+    "--flash-attention": ("auto", "auto, off or on"),
+    "--unified": (0, "1: one KV buffer for all sequences"),
+}
 
 
-def main() -> None:
-    """Load the model and serve."""
-    channel, args = reserve_stdout(), arguments()
+def start(args: argparse.Namespace) -> tuple[dict, Generate]:
+    """Load the model."""
     llama_cpp.llama_log_set(ignore_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(
-        args.model.encode(), llama_cpp.llama_model_default_params()
-    )
+    options = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(args.model.encode(), options)
     if not model:
         raise FileNotFoundError(f"llama.cpp could not load {args.model}")
 
@@ -181,9 +174,8 @@ def main() -> None:
         num_slots = min(args.slots, len(prompts))
         return generate(context_for(num_slots), num_slots, prompts, max_tokens)
 
-    description = {"engine": "llama.cpp", "version": llama_cpp.__version__} | vars(args)
-    serve(channel, description | {"model": None}, generate_all)
+    return {"engine": "llama.cpp", "version": llama_cpp.__version__}, generate_all
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, OPTIONS, start)

@@ -13,6 +13,7 @@ the request to the last token. Anything else that an engine prints goes to stder
 Standard library only and Python 3.11: every engine's environment imports this.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -20,6 +21,19 @@ import time
 from collections.abc import Callable
 
 Generate = Callable[[list[list[int]], list[int]], dict]  # token_ids and what a worker adds
+Start = Callable[[argparse.Namespace], tuple[dict, Generate]]  # a description of the engine, and it
+
+
+def main(documentation: str, options: dict[str, tuple], start: Start) -> None:
+    """Run a worker with options, name -> (default, help): load its model and serve."""
+    channel = reserve_stdout()
+    parser = argparse.ArgumentParser(description=documentation.partition("\n")[0])
+    parser.add_argument("model", help="GGUF file, or a Hugging Face directory")
+    for name, (default, text) in options.items():
+        parser.add_argument(name, type=type(default), default=default, help=text)
+    args = parser.parse_args()
+    description, generate = start(args)
+    serve(channel, vars(args) | {"model": None} | description, generate)
 
 
 def reserve_stdout():

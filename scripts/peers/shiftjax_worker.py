@@ -5,23 +5,16 @@ python scripts/peers/shiftjax_worker.py MODEL_DIRECTORY [--options '{"max_num_se
 
 import argparse
 import json
+from functools import partial
 
 import jax
-from protocol import reserve_stdout, serve
+from protocol import Generate, main
 
 import shiftjax
 from shiftjax import LLM, SamplingParams
 
-OPTIONS = {
-    "dtype": "bfloat16",
-    "sp": 1,
-    "tp": 1,
-    "devices": 1,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 1024,
-    "max_model_len": 640,
-    "prefix_caching": False,
-}
+OPTIONS = {"sp": 1, "tp": 1, "devices": 1, "dtype": "bfloat16", "prefix_caching": False}
+OPTIONS |= {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 640}
 
 
 def generate(llm: LLM, prompts: list[list[int]], max_tokens: list[int]) -> dict:
@@ -31,20 +24,13 @@ def generate(llm: LLM, prompts: list[list[int]], max_tokens: list[int]) -> dict:
     return {"token_ids": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
-def main() -> None:
-    """Load the model, compile its steps, and serve."""
-    channel = reserve_stdout()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="Hugging Face directory")
-    parser.add_argument("--options", type=json.loads, default={}, help="arguments of LLM, as JSON")
-    args = parser.parse_args()
-    options = OPTIONS | args.options
+def start(args: argparse.Namespace) -> tuple[dict, Generate]:
+    """Load the model and compile its steps."""
+    options = OPTIONS | json.loads(args.options)
     llm = LLM(args.model, **options)
     description = {"engine": "shiftjax", "version": shiftjax.__version__, "jax": jax.__version__}
-    serve(channel, description | options, lambda *request: generate(llm, *request))
+    return description | {"options": options}, partial(generate, llm)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", {"--options": ("{}", "more arguments of LLM, as JSON")}, start)

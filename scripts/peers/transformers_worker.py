@@ -14,7 +14,7 @@ import functools
 
 import torch
 import transformers
-from protocol import reserve_stdout, serve
+from protocol import Generate, main
 
 
 def pad_left(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,22 +68,17 @@ def generate(model, batch: int, prompts: list[list[int]], max_tokens: list[int])
     return {"token_ids": outputs}
 
 
-def main() -> None:
-    """Load the model and serve."""
-    channel = reserve_stdout()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="Hugging Face directory")
-    parser.add_argument("--batch", type=int, default=16, help="unequal requests in one batch")
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+OPTIONS = {"--batch": (16, "unequal requests in one batch"), "--threads": (2, "of torch")}
+
+
+def start(args: argparse.Namespace) -> tuple[dict, Generate]:
+    """Load the model."""
     torch.set_num_threads(args.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     versions = {"version": transformers.__version__, "torch": torch.__version__}
-    description = {"engine": "transformers"} | versions | vars(args) | {"model": None}
-    serve(channel, description, functools.partial(generate, model.eval(), args.batch))
+    engine = functools.partial(generate, model.eval(), args.batch)
+    return {"engine": "transformers"} | versions, engine
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, OPTIONS, start)
