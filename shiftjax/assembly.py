@@ -15,7 +15,7 @@ from shiftjax.core.policy import Policy
 from shiftjax.core.request import Runner
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.topology import Topology
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.prices import Prices

@@ -15,7 +15,7 @@ from shiftjax.parallel.grid import Mode
 if TYPE_CHECKING:
     from shiftjax.core.request import StepPlan
     from shiftjax.costs.buckets import Bucket
-    from shiftjax.costs.groups import GroupCosts
+    from shiftjax.costs.group_costs import GroupCosts
 
 COST_MARGIN = 0.02  # of a step: what the other mode must save before a switch is worth trusting
 

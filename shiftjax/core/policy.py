@@ -13,7 +13,7 @@ from shiftjax.parallel.grid import Mode
 if TYPE_CHECKING:
     from shiftjax.core.request import ScheduledSequence, StepPlan
     from shiftjax.costs.buckets import Bucket
-    from shiftjax.costs.groups import GroupCosts
+    from shiftjax.costs.group_costs import GroupCosts
 
 
 def work_of(plan: "StepPlan") -> Work:

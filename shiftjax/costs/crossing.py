@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shiftjax.costs.work import Work
 
 if TYPE_CHECKING:
-    from shiftjax.costs.groups import GroupCosts
+    from shiftjax.costs.group_costs import GroupCosts
 
 
 def shift_threshold(costs: "GroupCosts", most: int = 1 << 16) -> int:

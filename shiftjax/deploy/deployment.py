@@ -16,7 +16,7 @@ from shiftjax.core.policies import POLICIES
 from shiftjax.core.policy import Policy
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
-from shiftjax.costs.groups import GroupCosts, PipelineCosts
+from shiftjax.costs.group_costs import GroupCosts, PipelineCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
     Memory,

@@ -12,7 +12,7 @@ from shiftjax.assembly import Drafter, Groups, Started
 from shiftjax.core.lane import wait_for_one
 from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.core.request import Runner
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention

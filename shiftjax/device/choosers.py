@@ -8,7 +8,7 @@ import jax
 from shiftjax.core.policies import make_policy
 from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.grid import Device, Mode

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.policy import Policy, work_of, work_of_items
 from shiftjax.core.request import StepPlan
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.drafts.step_times import StepKind, StepTimes
 from shiftjax.parallel.grid import Mode

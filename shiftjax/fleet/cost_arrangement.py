@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.fleet.fleet_policy import FleetView, NeedPolicy, Wish, bind_for_need, fits
 from shiftjax.fleet.move_costs import MoveCosts

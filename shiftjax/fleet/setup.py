@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shiftjax.core.lane import Lane
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet import switching

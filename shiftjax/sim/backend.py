@@ -7,7 +7,7 @@ from dataclasses import replace
 from shiftjax.assembly import Drafter, Groups, Started, assemble
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.cost_arrangement import CostArrangement

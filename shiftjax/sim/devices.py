@@ -9,7 +9,7 @@ import numpy as np
 from shiftjax.core.lane import FIRST_UNIT, Failure, Lane
 from shiftjax.core.policy import work_of
 from shiftjax.core.request import StepOutput, StepPlan
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.fleet.handover import Copy, Crossing, calls
 from shiftjax.fleet.move_costs import MoveCosts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shiftjax.core.policy import wanted_modes
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.memory import Memory
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment

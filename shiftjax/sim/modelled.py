@@ -8,7 +8,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.config import EngineConfig
 from shiftjax.core.policies import make_policy
 from shiftjax.core.policy import Policy, wanted_modes
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes

@@ -17,7 +17,7 @@ from itertools import count
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.levels import send_seconds
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.work import Work

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shiftjax.core.engine import Engine
 from shiftjax.core.limits import check_length
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
-from shiftjax.costs.groups import GroupCosts
+from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import first_arrangement

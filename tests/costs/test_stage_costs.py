@@ -9,7 +9,7 @@ from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import num_parameters
-from shiftjax.costs.groups import PipelineCosts
+from shiftjax.costs.group_costs import PipelineCosts
 from shiftjax.costs.machine import Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step_costs import CostModel

@@ -5,7 +5,7 @@ from mutant import Mutant
 COLLECTIVES = "shiftjax/costs/collectives.py"
 STEP = "shiftjax/costs/step_costs.py"
 MEMORY = "shiftjax/costs/memory.py"
-STAGES = "shiftjax/costs/groups.py"
+STAGES = "shiftjax/costs/group_costs.py"
 MOVES = "shiftjax/fleet/move_costs.py"
 
 TEST_COSTS = "tests/costs/test_step_costs.py"

@@ -291,7 +291,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "pipeline bound without overlap",
         "pipelines",
-        "shiftjax/costs/groups.py",
+        "shiftjax/costs/group_costs.py",
         "in_flight = len(stages) + self.engine.overlaps",
         "in_flight = len(stages)",
         ("tests/costs/test_stage_costs.py",),
@@ -300,7 +300,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "pipeline bound always overlaps",
         "pipelines",
-        "shiftjax/costs/groups.py",
+        "shiftjax/costs/group_costs.py",
         "in_flight = len(stages) + self.engine.overlaps",
         "in_flight = len(stages) + 1",
         ("tests/costs/test_stage_costs.py",),
@@ -309,7 +309,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "pipeline bound without host",
         "pipelines",
-        "shiftjax/costs/groups.py",
+        "shiftjax/costs/group_costs.py",
         "(sum(stages) + host) / in_flight)",
         "sum(stages) / in_flight)",
         ("tests/costs/test_stage_costs.py",),
@@ -318,7 +318,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "pipeline host is hidden",
         "pipelines",
-        "shiftjax/costs/groups.py",
+        "shiftjax/costs/group_costs.py",
         "return max(*stages, host, (sum",
         "return max(*stages, (sum",
         ("tests/costs/test_stage_costs.py",),

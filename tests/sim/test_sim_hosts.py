@@ -11,7 +11,7 @@ from serving.cli.main import main
 from shiftjax.arch.formats import formats_of
 from shiftjax.core.policies import CostPolicy
 from shiftjax.core.policy import wanted_modes
-from shiftjax.costs.groups import PipelineCosts
+from shiftjax.costs.group_costs import PipelineCosts
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.work import Work
