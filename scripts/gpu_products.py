@@ -13,7 +13,7 @@ from gpu_parts import Run
 
 from pallas_kernels.measure import Calls, chain_seconds
 from shiftjax.arch.formats import Formats
-from shiftjax.costs.kernels import KernelCosts
+from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.machine import Machine
 from shiftjax.models.products import Matrix, in_blocks, project_in, quantise
 

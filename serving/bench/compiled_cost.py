@@ -26,7 +26,7 @@ from serving.bench.hlo import (
     sizes_of,
 )
 from shiftjax.costs.collectives import Collective
-from shiftjax.costs.kernels import matmul_seconds
+from shiftjax.costs.kernel_costs import matmul_seconds
 from shiftjax.costs.levels import transfer_seconds, ways_of
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.memory import kv_token_bytes

@@ -54,7 +54,7 @@ from shiftjax.costs.collectives import (
     weight_collectives,
 )
 from shiftjax.costs.experts import Load, most_loaded
-from shiftjax.costs.kernels import KernelCosts, expert_numbers
+from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers
 from shiftjax.costs.levels import collective_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.quantising import quantising

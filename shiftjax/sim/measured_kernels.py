@@ -34,7 +34,7 @@ from shiftjax.arch.cache import keys_and_values
 from shiftjax.arch.formats import ALIASES, AUTO, FORMATS, Formats
 from shiftjax.costs.collectives import Collective
 from shiftjax.costs.experts import Load
-from shiftjax.costs.kernels import KernelCosts, expert_numbers
+from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers
 from shiftjax.costs.levels import transfer_seconds, ways_of
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.work import Work

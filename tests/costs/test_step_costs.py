@@ -15,7 +15,7 @@ from shiftjax.core.request import Request, ScheduledSequence, SequenceState, Ste
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.experts import Load
-from shiftjax.costs.kernels import KernelCosts, matmul_seconds
+from shiftjax.costs.kernel_costs import KernelCosts, matmul_seconds
 from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine

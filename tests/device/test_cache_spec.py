@@ -12,7 +12,7 @@ from shiftjax.arch.config import ModelConfig, stages_of
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.collectives import layer_collectives
-from shiftjax.costs.kernels import KernelCosts
+from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device import pool

@@ -63,7 +63,7 @@ ROWS: tuple[Mutant, ...] = (
         ("tests/costs/test_expert_load.py",), "large steps seem to read few experts",
     ),
     Mutant(
-        "the parts of a contraction are no items", "costs", "shiftjax/costs/kernels.py",
+        "the parts of a contraction are no items", "costs", "shiftjax/costs/kernel_costs.py",
         "load.experts * items.columns * parts", "load.experts * items.columns",
         (TEST_COSTS,), "cutting the products of experts seems to gain nothing",
     ),

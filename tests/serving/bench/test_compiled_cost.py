@@ -4,7 +4,7 @@ import pytest
 
 from serving.bench.compiled_cost import Attention, Kernel, Prices, kernels_of, step_seconds
 from serving.bench.thunks import dumped_thunks, read_thunks, top_level
-from shiftjax.costs.kernels import matmul_seconds
+from shiftjax.costs.kernel_costs import matmul_seconds
 from shiftjax.costs.machine_files import load_machine
 
 H200 = load_machine("h200x8")
