@@ -6,7 +6,7 @@ A test counts the same in the compiled programs of the engine (tests/costs/test_
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.formats import Formats
-from shiftjax.costs.experts import room_of_exchange
+from shiftjax.costs.expert_load import room_of_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, strides
 from shiftjax.parallel.layout import Layout

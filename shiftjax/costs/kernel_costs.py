@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pallas_kernels.grouped_split import Items, count_parts, products_of, reading_share
 from shiftjax.arch.cache import CacheSpec
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.costs.experts import Load
+from shiftjax.costs.expert_load import Load
 from shiftjax.costs.machine import Machine, of_format
 from shiftjax.costs.work import Work
 

@@ -53,7 +53,7 @@ from shiftjax.costs.collectives import (
     row_collectives,
     weight_collectives,
 )
-from shiftjax.costs.experts import Load, most_loaded
+from shiftjax.costs.expert_load import Load, most_loaded
 from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers
 from shiftjax.costs.levels import collective_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine

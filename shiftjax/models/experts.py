@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.config import Activation, Experts
-from shiftjax.costs.experts import room_of_exchange
+from shiftjax.costs.expert_load import room_of_exchange
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import ExpertBackend
 

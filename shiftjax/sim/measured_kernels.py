@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from shiftjax.arch.cache import keys_and_values
 from shiftjax.arch.formats import ALIASES, AUTO, FORMATS, Formats
 from shiftjax.costs.collectives import Collective
-from shiftjax.costs.experts import Load
+from shiftjax.costs.expert_load import Load
 from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers
 from shiftjax.costs.levels import transfer_seconds, ways_of
 from shiftjax.costs.machine import Machine

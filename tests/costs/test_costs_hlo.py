@@ -24,7 +24,7 @@ from shiftjax.costs.collectives import (
     sampling_collectives,
     step_collectives,
 )
-from shiftjax.costs.experts import room_of_exchange
+from shiftjax.costs.expert_load import room_of_exchange
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.mesh import group_mesh
 from shiftjax.device.pool import PoolOptions

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shiftjax.arch.config import Experts
-from shiftjax.costs.experts import most_loaded
+from shiftjax.costs.expert_load import most_loaded
 
 
 @pytest.mark.parametrize(("num", "k"), [(128, 8), (128, 4), (16, 1)])

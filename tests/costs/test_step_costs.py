@@ -14,7 +14,7 @@ from shiftjax.core.policy import work_of
 from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
-from shiftjax.costs.experts import Load
+from shiftjax.costs.expert_load import Load
 from shiftjax.costs.kernel_costs import KernelCosts, matmul_seconds
 from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import EngineOverhead, Machine, Transfer

@@ -17,7 +17,7 @@ from pallas_kernels.grouped_work import sort_pairs
 from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
-from shiftjax.costs.experts import room_of_exchange
+from shiftjax.costs.expert_load import room_of_exchange
 from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.device.place import define, load
 from shiftjax.models.attention import AttentionMetadata

@@ -57,7 +57,7 @@ ROWS: tuple[Mutant, ...] = (
         (TEST_COSTS,), "chunks of layers with windows look dearer",
     ),
     Mutant(
-        "experts are chosen once for all tokens", "costs", "shiftjax/costs/experts.py",
+        "experts are chosen once for all tokens", "costs", "shiftjax/costs/expert_load.py",
         "(1 - experts.per_token / experts.num) ** num_tokens",
         "(1 - experts.per_token / experts.num) ** 1",
         ("tests/costs/test_expert_load.py",), "large steps seem to read few experts",
