@@ -35,8 +35,8 @@ from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import resolve
 from shiftjax.device.backend import DeviceBackend
+from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.groups import Placed, define_steps
-from shiftjax.device.memory import GroupMemory
 from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import DevicePools
 from shiftjax.device.runner import DeviceRunner

@@ -11,8 +11,8 @@ from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.gpu_options import gpu_options
+from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.joined import JOINED_ON
-from shiftjax.device.memory import GroupMemory
 from shiftjax.device.mesh import group_mesh, joined_mesh, own_devices
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import Rows, define, load_rows, read_rows

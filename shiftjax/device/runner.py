@@ -13,7 +13,7 @@ import numpy as np
 
 from shiftjax.core.proposal import ModelGuess
 from shiftjax.core.request import StepOutput, StepPlan
-from shiftjax.device.memory import GroupMemory
+from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.mesh import named, put, replicated_spec
 from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions

@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from shiftjax.arch.cache import CacheSpec, Entry
-from shiftjax.device.memory import GroupMemory
+from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
 from shiftjax.device.pool import (
     FlatPools,

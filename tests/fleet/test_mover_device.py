@@ -16,7 +16,7 @@ from harness import silent
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.device import pool
-from shiftjax.device.memory import GroupMemory
+from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.mesh import group_mesh, joined_mesh
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import define, load
