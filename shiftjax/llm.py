@@ -17,7 +17,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet.state import FleetState, plain_counters, plain_state
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.hosts.calls import Leader
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput

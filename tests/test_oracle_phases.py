@@ -15,7 +15,7 @@ from shiftjax.build import Built
 from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.device.programs import CompileCounter
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.phases.resharding import Resharding, ReshardingState
 
 pytestmark = pytest.mark.thorough

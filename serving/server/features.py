@@ -11,8 +11,8 @@ from shiftjax.drafts import speculation
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet import state as fleet_state
 from shiftjax.fleet.state import FleetState
-from shiftjax.host_tier import stats as host_stats
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier import host_stats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.metric import Metric
 from shiftjax.phases import resharding
 from shiftjax.phases.resharding import ReshardingState

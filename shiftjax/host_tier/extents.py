@@ -19,7 +19,7 @@ from itertools import count, groupby
 
 from shiftjax.core.blocks import CachedPrefix, block_tokens
 from shiftjax.core.tier import MOST_AHEAD, Extent, Offload, Place, Restore, Tier, TierMoves
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 
 EXTENT_SIZES = (32, 8, 1)  # blocks of a copy; one of a size is one program, one transfer
 MOST_IN_FLIGHT = 8  # copies on their way; each holds device memory for an extent until it is there

@@ -19,7 +19,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import first_arrangement
 from shiftjax.fleet.stats import FleetStats, Turn
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.parallel.arrangements import Arrangement
 from shiftjax.phases.resharding import PHASES, Resharding
 from shiftjax.sim.backend import make_engine

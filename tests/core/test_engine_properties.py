@@ -23,7 +23,7 @@ from spent import examples
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 
 FAST = settings(
     deadline=None,

@@ -19,7 +19,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.core.request import SamplingParams
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.parallel.grid import Mode
 from shiftjax.phases.resharding import ReshardingState
 from shiftjax.weights.huggingface import HuggingFaceSource

@@ -18,7 +18,7 @@ from shiftjax.device.pool import FlatPools, PoolOptions
 from shiftjax.device.programs import CompileCounter
 from shiftjax.host_tier.copies_device import HostTier
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_IN_FLIGHT
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.layout import Layout
 

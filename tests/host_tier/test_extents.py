@@ -23,7 +23,7 @@ from test_engine_properties import FAST, Client, check_tokens, play
 from shiftjax.core.blocks import CachedPrefix
 from shiftjax.core.topology import Topology
 from shiftjax.host_tier.extents import HostBlocks, HostMemory, extent_sizes
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens
 

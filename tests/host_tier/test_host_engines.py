@@ -9,7 +9,7 @@ from shiftjax.build import Built
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
 from shiftjax.host_tier.extents import HostBlocks
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 
 PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
 NUM_CACHED = 56  # never the last token, and whole blocks

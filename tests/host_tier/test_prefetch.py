@@ -15,7 +15,7 @@ from echo_kit import (
 )
 
 from shiftjax.host_tier.extents import MOST_AHEAD
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 
 STEMS = [[stem] * 5 + list(range(12)) + [stem] * 7 for stem in range(6)]  # 24 tokens, 6 blocks
 

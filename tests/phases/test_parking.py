@@ -16,7 +16,7 @@ from phases_kit import LoadFault, exchange_of, make_phases
 from test_constraints import Alternating, parities
 from test_constraints import request as constrained
 
-from shiftjax.host_tier.stats import HostStats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.phases.resharding import Resharding, ReshardingState
 
 
