@@ -54,7 +54,7 @@ from shiftjax.arch.config import ModelConfig, Speculator
 from shiftjax.arch.weights import EMBEDDING, LSTM_GATES
 from shiftjax.weights.hf_config import ARCHITECTURES
 from shiftjax.weights.resolve import open_source, resolve_model
-from shiftjax.weights.speculator import save_speculator
+from shiftjax.weights.speculator_checkpoints import save_speculator
 
 LOSS_WEIGHTS = (1.0, 0.8, 0.64)
 TEST_TOKENS = 128  # of an answer that is held out

@@ -103,7 +103,7 @@ def open_source(
     source = _open(location, seed, dtype)
     if not drafts.uses_model or drafts.draft_model is None:
         return source
-    from shiftjax.weights.speculator import with_speculator
+    from shiftjax.weights.speculator_checkpoints import with_speculator
 
     where = resolve_model(drafts.draft_model)
     if where.kind != "huggingface" or where.path is None:

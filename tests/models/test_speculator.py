@@ -28,7 +28,7 @@ from shiftjax.models.speculator import DraftRows, choose
 from shiftjax.parallel.grid import ALL_AXES, Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
-from shiftjax.weights.speculator import with_speculator
+from shiftjax.weights.speculator_checkpoints import with_speculator
 
 KEY = jax.random.key(5)
 TINY = PRESETS["tiny"]  # 256 token ids, hidden states of 64

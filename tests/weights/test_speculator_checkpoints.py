@@ -17,7 +17,7 @@ from shiftjax.options import ConfigError
 from shiftjax.weights.hf_config import to_json
 from shiftjax.weights.random import RandomSource
 from shiftjax.weights.source import CheckpointError, check_complete
-from shiftjax.weights.speculator import save_speculator, with_speculator
+from shiftjax.weights.speculator_checkpoints import save_speculator, with_speculator
 
 TARGET = RandomSource(PRESETS["tiny"])  # 256 token ids, hidden states of 64
 # What may be written although it is tied: by the name of an example, a copy and its original.
