@@ -15,7 +15,7 @@ from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.device.choosers import describe_width, wanted_by_width
 from shiftjax.device.groups import define_steps
 from shiftjax.device.sizing import measure
-from shiftjax.embed.settings import (
+from shiftjax.embed.embed_settings import (
     check_embedding,
     embed_dtype,
     embed_shape,
