@@ -16,13 +16,13 @@ from shiftjax.device.mesh import rows_mesh
 from shiftjax.device.place import define, load
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.device.sizing import measure
+from shiftjax.embed.embed_engine import EmbedEngine, Text
 from shiftjax.embed.embed_settings import (
     check_embedding,
     embed_dtype,
     embed_shape,
     num_devices_of,
 )
-from shiftjax.embed.engine import EmbedEngine, Text
 from shiftjax.embed.step_device import EmbedDeviceRunner, EmbedStep
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.parallel.layout import Layout

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shiftjax.embed.engine import EmbedPlan, EmbedShape
+from shiftjax.embed.embed_engine import EmbedPlan, EmbedShape
 
 SHAPE = EmbedShape((16, 32), ((1, 2, 4), (1, 2)), 24, 64)
 HIDDEN = 3

@@ -20,7 +20,7 @@ from serving.server.errors import ServeError
 from serving.server.options import ServerOptions
 from shiftjax.core.limits import RequestLimits
 from shiftjax.core.stats import EngineStats
-from shiftjax.embed.engine import EmbedEngine, EmbedRunner, EmbedStats, Text
+from shiftjax.embed.embed_engine import EmbedEngine, EmbedRunner, EmbedStats, Text
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from serving.server.worker_thread import WorkerThread
-from shiftjax.embed.engine import Embedded, EmbedEngine, EmbedRunner, EmbedStats
+from shiftjax.embed.embed_engine import Embedded, EmbedEngine, EmbedRunner, EmbedStats
 
 
 class EmbedTurn(NamedTuple):

@@ -4,7 +4,7 @@ from serving.server.embed_thread import EmbedTurn
 from serving.server.errors import ServeError
 from serving.server.metrics import Metrics
 from serving.server.records import FIRST_TOKEN_BUCKETS, Declared, Records
-from shiftjax.embed.engine import EmbedStats
+from shiftjax.embed.embed_engine import EmbedStats
 
 FILL_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 TABLE = (

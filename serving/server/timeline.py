@@ -13,7 +13,7 @@ from serving.server.handle import RequestHandle
 from serving.server.history import History, kind_of
 from shiftjax.core.stats import EngineStats
 from shiftjax.drafts.speculation import DraftStats
-from shiftjax.embed.engine import EmbedStats
+from shiftjax.embed.embed_engine import EmbedStats
 from shiftjax.fleet.state import FleetState
 
 SLOT_SECONDS = {60: 0.5, 600: 5.0}  # by the span in seconds: how fine the past is kept

@@ -6,7 +6,7 @@ from shiftjax.arch.weights import num_parameters
 from shiftjax.config import SETTINGS, EngineConfig
 from shiftjax.deploy.deployment import Devices
 from shiftjax.deploy.tasks import ENGINE_TASKS, idle_settings
-from shiftjax.embed.engine import EmbedShape
+from shiftjax.embed.embed_engine import EmbedShape
 from shiftjax.options import ConfigError
 
 DECODER_WIDTH = 512

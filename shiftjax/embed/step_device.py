@@ -22,7 +22,7 @@ from shiftjax.device.mesh import embeddings_spec, named, packed_spec, replicated
 from shiftjax.device.place import ModelDef, Progress
 from shiftjax.device.programs import COMPILE_THREADS
 from shiftjax.device.step import COMPILER_OPTIONS
-from shiftjax.embed.engine import EmbedPlan, EmbedShape, slots_of
+from shiftjax.embed.embed_engine import EmbedPlan, EmbedShape, slots_of
 from shiftjax.models.bert import normalize, pool
 from shiftjax.models.llama import Llama
 from shiftjax.models.packed import decode_rows

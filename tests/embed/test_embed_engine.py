@@ -8,7 +8,7 @@ from embed_kit import SumRunner, embedding_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftjax.embed.engine import EmbedEngine, EmbedShape, Text
+from shiftjax.embed.embed_engine import EmbedEngine, EmbedShape, Text
 
 
 def texts_of(sizes: list[int]) -> list[Text]:

@@ -11,7 +11,7 @@ from harness import silent
 from shiftjax.arch.formats import formats_of
 from shiftjax.device.mesh import rows_mesh
 from shiftjax.device.place import define, load
-from shiftjax.embed.engine import EmbedPlan, Text, slots_of
+from shiftjax.embed.embed_engine import EmbedPlan, Text, slots_of
 from shiftjax.embed.step_device import pack
 from shiftjax.models.bert import normalize, pool
 from shiftjax.parallel.layout import Layout

@@ -9,7 +9,7 @@ from in_thread import InThread, server_in_thread
 
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.service import ServedModel, Service
-from shiftjax.embed.engine import EmbedRunner
+from shiftjax.embed.embed_engine import EmbedRunner
 from shiftjax.text.embedding_inputs import InputReader
 
 
