@@ -30,10 +30,10 @@ from shiftjax.fleet.setup import move_costs
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import choose_deployments, saturation_rate, target_from
 from shiftjax.sim.hindsight import Oracle
-from shiftjax.sim.metrics import makespan, peak_throughput, summary
 from shiftjax.sim.modelled import Target, cost_model, memory_of
 from shiftjax.sim.named import STANDARD, deploy, standard_deployments
 from shiftjax.sim.replay import replay
+from shiftjax.sim.replay_metrics import makespan, peak_throughput, summary
 from shiftjax.sim.trace import TraceRequest, load_trace, on_off_times, requests_at, window
 
 PROMPT, OUTPUT = 4096, 250

@@ -33,9 +33,9 @@ from shiftjax.sim.columns import Row, row_of_run
 from shiftjax.sim.devices import WallClock
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.experiments import target_of
-from shiftjax.sim.metrics import summary
 from shiftjax.sim.modelled import not_simulated
 from shiftjax.sim.replay import RequestRecord, replay, serve
+from shiftjax.sim.replay_metrics import summary
 from shiftjax.sim.trace import TraceRequest
 
 if TYPE_CHECKING:

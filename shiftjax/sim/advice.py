@@ -16,11 +16,11 @@ from shiftjax.costs.crossing import shift_threshold
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.sim.estimate import Estimate, Workload, estimate
-from shiftjax.sim.metrics import summary
 from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_rates import all_degrees
 from shiftjax.sim.replay import replay
+from shiftjax.sim.replay_metrics import summary
 from shiftjax.sim.trace import TraceRequest, poisson, scale_rate
 
 CLOSED_FORM_ERROR = 1.1  # of tokens per second; see tests/sim/test_planning.py

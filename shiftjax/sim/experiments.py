@@ -18,11 +18,11 @@ from shiftjax.deploy.resolve import formats_in
 from shiftjax.options import ConfigError, shown, unknown_name
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.hindsight import ORACLE, Oracle, best_in_hindsight, oracle_of
-from shiftjax.sim.metrics import makespan, summary
 from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.models import find_model
 from shiftjax.sim.named import Phases, deploy_named
 from shiftjax.sim.replay import Replay, replay
+from shiftjax.sim.replay_metrics import makespan, summary
 from shiftjax.sim.trace import (
     TraceRequest,
     arrival_times,

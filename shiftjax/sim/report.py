@@ -17,7 +17,8 @@ from shiftjax.parallel.arrangements import spelled
 from shiftjax.sim.advice import Trial
 from shiftjax.sim.estimate import Estimate
 from shiftjax.sim.experiments import SweepPoint, write_rows
-from shiftjax.sim.metrics import (
+from shiftjax.sim.replay import Replay
+from shiftjax.sim.replay_metrics import (
     arrangements,
     longest_mode,
     makespan,
@@ -26,7 +27,6 @@ from shiftjax.sim.metrics import (
     shares,
     throughput_over_time,
 )
-from shiftjax.sim.replay import Replay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from shiftjax.options import ConfigError
 from shiftjax.sim.advice import Goal, Load, advise, even_load, in_words, load_of
 from shiftjax.sim.estimate import Workload
 from shiftjax.sim.experiments import target_from
-from shiftjax.sim.metrics import summary
 from shiftjax.sim.replay import replay
+from shiftjax.sim.replay_metrics import summary
 from shiftjax.sim.trace import TraceRequest, poisson
 
 SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from shiftjax.options import ConfigError
 from shiftjax.sim.experiments import choose_deployments, sweep, target_from
 from shiftjax.sim.hindsight import Oracle, best_in_hindsight, oracle_of
-from shiftjax.sim.metrics import summary
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import Replay, RequestRecord, StepRecord
+from shiftjax.sim.replay_metrics import summary
 from shiftjax.sim.trace import TraceRequest
 
 TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})

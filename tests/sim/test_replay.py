@@ -13,16 +13,16 @@ from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.experiments import saturation_rate
-from shiftjax.sim.metrics import (
+from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of
+from shiftjax.sim.models import find_model
+from shiftjax.sim.named import standard_deployments
+from shiftjax.sim.replay import Replay, StepRecord, replay
+from shiftjax.sim.replay_metrics import (
     longest_mode,
     peak_throughput,
     summary,
     throughput_over_time,
 )
-from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of
-from shiftjax.sim.models import find_model
-from shiftjax.sim.named import standard_deployments
-from shiftjax.sim.replay import Replay, StepRecord, replay
 from shiftjax.sim.trace import TraceRequest, arrival_times, poisson, requests_at, scale_rate
 
 

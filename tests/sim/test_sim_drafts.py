@@ -18,11 +18,11 @@ from shiftjax.drafts.step_times import StepTimes
 from shiftjax.options import ConfigError
 from shiftjax.sim.drafts import WRONG, AcceptanceModel, ModelledDrafting, acceptance_from
 from shiftjax.sim.echo import EchoRunner, echo_token
-from shiftjax.sim.metrics import summary
 from shiftjax.sim.modelled import Target, cost_model, memory_of, modes_of, policy_of
 from shiftjax.sim.models import find_model
 from shiftjax.sim.named import standard_deployments
 from shiftjax.sim.replay import Clock, CostRunner, replay, serve
+from shiftjax.sim.replay_metrics import summary
 from shiftjax.sim.trace import TraceRequest, poisson
 
 H200 = Target(

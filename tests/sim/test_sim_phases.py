@@ -14,11 +14,11 @@ from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.resharding import PHASES
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.host_link import HostLink, Stored
-from shiftjax.sim.metrics import makespan, phase_shares, phase_spans, summary
 from shiftjax.sim.modelled import reload_of
 from shiftjax.sim.named import Phases, deploy, deploy_named
 from shiftjax.sim.phase_rates import Batch, phased, rates_of
 from shiftjax.sim.replay import replay
+from shiftjax.sim.replay_metrics import makespan, phase_shares, phase_spans, summary
 from shiftjax.sim.trace import TraceRequest
 
 HOST = 64 * 2**30

@@ -15,9 +15,9 @@ from serving.bench.load import Outcome, closed_loop, numbers_for, open_loop, run
 from serving.bench.report import queue_times, summary
 from shiftjax.parallel.grid import Mode
 from shiftjax.sim.experiments import target_from
-from shiftjax.sim.metrics import summary as simulated_summary
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import Replay, RequestRecord, StepRecord
+from shiftjax.sim.replay_metrics import summary as simulated_summary
 from shiftjax.sim.trace import TraceRequest
 
 pytestmark = pytest.mark.thorough
