@@ -4,7 +4,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
-from shiftjax.drafts.history import History, Text
+from shiftjax.drafts.draft_history import History, Text
 
 MOST_CORPORA = 64
 

@@ -9,7 +9,7 @@ from shiftjax.core.proposal import Claims, ModelGuess, Proposal
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.acceptance import Acceptance, Record
 from shiftjax.drafts.corpora import Corpora
-from shiftjax.drafts.history import History, Place, Text
+from shiftjax.drafts.draft_history import History, Place, Text
 from shiftjax.drafts.search import Guess, Lookup, follow, make_search
 from shiftjax.drafts.sorted_index import SortedIndex
 

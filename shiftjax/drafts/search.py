@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shiftjax.draft_options import DraftOptions
-from shiftjax.drafts.history import Place
+from shiftjax.drafts.draft_history import Place
 
 SUFFIX_SIZES = (4, 2, 1)  # tokens of the keys that places are found by
 MOST_PLACES = 12  # the most recent ones of a key

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shiftjax.drafts import corpora
 from shiftjax.drafts.corpora import Corpora
-from shiftjax.drafts.history import History
+from shiftjax.drafts.draft_history import History
 from shiftjax.drafts.search import SUFFIX_SIZES
 
 steady = settings(deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ from suffix_oracle import guess
 
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts import sorted_index
-from shiftjax.drafts.history import History
+from shiftjax.drafts.draft_history import History
 from shiftjax.drafts.search import (
     MOST_PLACES,
     SUFFIX_SIZES,
