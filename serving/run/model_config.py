@@ -13,9 +13,9 @@ def model_of(name: str) -> str | ModelConfig:
     Raises ConfigError.
     """
     from shiftjax.weights.errors import CheckpointError
-    from shiftjax.weights.fields import read_json
     from shiftjax.weights.hf_config import parse_config
     from shiftjax.weights.quant_config import with_modelopt
+    from shiftjax.weights.typed_fields import read_json
 
     path = Path(name)
     if os.path.isdir(name):

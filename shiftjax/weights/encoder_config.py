@@ -7,7 +7,7 @@ from typing import Any
 from shiftjax.arch.config import Encoder, ModelConfig
 from shiftjax.arch.pooling import Pooling, PoolingKind
 from shiftjax.weights.errors import CheckpointError
-from shiftjax.weights.fields import Fields, read_json
+from shiftjax.weights.typed_fields import Fields, read_json
 
 ENCODERS = {"bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel"}
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id")

@@ -3,7 +3,7 @@
 from typing import Any, Literal, NamedTuple
 
 from shiftjax.arch.config import Experts, ModelConfig
-from shiftjax.weights.fields import Fields
+from shiftjax.weights.typed_fields import Fields
 
 
 class _Names(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.gguf_header import GgufHeader
-from shiftjax.weights.fields import Fields
 from shiftjax.weights.source import CheckpointError
+from shiftjax.weights.typed_fields import Fields
 
 ROPE_FACTORS = "rope_freqs.weight"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp calls Mistral llama too

@@ -8,10 +8,10 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.traits import DECODERS, SWIGLU_LIMIT, SWIGLU_SLOPE, traits_of
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
-from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.hf_layers import layers_json, read_layers
 from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
 from shiftjax.weights.source import CheckpointError
+from shiftjax.weights.typed_fields import Fields, read_json
 
 ARCHITECTURES = {name: row.model_class for name, row in DECODERS.items()} | ENCODERS
 # The text model of these is a part of the file, of an architecture of its own.

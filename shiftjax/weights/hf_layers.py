@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from shiftjax.arch.config import LayerKind, ModelConfig, RopeScaling
-from shiftjax.weights.fields import Fields
+from shiftjax.weights.typed_fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ALL_SLIDE = ("mistral", "mixtral", "phi3")

@@ -14,10 +14,10 @@ import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore as ts
 
 from shiftjax.arch.formats import DTYPES
-from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import read_config
 from shiftjax.weights.huggingface import cast_ranges, in_groups, write_config
 from shiftjax.weights.source import CheckpointError, TensorInfo, TensorSource, bounds
+from shiftjax.weights.typed_fields import read_json
 
 CHECKPOINT = "orbax"
 _STATE = "state"  # where Orbax keeps a checkpoint's arrays

@@ -15,8 +15,8 @@ from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.parallel.stored import can_be_codes
 from shiftjax.weights.errors import CheckpointError
-from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.hf_names import stored_name
+from shiftjax.weights.typed_fields import Fields, read_json
 
 Kind = Literal["fp8", "fp8_blocks", "int8", "packed", "gptq", "awq", "mxfp4"]
 FIELD = "quantization_config"

@@ -17,7 +17,6 @@ import numpy as np
 from shiftjax.arch.config import ModelConfig, Speculator
 from shiftjax.arch.weights import LSTM_GATES, SPECULATOR, expected_tensors
 from shiftjax.options import ConfigError
-from shiftjax.weights.fields import Fields, read_json
 from shiftjax.weights.hf_config import ARCHITECTURES
 from shiftjax.weights.huggingface import SINGLE_FILE, read_headers
 from shiftjax.weights.safetensors_file import read_range, write_file
@@ -29,6 +28,7 @@ from shiftjax.weights.source import (
     differences,
     row_ranges,
 )
+from shiftjax.weights.typed_fields import Fields, read_json
 
 MLP, LSTM = "ArcticMLPSpeculatorPreTrainedModel", "ArcticLSTMSpeculatorPreTrainedModel"
 # By `method`, the last two may be MLPs of another form too, which are not supported.

@@ -10,9 +10,9 @@ from checkpoints import edit_json
 
 from shiftjax.arch.config import LayerKind, RopeScaling
 from shiftjax.arch.presets import PRESETS
-from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import parse_config, read_config, to_json
 from shiftjax.weights.source import CheckpointError
+from shiftjax.weights.typed_fields import read_json
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 

@@ -17,7 +17,6 @@ from oracle import quantised_files as files
 from shiftjax.arch.config import Codes
 from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.convert import convert
-from shiftjax.weights.fields import Fields
 from shiftjax.weights.hf_config import parse_config
 from shiftjax.weights.huggingface import HuggingFaceSource
 from shiftjax.weights.quant_config import parse_method
@@ -25,6 +24,7 @@ from shiftjax.weights.quantised import Presented, present
 from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.safetensors_file import read_header
 from shiftjax.weights.source import OF_CODES, OF_INPUTS, OF_SCALE, CheckpointError, check_complete
+from shiftjax.weights.typed_fields import Fields
 
 UP = "model.layers.1.mlp.up_proj"
 GOLDEN = Path(__file__).parent.parent / "data" / "quantised"

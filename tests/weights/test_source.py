@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import expected_tensors
-from shiftjax.weights.fields import read_json
 from shiftjax.weights.hf_config import parse_config
 from shiftjax.weights.huggingface import HuggingFaceSource
 from shiftjax.weights.random import RandomSource
@@ -23,6 +22,7 @@ from shiftjax.weights.source import (
     check_finite,
     row_ranges,
 )
+from shiftjax.weights.typed_fields import read_json
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 TENSORS = json.loads((CONFIGS / "tensors.json").read_text())
