@@ -17,7 +17,6 @@ from shiftjax.phases.resharding import PHASES
 from shiftjax.phases.switch_costs import check_host_links
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, Units
 from shiftjax.sim.drafts import AcceptanceModel
-from shiftjax.sim.exchange import CostExchange
 from shiftjax.sim.host_link import HostLink, Stored
 from shiftjax.sim.modelled import (
     Target,
@@ -27,6 +26,7 @@ from shiftjax.sim.modelled import (
     policy_of,
     sized_of,
 )
+from shiftjax.sim.phase_exchange import CostExchange
 
 
 class SimulatedBackend:
