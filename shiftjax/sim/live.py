@@ -14,10 +14,10 @@ from shiftjax.core.limits import NO_LOGPROBS
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.regrouping import MOST_REMEMBERED, Fleet
 from shiftjax.options import ConfigError
-from shiftjax.sim.backend import make_engine
 from shiftjax.sim.devices import Clock, WallClock
 from shiftjax.sim.made_up import MadeUpTokens
 from shiftjax.sim.modelled import Target, deploy_config
+from shiftjax.sim.sim_backend import make_engine
 
 REFUSED = {
     "speculation": (("none",), "nobody says how often guesses at made-up tokens are right"),

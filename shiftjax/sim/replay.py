@@ -22,12 +22,12 @@ from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.parallel.arrangements import Arrangement
 from shiftjax.phases.resharding import PHASES, Resharding
-from shiftjax.sim.backend import make_engine
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.named import Phases
 from shiftjax.sim.phase_exchange import CostExchange, Switch
+from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sim.trace import TraceRequest
 
 IDLE_SECONDS = 0.05  # that pass in a turn in which nothing can be done, say for a pause to end

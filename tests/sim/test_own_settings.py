@@ -9,13 +9,13 @@ from shiftjax.build import build
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
-from shiftjax.sim.backend import make_engine
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.estimate import Workload, estimate
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.modelled import cost_model, deploy_config, memory_of
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
+from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sim.trace import TraceRequest
 from shiftjax.weights.resolve import open_source, resolve_model
 

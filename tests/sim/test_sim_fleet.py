@@ -21,7 +21,6 @@ from shiftjax.fleet.setup import move_costs
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group
-from shiftjax.sim.backend import make_engine
 from shiftjax.sim.devices import Clock, CostMover, Units
 from shiftjax.sim.estimate import Workload, fleet_estimate
 from shiftjax.sim.experiments import choose_deployments, target_from
@@ -30,6 +29,7 @@ from shiftjax.sim.named import deploy_named, standard_deployments
 from shiftjax.sim.planning import fleet_estimates
 from shiftjax.sim.replay import FleetRun, Replay, replay
 from shiftjax.sim.replay_metrics import arrangements, makespan, queue_by_priority, shares, summary
+from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sim.trace import TraceRequest, on_off_times, poisson, requests_at
 
 CODES = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})

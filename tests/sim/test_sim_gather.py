@@ -20,11 +20,11 @@ from shiftjax.deploy.resolve import resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.sim.backend import make_engine
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.modelled import cost_model, deploy_config, memory_of
 from shiftjax.sim.planning import gather_in_words, gathered_deployments
+from shiftjax.sim.sim_backend import make_engine
 
 H200 = load_machine("h200x8")
 OURS = load_engine("shiftjax")
