@@ -25,7 +25,7 @@ from shiftjax.device.step import COMPILER_OPTIONS
 from shiftjax.embed.embed_engine import EmbedPlan, EmbedShape, slots_of
 from shiftjax.models.bert import normalize, pool
 from shiftjax.models.llama import Llama
-from shiftjax.models.packed import decode_rows
+from shiftjax.models.packed_rows import decode_rows
 
 
 @dataclass(frozen=True)
