@@ -10,11 +10,11 @@ from functools import partial
 from typing import Protocol
 
 from serving.server.async_requests import AsyncRequests, Watches
-from serving.server.choice import capacity_of, choice_of
 from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
 from serving.server.kv_events import KvEvents
+from serving.server.mode_choice import capacity_of, choice_of
 from serving.server.options import ServerOptions
 from serving.server.waiting import Place, Waits
 from shiftjax.core.cache_events import CacheFeed

@@ -3,8 +3,8 @@
 import pytest
 from kit import make_engine
 
-from serving.server.choice import choice_of
 from serving.server.history import KINDS, History
+from serving.server.mode_choice import choice_of
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.policies import make_policy
