@@ -40,7 +40,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.request import Request, SamplingParams, TokenLogprobs
 from shiftjax.core.sampling_params import DYNAMO, PARAMS, SamplingError
 from shiftjax.options import ConfigError
-from shiftjax.weights.resolve import find_model
+from shiftjax.weights.locate import find_model
 
 PLACE = {
     "namespace": "dynamo",

@@ -13,7 +13,7 @@ from shiftjax.settings import compile_cache_dir
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
 from shiftjax.weights.checksums import Progress, verify_checksums
 from shiftjax.weights.encoder_config import read_pooling
-from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
+from shiftjax.weights.locate import ModelLocation, open_source, resolve_model
 from shiftjax.weights.source import TensorSource, check_complete
 
 

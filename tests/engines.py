@@ -23,7 +23,7 @@ from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.costs.work import Work
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.parallel.grid import Mode
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 
 # 9 query and 3 KV heads, as SmolLM2 has: every device count pads or replicates them.
 MODEL = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}

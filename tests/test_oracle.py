@@ -28,7 +28,7 @@ from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.core.policies import FixedPolicy, make_policy
 from shiftjax.core.request import SamplingParams
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.source import TensorSource
 
 BFLOAT16_MARGIN = 0.15  # a near-tie that bfloat16 may turn

@@ -112,7 +112,7 @@ OPTIONS = {
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each contender, after rounds in which they took turns."""
-    from shiftjax.weights.resolve import resolve_model
+    from shiftjax.weights.locate import resolve_model
 
     os.environ["MINILM"] = str(resolve_model("minilm-l6").path)
     engines = {"packed": sys.executable, "onnxruntime": args.onnx}

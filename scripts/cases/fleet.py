@@ -43,7 +43,7 @@ from shiftjax.fleet.stats import Turn
 from shiftjax.parallel.arrangements import Arrangement, equal_groups, possible_widths
 from shiftjax.parallel.grid import Group
 from shiftjax.settings import make_virtual_devices
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 
 Row = dict[str, Any]
 Tokens = Mapping[tuple[str, int], Sequence[int]]  # by request and continuation

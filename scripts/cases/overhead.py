@@ -45,7 +45,7 @@ from shiftjax.core.request import StepOutput
 from shiftjax.sim.echo import EchoRunner
 from shiftjax.sim.trace import TraceRequest
 from shiftjax.text.tokenizer import load_tokenizer
-from shiftjax.weights.resolve import resolve_model
+from shiftjax.weights.locate import resolve_model
 
 SIDES = ("server", "client")
 PROMPT_TOKENS, MAX_MODEL_LEN = 32, 2048

@@ -39,7 +39,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.models.layers import rms_norm
 from shiftjax.text.tokenizer import load_tokenizer
 from shiftjax.weights.huggingface import save_huggingface
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.source import TensorInfo, TensorSource
 
 WINDOW, BATCH = 512, 4  # tokens of a context, contexts of a pass

@@ -17,7 +17,7 @@ import numpy as np
 
 from shiftjax.arch.weights import weights_of
 from shiftjax.parallel.stored import can_be_codes
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LARGEST = np.float32(448)

@@ -53,7 +53,7 @@ from target_texts import answer, invent, open_engine, read_questions
 from shiftjax.arch.config import ModelConfig, Speculator
 from shiftjax.arch.weights import EMBEDDING, LSTM_GATES
 from shiftjax.weights.hf_config import ARCHITECTURES
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.speculator_checkpoints import save_speculator
 
 LOSS_WEIGHTS = (1.0, 0.8, 0.64)

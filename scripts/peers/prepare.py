@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize, quantize
 
 from shiftjax.weights.convert import convert
-from shiftjax.weights.resolve import resolve_model
+from shiftjax.weights.locate import resolve_model
 
 BF16 = GGMLQuantizationType.BF16
 GGUF_FILE_TYPE_BF16 = 32

@@ -120,7 +120,7 @@ def measure_switch(runner: "DeviceRunner", plan: StepPlan, repeats: int) -> dict
 def build_for_all_modes(model: str, token_buckets: Sequence[int], **options: Any) -> "Built":
     """An engine without a tokenizer whose steps are compiled in every mode of their group."""
     from shiftjax.build import build
-    from shiftjax.weights.resolve import open_source, resolve_model
+    from shiftjax.weights.locate import open_source, resolve_model
 
     config = EngineConfig.from_options(
         model=model,

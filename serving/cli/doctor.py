@@ -32,7 +32,7 @@ from shiftjax.models import gpu_software
 from shiftjax.models.attention_backend import KERNEL_CAPABILITY
 from shiftjax.parallel.grid import Device
 from shiftjax.settings import compile_cache_dir, environ_beside
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 
 STAND_IN = "llama-8b"  # whose shapes are tried where no model is named
 REDUCED_BYTES = tuple(1 << power for power in range(14, 23))  # 16 KB to 4 MB

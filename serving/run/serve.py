@@ -37,7 +37,7 @@ from shiftjax.drafts.speculation import DraftStats
 from shiftjax.hosts.calls import LostHostError
 from shiftjax.options import ConfigError
 from shiftjax.settings import fault_of, make_virtual_devices
-from shiftjax.weights.resolve import find_model
+from shiftjax.weights.locate import find_model
 
 if TYPE_CHECKING:
     from shiftjax.embedder import Embedder

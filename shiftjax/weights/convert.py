@@ -10,7 +10,7 @@ from typing import Literal
 from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.checksums import write_checksums
 from shiftjax.weights.huggingface import save_huggingface
-from shiftjax.weights.resolve import ModelLocation, open_source, resolve_model
+from shiftjax.weights.locate import ModelLocation, open_source, resolve_model
 from shiftjax.weights.source import CheckpointError, TensorSource, check_complete
 
 Format = Literal["huggingface", "orbax"]

@@ -13,7 +13,7 @@ from shiftjax.deploy.resolve import resolve
 from shiftjax.device import pool_sizes, sizing
 from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, MOST_SIZES, PoolSizes
 from shiftjax.options import ConfigError
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 
 TOTAL = 8 << 30
 BORDER = 1024  # blocks: with a byte less 960 are taken

@@ -17,7 +17,7 @@ from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
 from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sim.trace import TraceRequest
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 
 SETTINGS = {
     **{"model": "random:tiny", "dtype": "float32", "kv_cache_dtype": "bfloat16", "sp": 2, "tp": 2},

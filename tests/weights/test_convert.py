@@ -16,8 +16,8 @@ from shiftjax.weights import orbax
 from shiftjax.weights.checksums import SUMS_FILE, verify_checksums
 from shiftjax.weights.convert import convert
 from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.orbax import OrbaxSource
-from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.source import CheckpointError
 
 FORMATS = ["huggingface", "orbax"]

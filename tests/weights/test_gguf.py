@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.gguf import GgufSource
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.source import CheckpointError, check_complete
 
 MODEL = replace(PRESETS["tiny"], name="tiny", hidden_size=256, intermediate_size=512, head_dim=32)

@@ -19,9 +19,9 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.weights.convert import convert
 from shiftjax.weights.hf_config import parse_config
 from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.quant_config import parse_method
 from shiftjax.weights.quantised import Presented, present
-from shiftjax.weights.resolve import open_source, resolve_model
 from shiftjax.weights.safetensors_file import read_header
 from shiftjax.weights.source import OF_CODES, OF_INPUTS, OF_SCALE, CheckpointError, check_complete
 from shiftjax.weights.typed_fields import Fields

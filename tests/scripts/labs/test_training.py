@@ -28,8 +28,8 @@ from train_speculator import Training, train  # noqa: E402
 from shiftjax.arch.presets import PRESETS  # noqa: E402
 from shiftjax.text.tokenizer import load_tokenizer  # noqa: E402
 from shiftjax.weights.huggingface import HuggingFaceSource, save_huggingface  # noqa: E402
+from shiftjax.weights.locate import resolve_model  # noqa: E402
 from shiftjax.weights.random import RandomSource  # noqa: E402
-from shiftjax.weights.resolve import resolve_model  # noqa: E402
 from shiftjax.weights.speculator_checkpoints import with_speculator  # noqa: E402
 
 pytestmark = pytest.mark.thorough

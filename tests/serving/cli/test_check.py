@@ -25,7 +25,7 @@ from shiftjax.options import ConfigError
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.modelled import memory_of
 from shiftjax.sim.named import deploy
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 
 
 @pytest.mark.costs(10)

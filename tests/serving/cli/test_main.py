@@ -24,7 +24,7 @@ from shiftjax.core.request import RequestError
 from shiftjax.settings import dump_yaml, resolve
 from shiftjax.text.errors import TokenizerError
 from shiftjax.text.tokenizer import load_tokenizer
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.source import CheckpointError
 
 ROOT = Path(__file__).parents[3]

