@@ -196,7 +196,11 @@ def random_requests(seed: int, num: int) -> list[Request]:
         prompt = shared[: rng.choice([0, 0, 16, 33])] + rng.choices(TOKEN_IDS, k=rng.randint(1, 40))
         temperature, top_p = rng.choice([0.0, 1.0]), rng.choice([1.0, 0.9])
         penalty, n, most = rng.choice([1.0, 1.2]), rng.choice([1, 1, 2]), rng.randint(8, 40)
-        how = {"temperature": temperature, "top_p": top_p, "repetition_penalty": penalty}
+        how: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "repetition_penalty": penalty,
+        }
         sampling = SamplingParams(seed=number, n=n, max_tokens=most, ignore_eos=True, **how)
         requests.append(Request(str(number), prompt, sampling))
     return requests

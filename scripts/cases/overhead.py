@@ -145,13 +145,13 @@ def medians_of(streams: int, tokens: int, step_seconds: float, rounds: int) -> d
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, streams, step_seconds), daemon=True)
     process.start()
-    addresses = ours.recv()
+    url, address = ours.recv()
     rows: dict[str, list[Row]] = {"engine": [], "http": [], "grpc": []}
     for _ in range(rounds + 1):
         rows["engine"].append(bare(streams, tokens, step_seconds))
         for name in ("http", "grpc"):
             before = _cpu_seconds(process.pid), time.process_time()
-            samples = uvloop.run(load(name == "grpc", *addresses, (streams, tokens)))
+            samples = uvloop.run(load(name == "grpc", url, address, (streams, tokens)))
             row = numbers(samples, step_seconds)
             spent = _cpu_seconds(process.pid) - before[0], time.process_time() - before[1]
             row |= {f"{who}_cpu_seconds": s for who, s in zip(SIDES, spent, strict=True)}

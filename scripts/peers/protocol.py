@@ -24,10 +24,10 @@ Generate = Callable[[list[list[int]], list[int]], dict]  # token_ids and what a 
 Start = Callable[[argparse.Namespace], tuple[dict, Generate]]  # a description of the engine, and it
 
 
-def main(documentation: str, options: dict[str, tuple], start: Start) -> None:
+def main(documentation: str | None, options: dict[str, tuple], start: Start) -> None:
     """Run a worker with options, name -> (default, help): load its model and serve."""
     channel = reserve_stdout()
-    parser = argparse.ArgumentParser(description=documentation.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(documentation or "").partition("\n")[0])
     parser.add_argument("model", help="GGUF file, or a Hugging Face directory")
     for name, (default, text) in options.items():
         parser.add_argument(name, type=type(default), default=default, help=text)
