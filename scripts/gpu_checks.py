@@ -259,7 +259,7 @@ def expert_rows(effort: Effort, *, dry: bool) -> Iterator[Row]:
 def view_rows(_: Run | None = None) -> Iterator[Row]:
     """Yield whether DLPack views of device buffers stay in place through steps that donate a pool.
 
-    The same path as the weights of SHIFT (`parallel/views.py`), with the pointers looked at.
+    The same path as the weights of SHIFT (`device/views.py`), with the pointers looked at.
     """
     step = jax.jit(lambda weight, pool: pool + weight.sum(), donate_argnums=1)
     for dtype in (jnp.float32, jnp.bfloat16):

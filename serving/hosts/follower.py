@@ -31,7 +31,7 @@ REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED
 
 
 class FollowerHosts:
-    """A connection to the leader, and a `hosts.control.Follower`.
+    """A connection to the leader, and a `hosts.calls.Follower`.
 
     `on_lost` hears once, on any thread, that the leader is gone: the thread that computes may wait
     for it in a step that never ends.
@@ -70,12 +70,12 @@ class FollowerHosts:
         threading.Thread(target=self._watch, name="watch hosts", daemon=True).start()
 
     def least(self, what: str, values: Sequence[int]) -> list[int]:
-        """See `hosts.control.Hosts`."""
+        """See `hosts.calls.Hosts`."""
         self._outgoing.put(pb.FollowerMessage(numbers=pb.Numbers(values=values)))
         return self._answer(AGREE_SECONDS, what)
 
     def calls(self) -> Iterator[bytes | None]:
-        """See `hosts.control.Follower`."""
+        """See `hosts.calls.Follower`."""
         is_busy = False
         while True:
             try:
@@ -92,7 +92,7 @@ class FollowerHosts:
             yield call
 
     def done(self, number: int) -> None:
-        """See `hosts.control.Follower`."""
+        """See `hosts.calls.Follower`."""
         self._done = number
         self._outgoing.put(self._progress())
 

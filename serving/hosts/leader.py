@@ -57,7 +57,7 @@ class Peer:
 
 
 class LeaderHosts(pb_grpc.HostsServicer):
-    """Listens, and is a `hosts.control.Leader`. `on_lost` hears once, on any thread, of the end."""
+    """Listens, and is a `hosts.calls.Leader`. `on_lost` hears once, on any thread, of the end."""
 
     def __init__(self, terms: Terms, on_lost: Callable[[LostHostError], None] = lambda _: None):
         self.terms, self.num, self.on_lost = terms, terms.num, on_lost
@@ -107,7 +107,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._tell(pb.LeaderMessage(welcome=pb.Welcome()))
 
     def least(self, what: str, values: Sequence[int]) -> list[int]:
-        """See `hosts.control.Hosts`."""
+        """See `hosts.calls.Hosts`."""
         told, end = [list(values)], time.monotonic() + AGREE_SECONDS
         for peer in list(self._peers.values()):
             told.append(self._numbers_of(peer, what, end))
@@ -129,7 +129,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
     # ------------------------------------------------------------------ calls
 
     def send(self, number: int, call: bytes) -> None:
-        """See `hosts.control.Leader`."""
+        """See `hosts.calls.Leader`."""
         self._has_begun, now = True, time.monotonic()
         for peer in self._peers.values():
             if peer.sent <= peer.done:
@@ -138,7 +138,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._tell(pb.LeaderMessage(call=call))
 
     def explain(self, error: Exception) -> LostHostError:
-        """See `hosts.control.Leader`."""
+        """See `hosts.calls.Leader`."""
         if isinstance(error, LostHostError):
             return error
         self._has_lost.wait(EXPLAIN_SECONDS)

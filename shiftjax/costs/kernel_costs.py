@@ -1,6 +1,6 @@
 """Seconds of single kernels on one device, without their launches. No JAX.
 
-`step.py` has the formulas, with their derivation, and what a step consists of; here is what a
+`step_costs.py` has the formulas, with their derivation, and what a step consists of; here is what a
 machine makes of one kernel. Measured kernels are compared with the same (`sim/kernel_fit.py`).
 """
 

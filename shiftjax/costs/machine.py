@@ -140,7 +140,7 @@ class EngineOverhead:
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
     buffers_each_sum: bool = False  # where devices read each other's memory: `costs/sum_buffers.py`
-    expert_skew: float = 1.0  # of routing, beside chance: `costs.experts`
+    expert_skew: float = 1.0  # of routing, beside chance: `costs.expert_load`
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
     expert_kernels: int = 0  # of a layer of experts, beside router, products and activation
     # More of a layer of codes, by 1, 2, 4 ... blocks of a device; (): other kernels quantise.

@@ -14,9 +14,9 @@ matrix product, M x K by K x N (`matmul_seconds`)
         gate, up: N = 2 I / t, K = d             down: N = d, K = I / t
 mixture of experts
     E experts of which a token uses k, E / P of them on a device in every mode. The products are
-    those of the device with the most to do (`experts.py`), of all n tokens: A experts are read, and
-    n k / P pairs of tokens and experts, or more, are multiplied with them.
-attention (`kernels.py`), per device and layer with h/P query heads, m cached, and a fixed time
+    those of the device with the most to do (`expert_load.py`), of all n tokens: A experts are read,
+    and n k / P pairs of tokens and experts, or more, are multiplied with them.
+attention (`kernel_costs.py`), per device and layer with h/P query heads, m cached, and a fixed time
     decode  reads the context: per token of it what a layer caches, 2 m D b bytes
     chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2,
             and half a tile's more of each token, as tiles on the diagonal are half masked; queries
@@ -34,7 +34,7 @@ late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all
 host: added, or hidden behind the devices where the engine overlaps the two
 a speculator's guess: products of the sequences' rows with its projection, which every device has,
     and with its share of the head; one embedding summed and five numbers a row gathered over P
-pipeline stages: `stages.py`, of the model of each
+pipeline stages: `group_costs.py`, of the model of each
 """
 
 from collections import Counter

@@ -84,7 +84,7 @@ class EmbedHandle(NamedTuple):
 
 
 class EmbedDeviceRunner:
-    """Runs steps on all devices; see `embed.engine.EmbedRunner`. Holds no state but weights.
+    """Runs steps on all devices; see `embed.embed_engine.EmbedRunner`. Holds no state but weights.
 
     Several threads may share one.
     """

@@ -20,7 +20,7 @@ them needs all tokens on every device, so in place of its second all-reduce it h
 and in SHIFT the all-reduce of n * d * b over all P that an MLP has. Where a token has few experts
 its pairs go to them and back instead, if that is fewer bytes: two all-to-alls over all P with room
 for r pairs from each device to each, P * r * d * b, and an all-gather of the tokens that neighbours
-have computed, (n / sp) * d * b over the P / sp devices (`costs.experts.room_of_exchange`).
+have computed, (n / sp) * d * b over the P / sp devices (`costs.expert_load.room_of_exchange`).
 What an expert that all tokens use adds goes along in the all-reduce; beside an exchange it has one.
 
 Between pipeline stages hidden states are split over all devices, so that n * d * b bytes cross in

@@ -112,8 +112,8 @@ def expert_layer(
     With what the `shared` one does, whose sum over the devices that split it is still to be made.
 
     Where tokens are split, either all of them come to every device, or pairs go to the devices of
-    their experts: what moves fewer bytes (`costs.experts.room_of_exchange`). The exchange has room
-    for more pairs than a device gets on average; a step in which it is too small gathers.
+    their experts: what moves fewer bytes (`costs.expert_load.room_of_exchange`). The exchange has
+    room for more pairs than a device gets on average; a step in which it is too small gathers.
     """
     parallel = layer.parallel
     room = room_of_exchange(parallel.layout, parallel.mode, x.shape[0] * parallel.mode.sp)

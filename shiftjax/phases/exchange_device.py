@@ -25,7 +25,7 @@ def silent(task: str, done: int, total: int) -> None:
 
 
 class DeviceExchange:
-    """Gives the devices to one phase or the other; see `phases.control.Exchange`."""
+    """Gives the devices to one phase or the other; see `phases.resharding.Exchange`."""
 
     def __init__(self, groups: Mapping[Phase, Sequence[Placed]], rows: Rows):
         self._groups, self._rows = groups, rows
