@@ -32,7 +32,7 @@ Row = dict[str, Any]
 FOLDER = Path(__file__).with_name("cases")
 CASES = (
     *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "phases", "groups"),
-    *("two_hosts", "host", "host_tier", "kv_events", "call", "start", "swiftkv"),
+    *("two_hosts", "host", "host_tier", "kv_events", "call", "swiftkv"),
     *("loads", "soak", "router", "forced_calls"),
 )
 

@@ -23,17 +23,9 @@ from shiftjax.config import EngineConfig
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
 
-OPTIONS = {
-    "model": "smollm2-135m",
-    "sp": 4,
-    "tp": 2,
-    "shift_threshold": 64,
-    "max_model_len": 1024,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
-    "token_buckets": [8, 64, 256],
-    "num_blocks": 512,
-}
+OPTIONS = {"model": "smollm2-135m", "sp": 4, "tp": 2, "shift_threshold": 64, "num_blocks": 512}
+OPTIONS |= {"max_num_batched_tokens": 256, "token_buckets": [8, 64, 256]}
+OPTIONS |= {"max_model_len": 1024, "max_num_seqs": 8}
 STORY = (
     "The lighthouse keeper wrote one line about the weather in her book every evening. "
     "Tonight the wind came from the north and the ships stayed in the harbour. "

@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,30 @@ def run_ours(texts: list[str], dtype: str) -> tuple[np.ndarray, dict]:
     before, start = embedder.stats(), time.process_time()
     found = embedder.embed(texts, truncate=True)
     seconds, after = time.process_time() - start, embedder.stats()
-    tokens = after["tokens"] - before["tokens"]
-    return found, {"tokens": tokens, "computed": after["computed"] - before["computed"]} | {
-        "cpu_seconds": seconds
-    }
+    counts = {name: after[name] - before[name] for name in ("tokens", "computed")}
+    return found, counts | {"cpu_seconds": seconds}
+
+
+def run_padded(
+    texts: list[str], is_sorted: bool, encode: Callable, embed: Callable
+) -> tuple[np.ndarray, dict]:
+    """Embed in padded batches, sorted by length or as given, on one thread."""
+    embed(encode(texts[:BATCH]))
+    start = time.process_time()
+    items = encode(texts)
+    lengths = [len(item) for item in items]
+    order = np.argsort(lengths)[::-1] if is_sorted else np.arange(len(items))
+    batches = [order[first : first + BATCH] for first in range(0, len(items), BATCH)]
+    found = np.zeros((len(items), 384), np.float32)
+    for places in batches:
+        found[places] = embed([items[place] for place in places])
+    seconds = time.process_time() - start
+    computed = sum(len(places) * max(lengths[place] for place in places) for places in batches)
+    return found, {"tokens": sum(lengths), "computed": computed, "cpu_seconds": seconds}
 
 
 def run_reference(texts: list[str], is_sorted: bool) -> tuple[np.ndarray, dict]:
-    """Embed in padded batches: sorted by length, as sentence-transformers does it, or as given."""
+    """Embed with sentence-transformers."""
     import torch  # pyright: ignore[reportMissingImports]
     from sentence_transformers import (  # pyright: ignore[reportMissingImports]
         SentenceTransformer,
@@ -65,33 +82,29 @@ def run_reference(texts: list[str], is_sorted: bool) -> tuple[np.ndarray, dict]:
 
     torch.set_num_threads(1)
     model = SentenceTransformer(os.environ["MINILM"], device="cpu")
-    lengths = [min(256, len(model.tokenizer(text)["input_ids"])) for text in texts]
-    order = sorted(range(len(texts)), key=lambda i: -lengths[i]) if is_sorted else range(len(texts))
-    batches = [order[start : start + BATCH] for start in range(0, len(texts), BATCH)]
-    model.encode(texts[:BATCH], batch_size=BATCH)
-    found, start = np.zeros((len(texts), 384), np.float32), time.process_time()
-    for batch in batches:
-        found[list(batch)] = model.encode([texts[i] for i in batch], batch_size=BATCH)
-    seconds = time.process_time() - start
-    computed = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    return found, {"tokens": sum(lengths), "computed": computed, "cpu_seconds": seconds}
+
+    def embed(some: list[list[int]]) -> np.ndarray:
+        padded = model.tokenizer.pad({"input_ids": some}, return_tensors="pt")
+        with torch.inference_mode():
+            return model(dict(padded))["sentence_embedding"].numpy()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return model.tokenizer(texts, truncation=True, max_length=256)["input_ids"]
+
+    return run_padded(texts, is_sorted, encode, embed)
 
 
 def run_onnx(texts: list[str], is_sorted: bool) -> tuple[np.ndarray, dict]:
-    """Embed in padded batches of ONNX Runtime."""
+    """Embed with ONNX Runtime."""
     from peers import onnx_encoder
 
-    return onnx_encoder.run(Path(os.environ["MINILM"]), texts, BATCH, is_sorted)
+    return run_padded(texts, is_sorted, *onnx_encoder.encoder(Path(os.environ["MINILM"])))
 
 
-CONTENDERS = {
-    "packed float32": lambda texts: run_ours(texts, "float32"),
-    "packed bfloat16": lambda texts: run_ours(texts, "bfloat16"),
-    "onnxruntime, sorted": lambda texts: run_onnx(texts, True),
-    "onnxruntime, as they come": lambda texts: run_onnx(texts, False),
-    "sentence-transformers, sorted": lambda texts: run_reference(texts, True),
-    "sentence-transformers, as they come": lambda texts: run_reference(texts, False),
-}
+CONTENDERS = {f"packed {t}": partial(run_ours, dtype=t) for t in ("float32", "bfloat16")}
+for _name, _run in (("onnxruntime", run_onnx), ("sentence-transformers", run_reference)):
+    for _order in ("sorted", "as they come"):
+        CONTENDERS[f"{_name}, {_order}"] = partial(_run, is_sorted=_order == "sorted")
 
 
 def run_alone(name: str, python: str, folder: Path) -> tuple[np.ndarray, dict]:

@@ -24,8 +24,7 @@ COUNT = {"type": "integer", "minimum": 0, "maximum": 99}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    names = list(properties)
-    fixed = {"type": "object", "additionalProperties": False, "required": names}
+    fixed = {"type": "object", "additionalProperties": False, "required": [*properties]}
     return fixed | {"properties": properties}
 
 
@@ -74,19 +73,16 @@ def outcome_of(client: openai.OpenAI, model: str, number: int) -> str:
             choice = stream.get_final_completion().choices[0]
     else:
         choice = client.chat.completions.create(**body).choices[0]
-    if choice.finish_reason != "tool_calls":
-        return f"ends by {choice.finish_reason}"
-    (call,) = choice.message.tool_calls or (None,)
-    if call is None:
-        return "calls nothing"
+    calls = choice.message.tool_calls
+    if choice.finish_reason != "tool_calls" or not calls:
+        return f"ends by {choice.finish_reason}, with {len(calls or ())} calls"
+    call, wanted = calls[0].function, body["tool_choice"]
+    if isinstance(wanted, dict) and call.name != wanted["function"]["name"]:
+        return "is of another function"
     try:
-        arguments = json.loads(call.function.arguments)
+        is_valid = jsonschema_rs.is_valid(SCHEMAS[call.name], json.loads(call.arguments))
     except ValueError:
         return "is no JSON"
-    wanted = body["tool_choice"]
-    if isinstance(wanted, dict) and call.function.name != wanted["function"]["name"]:
-        return "is of another function"
-    is_valid = jsonschema_rs.is_valid(SCHEMAS[call.function.name], arguments)
     return "parses" if is_valid else "breaks its schema"
 
 

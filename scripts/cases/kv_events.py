@@ -17,9 +17,10 @@ import statistics
 import time
 from collections.abc import Generator
 from functools import partial
+from itertools import product
 from typing import Any
 
-from cases.kit import BLOCK_SIZE, VOCAB_SIZE, echo_engine
+from cases.kit import BLOCK_SIZE, VOCAB_SIZE, Row, echo_engine, medians
 
 from serving.server.kv_events import KvEvents
 from shiftjax.core.blocks import BlockAllocator
@@ -61,36 +62,30 @@ def steps_of(options: argparse.Namespace, events: KvEvents) -> dict:
     engines = [make_engine(options) for _ in range(2)]
     feed = CacheFeed([engines[1].lanes[0].scheduler.tables.device])
     after = (lambda: None, partial(events.send_from, feed))
-    taken: dict[str, list[tuple[float, float]]] = {"prompts": [], "decodes": []}
+    taken: dict[str, list[Row]] = {"prompts": [], "decodes": []}
     rng, num_steps, begin = random.Random(0), 0, (time.process_time(), time.thread_time())
-    for number in range(options.rounds):
-        for index in range(options.sequences):
-            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(options.prompt)]
-            for engine in engines:
-                sampling = SamplingParams(max_tokens=options.output, ignore_eos=True)
-                engine.add_request(Request(f"{number}:{index}", prompt, sampling))
-        while engines[0].has_work():
-            order = (0, 1) if num_steps % 2 else (1, 0)
+    for number, index in product(range(options.rounds), range(options.sequences)):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(options.prompt)]
+        sampling = SamplingParams(max_tokens=options.output, ignore_eos=True)
+        for engine in engines:
+            engine.add_request(Request(f"{number}:{index}", prompt, sampling))
+        while index == options.sequences - 1 and engines[0].has_work():
             pair = [0.0, 0.0]
-            for which in order:
+            for which in (0, 1) if num_steps % 2 else (1, 0):
                 start = time.thread_time()
                 engines[which].step(0.0)
                 after[which]()
-                pair[which] = time.thread_time() - start
+                pair[which] = 1e6 * (time.thread_time() - start)
             ended = engines[0].ended_steps
             if number and ended:  # the first round warms up
                 kind = "prompts" if ended[0].num_tokens > options.sequences else "decodes"
-                taken[kind].append((pair[0], pair[1]))
+                columns = (*pair, pair[1] - pair[0])
+                taken[kind].append(dict(zip(COLUMNS, columns, strict=True)))
             num_steps += 1
     assert not events.counts["dropped"]
     others = time.process_time() - begin[0] - (time.thread_time() - begin[1])
-    found: dict = {"other_us": 1e6 * others / num_steps, "num_events": events.counts["sent"]}
-    for kind, pairs in taken.items():
-        off, on = zip(*pairs, strict=True)
-        differences = [b - a for a, b in pairs]
-        medians = (1e6 * statistics.median(each) for each in (off, on, differences))
-        found[kind] = dict(zip(COLUMNS, medians, strict=True))
-    return found
+    found = {"other_us": 1e6 * others / num_steps, "num_events": events.counts["sent"]}
+    return found | {kind: medians(rows) for kind, rows in taken.items()}
 
 
 def make_engine(options: argparse.Namespace) -> Engine:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
+from cases.kit import spent
 
 if TYPE_CHECKING:
     from pallas_kernels.measure import Ceilings
@@ -20,49 +21,32 @@ STREAM_BYTES = 512 << 20  # far beyond any cache
 GEMM_SHAPES = ((128, 2048, 2048), (512, 2048, 2048), (512, 576, 1536))
 
 
-def best_seconds(action: Callable[[], object], repeats: int) -> float:
-    """The shortest of `repeats` runs: other load only ever adds time."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def measure_ceilings() -> "Ceilings":
+    """Return the best rates seen on this machine, in a few seconds; no engine should beat them.
 
-
-def measure_bandwidth(repeats: int = 5) -> float:
-    """Bytes per second that all cores move together: the better of reading and of copying."""
-    num_threads = os.cpu_count() or 1
-    source = np.array_split(np.ones(STREAM_BYTES // 8, np.int64), num_threads)
-    target = [np.empty_like(part) for part in source]
-    with ThreadPoolExecutor(num_threads) as pool:
-        read = best_seconds(lambda: list(pool.map(np.bitwise_or.reduce, source)), repeats)
-        copy = best_seconds(lambda: list(pool.map(np.copyto, target, source)), repeats)
-    return max(STREAM_BYTES / read, 2 * STREAM_BYTES / copy)
-
-
-def measure_gemm(repeats: int = 20) -> float:
-    """Floating point operations per second of the best bfloat16 GEMM, by XLA."""
+    Bytes per second that all cores move together, the better of reading and of copying; operations
+    per second of the best bfloat16 product, by XLA. Other load only ever adds time.
+    """
     import jax
     import jax.numpy as jnp
 
-    multiply, best = jax.jit(jnp.matmul), 0.0
-    for rows, inner, columns in GEMM_SHAPES:
-        left, right = (
-            jnp.ones((rows, inner), jnp.bfloat16),
-            jnp.ones((inner, columns), jnp.bfloat16),
-        )
-        multiply(left, right).block_until_ready()
-        seconds = best_seconds(lambda a=left, b=right: multiply(a, b).block_until_ready(), repeats)
-        best = max(best, 2 * rows * inner * columns / seconds)
-    return best
-
-
-def measure_ceilings() -> "Ceilings":
-    """The best rates seen on this machine, in a few seconds; no engine should beat them."""
     from pallas_kernels.measure import Ceilings
 
-    return Ceilings(measure_bandwidth(), measure_gemm())
+    num_threads = os.cpu_count() or 1
+    source = np.array_split(np.ones(STREAM_BYTES // 8, np.int64), num_threads)
+    target, rates, multiply = [np.empty_like(part) for part in source], [], jax.jit(jnp.matmul)
+    with ThreadPoolExecutor(num_threads) as pool:
+        read = _best_seconds(lambda: list(pool.map(np.bitwise_or.reduce, source)), 5)
+        copy = _best_seconds(lambda: list(pool.map(np.copyto, target, source)), 5)
+    for rows, inner, columns in GEMM_SHAPES:
+        pair = jnp.ones((rows, inner), jnp.bfloat16), jnp.ones((inner, columns), jnp.bfloat16)
+        seconds = _best_seconds(lambda pair=pair: multiply(*pair).block_until_ready(), 21)
+        rates.append(2 * rows * inner * columns / seconds)
+    return Ceilings(max(STREAM_BYTES / read, 2 * STREAM_BYTES / copy), max(rates))
+
+
+def _best_seconds(action: Callable[[], object], repeats: int) -> float:
+    return min(spent(action)[1]["seconds"] for _ in range(repeats))
 
 
 def busy_core_seconds() -> float:

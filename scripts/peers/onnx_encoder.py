@@ -10,7 +10,7 @@ mean over real tokens, to length 1. Engines like fastembed run such a graph over
 
 # pyright: reportMissingImports=false
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +93,8 @@ def build(directory: Path) -> bytes:
     return helper.make_model(graph, opset_imports=imports, ir_version=8).SerializeToString()
 
 
-def run(
-    directory: Path, texts: list[str], batch: int, is_sorted: bool
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Embed on one thread in padded batches, sorted by length or as given; counts and CPU time."""
+def encoder(directory: Path) -> tuple[Callable, Callable]:
+    """Return what makes ids of texts, and what embeds a batch of ids, on one thread."""
     import onnxruntime
     from tokenizers import Tokenizer
 
@@ -116,14 +114,4 @@ def run(
         ids[mask == 1] = np.concatenate(some)
         return session.run(["embeddings"], {"ids": ids, "mask": mask})[0]
 
-    embed([each.ids for each in tokenizer.encode_batch(texts[:batch])])
-    start = time.process_time()
-    ids = [each.ids for each in tokenizer.encode_batch(texts)]
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i])) if is_sorted else range(len(ids))
-    batches = [list(order[first : first + batch]) for first in range(0, len(ids), batch)]
-    found = np.zeros((len(ids), 384), np.float32)
-    for places in batches:
-        found[places] = embed([ids[place] for place in places])
-    seconds = time.process_time() - start
-    computed = sum(len(places) * max(len(ids[place]) for place in places) for places in batches)
-    return found, {"tokens": sum(map(len, ids)), "computed": computed, "cpu_seconds": seconds}
+    return lambda texts: [each.ids for each in tokenizer.encode_batch(texts)], embed

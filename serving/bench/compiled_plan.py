@@ -8,6 +8,7 @@ both: XLA adds the same for every layer. Temporaries do not grow with the layers
 
 import importlib.metadata
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ class Compiled(NamedTuple):
     kernels: Mapping[Kernel, int]
     all_reduces: Mapping[str, int]  # how they are done
     is_decided_by_the_host: bool  # a branch or a loop makes it wait for the device
+    compile_seconds: float  # of the CPU: this process and the assembler
 
     @property
     def launches(self) -> int:
@@ -156,6 +158,7 @@ def _step_row(
         "all_reduce_kinds": dict(compiled.all_reduces),
         "predicted_seconds": seconds,
         "seconds_by_formula": costs.device_seconds(step.mode, step.work),
+        "compile_cpu_seconds": compiled.compile_seconds,
         "step_temporaries_gb": compiled.temporary_bytes / 1e9,
         "collectives_mb": compiled.collective_bytes / 1e6,
         "predicted_collectives_mb": compiled.predicted_collective_bytes / 1e6,
@@ -191,7 +194,7 @@ def _whole(target: Target, deployment: Deployment, step: Step) -> tuple[Compiled
         return whole, whole.launches // layers
     few, many = (_compile(target, deployment, step, count) for count in (FEW, MANY))
 
-    def on_the_line(a: int, b: int) -> int:
+    def on_the_line[T: (int, float)](a: T, b: T) -> T:
         return b + (layers - MANY) * (b - a) // (MANY - FEW)
 
     def counts(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
@@ -207,6 +210,7 @@ def _whole(target: Target, deployment: Deployment, step: Step) -> tuple[Compiled
         top_level_thunks=on_the_line(few.top_level_thunks, many.top_level_thunks),
         kernels=counts(_alike(few.kernels, many.kernels), many.kernels),
         all_reduces=counts(few.all_reduces, many.all_reduces),
+        compile_seconds=max(0.0, on_the_line(few.compile_seconds, many.compile_seconds)),
     )
     return whole, (many.launches - few.launches) // (MANY - FEW)
 
@@ -257,7 +261,9 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
         sizes = pool.num_blocks, pool.block_size, pool.dtype
         pools = abstract_pools(definition.mesh, layout, *sizes)
         inputs = abstract_inputs(definition, pool, bucket)
+        begin = _cpu_seconds()
         compiled = definition.compile(step.mode, pools, *inputs)
+        compile_seconds = _cpu_seconds() - begin
         thunks = top_level(read_thunks())
     memory = compiled.memory_analysis()
     if memory is None:
@@ -275,7 +281,13 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
         kernels_of(text, Prices.of(costs.stages[0], step.mode, step.work)),
         all_reduce_kinds(text),
         any(kind in HOST_DECIDES for kind in thunks),
+        compile_seconds,
     )
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds of this process and of the children that have ended."""
+    return sum(os.times()[:4])
 
 
 @cache
